@@ -1,0 +1,156 @@
+"""Safetensors headers, read as if they lied. What belongs here: parsing and building the header, nothing about data.
+
+Format: https://github.com/huggingface/safetensors/blob/v0.6.2/README.md#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CorruptHeader, NotACheckpoint
+
+# https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
+MAX_HEADER_BYTES = 100_000_000
+
+BITS = {
+    "F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor's bytes are.
+
+    Attributes:
+        name: the name on disk.
+        dtype: safetensors dtype, e.g. "BF16".
+        shape: dims.
+        file: the file that holds it.
+        begin: absolute offset of its first byte in `file`.
+        size: number of bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    size: int
+
+
+def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of a tensor; for 4-bit dtypes two elements share one."""
+    return math.prod(shape) * BITS[dtype] // 8
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Parse a safetensors file's header.
+
+    Args:
+        file: a .safetensors file.
+
+    Returns:
+        Tensors by name, in file order.
+
+    Raises:
+        NotACheckpoint: the file cannot be opened.
+        CorruptHeader: the header cannot be true: it overruns the file, repeats a name, or its
+            offsets overlap, leave holes, or disagree with dtype and shape.
+    """
+    try:
+        file_size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", _exactly(stream, 8, file))
+            if length > min(MAX_HEADER_BYTES, file_size - 8):
+                raise _corrupt(file, f"the header claims {length:,} bytes in a file of {file_size:,}")
+            text = _exactly(stream, length, file)
+    except OSError as fault:
+        raise NotACheckpoint(
+            f"{file.name} cannot be opened: {fault.strerror}", where=file, fix="Check the path and its links."
+        ) from fault
+    return _check(file, _parse(file, text), data_begin=8 + length, data_size=file_size - 8 - length)
+
+
+def build_header(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """Return the leading bytes of a safetensors file: the length, then JSON padded to 8 bytes.
+
+    Args:
+        entries: (name, dtype, shape) in the order in which the data follows.
+        metadata: the header's `__metadata__`.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape in entries:
+        end = offset + byte_size(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _corrupt(file: Path, what: str) -> CorruptHeader:
+    return CorruptHeader(
+        f"{file.name} is not a whole safetensors file: {what}",
+        where=file,
+        fix="Fetch or export the file again; compare its sha256 with the publisher's.",
+    )
+
+
+def _exactly(stream, count: int, file: Path) -> bytes:
+    data = stream.read(count)
+    if len(data) != count:
+        raise _corrupt(file, f"{count:,} bytes were expected and {len(data):,} are there")
+    return data
+
+
+def _parse(file: Path, text: bytes) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise _corrupt(file, "a name stands twice in the header")
+        return found
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as fault:
+        raise _corrupt(file, "the header is not JSON") from fault
+    if not isinstance(header, dict):
+        raise _corrupt(file, "the header is not a JSON object")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check(file: Path, header: dict[str, object], *, data_begin: int, data_size: int) -> dict[str, TensorInfo]:
+    infos: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
+                pass
+            case _:
+                raise _corrupt(file, f"the entry of {name!r} lacks dtype, shape or data_offsets")
+        if dtype not in BITS:
+            raise _corrupt(file, f"{name!r} has the unknown dtype {dtype!r}")
+        if not all(map(_is_count, [*shape, begin, end])):
+            raise _corrupt(file, f"{name!r} has a dim or an offset that is no count")
+        if math.prod(shape) * BITS[dtype] != (end - begin) * 8:
+            raise _corrupt(file, f"{name!r} is {dtype} {shape}, but its offsets span {end - begin:,} bytes")
+        infos[name] = TensorInfo(name, dtype, tuple(shape), file, data_begin + begin, end - begin)
+    at = data_begin
+    for info in sorted(infos.values(), key=lambda i: (i.begin, i.size)):
+        if info.begin != at:
+            raise _corrupt(file, f"{info.name!r} overlaps its neighbour or leaves a hole")
+        at += info.size
+    if at != data_begin + data_size:
+        raise _corrupt(file, f"the tensors end at byte {at:,} and the file at {data_begin + data_size:,}")
+    return infos

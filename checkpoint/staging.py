@@ -1,0 +1,96 @@
+"""Check first, write beside, rename last. What belongs here: how an output folder comes to be, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import OutputExists, OutputFailed
+
+PARTIAL = ".kconv-partial-"
+
+
+def is_partial(folder: Path) -> bool:
+    """Say whether a folder is one that an interrupted run left behind."""
+    return folder.resolve().name.startswith(PARTIAL)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise OutputExists if there is anything at `out`."""
+    if out.exists() or out.is_symlink():
+        raise OutputExists(f"{out} is already there", fix="Choose another name, or delete it if you no longer need it.")
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """Give a temporary sibling of `out` to write in; on leaving without a fault, flush and rename it.
+
+    After a kill at any moment `out` is absent or whole. On a fault the sibling is removed.
+
+    Args:
+        out: the folder to make; its parents are made too.
+
+    Yields:
+        The temporary folder, on the same file system as `out`.
+
+    Raises:
+        OutputExists: there is something at `out`.
+        OutputFailed: the disk is full or not writable.
+    """
+    refuse_existing(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{out.name}-", dir=out.parent))
+    except OSError as fault:
+        raise _failed(out, fault) from fault
+    try:
+        yield temporary
+        _flush(temporary)
+        _rename(temporary, out)
+    except OSError as fault:
+        raise _failed(out, fault) from fault
+    finally:
+        # After the rename there is nothing left at this name.
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Put every file of a folder on its disk, so that the rename cannot outlive the data."""
+    folder.chmod(0o755)  # mkdtemp's 0700 would follow the folder to its users
+    for path in [*(p for p in folder.rglob("*") if not p.is_symlink()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _rename(temporary: Path, out: Path) -> None:
+    refuse_existing(out)
+    try:
+        temporary.rename(out)
+    except OSError as fault:
+        if fault.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise OutputExists(f"{out} appeared while it was being made", fix="Choose another name.") from fault
+        raise
+    descriptor = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failed(out: Path, fault: OSError) -> OutputFailed:
+    full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+    return OutputFailed(
+        f"{out} could not be written: {fault.strerror or fault}",
+        where=fault.filename or out.parent,
+        fix="Free some space, or choose an output on another disk."
+        if full
+        else "Check that the folder exists and is writable.",
+    )

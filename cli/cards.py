@@ -1,0 +1,8 @@
+"""`kconv card`."""
+
+import click
+
+
+@click.command()
+def card() -> None:
+    """Not yet."""

@@ -1,0 +1,8 @@
+"""`kconv demo`."""
+
+import click
+
+
+@click.command()
+def demo() -> None:
+    """Not yet."""

@@ -1,0 +1,8 @@
+"""`kconv validate`."""
+
+import click
+
+
+@click.command()
+def validate() -> None:
+    """Not yet."""

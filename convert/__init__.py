@@ -1,0 +1,1 @@
+"""From one layout to another: layouts, config tables, moves, plan and execution."""

@@ -1,0 +1,122 @@
+"""The config keys of draft heads, as data. What belongs here: which key states which field of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where a config states one field of the spec.
+
+    Attributes:
+        field: dotted path of the field in `HeadSpec`.
+        names: dotted paths in config.json. Reading takes what is there and refuses a contradiction;
+            writing fills each of them, as engines look in different places.
+        kind: "count" (positive int), "number", "flag" or "token" (id, list of ids or null).
+        default: the field's value where the config is silent, from what was read before it;
+            None where silence is a fault.
+    """
+
+    field: str
+    names: tuple[str, ...]
+    kind: str
+    default: Callable[[Values], Any] | None = None
+
+
+def _off(_: Values) -> bool:
+    return False
+
+
+def _none(_: Values) -> None:
+    return None
+
+
+COMMON = (
+    Key("hidden", ("hidden_size",), "count"),
+    Key("target_hidden", ("target_hidden_size",), "count", lambda v: v["hidden"]),
+    Key("intermediate", ("intermediate_size",), "count"),
+    Key("layers", ("num_hidden_layers",), "count"),
+    Key("vocab", ("vocab_size",), "count"),
+    # ModelOpt's kimik2 template leaves the key out, also when it exports a reduced vocabulary:
+    # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58
+    Key("draft_vocab", ("draft_vocab_size",), "count", lambda v: v["lm_head_rows"] or v["vocab"]),
+    Key("eps", ("rms_norm_eps",), "number"),
+    Key("mlp_bias", ("mlp_bias",), "flag", _off),
+    Key("fc_bias", ("bias",), "flag", _off),
+    Key("norms.before_residual", ("norm_before_residual",), "flag", _off),
+    # TensorRT-LLM reads it inside eagle_config only, vLLM in either place.
+    Key("norms.before_fc", ("norm_before_fc", "eagle_config.norm_before_fc"), "flag", _off),
+    Key("norms.fc", ("fc_norm",), "flag", _off),
+    Key("norms.output", ("norm_output",), "flag", _off),
+    Key("tokens.bos", ("bos_token_id",), "token", _none),
+    Key("tokens.eos", ("eos_token_id",), "token", _none),
+    Key("tokens.pad", ("pad_token_id",), "token", _none),
+)
+
+GQA = (
+    Key("attention.heads", ("num_attention_heads",), "count"),
+    Key("attention.kv_heads", ("num_key_value_heads",), "count", lambda v: v["attention.heads"]),
+    Key("attention.head_dim", ("head_dim",), "count", lambda v: v["hidden"] // v["attention.heads"]),
+    Key("attention.bias", ("attention_bias",), "flag", _off),
+)
+
+MLA = (
+    # TensorRT-LLM wants num_key_value_heads of an MLA head too.
+    Key("attention.heads", ("num_attention_heads", "num_key_value_heads"), "count"),
+    Key("attention.q_lora_rank", ("q_lora_rank",), "count"),
+    Key("attention.kv_lora_rank", ("kv_lora_rank",), "count"),
+    Key("attention.qk_nope_head_dim", ("qk_nope_head_dim",), "count"),
+    Key("attention.qk_rope_head_dim", ("qk_rope_head_dim",), "count"),
+    Key("attention.v_head_dim", ("v_head_dim",), "count"),
+)
+
+# Keys that change what a head computes, and the only values kconv carries. Each other value is refused.
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "logit_scale": (1, None),
+    "use_sliding_window": (False, None),
+    "qkv_bias": (False, None),
+    "rope_interleave": (True, None),
+    "eagle_config.use_aux_hidden_state": (True, None),
+    "eagle_config.use_input_layernorm_in_first_layer": (True, None),
+    "eagle_config.use_last_layernorm": (True, None),
+    "eagle_config.use_mtp_layernorm": (False, None),
+    "eagle_config.next_layer_regular": (True, None),
+    "eagle_config.eh_proj_before_attn": (False, None),
+    "eagle_config.parallel_draft_step": (1, None),
+    "eagle_config.parallel_draft_heads_num_layers": (1, None),
+}
+
+# Read elsewhere: RoPE (convert.rope_keys), captured layers (convert.captured), identity, dtype.
+ELSEWHERE = frozenset(
+    """
+    architectures model_type auto_map dtype torch_dtype rope_theta rope_scaling rope_parameters
+    partial_rotary_factor max_position_embeddings eagle_aux_hidden_state_layer_ids
+    num_aux_hidden_states tie_word_embeddings kv_lora_rank sliding_window layer_types
+    """.split()
+)
+
+# What transformers writes into every config, and the mixture-of-experts keys that ModelOpt's kimik2
+# template copies though a head's MLP is dense: nothing of a draft head depends on them.
+BALLAST = frozenset(
+    """
+    _name_or_path _attn_implementation transformers_version use_cache initializer_range
+    attention_dropout pretraining_tp chunk_size_feed_forward diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size ep_size aux_loss_alpha seq_aux id2label label2id
+    forced_bos_token_id forced_eos_token_id is_decoder is_encoder_decoder length_penalty max_length
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores problem_type pruned_heads remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id decoder_start_token_id
+    suppress_tokens begin_suppress_tokens bad_words_ids exponential_decay_length_penalty
+    finetuning_task prefix task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torchscript typical_p use_bfloat16 cross_attention_hidden_size
+    add_cross_attention max_window_layers first_k_dense_replace moe_intermediate_size moe_layer_freq
+    n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+    num_nextn_predict_layers routed_scaling_factor scoring_func topk_group topk_method qk_head_dim
+    """.split()
+)

@@ -1,0 +1,44 @@
+"""One table per layout. What belongs here: the list of them, in the order in which their marks are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import UnknownLayout
+from ..layout import Layout
+from .trtllm import MODELOPT, TRTLLM
+from .vllm import VLLM
+
+LAYOUTS: tuple[Layout, ...] = (VLLM, TRTLLM, MODELOPT)
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
+    """Return the layout whose marks a config and its tensor names bear.
+
+    Raises:
+        UnknownLayout: none fits.
+    """
+    names = set(names)
+    if "fc.weight" in names or "eagle_config" in config:
+        for layout in LAYOUTS:
+            if layout.told_by(config, names):
+                return layout
+    raise UnknownLayout(
+        f"this is no Eagle3 head in a layout that kconv knows: architectures {config.get('architectures')}, "
+        f"model_type {config.get('model_type')!r}",
+        where="config.json",
+        fix=f"If it is a head all the same, name its layout with --from: {', '.join(BY_NAME)}.",
+    )
+
+
+def by_name(name: str) -> Layout:
+    """Return a layout by the name that a user gives.
+
+    Raises:
+        UnknownLayout: no layout of that name.
+    """
+    if name not in BY_NAME:
+        raise UnknownLayout(f"no layout is called {name!r}", fix=f"Choose one of {', '.join(BY_NAME)}.")
+    return BY_NAME[name]

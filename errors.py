@@ -1,0 +1,103 @@
+"""Every fault kconv can name. What belongs here: one class per fault, and nothing that imports kconv."""
+
+
+class KconvError(Exception):
+    """A named fault: what is wrong, where it is, and what to do about it.
+
+    Args:
+        what: one sentence that says what is wrong, with the figures that show it.
+        where: the file, tensor or key concerned; empty where `what` already says it.
+        fix: what the user should do next, an imperative sentence.
+    """
+
+    def __init__(self, what: str, *, where: object = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, str(where), fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class NotACheckpoint(KconvError):
+    """The path is missing, or holds no config.json and safetensors."""
+
+
+class CorruptHeader(KconvError):
+    """A safetensors header that lies: sizes, offsets, names or dtypes that cannot be."""
+
+
+class CorruptIndex(KconvError):
+    """An index file that names what is not there, or a path outside its folder."""
+
+
+class OutputExists(KconvError):
+    """The output is already there; kconv never overwrites."""
+
+
+class OutputFailed(KconvError):
+    """The output could not be written: the disk is full, or the folder cannot be made."""
+
+
+class UnknownLayout(KconvError):
+    """No layout that kconv knows fits this config and these tensor names."""
+
+
+class ConfigInvalid(KconvError):
+    """A config.json that cannot be read as a head: a key missing, of a wrong type, or contradicting another."""
+
+
+class ConfigUnsupported(KconvError):
+    """A config.json that asks for something kconv or the target engine cannot express."""
+
+
+class CapturedUndecided(KconvError):
+    """The captured layers are absent, or could be read in two ways."""
+
+
+class TensorMissing(KconvError):
+    """A tensor that the head needs is not in the checkpoint."""
+
+
+class TensorUnknown(KconvError):
+    """A tensor that no row of the layout accounts for."""
+
+
+class TensorShape(KconvError):
+    """A tensor whose shape is not the one its meaning demands."""
+
+
+class TensorValue(KconvError):
+    """A tensor whose values cannot be right: NaN, Inf, an id out of range."""
+
+
+class LayoutCannot(KconvError):
+    """The target layout has no place for something that this head has."""
+
+
+class ManifestMismatch(KconvError):
+    """The bytes on disk are not the ones that the manifest records."""
+
+
+class TargetInvalid(KconvError):
+    """The target model cannot be read, or does not belong to this head."""
+
+
+class PromptsInvalid(KconvError):
+    """A prompts file that cannot be read, or that overlaps with the text it must be held out from."""
+
+
+class RecipeInvalid(KconvError):
+    """A recipe with a key that does not exist or a value that cannot be."""
+
+
+class TrainingFailed(KconvError):
+    """Training stopped: a loss that is not a number, or a fault of the training library."""
+
+
+class MissingExtra(KconvError):
+    """A command needs packages of an extra that is not installed."""

@@ -1,0 +1,145 @@
+"""What a head must be, stated once: the plan refuses by it, and validation reports by it.
+
+What belongs here: comparing what a spec demands with what a checkpoint holds, and the ranges of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.header import TensorInfo
+from ..errors import KconvError, TensorMissing, TensorShape, TensorUnknown, TensorValue
+from .spec import HeadSpec
+
+FLOATS = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor that a head's spec demands.
+
+    Attributes:
+        name: its name on disk.
+        shape: the shape its meaning demands.
+        dtypes: safetensors dtypes it may have.
+        may_be_absent: whether engines can do without it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    may_be_absent: bool
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One way in which a checkpoint is not what its spec demands."""
+
+    fault: type[KconvError]
+    what: str
+    where: str
+    fix: str
+
+    def error(self) -> KconvError:
+        """Return the breach as an exception to raise."""
+        return self.fault(self.what, where=self.where, fix=self.fix)
+
+
+def compare(
+    expected: Mapping[str, Expected],
+    held: Mapping[str, TensorInfo],
+    *,
+    ignored: Mapping[str, str],
+    unclaimed: Mapping[str, str],
+) -> list[Breach]:
+    """Compare what a spec demands with what a checkpoint's headers hold.
+
+    Args:
+        expected: what the layout stores for this spec, by name.
+        held: what is there, by name.
+        ignored: names that may be there and mean nothing.
+        unclaimed: names that the layout knows for other specs, and what this config lacks for them.
+
+    Returns:
+        Every breach, missing tensors first.
+    """
+    missing = [name for name, want in expected.items() if name not in held and not want.may_be_absent]
+    breaches = [
+        Breach(
+            TensorMissing,
+            f"{name} is missing; the config demands it, of shape {list(expected[name].shape)}",
+            name,
+            "Export the head again. An engine would leave this weight uninitialised and say nothing.",
+        )
+        for name in missing
+    ]
+    for name in held.keys() - expected.keys() - ignored.keys():
+        why = unclaimed.get(name, "no row of the layout accounts for it")
+        breaches.append(
+            Breach(
+                TensorUnknown,
+                f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}",
+                name,
+                "Correct the config if the head needs it; remove the tensor if it does not.",
+            )
+        )
+    for name in expected.keys() & held.keys():
+        breaches += _compare_one(expected[name], held[name])
+    return breaches
+
+
+def _compare_one(want: Expected, have: TensorInfo) -> Iterable[Breach]:
+    if have.shape != want.shape:
+        yield Breach(
+            TensorShape,
+            f"{want.name} is {list(have.shape)}; the config demands {list(want.shape)}",
+            want.name,
+            "Correct the config's dims, or export the head again; its config belongs to another head.",
+        )
+    if have.dtype not in want.dtypes:
+        yield Breach(
+            TensorShape,
+            f"{want.name} is {have.dtype}; it should be {' or '.join(want.dtypes)}",
+            want.name,
+            "Export the head again with that dtype.",
+        )
+
+
+def check_d2t(spec: HeadSpec, d2t: torch.Tensor, name: str = "d2t") -> list[Breach]:
+    """Check a map from draft to target ids: `d2t[i]` is the *offset* of target id `i + d2t[i]`.
+
+    Args:
+        spec: the head.
+        d2t: [draft_vocab] integers.
+        name: its name on disk.
+    """
+    ids = d2t.to(torch.int64) + torch.arange(d2t.numel())
+    outside = int(((ids < 0) | (ids >= spec.vocab)).sum())
+    if outside:
+        return [
+            Breach(
+                TensorValue,
+                f"{outside} of {ids.numel()} draft ids lead outside the target's vocabulary of {spec.vocab}",
+                name,
+                "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens.",
+            )
+        ]
+    repeated = ids.numel() - ids.unique().numel()
+    if repeated:
+        return [
+            Breach(
+                TensorValue,
+                f"{repeated} draft ids lead to a target id that another one already leads to",
+                name,
+                "d2t may hold absolute ids instead of offsets, or zeros; rebuild it.",
+            )
+        ]
+    return []
+
+
+def dtypes_of(slot_dtypes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the dtypes a slot may be stored in: its own, or any float dtype that engines cast from."""
+    return slot_dtypes or FLOATS

@@ -1,0 +1,153 @@
+"""What an Eagle3 draft head *is*, free of any file layout. What belongs here: the spec's frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Gqa:
+    """Multi-head or grouped-query attention; MHA is `kv_heads == heads`.
+
+    RoPE turns the first `rope.partial_rotary_factor * head_dim` dims of a head, half-split (neox).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Mla:
+    """DeepSeek's multi-head latent attention.
+
+    The rotary dims of `q_b_proj` (the last `qk_rope_head_dim` rows of each head) and of
+    `kv_a_proj_with_mqa` (its last rows) are in DeepSeek's interleaved order: pairs are neighbours.
+    """
+
+    heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's context extension, with every value spelled out, as engines disagree on the defaults.
+
+    `mscale` and `mscale_all_dim` are DeepSeek's: cos and sin are scaled by
+    `m(mscale) / m(mscale_all_dim)`, and MLA's softmax by `m(mscale_all_dim) ** 2`, with
+    `m(s) = 0.1 * s * ln(factor) + 1`. `attention_factor`, where set, replaces the first of the two.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Llama-3.1's wavelength-dependent scaling."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding as the head was trained with it."""
+
+    theta: float
+    scaling: Yarn | Llama3 | Linear | None = None
+    partial_rotary_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Where a head's norms stand, beyond the ones that each head has.
+
+    Attributes:
+        before_residual: the residual of layer 0 is `hidden_norm(h)` instead of `h`.
+        before_fc: one RMSNorm over the concatenated captured states, before `fc` (`input_norm`).
+        fc: one RMSNorm per captured state, before `fc` (EAGLE-3.1's `fc_norm`).
+        output: the next draft step is fed the state after the final norm (EAGLE-3.1's `norm_output`).
+    """
+
+    before_residual: bool = False
+    before_fc: bool = False
+    fc: bool = False
+    output: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Special token ids as the config states them; None where it does not."""
+
+    bos: int | None = None
+    eos: int | tuple[int, ...] | None = None
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """An Eagle3 draft head.
+
+    Attributes:
+        attention: `Gqa` or `Mla` with its dims.
+        hidden: width of the head's residual stream.
+        target_hidden: width of the target's hidden states that `fc` reads.
+        intermediate: width of the dense SwiGLU MLP.
+        layers: number of decoder layers; layer 0 attends over `[embedding, hidden]`, 2 x `hidden` wide.
+        vocab: rows of the target's vocabulary.
+        draft_vocab: rows of the head's `lm_head`; below `vocab` a `d2t` map leads back.
+        rope: rotary embedding as trained.
+        norms: the optional norms and the residual's order.
+        captured: target layers whose states are fed to `fc`, in ascending order, as *outputs of the
+            0-based decoder layer i* (the residual stream after it). Engines that count layer inputs
+            are served `i + 1`.
+        eps: epsilon of each RMSNorm.
+        dtype: safetensors name of the weights' dtype, e.g. "BF16".
+        max_positions: rows of the engine's RoPE table, tokens.
+        tokens: special token ids.
+        mlp_bias, fc_bias: whether these linears carry a bias.
+    """
+
+    attention: Gqa | Mla
+    hidden: int
+    target_hidden: int
+    intermediate: int
+    layers: int
+    vocab: int
+    draft_vocab: int
+    rope: Rope
+    captured: tuple[int, ...]
+    eps: float
+    dtype: str
+    max_positions: int
+    norms: Norms = field(default_factory=Norms)
+    tokens: Tokens = field(default_factory=Tokens)
+    mlp_bias: bool = False
+    fc_bias: bool = False
+
+    @property
+    def kind(self) -> str:
+        """`"mla"`, `"mha"` or `"gqa"`."""
+        if isinstance(self.attention, Mla):
+            return "mla"
+        return "mha" if self.attention.kv_heads == self.attention.heads else "gqa"

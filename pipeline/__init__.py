@@ -1,0 +1,1 @@
+"""Steps in a row; the demo is one of them."""

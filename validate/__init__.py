@@ -1,0 +1,1 @@
+"""Findings about a head: rules, parity, acceptance."""
