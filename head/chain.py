@@ -1,0 +1,236 @@
+"""The drafting chain of a head, and its acceptance. What belongs here: chains over a known text, and what survives.
+
+Alignment. Entry t of draft step 1 stands at rotary position t: it pairs token x[t+1] with the fused target
+states of position t, and predicts x[t+2]. Step k of chain t takes token x[t+k] and the hidden state that step
+k-1 of the same chain returned, at position t+k-1, sees step 1's entries at positions <= t and its own chain's
+since, and predicts x[t+1+k]. So engines do: tokens shifted by one against the states, positions unchanged
+(https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L836-L850), then
+one position further with each step
+(https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L776-L815).
+
+A text of T tokens has chains t = 0 .. T-2-K, whose K predictions all lie within it: T' = T-1-K of them.
+
+The text is given (teacher forcing), so all chains run at once. A chain in an engine is fed the tokens it
+drafted, and it counts only as long as each of them was accepted.
+Greedy: an accepted token *is* the text's, so the given token is the drafted one wherever it counts, and the
+figures are exact. Sampled: see `overlap_acceptance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import PromptsInvalid
+from .attention import ChainContext
+from .forward import DraftHead
+
+GREEDY = "greedy; mean over the verify steps of simulated speculative decoding; bonus token included"
+SAMPLED = "sampled; expectation over all positions of the text, teacher-forced; bonus token included"
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One draft step of all chains.
+
+    Attributes:
+        tokens: input tokens `[B, T']`.
+        hidden: input hidden states `[B, T', hidden]`.
+        returned: hidden states for the next step `[B, T', hidden]`.
+        logits: `[B, T', draft_vocab]`.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    returned: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How many drafted tokens survived.
+
+    Attributes:
+        steps: tokens drafted per verify step (K).
+        drafts: verify steps (greedy) or positions (sampled) that the figures are over.
+        accepted: for each of the K places in a draft, in how many drafts the token there and all before it
+            were accepted; an expectation where sampled.
+        note: what the figures are.
+    """
+
+    steps: int
+    drafts: int
+    accepted: tuple[float, ...]
+    note: str
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Share of all drafts accepted up to each place: vLLM's per-position acceptance rate."""
+        return tuple(count / self.drafts for count in self.accepted)
+
+    @property
+    def length(self) -> float:
+        """Acceptance length: tokens per verify step, between 1 and K + 1, the bonus token included.
+
+        https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/metrics.py#L113-L117
+        """
+        return 1.0 + sum(self.accepted) / self.drafts
+
+
+def count_chains(length: int, steps: int) -> int:
+    """Return T', the number of chains of K steps that a text of T tokens holds.
+
+    Raises:
+        PromptsInvalid: the text is too short for one.
+    """
+    if length < steps + 2:
+        raise PromptsInvalid(
+            f"a text of {length} tokens is too short for {steps} draft steps",
+            fix=f"Give at least {steps + 2} tokens, or fewer steps.",
+        )
+    return length - 1 - steps
+
+
+def along_chains(values: Tensor, steps: int) -> Tensor:
+    """Lay out what is known per position by chain and step: `[B, T, ...]` to `[K, B, T', ...]`.
+
+    `result[k-1, b, t]` is `values[b, t+k]`, the position that predicts what step k of chain t predicts.
+    """
+    chains = count_chains(values.shape[1], steps)
+    return torch.stack([values[:, k : k + chains] for k in range(1, steps + 1)])
+
+
+def unroll(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Iterator[DraftStep]:
+    """Run K draft steps of all chains, one step at a time.
+
+    Args:
+        tokens: the text, target ids `[B, T]`.
+        captured: the target's captured states at each position `[B, T, A * target_hidden]`.
+        steps: K.
+    """
+    chains = count_chains(tokens.shape[1], steps)
+    hidden = head.fuse(captured[:, :chains])
+    positions = torch.arange(chains, device=tokens.device)
+    context = ChainContext()
+    for k in range(1, steps + 1):
+        inputs = tokens[:, k : k + chains]
+        returned, logits = head.step(inputs, hidden, positions + k - 1, context)
+        yield DraftStep(inputs, hidden, returned, logits)
+        hidden = returned
+
+
+def draft_logits(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
+    """Return the logits of each step of each chain, `[K, B, T', draft_vocab]`; arguments as in `unroll`.
+
+    `result[k-1, b, t]` predicts `tokens[b, t+1+k]`.
+    """
+    return torch.stack([step.logits for step in unroll(head, tokens, captured, steps)])
+
+
+def draft_tokens(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
+    """Return the likeliest token of each step of each chain as target ids, `[K, B, T']`."""
+    return torch.stack([head.target_ids[step.logits.argmax(-1)] for step in unroll(head, tokens, captured, steps)])
+
+
+def greedy_acceptance(drafted: Tensor, tokens: Tensor, prompt_length: int) -> Acceptance:
+    """Simulate greedy speculative decoding of one text.
+
+    The target's prefill gives the token after the prompt. Each verify step then drafts K tokens, accepts
+    those that match the text up to the first that does not, and goes on behind them and the bonus token.
+    It ends at the first draft whose K places no longer all lie within the text.
+
+    Args:
+        drafted: `[K, T']` target ids, as `draft_tokens(...)[:, b]`; -1 where nothing is drafted.
+        tokens: `[T]`: a prompt and the target's own greedy continuation.
+        prompt_length: tokens of the prompt, at least 1.
+
+    Raises:
+        PromptsInvalid: no draft fits behind the prompt.
+    """
+    steps, chains = drafted.shape
+    if not 1 <= prompt_length <= chains:
+        raise PromptsInvalid(
+            f"no draft of {steps} tokens fits between a prompt of {prompt_length} and {len(tokens)} tokens",
+            fix="Give a prompt of at least one token and a longer continuation.",
+        )
+    # Step k of chain t predicts the token after position t+k.
+    matches = drafted == along_chains(tokens[None].roll(-1, 1), steps)[:, 0]
+    survivors = matches.long().cumprod(0).sum(0).tolist()
+    accepted, drafts, chain = [0] * steps, 0, prompt_length - 1
+    while chain < chains:
+        for place in range(survivors[chain]):
+            accepted[place] += 1
+        drafts += 1
+        chain += survivors[chain] + 1
+    return Acceptance(steps, drafts, tuple(accepted), GREEDY)
+
+
+def overlap(draft_logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> Tensor:
+    """Return the probability that rejection sampling accepts a drafted token: the sum of min(p, q).
+
+    Args:
+        draft_logits: `[K, B, T', draft_vocab]`, of the distribution q that the drafted token is drawn from.
+        target_logits: `[B, T, vocab]` in the target's usual alignment (position i predicts token i+1), of
+            the distribution p that is served; both divided by the temperature.
+        target_ids: `[draft_vocab]`, the target's id of each draft token; q is 0 for all others.
+
+    Returns:
+        `[K, B, T']` fp32, between 0 and 1.
+    """
+    steps, _, chains, _ = draft_logits.shape
+    overlaps = []
+    for k in range(1, steps + 1):
+        p = target_logits[:, k : k + chains].float().softmax(-1)[..., target_ids]
+        q = draft_logits[k - 1].float().softmax(-1)
+        overlaps.append(torch.minimum(p, q).sum(-1))
+    return torch.stack(overlaps)
+
+
+def lengths(overlaps: Tensor) -> Tensor:
+    """Return the acceptance length at each position, `[K, B, T']` to `[B, T']`: 1 + a1 + a1 a2 + ...
+
+    The mean is `overlap_acceptance(overlaps).length`; two heads on one text are compared by the mean of
+    their differences and its (paired) standard error.
+    """
+    return 1.0 + overlaps.cumprod(0).sum(0)
+
+
+def overlap_acceptance(overlaps: Tensor) -> Acceptance:
+    """Sum up acceptance probabilities `[K, B, T']` of a text that was drawn from the target.
+
+    Place k of a draft counts a1 * ... * ak. In an engine the tokens before place k are those that were
+    accepted, here they are the text's: the two agree where ak does not depend on which tokens those were,
+    and K = 1 is exact. Every position counts once, where an engine starts a draft only behind the last.
+    """
+    steps = overlaps.shape[0]
+    accepted = overlaps.double().cumprod(0).flatten(1).sum(1)
+    return Acceptance(steps, overlaps[0].numel(), tuple(accepted.tolist()), SAMPLED)
+
+
+def sampled_acceptance(draft_logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> tuple[Acceptance, Tensor]:
+    """Return the acceptance of a head under rejection sampling, and `lengths` at each position `[B, T']`.
+
+    Arguments as in `overlap`; what the figure is, in `overlap_acceptance`.
+    """
+    overlaps = overlap(draft_logits, target_logits, target_ids)
+    return overlap_acceptance(overlaps), lengths(overlaps)
+
+
+def pool(acceptances: Iterable[Acceptance]) -> Acceptance:
+    """Add up acceptances of the same K and kind: a mean over drafts, so long texts weigh more.
+
+    Raises:
+        PromptsInvalid: there are none, or they are of different kinds.
+    """
+    parts = list(acceptances)
+    kinds = {(part.steps, part.note) for part in parts}
+    if len(kinds) != 1:
+        raise PromptsInvalid(
+            f"{len(kinds)} kinds of acceptance cannot be pooled",
+            fix="Pool one or more acceptances of the same number of steps and the same kind.",
+        )
+    accepted = tuple(sum(counts) for counts in zip(*(part.accepted for part in parts), strict=True))
+    return Acceptance(parts[0].steps, sum(part.drafts for part in parts), accepted, parts[0].note)

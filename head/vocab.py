@@ -1,0 +1,169 @@
+"""The mathematics of draft vocabularies: maps, masks, the choice of tokens, coverage. What belongs here: no files.
+
+A reduced head has one row of `lm_head` for each token it may draft. `d2t[i]` is an *offset*: row i stands for
+the target's token `i + d2t[i]`, and `t2d` marks these tokens among all of the target's
+(https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L385).
+Some files hold the ids themselves in `d2t`; often both readings are possible, and only one is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigInvalid
+
+FULL = "full vocabulary, no map"
+MISSING = "reduced vocabulary without a map"
+IDENTITY = "identity prefix"
+OFFSETS = "offsets"
+ABSOLUTE = "absolute ids"
+EITHER = "offsets or absolute ids"
+NEITHER = "neither offsets nor absolute ids"
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """Return the target's id of each draft id, `[draft_vocab]` int64, of a map that holds offsets."""
+    return d2t.to(torch.int64) + torch.arange(d2t.numel())
+
+
+def offsets(ids: Tensor) -> Tensor:
+    """Return the map, `[draft_vocab]` int64 offsets, that leads to these target ids; inverse of `target_ids`."""
+    return ids.to(torch.int64) - torch.arange(ids.numel())
+
+
+def mask(ids: Tensor, vocab: int) -> Tensor:
+    """Return `t2d`, `[vocab]` bool: whether a draft id leads to the token."""
+    return torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a map says if it is read in one way.
+
+    Attributes:
+        ids: `[draft_vocab]` int64, the target's id of each draft id.
+        outside: how many ids are outside the target's vocabulary.
+        duplicates: how many draft ids lead to an id that an earlier one leads to.
+        marked_otherwise: how many tokens `t2d` marks and `ids` lacks, or the reverse; None where there is no
+            `t2d`, or where `ids` is no map at all.
+    """
+
+    ids: Tensor
+    outside: int
+    duplicates: int
+    marked_otherwise: int | None
+
+    @property
+    def possible(self) -> bool:
+        """Whether the map can be meant so: each id in range, and none twice."""
+        return self.outside == 0 and self.duplicates == 0
+
+    @property
+    def order(self) -> str:
+        """`"ascending"`, or `"unsorted"`, as maps in the order of token frequency are (ModelOpt's among them)."""
+        return "ascending" if bool((self.ids.diff() > 0).all()) else "unsorted"
+
+
+def read_ids(ids: Tensor, vocab: int, t2d: Tensor | None = None) -> Reading:
+    """Describe a map that leads to these target ids.
+
+    Args:
+        ids: `[draft_vocab]` integers.
+        vocab: rows of the target's vocabulary.
+        t2d: `[vocab]` bool, what the file marks.
+    """
+    ids = ids.to(torch.int64)
+    outside = int(((ids < 0) | (ids >= vocab)).sum())
+    duplicates = ids.numel() - ids.unique().numel()
+    usable = t2d is not None and outside == 0
+    return Reading(ids, outside, duplicates, int((mask(ids, vocab) != t2d).sum()) if usable else None)
+
+
+def kind_of(as_offsets: Reading, as_absolute: Reading, rows: tuple[int, int] | None = None) -> str:
+    """Say what a map holds: one of IDENTITY, OFFSETS, ABSOLUTE, EITHER, NEITHER.
+
+    A reading with an id out of range or twice is ruled out. Between two that remain `t2d` decides, where it
+    agrees with one of them alone, and then the rows of `lm_head` that are copies of the target's.
+
+    Args:
+        as_offsets, as_absolute: the two readings of one `d2t`.
+        rows: how many rows of `lm_head` equal the target's at the ids of either reading.
+    """
+    if not as_offsets.possible:
+        return ABSOLUTE if as_absolute.possible else NEITHER
+    if torch.equal(as_offsets.ids, torch.arange(as_offsets.ids.numel())):
+        return IDENTITY
+    if not as_absolute.possible:
+        return OFFSETS
+    agreeing = as_offsets.marked_otherwise == 0, as_absolute.marked_otherwise == 0
+    for evidence in (agreeing, rows):
+        if evidence is not None and evidence[0] != evidence[1]:
+            return OFFSETS if evidence[0] > evidence[1] else ABSOLUTE
+    return EITHER
+
+
+def keep_most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Tensor:
+    """Choose the tokens of a draft vocabulary.
+
+    Args:
+        counts: `[vocab]` int64, how often each token stands in a text.
+        size: how many tokens to keep.
+        always: ids to keep whatever their frequency: the special tokens.
+
+    Returns:
+        `[size]` int64 target ids, ascending: those of `always`, then the most frequent; among equally frequent
+        tokens the lower id, which in a BPE vocabulary is the earlier merge.
+
+    Raises:
+        ConfigInvalid: `size` has no place for `always`, or is not below the vocabulary.
+    """
+    if not len(always) <= size < counts.numel() or size < 1:
+        raise ConfigInvalid(
+            f"a draft vocabulary of {size} tokens cannot be cut from {counts.numel()}, "
+            f"of which {len(always)} special ones are always kept",
+            fix=f"Choose a size from {max(len(always), 1)} to {counts.numel() - 1}.",
+        )
+    ranked = counts.clone()
+    ranked[torch.tensor(sorted(always), dtype=torch.int64)] = torch.iinfo(torch.int64).max
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a text a draft vocabulary holds.
+
+    Attributes:
+        tokens: number of tokens of the text.
+        covered: how many of them a draft id leads to.
+        distinct, distinct_covered: the same, each token counted once.
+    """
+
+    tokens: int
+    covered: int
+    distinct: int
+    distinct_covered: int
+
+    @property
+    def share(self) -> float:
+        """Share of the text's tokens that can be drafted, from 0 to 1: what bounds the acceptance rate."""
+        return self.covered / self.tokens if self.tokens else 0.0
+
+
+def measure_coverage(counts: Tensor, ids: Tensor) -> Coverage:
+    """Return how much of a text the tokens `ids` make up.
+
+    Args:
+        counts: `[vocab]` int64, how often each token stands in the text.
+        ids: `[draft_vocab]` int64 target ids.
+    """
+    held = counts[ids]
+    return Coverage(
+        tokens=int(counts.sum()),
+        covered=int(held.sum()),
+        distinct=int((counts > 0).sum()),
+        distinct_covered=int((held > 0).sum()),
+    )

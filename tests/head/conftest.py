@@ -1,0 +1,60 @@
+"""Random heads for the tests of this room."""
+
+import pytest
+import torch
+
+from kconv.head.forward import DraftHead
+from kconv.head.slots import needs
+from kconv.head.spec import Gqa, HeadSpec, Rope
+
+
+def _spec(**changes) -> HeadSpec:
+    """Return a small spec with the given fields changed."""
+    fields = {
+        "attention": Gqa(heads=4, kv_heads=2, head_dim=8),
+        "hidden": 24,
+        "target_hidden": 20,
+        "intermediate": 40,
+        "layers": 1,
+        "vocab": 11,
+        "draft_vocab": 11,
+        "rope": Rope(theta=50.0),
+        "captured": (1, 3, 5),
+        "eps": 1e-5,
+        "dtype": "F32",
+        "max_positions": 64,
+    }
+    return HeadSpec(**(fields | changes))
+
+
+def _weights(spec: HeadSpec, seed: int) -> dict[str, torch.Tensor]:
+    """Return random weights: gains near 1, matrices that keep a vector's size, d2t a random choice of ids."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, need in needs(spec).items():
+        values = torch.randn(need.shape, generator=generator)
+        if name == "d2t":
+            ids = torch.randperm(spec.vocab, generator=generator)[: spec.draft_vocab]
+            weights[name] = ids - torch.arange(spec.draft_vocab)
+        elif name == "t2d":
+            continue
+        elif values.ndim == 2:
+            weights[name] = values if name == "embed_tokens" else values * values.shape[1] ** -0.5
+        else:
+            weights[name] = values * 0.3 + (0.0 if name.endswith("bias") else 1.0)
+    return weights
+
+
+@pytest.fixture(scope="session")
+def make_spec():
+    return _spec
+
+
+@pytest.fixture(scope="session")
+def make_weights():
+    return _weights
+
+
+@pytest.fixture(scope="session")
+def make_head():
+    return lambda spec, seed=0: DraftHead(spec, _weights(spec, seed))
