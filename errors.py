@@ -27,6 +27,14 @@ class NotACheckpoint(KconvError):
     """The path is missing, or holds no config.json and safetensors."""
 
 
+class HubRefused(KconvError):
+    """The Hub has no such repository or revision, or does not let this account read it."""
+
+
+class HubUnreachable(KconvError):
+    """The Hub cannot be reached or is too busy, and its local cache does not help."""
+
+
 class CorruptHeader(KconvError):
     """A safetensors header that lies: sizes, offsets, names or dtypes that cannot be."""
 
@@ -101,3 +109,19 @@ class TrainingFailed(KconvError):
 
 class MissingExtra(KconvError):
     """A command needs packages of an extra that is not installed."""
+
+
+class ReportInvalid(KconvError):
+    """A validation report that is not of the schema, or is of other bytes than the ones at hand."""
+
+
+class EngineFailed(KconvError):
+    """An engine that does not start, dies, or answers with an error."""
+
+
+class CountersMissing(KconvError):
+    """A server that does not count drafts: it serves without speculation, has drafted nothing, or is no vLLM."""
+
+
+class CountersReset(KconvError):
+    """Counters that went backwards: the server was restarted between two readings."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -18,6 +18,10 @@ from rich.table import Table
 from ..checkpoint.manifest import Manifest
 from ..convert.plan import Plan
 from ..convert.read import Head
+from ..validate.report import AcceptanceFigures, Report
+
+if TYPE_CHECKING:
+    from ..pipeline.demo import Made
 
 
 @contextmanager
@@ -98,3 +102,81 @@ def print_manifest(manifest: Manifest, out: Path, *, as_json: bool) -> None:
 
 def _dims(value: Any) -> str:
     return " ".join(f"{name}={v}" for name, v in vars(value).items() if v is not None)
+
+
+@contextmanager
+def status(title: str) -> Iterator[Callable[[str], None]]:
+    """Show what is going on, on stderr; the yielded function says it."""
+    with Console(stderr=True).status(title) as shown:
+        yield lambda text: shown.update(f"{title}: {text}")
+
+
+def print_report(report: Report, *, as_json: bool) -> None:
+    """Print a validation report."""
+    if as_json:
+        click.echo(report.to_json(), nl=False)
+        return
+    console, figures = Console(), report.figures
+    for finding in report.findings:
+        console.print(f"[bold]{finding.severity} {finding.rule}[/] {finding.where}: {finding.message}", highlight=False)
+        console.print(f"  fix: {finding.fix}", highlight=False)
+    if figures.acceptance:
+        console.print(acceptance_table(report), "")
+    for parity in figures.parity:
+        console.print(
+            f"{parity.text}: logits within {parity.relative_error:.1e} of the source's, KL {parity.kl:.1e}, "
+            f"top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}",
+            highlight=False,
+        )
+    if figures.identical is not None:
+        console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
+    errors = sum(finding.severity == "error" for finding in report.findings)
+    console.print(f"{report.subject}: " + ("no errors" if report.clean else f"{errors} error(s)"), highlight=False)
+
+
+def acceptance_table(report: Report, title: str = "") -> Table:
+    """Return acceptance lengths by drafter and text, with standard errors where there are any."""
+    rows = report.figures.acceptance
+    kinds = list(dict.fromkeys(row.text for row in rows))
+    steps = rows[0].steps
+    caption = f"acceptance length, K={steps}, bonus token included"
+    table = Table(title=f"{title}: {caption}" if title else caption, box=None, header_style="bold")
+    table.add_column("drafter")
+    for kind in kinds:
+        distinct = next(text.distinct_4grams for text in report.figures.texts if text.kind == kind)
+        table.add_column(f"{kind}\n({distinct:.0%} distinct 4-grams)", justify="right")
+    for drafter in dict.fromkeys(row.drafter for row in rows):
+        own = {row.text: row for row in rows if row.drafter == drafter}
+        table.add_row(drafter, *(_length(own[kind]) for kind in kinds))
+    return table
+
+
+def _length(row: AcceptanceFigures) -> str:
+    error = f" ± {row.standard_error:.3f}" if row.standard_error is not None else ""
+    return f"{row.length:.3f}{error}"
+
+
+def print_demo(out: Path, made: Sequence[Made]) -> None:
+    """Print what the demo made, and what it proved."""
+    console = Console()
+    for head in made:
+        console.print(acceptance_table(head.report, title=f"{head.name} head"), "")
+    table = Table("made", "size", "parity with ModelOpt's module", "weights", "there and back", box=None)
+    table.add_row(str(out / "target"), _size(out / "target"), "", "", "")
+    for head in made:
+        parity = head.report.figures.parity
+        worst = max(p.relative_error for p in parity)
+        agreed = min(p.top1 for p in parity)
+        table.add_row(
+            str(out / head.name / "vllm"),
+            _size(out / head.name / "vllm"),
+            f"logits {worst:.0e}, top-1 {agreed:.1%}",
+            "identical" if head.report.figures.identical else "[red]NOT identical",
+            "identical" if head.round_trip else "[red]NOT identical",
+        )
+    console.print(table)
+    console.print(f"\nnext: kconv inspect {out / made[0].name / 'vllm'}", highlight=False)
+
+
+def _size(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e6:.1f} MB"

@@ -12,20 +12,15 @@ import yaml
 from ..head.spec import HeadSpec
 
 DRAFT_TOKENS = 3
+TRTLLM_YAML = "serve-trtllm.yaml"
 HEAD, TARGET = "PATH_OR_ID_OF_THIS_HEAD", "PATH_OR_ID_OF_THE_TARGET"
 
 
 def launch_files(spec: HeadSpec, layout: str) -> dict[str, str]:
     """Return the files, by name, that show how to serve a head from the layout's engine."""
-    return {"vllm": _vllm, "trtllm": _trtllm}[layout](spec)
-
-
-def _vllm(spec: HeadSpec) -> dict[str, str]:
-    speculative = json.dumps({"model": HEAD, "method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS})
-    return {"serve-vllm.sh": f"vllm serve {TARGET} --trust-remote-code --speculative-config '{speculative}'\n"}
-
-
-def _trtllm(spec: HeadSpec) -> dict[str, str]:
+    command = serve_command(layout)
+    if layout == "vllm":
+        return {"serve-vllm.sh": f"{command}\n"}
     options = {
         "speculative_config": {
             "decoding_type": "Eagle3",
@@ -34,5 +29,13 @@ def _trtllm(spec: HeadSpec) -> dict[str, str]:
             "eagle3_layers_to_capture": list(spec.captured),
         }
     }
-    command = f"# trtllm-serve {TARGET} --backend pytorch --trust_remote_code --config serve-trtllm.yaml\n"
-    return {"serve-trtllm.yaml": command + yaml.safe_dump(options, sort_keys=False)}
+    return {TRTLLM_YAML: f"# {command}\n" + yaml.safe_dump(options, sort_keys=False)}
+
+
+def serve_command(layout: str) -> str:
+    """Return the shell command that serves a target with a head in the layout's engine."""
+    speculative = json.dumps({"model": HEAD, "method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS})
+    return {
+        "vllm": f"vllm serve {TARGET} --trust-remote-code --speculative-config '{speculative}'",
+        "trtllm": f"trtllm-serve {TARGET} --backend pytorch --trust_remote_code --config {TRTLLM_YAML}",
+    }[layout]

@@ -1,0 +1,215 @@
+"""The demo: a tiny Kimi-K2, two heads that ModelOpt trains, converted and measured. What belongs here: its steps.
+
+Before and after are two programs: before is ModelOpt's own module on its own weights, after is kconv's forward on
+the converted folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..cards.card import CardFacts, write_card
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.manifest import verify
+from ..checkpoint.staging import refuse_existing, staged
+from ..convert.execute import execute
+from ..convert.layouts import by_name
+from ..convert.plan import plan
+from ..convert.read import Head, read_head, read_slot
+from ..head.drafters import Bigram, count_bigrams
+from ..target.config import TargetConfig, read_target_config
+from ..target.model import load_target
+from ..target.tokenizer import Tokenizer, load_tokenizer
+from ..tiny.recipe import DEMO, TinyRecipe
+from ..tiny.target import make_target
+from ..tiny.text import read_corpus
+from ..tiny.tokenizer import pack
+from ..train.module import load_module
+from ..train.original import run_module
+from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
+from ..train.trainer import MODULE, head_key, train_head
+from ..validate.measure import Drafter, head_drafter, measure
+from ..validate.report import Report
+from ..validate.run import figures, make_report
+from ..validate.structure import check_source, check_values
+from ..validate.texts import Text, make_texts
+from ..validate.weights import load_head
+
+BEFORE, AFTER = "ModelOpt, before", "kconv, after"
+Advance = Callable[[int, int, float], None]
+Stage = Callable[[str], AbstractContextManager[Advance]]
+"""Opens a stage of the demo by its title; what it gives is told (steps done, steps in all, loss)."""
+
+
+@dataclass(frozen=True)
+class DemoRecipe:
+    """What the demo makes.
+
+    Attributes:
+        target: the tiny target's recipe.
+        heads: recipes of the heads, by the name of their folder.
+        prompts: how many held-out documents are drafted on.
+        prompt_tokens, new_tokens: length of the prompts and of their continuations.
+        steps: drafted tokens per verify step (K).
+        seed: of the sampled continuations.
+    """
+
+    target: TinyRecipe
+    heads: tuple[tuple[str, EagleRecipe], ...]
+    prompts: int = 48
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    steps: int = 3
+    seed: int = 0
+
+
+RECIPE = DemoRecipe(DEMO, (("mla", TINY_MLA), ("gqa", TINY_GQA)))
+
+
+@dataclass(frozen=True)
+class Made:
+    """One head of the demo: its folder, its report, and whether the way there and back gave the same bytes."""
+
+    name: str
+    folder: Path
+    report: Report
+    round_trip: bool
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What every head is judged with."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    config: TargetConfig
+    model: torch.nn.Module
+    texts: tuple[Text, ...]
+    bigram: Bigram
+
+
+def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) -> list[Made]:
+    """Make a target and heads, convert them, measure them, and write cards.
+
+    Args:
+        out: the folder to make.
+        cache: where trained targets and heads are kept between runs, by the hash of their recipe.
+        stage: shows progress.
+        recipe: what to make.
+
+    Returns:
+        What was made, one entry for each head.
+
+    Raises:
+        OutputExists: there is something at `out`.
+        TrainingFailed: a target or head could not be trained.
+    """
+    refuse_existing(out)
+    with stage("tiny Kimi-K2: training") as advance:
+        cached = make_target(recipe.target, cache, advance)
+    trained = {name: _train(name, head, cached, cache, stage) for name, head in recipe.heads}
+    with staged(out) as folder:
+        shutil.copytree(cached, folder / "target")
+        with stage("prompts: continuing held-out text"):
+            bench = _prepare(folder, recipe)
+        found = []
+        for name, head in trained.items():
+            with stage(f"{name} head: converting and measuring"):
+                shutil.copytree(head, folder / name / "trained")
+                found.append(_prove(folder / name, bench, recipe))
+    return [Made(m.name, out / m.name, m.report, m.round_trip) for m in found]
+
+
+def _train(name: str, recipe: EagleRecipe, target: Path, cache: Path, stage: Stage) -> Path:
+    """Train a head with ModelOpt, or find the one that this recipe made before."""
+    tokenizer, corpus = load_tokenizer(target).inner, read_corpus()
+    text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
+    with stage(f"{name} head: training with ModelOpt") as advance:
+        key = head_key(target, recipe, text, held_out)
+        return train_head(target, cache / f"head-{key}", recipe, text, held_out, advance)
+
+
+def _prepare(folder: Path, recipe: DemoRecipe) -> _Bench:
+    target = folder / "target"
+    config, tokenizer = read_target_config(target), load_tokenizer(target)
+    corpus = read_corpus()
+    prompts = list(_prompts(corpus.held_out, tokenizer, recipe))
+    lines = (json.dumps({"prompt": text, "category": "documentation"}) for text, _ in prompts)
+    (folder / "held-out.jsonl").write_text("\n".join(lines) + "\n")
+    model = load_target(target, torch.float32)
+    texts = make_texts(
+        model,
+        [ids for _, ids in prompts],
+        prompt_tokens=recipe.prompt_tokens,
+        new_tokens=recipe.new_tokens,
+        steps=recipe.steps,
+        seed=recipe.seed,
+    )
+    bigram = count_bigrams((torch.tensor(tokenizer.encode(text)) for text in corpus.train), config.vocab)
+    return _Bench(target, open_checkpoint(target), config, model, texts, bigram)
+
+
+def _prompts(documents: tuple[str, ...], tokenizer: Tokenizer, recipe: DemoRecipe) -> Iterator[tuple[str, list[int]]]:
+    """Yield the first held-out documents that are long enough to be a prompt and its own continuation."""
+    length, found = recipe.prompt_tokens + recipe.new_tokens, 0
+    for text in documents:
+        ids = tokenizer.encode(text)
+        if len(ids) >= length and found < recipe.prompts:
+            found += 1
+            yield text, ids[:length]
+
+
+def _prove(folder: Path, bench: _Bench, recipe: DemoRecipe) -> Made:
+    source = _open(folder / "trained")
+    execute(plan(source, by_name("vllm")), folder / "vllm")
+    converted = _open(folder / "vllm")
+    execute(plan(converted, by_name("trtllm")), folder / "trtllm")
+    returned = _open(folder / "trtllm")
+
+    findings = check_values(converted) + check_source(converted, source)
+    identical = not any(finding.rule in ("K303", "K304") for finding in findings)
+    head = load_head(converted, bench.checkpoint, bench.config)
+    module = load_module(folder / "trained" / MODULE, bench.folder)
+    drafters = {
+        BEFORE: Drafter(lambda tokens, states: run_module(module, tokens, states, recipe.steps), head.target_ids),
+        AFTER: head_drafter(head, recipe.steps),
+    }
+    measured = [
+        measure(
+            text,
+            bench.model,
+            converted.spec.captured,
+            recipe.steps,
+            drafters,
+            compare=(BEFORE, AFTER),
+            bigram=bench.bigram,
+        )
+        for text in bench.texts
+    ]
+    provenance = {"target": "target", "prompts": "held-out.jsonl", "seed": recipe.seed, "dtype": "float32"}
+    report = make_report(converted, findings, figures(identical, measured), provenance)
+    (folder / "report.json").write_text(report.to_json())
+    write_card(folder / "vllm", report, CardFacts())
+    return Made(folder.name, folder, report, _same_head(source, returned))
+
+
+def _open(folder: Path) -> Head:
+    """Open a head under a name that holds in the finished folder too."""
+    return read_head(open_checkpoint(folder, source=f"{folder.parent.name}/{folder.name}"))
+
+
+def _same_head(source: Head, returned: Head) -> bool:
+    """Say whether a head came back with every slot's bytes and the same spec."""
+    verify(returned.checkpoint.folder)
+    return (
+        source.spec == returned.spec
+        and source.places.keys() == returned.places.keys()
+        and all(torch.equal(read_slot(source, slot), read_slot(returned, slot)) for slot in source.places)
+    )

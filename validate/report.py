@@ -1,0 +1,165 @@
+"""One shape for what was found and measured: text, JSON and card are made of it. What belongs here: its schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import NotACheckpoint, ReportInvalid
+
+Severity = Literal["error", "warning", "info"]
+TextKind = Literal["held-out", "sampled", "greedy"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Finding(_Record):
+    """Something that is wrong, or that a user must know.
+
+    Attributes:
+        rule: its id, e.g. "K101".
+        severity: "error" where an engine would fail or serve wrong numbers; "warning" where only the target
+            or a user could decide; "info" for what a launch flag must supply.
+        where: the tensor, key or file.
+        message: what was found, one sentence with its figures.
+        fix: what to do.
+        engines: the engines concerned; empty for all.
+        seen_in: the public thread that taught the rule.
+    """
+
+    rule: str
+    severity: Severity
+    where: str
+    message: str
+    fix: str
+    engines: tuple[str, ...] = ()
+    seen_in: str = ""
+
+
+class TextFigures(_Record):
+    """A text that figures were measured on.
+
+    Attributes:
+        kind: "held-out" (the prompts' own text), or the target's "sampled" (temperature 1) or "greedy"
+            continuation of the prompts.
+        sequences, tokens: its size.
+        distinct_4grams: share of its 4-grams that are distinct; low where it loops, and a figure flatters.
+    """
+
+    kind: TextKind
+    sequences: int
+    tokens: int
+    distinct_4grams: float
+
+
+class AcceptanceFigures(_Record):
+    """Acceptance of one drafter on one text.
+
+    Attributes:
+        drafter: "source", "output", "bigram", "prompt lookup", or a name.
+        text: the text's kind.
+        steps: drafted tokens per verify step (K).
+        drafts: verify steps (greedy) or positions (sampled) that the figures are over.
+        length: acceptance length, 1 to K + 1, bonus token included.
+        standard_error: of the length, over positions; None for simulated greedy decoding.
+        rates: share of drafts that were accepted up to each place.
+        note: how it was measured.
+    """
+
+    drafter: str
+    text: TextKind
+    steps: int
+    drafts: int
+    length: float
+    standard_error: float | None
+    rates: tuple[float, ...]
+    note: str
+
+
+class ParityFigures(_Record):
+    """How far the output's logits are from the source's, over all draft steps of one text.
+
+    Attributes:
+        text: the text's kind.
+        steps: draft steps compared.
+        relative_error: largest absolute difference over the source's largest absolute logit.
+        kl: mean KL divergence of the output's distribution from the source's, nats.
+        top1: share of places where both have the same likeliest token.
+        length_difference: acceptance length of the output minus the source's, paired.
+        length_difference_se: its standard error; None for simulated greedy decoding.
+    """
+
+    text: TextKind
+    steps: int
+    relative_error: float
+    kl: float
+    top1: float
+    length_difference: float
+    length_difference_se: float | None
+
+
+class Figures(_Record):
+    """Everything that was measured.
+
+    Attributes:
+        identical: whether every weight of the output has the source's bytes; None where no source was given.
+        texts, acceptance, parity: one entry for each text, drafter and text, text.
+    """
+
+    identical: bool | None = None
+    texts: tuple[TextFigures, ...] = ()
+    acceptance: tuple[AcceptanceFigures, ...] = ()
+    parity: tuple[ParityFigures, ...] = ()
+
+
+class Report(_Record):
+    """The findings and figures about one folder; the schema of report.json.
+
+    Attributes:
+        subject: the folder that was validated, as named by the user.
+        weights: sha256 of each weight file, so that a report is of these very bytes.
+        findings: worst first.
+        figures: what was measured.
+        provenance: what it was measured with: versions, target, prompts and their hash, seed, date.
+    """
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    subject: str
+    weights: dict[str, str] = {}
+    findings: tuple[Finding, ...] = ()
+    figures: Figures = Figures()
+    provenance: dict[str, Any] = {}
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of severity "error" was found."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """Return report.json's text."""
+        return self.model_dump_json(indent=1, by_alias=True) + "\n"
+
+
+def read_report(file: Path) -> Report:
+    """Read a report.json.
+
+    Raises:
+        NotACheckpoint: the file is missing.
+        ReportInvalid: it is not of the schema.
+    """
+    try:
+        return Report.model_validate_json(file.read_bytes())
+    except FileNotFoundError as fault:
+        raise NotACheckpoint(
+            f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
+        ) from fault
+    except ValidationError as fault:
+        raise ReportInvalid(
+            f"{file.name} is not of kconv's schema: {fault.errors()[0]['msg']}",
+            where=file,
+            fix="Run kconv validate again.",
+        ) from fault
