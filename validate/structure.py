@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, verify
 from ..checkpoint.tensors import read_tensor
-from ..convert.layout import Layout, stored, unclaimed
 from ..convert.read import Head, read_slot
 from ..errors import KconvError
-from ..head.contract import FLOATS, compare
+from ..head.contract import FLOATS
 from .report import Finding
 
 
@@ -43,17 +41,6 @@ def check_values(head: Head) -> list[Finding]:
                 )
             )
     return findings
-
-
-def check_contract(checkpoint: Checkpoint, layout: Layout, head: Head) -> list[Finding]:
-    """Compare names, shapes and dtypes with what the config demands."""
-    breaches = compare(
-        {name: row.expected for name, row in stored(layout, head.spec).items()},
-        checkpoint.tensors,
-        ignored=layout.ignored,
-        unclaimed=unclaimed(layout, head.spec),
-    )
-    return [from_fault(breach.error(), rule="K100") for breach in breaches]
 
 
 def check_source(output: Head, source: Head) -> list[Finding]:

@@ -1,0 +1,90 @@
+"""The card says what the manifest and the report say, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from support.heads import MLA, random_slots, write_head
+
+from kconv.cards.card import CardFacts, write_card
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.execute import execute
+from kconv.convert.layouts import by_name
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
+from kconv.validate.report import AcceptanceFigures, Figures, Finding, TextFigures
+from kconv.validate.run import make_report
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    source = write_head(tmp_path / "source", by_name("trtllm"), MLA, random_slots(MLA))
+    execute(plan(read_head(open_checkpoint(source)), by_name("vllm")), tmp_path / "my-head")
+    return tmp_path / "my-head"
+
+
+def report(folder: Path, findings=()):
+    row = AcceptanceFigures(
+        drafter="output", text="sampled", steps=3, drafts=100, length=2.5179, standard_error=0.0213,
+        rates=(0.8, 0.5, 0.2179), note="n",
+    )  # fmt: skip
+    text = TextFigures(kind="sampled", sequences=4, tokens=128, distinct_4grams=0.97)
+    figures = Figures(identical=True, texts=(text,), acceptance=(row,))
+    return make_report(read_head(open_checkpoint(folder)), findings, figures, {"dtype": "float32"})
+
+
+def test_the_hubs_own_card_class_reads_it(output):
+    facts = CardFacts(base_model="moonshotai/Kimi-K2.6", license="mit")
+    card = ModelCard.load(write_card(output, report(output), facts))
+    assert card.data.license == "mit"
+    assert card.data.base_model == ["moonshotai/Kimi-K2.6"]
+    assert "draft-model" in card.data.tags
+
+
+def test_it_states_acceptance_with_its_definition(output):
+    text = write_card(output, report(output), CardFacts()).read_text()
+    assert "| output | 2.518 ± 0.021 |" in text
+    assert "3 drafted tokens, the bonus token included" in text
+    assert "identical, bit by bit" in text
+
+
+def test_it_claims_no_acceptance_that_was_not_measured(output):
+    text = write_card(output, None, CardFacts()).read_text()
+    assert "Not measured" in text
+    assert "±" not in text
+
+
+def test_a_licence_is_never_guessed(output):
+    front = write_card(output, None, CardFacts()).read_text().split("---")[1]
+    assert yaml.safe_load(front)["license"] == "unknown"
+    assert "base_model" not in yaml.safe_load(front)
+
+
+def test_a_report_of_other_bytes_is_refused(output, tmp_path):
+    other = write_head(tmp_path / "other", by_name("vllm"), MLA, random_slots(MLA, seed=3))
+    with pytest.raises(ReportInvalid, match="other weights"):
+        write_card(output, report(other), CardFacts())
+    assert not (output / "README.md").exists()
+
+
+def test_a_report_with_errors_is_refused(output):
+    finding = Finding(rule="K201", severity="error", where="fc.weight", message="m", fix="f")
+    with pytest.raises(ReportInvalid, match="errors"):
+        write_card(output, report(output, [finding]), CardFacts())
+
+
+def test_an_existing_card_is_not_overwritten(output):
+    (output / "README.md").write_text("mine")
+    with pytest.raises(OutputExists):
+        write_card(output, None, CardFacts())
+    assert (output / "README.md").read_text() == "mine"
+
+
+def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
+    head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
+    with pytest.raises(NotACheckpoint, match="kconv did not make it"):
+        write_card(head, None, CardFacts())

@@ -1,0 +1,79 @@
+"""The demo from end to end: with small recipes always, with its own in the slow tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import verify
+from kconv.errors import OutputExists
+from kconv.pipeline.demo import AFTER, BEFORE, RECIPE, DemoRecipe, Made, run_demo
+from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import TEST
+from kconv.train.recipe import TEST_GQA, TEST_MHA, TEST_MLA
+
+SMALL = DemoRecipe(TEST, (("mla", TEST_MLA), ("gqa", TEST_GQA), ("mha", TEST_MHA)), prompts=8)
+
+
+@contextmanager
+def quiet(_: str) -> Iterator:
+    yield lambda *_: None
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tuple[Path, list[Made]]:
+    out = tmp_path_factory.mktemp("demo") / "out"
+    return out, run_demo(out, cache_root(), quiet, SMALL)
+
+
+def proven(made: list[Made]) -> None:
+    for head in made:
+        assert head.report.clean
+        assert head.report.figures.identical
+        assert head.round_trip
+        for parity in head.report.figures.parity:
+            # fp32 rounding of two programs that order their sums differently
+            assert parity.relative_error < 1e-5
+            assert parity.top1 == 1.0
+            assert abs(parity.length_difference) < 1e-6
+
+
+def test_before_and_after_are_the_same_head(small):
+    proven(small[1])
+
+
+def test_there_is_everything_it_speaks_of(small):
+    out, made = small
+    for head in made:
+        assert {path.name for path in head.folder.iterdir()} == {"trained", "vllm", "trtllm", "report.json"}
+        manifest = verify(head.folder / "vllm", open_checkpoint(head.folder / "trained"))
+        assert manifest.source == f"{head.name}/trained"
+        assert (head.folder / "vllm" / "README.md").exists()
+    prompts = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
+    assert len(prompts) == SMALL.prompts
+    assert str(out.parent) not in "".join(p.read_text() for p in out.rglob("*.json"))
+
+
+def test_an_existing_folder_is_refused_before_anything_is_trained(tmp_path):
+    def never(_: str):
+        raise AssertionError("nothing should be trained")
+
+    with pytest.raises(OutputExists):
+        run_demo(tmp_path, tmp_path / "no-cache", never, SMALL)
+
+
+@pytest.mark.slow
+def test_the_demos_heads_beat_drafters_without_a_network(tmp_path):
+    made = run_demo(tmp_path / "demo", cache_root(), quiet, RECIPE)
+    proven(made)
+    for head in made:
+        for text in ("held-out", "sampled"):
+            rows = {row.drafter: row for row in head.report.figures.acceptance if row.text == text}
+            assert rows[BEFORE].length == pytest.approx(rows[AFTER].length, abs=1e-6)
+            assert rows[AFTER].length >= rows["bigram"].length + 0.3
+            assert rows[AFTER].length >= rows["prompt lookup"].length + 0.3
