@@ -83,6 +83,10 @@ class TensorValue(KconvError):
     """A tensor whose values cannot be right: NaN, Inf, an id out of range."""
 
 
+class TensorTwins(KconvError):
+    """Two tensors that hold the same weight under two names, and differ."""
+
+
 class LayoutCannot(KconvError):
     """The target layout has no place for something that this head has."""
 

@@ -1,16 +1,29 @@
-"""Tensors as bytes: streaming them out of files and into a new one. What belongs here: no torch, no meaning."""
+"""Tensors as bytes: streaming them out of files and into a new one. What belongs here: no torch, no meaning.
+
+A file is written in one pass. While the next chunk is read, the ones before it are written, hashed for the file,
+and hashed and looked at for the tensor, each in a thread of its own; all of these release the interpreter's lock.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
-from ..errors import CorruptHeader
+from ..errors import CorruptHeader, NotACheckpoint
 from .header import BITS, TensorInfo, build_header, byte_size
+from .values import Scan, Values
 
-CHUNK = 4 << 20
+CHUNK = 1 << 20
+# Chunks that are under way at once.
+AHEAD = 4
+# Bytes after which the disk is asked to catch up.
+WINDOW = 64 << 20
 METADATA = {"format": "pt"}
 
 
@@ -20,7 +33,8 @@ class Entry:
 
     Attributes:
         name, dtype, shape: as they will stand in the header.
-        chunks: called once, when its turn comes; yields the tensor's bytes in order.
+        chunks: called once, when its turn comes; yields the tensor's bytes in order, whole elements at a time.
+            What it yields must stay as it is while the next `AHEAD` are asked for.
     """
 
     name: str
@@ -31,35 +45,54 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written: its sha256 as the Hub shows it, its size, and each tensor's sha256."""
+    """A file that was written.
+
+    Attributes:
+        file: its name.
+        size: its bytes.
+        sha256: of the whole file, as the Hub shows it.
+        digests: each tensor's sha256.
+        values: what each tensor's values are like.
+    """
 
     file: str
     size: int
     sha256: str
     digests: dict[str, str]
+    values: dict[str, Values]
 
 
 def stream(info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in order; each view is valid until the next is asked for.
+    """Yield a tensor's bytes in order; each view is valid while the next `AHEAD` are asked for.
 
     Raises:
+        NotACheckpoint: the file cannot be read.
         CorruptHeader: the file is shorter than its header said.
     """
-    buffer = bytearray(min(chunk, max(info.size, 1)))
-    view = memoryview(buffer)
-    with info.file.open("rb", buffering=0) as file:
+    try:
+        yield from _stream(info, chunk)
+    except OSError as fault:
+        raise NotACheckpoint(
+            f"{info.file.name} cannot be read: {fault.strerror}", where=info.file, fix="Check the disk, and run again."
+        ) from fault
+
+
+def _stream(info: TensorInfo, chunk: int) -> Iterator[memoryview]:
+    needed = -(-info.size // chunk)
+    ring = [memoryview(bytearray(min(chunk, info.size))) for _ in range(min(needed, AHEAD + 1))]
+    with info.file.open("rb") as file:
         file.seek(info.begin)
-        left = info.size
-        while left:
-            count = file.readinto(view[: min(left, len(buffer))])
-            if not count:
+        for turn in range(needed):
+            left = info.size - turn * chunk
+            view = ring[turn % len(ring)][:left]
+            count = file.readinto(view)
+            if count < len(view):
                 raise CorruptHeader(
-                    f"{info.file.name} ended {left:,} bytes before the end of {info.name}",
+                    f"{info.file.name} ended {left - count:,} bytes before the end of {info.name}",
                     where=info.file,
                     fix="The file changed while it was read; fetch it again.",
                 )
-            left -= count
-            yield view[:count]
+            yield view
 
 
 def digest(info: TensorInfo) -> str:
@@ -76,14 +109,22 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream_, "sha256").hexdigest()
 
 
-def write_safetensors(file: Path, entries: Iterable[Entry]) -> Written:
+def write_safetensors(
+    file: Path,
+    entries: Iterable[Entry],
+    *,
+    check: Callable[[str, Values], None] = lambda name, values: None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Written:
     """Write one safetensors file in a single pass, digesting on the way.
 
     The order is by falling dtype width, then by name, so that every tensor is aligned to its dtype.
 
     Args:
         file: the file to make; it must not exist.
-        entries: what to write; memory stays at one chunk whatever their sizes.
+        entries: what to write; memory stays at a few chunks whatever their sizes.
+        check: called when a tensor is through, with its name and what its values are like; may raise.
+        advance: called with the number of bytes taken up since the last call.
 
     Raises:
         CorruptHeader: an entry yields another number of bytes than its dtype and shape say.
@@ -91,24 +132,96 @@ def write_safetensors(file: Path, entries: Iterable[Entry]) -> Written:
     """
     ordered = sorted(entries, key=lambda e: (-BITS[e.dtype], e.name))
     header = build_header([(e.name, e.dtype, e.shape) for e in ordered], METADATA)
-    whole, digests, size = hashlib.sha256(header), {}, len(header)
-    with file.open("xb", buffering=0) as out:
-        out.write(header)
+    whole = hashlib.sha256(header)
+    digests: dict[str, str] = {}
+    looks: dict[str, Values] = {}
+    with file.open("xb", buffering=0) as out, _Lanes() as lanes:
+        sink = _Sink(out)
+        sink.write(header)
         for entry in ordered:
-            sha, count = hashlib.sha256(), 0
-            for chunk in entry.chunks():
-                _write_all(out, chunk)
-                sha.update(chunk)
-                whole.update(chunk)
+            sha, scan, count = hashlib.sha256(), Scan(entry.dtype), 0
+            for chunk in _cut(entry.chunks()):
+                if len(chunk) * 8 % BITS[entry.dtype]:
+                    raise CorruptHeader(f"{entry.name} yielded {len(chunk):,} bytes, no whole elements", where=file)
+                lanes.put(chunk, sink.write, whole.update, _both(sha.update, scan.update))
                 count += len(chunk)
+                advance(len(chunk))
+            lanes.drain()
             if count != byte_size(entry.dtype, entry.shape):
                 raise CorruptHeader(f"{entry.name} yielded {count:,} bytes, not what its shape says", where=file)
-            digests[entry.name] = sha.hexdigest()
-            size += count
-    return Written(file.name, size, whole.hexdigest(), digests)
+            digests[entry.name], looks[entry.name] = sha.hexdigest(), scan.result()
+            check(entry.name, looks[entry.name])
+    return Written(file.name, sink.size, whole.hexdigest(), digests, looks)
 
 
-def _write_all(out, chunk: bytes | memoryview) -> None:
-    view = memoryview(chunk)
-    while view:
-        view = view[out.write(view) :]
+Job = Callable[[bytes | memoryview], object]
+
+
+def _cut(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        view = memoryview(chunk)
+        for begin in range(0, len(view), CHUNK):
+            yield view[begin : begin + CHUNK]
+
+
+def _both(one: Job, other: Job) -> Job:
+    def job(chunk: bytes | memoryview) -> None:
+        one(chunk)
+        other(chunk)
+
+    return job
+
+
+class _Lanes:
+    """Three threads; each takes every chunk, in order, and at most `AHEAD` chunks are under way."""
+
+    def __init__(self) -> None:
+        self._threads = [ThreadPoolExecutor(1) for _ in range(3)]
+        self._under_way: deque[list[Future]] = deque()
+
+    def __enter__(self) -> _Lanes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    def put(self, chunk: memoryview, *jobs: Job) -> None:
+        """Hand a chunk to each thread's job; raises what an earlier job raised."""
+        if len(self._under_way) == AHEAD:
+            self._wait()
+        self._under_way.append([t.submit(job, chunk) for t, job in zip(self._threads, jobs, strict=True)])
+
+    def drain(self) -> None:
+        """Wait until no chunk is under way; raises what a job raised."""
+        while self._under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        for job in self._under_way.popleft():
+            job.result()
+
+
+class _Sink:
+    """A new file that goes to its disk while it grows, so that little is left to flush at the end.
+
+    What has reached the disk is dropped from the page cache: it is not read again here, and would push out what is.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._asked = 0
+        self.size = 0
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append a chunk."""
+        view = memoryview(chunk)
+        while view:
+            count = self._file.write(view)
+            self.size += count
+            view = view[count:]
+        if self.size - self._asked >= WINDOW and hasattr(os, "posix_fadvise"):  # macOS has none
+            # DONTNEED starts writing what is dirty, without waiting, and drops what is clean:
+            # https://github.com/torvalds/linux/blob/05f6d02521d4c7a656c5135d6d81c345ce531ac0/mm/fadvise.c#L116
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._asked = self.size

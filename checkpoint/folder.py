@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
-from .header import TensorInfo, read_header
+from .header import MAX_HEADER_BYTES, TensorInfo, read_header
 from .staging import is_partial
+from .strict_json import parse_object
 
 INDEX = "model.safetensors.index.json"
+ReadHeader = Callable[[Path], dict[str, TensorInfo]]
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class Checkpoint:
         config: its config.json.
         tensors: what its files hold, by tensor name.
         source: how the user named it: a path, or a hub id with its resolved revision.
+        headers_only: the weights are on the Hub; `folder` and the tensors' files are names there, and no paths.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo] = field(repr=False)
     source: str = ""
+    headers_only: bool = False
 
     @property
     def files(self) -> list[Path]:
@@ -50,8 +55,12 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         CorruptIndex: the index names a missing file or tensor, or a path outside the folder.
         CorruptHeader: a file's header lies.
     """
-    if not folder.is_dir():
-        raise NotACheckpoint(f"{folder} is not a folder", fix="Give a checkpoint folder or a hub id org/name.")
+    try:
+        names = {entry.name for entry in folder.iterdir()}
+    except OSError as fault:
+        raise NotACheckpoint(
+            f"{folder} is not a folder: {fault.strerror}", fix="Give a checkpoint folder or a hub id org/name."
+        ) from fault
     if is_partial(folder):
         raise NotACheckpoint(
             f"{folder.name} is what an interrupted kconv run left behind",
@@ -59,9 +68,29 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
             fix="Delete it and run the command again.",
         )
     config = read_json(folder / "config.json")
-    index = folder / INDEX
-    tensors = _from_index(folder, index) if index.exists() else _from_files(folder)
-    return Checkpoint(folder, config, tensors, source or str(folder))
+    tensors = gather(folder, names, read_json(folder / INDEX) if INDEX in names else None)
+    # A path need not be UTF-8, the manifest must be.
+    return Checkpoint(folder, config, tensors, source or os.fsencode(folder).decode(errors="replace"))
+
+
+def gather(
+    folder: Path,
+    names: set[str],
+    index: Mapping[str, Any] | None,
+    read: ReadHeader = read_header,
+) -> dict[str, TensorInfo]:
+    """Gather the tensors of a folder's safetensors files, those that the index names if there is one.
+
+    Args:
+        folder: where the files are, here or on the Hub.
+        names: of all its files.
+        index: what its index file holds, if it has one.
+        read: reads the header of one of them.
+
+    Raises:
+        NotACheckpoint, CorruptIndex, CorruptHeader: see `open_checkpoint`.
+    """
+    return _from_files(folder, names, read) if index is None else _from_index(folder, names, index, read)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -72,26 +101,29 @@ def read_json(file: Path) -> dict[str, Any]:
         ConfigInvalid: it holds something else than one JSON object.
     """
     try:
-        value = json.loads(file.read_bytes())
+        if file.stat().st_size > MAX_HEADER_BYTES:
+            raise ConfigInvalid(
+                f"{file.name} is too large for a config or an index", where=file, fix="Export it again."
+            )
+        return parse_object(file.read_bytes())
     except FileNotFoundError as fault:
         raise NotACheckpoint(
-            f"{file.parent.name} has no {file.name}",
+            f"{file.parent} has no {file.name}",
             where=file.parent,
             fix="A checkpoint is a folder with config.json and *.safetensors; check the path.",
         ) from fault
     except OSError as fault:
-        raise NotACheckpoint(f"{file.name} cannot be read: {fault.strerror}", where=file) from fault
-    except (ValueError, RecursionError) as fault:
-        raise ConfigInvalid(f"{file.name} is not JSON: {fault}", where=file, fix="Export it again.") from fault
-    if not isinstance(value, dict):
-        raise ConfigInvalid(f"{file.name} is not a JSON object", where=file, fix="Export it again.")
-    return value
+        raise NotACheckpoint(
+            f"{file.name} cannot be read: {fault.strerror}", where=file, fix="Check the path and its links."
+        ) from fault
+    except ValueError as fault:
+        raise ConfigInvalid(f"{file.name} is not to be read: {fault}", where=file, fix="Export it again.") from fault
 
 
-def _from_files(folder: Path) -> dict[str, TensorInfo]:
-    files = sorted(folder.glob("*.safetensors"))
+def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, TensorInfo]:
+    files = [folder / name for name in sorted(names) if name.endswith(".safetensors")]
     if not files:
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
+        pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         fix = (
             f"kconv reads no pickles; save {pickles[0]} as safetensors first."
             if pickles
@@ -100,7 +132,7 @@ def _from_files(folder: Path) -> dict[str, TensorInfo]:
         raise NotACheckpoint(f"{folder.name} holds no *.safetensors", where=folder, fix=fix)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        header = read_header(file)
+        header = read(file)
         for name in header.keys() & tensors.keys():
             raise CorruptIndex(
                 f"{name} stands in {tensors[name].file.name} and in {file.name}",
@@ -111,8 +143,11 @@ def _from_files(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _from_index(folder: Path, index: Path) -> dict[str, TensorInfo]:
-    weight_map = read_json(index).get("weight_map")
+def _from_index(
+    folder: Path, names: set[str], held_by_index: Mapping[str, Any], read: ReadHeader
+) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    weight_map = held_by_index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CorruptIndex("the index has no weight_map of file names", where=index, fix="Export it again.")
     headers: dict[str, dict[str, TensorInfo]] = {}
@@ -124,11 +159,11 @@ def _from_index(folder: Path, index: Path) -> dict[str, TensorInfo]:
                 where=index,
                 fix="Do not use this checkpoint before you know who wrote its index.",
             )
-        if not (folder / name).exists():
+        if name not in names:
             raise CorruptIndex(
                 f"the index names {name}, which is not there", where=index, fix="Fetch the missing shard."
             )
-        headers[name] = read_header(folder / name)
+        headers[name] = read(folder / name)
     for tensor, file in weight_map.items():
         if tensor not in headers[file]:
             raise CorruptIndex(f"{file} does not hold {tensor}", where=index, fix="Fetch the shard again.")

@@ -10,17 +10,29 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ..errors import CorruptHeader, NotACheckpoint
+from .strict_json import parse_object
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000
+# More than any tensor library has; the product of a million dims would take hours.
+MAX_DIMS = 64
 
 BITS = {
     "F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+
+
+class Readable(Protocol):
+    """What gives its bytes in order."""
+
+    def read(self, count: int, /) -> bytes:
+        """Return the next `count` bytes, or fewer at the end."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,16 +76,31 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             offsets overlap, leave holes, or disagree with dtype and shape.
     """
     try:
-        file_size = file.stat().st_size
+        if not file.is_file():  # a pipe would wait for ever
+            raise NotACheckpoint(f"{file.name} is not a file", where=file, fix="Check the path and its links.")
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", _exactly(stream, 8, file))
-            if length > min(MAX_HEADER_BYTES, file_size - 8):
-                raise _corrupt(file, f"the header claims {length:,} bytes in a file of {file_size:,}")
-            text = _exactly(stream, length, file)
+            return parse_header(stream, file, file.stat().st_size)
     except OSError as fault:
         raise NotACheckpoint(
             f"{file.name} cannot be opened: {fault.strerror}", where=file, fix="Check the path and its links."
         ) from fault
+
+
+def parse_header(stream: Readable, file: Path, file_size: int) -> dict[str, TensorInfo]:
+    """Parse the header that stands at the start of a stream.
+
+    Args:
+        stream: at the file's first byte.
+        file: what the file is called, here or on the Hub.
+        file_size: bytes of the whole file.
+
+    Raises:
+        CorruptHeader: see `read_header`.
+    """
+    (length,) = struct.unpack("<Q", _exactly(stream, 8, file))
+    if length > min(MAX_HEADER_BYTES, file_size - 8):
+        raise _corrupt(file, f"the header claims {length:,} bytes in a file of {file_size:,}")
+    text = _exactly(stream, length, file)
     return _check(file, _parse(file, text), data_begin=8 + length, data_size=file_size - 8 - length)
 
 
@@ -103,7 +130,7 @@ def _corrupt(file: Path, what: str) -> CorruptHeader:
     )
 
 
-def _exactly(stream, count: int, file: Path) -> bytes:
+def _exactly(stream: Readable, count: int, file: Path) -> bytes:
     data = stream.read(count)
     if len(data) != count:
         raise _corrupt(file, f"{count:,} bytes were expected and {len(data):,} are there")
@@ -111,19 +138,13 @@ def _exactly(stream, count: int, file: Path) -> bytes:
 
 
 def _parse(file: Path, text: bytes) -> dict[str, object]:
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise _corrupt(file, "a name stands twice in the header")
-        return found
-
     try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as fault:
-        raise _corrupt(file, "the header is not JSON") from fault
-    if not isinstance(header, dict):
-        raise _corrupt(file, "the header is not a JSON object")
-    header.pop("__metadata__", None)
+        header = parse_object(text)
+    except ValueError as fault:
+        raise _corrupt(file, f"its header is not to be read: {fault}") from fault
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _corrupt(file, "its __metadata__ is not a map of texts")
     return header
 
 
@@ -141,7 +162,7 @@ def _check(file: Path, header: dict[str, object], *, data_begin: int, data_size:
                 raise _corrupt(file, f"the entry of {name!r} lacks dtype, shape or data_offsets")
         if dtype not in BITS:
             raise _corrupt(file, f"{name!r} has the unknown dtype {dtype!r}")
-        if not all(map(_is_count, [*shape, begin, end])):
+        if len(shape) > MAX_DIMS or not all(map(_is_count, [*shape, begin, end])):
             raise _corrupt(file, f"{name!r} has a dim or an offset that is no count")
         if math.prod(shape) * BITS[dtype] != (end - begin) * 8:
             raise _corrupt(file, f"{name!r} is {dtype} {shape}, but its offsets span {end - begin:,} bytes")

@@ -13,6 +13,7 @@ from .bytes import digest, file_digest
 from .folder import Checkpoint, open_checkpoint
 
 MANIFEST = "kconv.json"
+Action = Literal["carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned"]
 
 
 class _Record(BaseModel):
@@ -29,11 +30,12 @@ class TensorRecord(_Record):
 
 
 class StepRecord(_Record):
-    """How one tensor of the output came to be."""
+    """How one tensor of the output came to be; `reason` says it of a tensor that was computed."""
 
-    action: Literal["carried", "renamed", "re-packed"]
+    action: Action
     output: TensorRecord
     sources: tuple[TensorRecord, ...]
+    reason: str = ""
 
 
 class FileRecord(_Record):
@@ -44,17 +46,31 @@ class FileRecord(_Record):
     sha256: str
 
 
+class Parameters(_Record):
+    """Numbers of weight elements: trained with the head, copied from its target, or one of the two."""
+
+    trained: int
+    copied_from_target: int
+    unknown: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.trained + self.copied_from_target + self.unknown
+
+
 class Manifest(_Record):
     """What was made of what, and by whom; the schema of kconv.json.
 
     Attributes:
         kconv: the version that wrote it.
-        exact: whether every weight's bytes are the source's.
+        exact: whether every weight's bytes are the source's, or the target's where one was added from it.
         source: how the user named the source.
         source_layout, layout: from and to.
         spec: the head, as `HeadSpec` names it.
         captured_by: how the captured layers were decided.
         parameters: number of weight elements in the output.
+        parameters_by_origin: the same, trained and copied ones apart.
         config_carried, config_dropped: the source config's keys that kconv does not interpret.
         tensors: every tensor of the output.
         dropped: source tensors that are not in the output, with the reason.
@@ -70,6 +86,7 @@ class Manifest(_Record):
     spec: dict[str, Any]
     captured_by: str
     parameters: int
+    parameters_by_origin: Parameters
     config_carried: tuple[str, ...] = ()
     config_dropped: tuple[str, ...] = ()
     tensors: tuple[StepRecord, ...]
@@ -90,12 +107,14 @@ def read_manifest(folder: Path) -> Manifest:
         ManifestMismatch: it is not of the schema.
     """
     file = folder / MANIFEST
-    if not file.exists():
-        raise NotACheckpoint(
-            f"{folder.name} has no {MANIFEST}; kconv did not make it", where=folder, fix="Convert it with kconv."
-        )
     try:
         return Manifest.model_validate_json(file.read_bytes())
+    except OSError as fault:
+        raise NotACheckpoint(
+            f"{folder} has no {MANIFEST} that can be read; kconv did not make it",
+            where=folder,
+            fix="Convert it with kconv.",
+        ) from fault
     except ValidationError as fault:
         raise ManifestMismatch(
             f"{MANIFEST} is not of kconv's schema: {fault.errors()[0]['msg']}", where=file, fix="Convert again."
@@ -114,23 +133,28 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
     """
     manifest = read_manifest(folder)
     for record in manifest.files:
-        file = folder / record.name
-        if not file.exists() or file.stat().st_size != record.size or file_digest(file) != record.sha256:
+        if Path(record.name).name != record.name or not _holds(folder / record.name, record):
             raise _mismatch(folder / record.name, "its bytes are not the ones that were written")
     output = open_checkpoint(folder)
     _same(output, {step.output.name: step.output for step in manifest.tensors})
     if source is not None:
         held = {s.name: s for step in manifest.tensors for s in step.sources}
-        for name in source.tensors.keys() - held.keys() - manifest.dropped.keys():
-            raise _mismatch(name, "the source holds this tensor and the manifest does not account for it")
-        _same(source, held, subset=manifest.dropped)
+        _same(source, held, dropped=frozenset(manifest.dropped))
     return manifest
 
 
-def _same(checkpoint: Checkpoint, records: dict[str, TensorRecord], subset: dict[str, str] | None = None) -> None:
-    for name in checkpoint.tensors.keys() ^ records.keys():
-        if name not in (subset or {}):
-            raise _mismatch(name, f"it is not both in {checkpoint.folder.name} and in the manifest")
+def _holds(file: Path, record: FileRecord) -> bool:
+    try:
+        return file.is_file() and file.stat().st_size == record.size and file_digest(file) == record.sha256
+    except OSError:
+        return False
+
+
+def _same(checkpoint: Checkpoint, records: dict[str, TensorRecord], dropped: frozenset[str] = frozenset()) -> None:
+    for name in sorted(records.keys() - checkpoint.tensors.keys()):
+        raise _mismatch(name, f"{checkpoint.folder.name} does not hold this tensor")
+    for name in sorted(checkpoint.tensors.keys() - records.keys() - dropped):
+        raise _mismatch(name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it")
     for name, record in records.items():
         info = checkpoint.tensors[name]
         if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.sha256:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import OutputExists, OutputFailed
@@ -22,7 +22,7 @@ def is_partial(folder: Path) -> bool:
 
 def refuse_existing(out: Path) -> None:
     """Raise OutputExists if there is anything at `out`."""
-    if out.exists() or out.is_symlink():
+    if os.path.lexists(out):
         raise OutputExists(f"{out} is already there", fix="Choose another name, or delete it if you no longer need it.")
 
 
@@ -45,7 +45,10 @@ def staged(out: Path) -> Iterator[Path]:
     refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{out.name}-", dir=out.parent))
+        # Not mkdtemp, whose 0700 would follow the folder to its users whatever their umask is. Cut, as a
+        # name that is legal for `out` may be too long with a prefix.
+        temporary = out.parent / f"{PARTIAL}{out.name[:40]}-{secrets.token_hex(4)}"
+        temporary.mkdir()
     except OSError as fault:
         raise _failed(out, fault) from fault
     try:
@@ -61,13 +64,8 @@ def staged(out: Path) -> Iterator[Path]:
 
 def _flush(folder: Path) -> None:
     """Put every file of a folder on its disk, so that the rename cannot outlive the data."""
-    folder.chmod(0o755)  # mkdtemp's 0700 would follow the folder to its users
     for path in [*(p for p in folder.rglob("*") if not p.is_symlink()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
 
 
 def _rename(temporary: Path, out: Path) -> None:
@@ -78,7 +76,12 @@ def _rename(temporary: Path, out: Path) -> None:
         if fault.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputExists(f"{out} appeared while it was being made", fix="Choose another name.") from fault
         raise
-    descriptor = os.open(out.parent, os.O_RDONLY)
+    with suppress(OSError):  # the output is whole by now, whatever this flush says
+        _sync(out.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

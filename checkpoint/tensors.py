@@ -24,7 +24,9 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         CorruptHeader: the file is shorter than its header said.
     """
     if info.dtype not in TORCH:
-        raise ConfigUnsupported(f"{info.name} is {info.dtype}, which torch cannot read", where=info.file)
+        raise ConfigUnsupported(
+            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Give a bf16 export."
+        )
     data = bytearray(info.size)
     at = 0
     for chunk in stream(info):
@@ -42,5 +44,5 @@ def entry(name: str, tensor: torch.Tensor) -> Entry:
         name,
         NAMES[tensor.dtype],
         tuple(tensor.shape),
-        lambda: [memoryview(flat.view(torch.uint8).numpy())],
+        lambda: [flat.view(torch.uint8).numpy().data],
     )

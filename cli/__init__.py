@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ..errors import KconvError
-from . import cards, convert, demo, inspect, validate
+from . import cards, convert, demo, inspect, validate, vocab
 
 
 class Kconv(click.Group):
@@ -47,8 +47,11 @@ for command in (
     inspect.inspect,
     convert.to_vllm,
     convert.to_trtllm,
+    convert.to_sglang,
+    convert.to_portable,
     convert.verify,
     validate.validate,
+    vocab.vocab,
     cards.card,
 ):
     main.add_command(command)

@@ -1,69 +1,113 @@
-"""`kconv to-vllm`, `kconv to-trtllm`, `kconv verify`."""
+"""`kconv to-vllm`, `to-trtllm`, `to-sglang`, `to-portable` and `kconv verify`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import FOLDER, open_head, reading
+from ..checkpoint.source import Folder, Source
+from .options import FOLDER, PATH_OR_ID, open_head, open_headers, reading
+
+if TYPE_CHECKING:
+    from ..convert.plan import Plan
+    from ..convert.shared import Shared
 
 
-def _writes(layout: str, engine: str) -> click.Command:
+def _writes(layout: str, form: str) -> click.Command:
     @click.command(
         f"to-{layout}",
-        short_help=f"Write a head in {engine}'s layout.",
-        help=f"""Write HEAD in {engine}'s layout into the new folder OUT, with kconv.json beside it.
+        short_help=f"Write a head in {form}.",
+        help=f"""Write HEAD in {form} into the new folder OUT, with kconv.json beside it.
 
-        Same attention, so exact: every weight keeps its bytes, and each source tensor is accounted for.
+        Same attention, so exact unless --dtype is given: every weight keeps its bytes, and each source tensor is
+        accounted for. With --target, an lm_head that the layout needs and HEAD does not have is added from it.
 
         \b
         Example:
           kconv to-{layout} my-head my-head-{layout}
+          kconv to-{layout} my-head my-head-{layout} --target my-target --drop-shared
         """,
     )
-    @click.argument("head", type=FOLDER)
+    @click.argument("head", type=PATH_OR_ID)
     @click.argument("out", type=FOLDER)
     @reading
+    @click.option("--drop-shared", is_flag=True, help="Leave out what equals --target's, byte for byte.")
+    @click.option("--dtype", type=click.Choice(["bfloat16"]), help="Round the weights to this dtype; not exact.")
     @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
     @click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the plan, as JSON.")
-    def command(head: Path, out: Path, dry_run: bool, as_json: bool, **hints: Any) -> None:
+    def command(
+        head: Source, out: Path, drop_shared: bool, dtype: str | None, dry_run: bool, as_json: bool, **hints: Any
+    ) -> None:
+        target: Source | None = hints["target"]
+        if drop_shared and target is None:
+            raise click.UsageError("--drop-shared needs --target, to compare with")
         from ..checkpoint.staging import refuse_existing
+        from ..convert.cast import DTYPES
         from ..convert.execute import execute
         from ..convert.layouts import by_name
-        from ..convert.plan import plan
+        from ..convert.plan import Wishes, plan
         from .output import print_manifest, print_plan, progress
 
         refuse_existing(out)
-        decided = plan(open_head(head, **hints), by_name(layout))
+        rounded = DTYPES[dtype] if dtype else ""
+        # By headers first, so that what cannot be converted is refused before it is downloaded.
+        wishes = Wishes(_find_shared(target, headers_only=True), drop_shared and dry_run, rounded)
+        decided = plan(open_headers(head, **hints), by_name(layout), wishes)
         if dry_run:
             print_plan(decided, as_json=as_json)
             return
-        with progress("converting", sum(s.info.size for step in decided.steps for s in step.sources)) as advance:
+        # The Hub's copy of a target takes long to fetch; to count its parameters alone is not worth it.
+        at_hand = isinstance(target, Folder) or drop_shared or _borrows(decided)
+        wishes = Wishes(_find_shared(target) if at_hand else None, drop_shared, rounded)
+        decided = plan(open_head(head, **hints), by_name(layout), wishes)
+        with progress("converting", sum(step.size for step in decided.steps)) as advance:
             manifest = execute(decided, out, advance)
         print_manifest(manifest, out, as_json=as_json)
 
     return command
 
 
-to_vllm = _writes("vllm", "vLLM")
-to_trtllm = _writes("trtllm", "TensorRT-LLM")
+def _find_shared(target: Source | None, *, headers_only: bool = False) -> Shared | None:
+    """Find what a head may share with its target; None without a target."""
+    from ..convert.shared import Shared
+    from ..target.config import read_target_config
+
+    if target is None:
+        return None
+    config = read_target_config(target.fetch_config())
+    names = {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
+    headers_only = headers_only and not isinstance(target, Folder)
+    tensors = target.open_headers().tensors if headers_only else target.open_tensors(names.values())
+    found = {slot: tensors[name] for slot, name in names.items() if name in tensors}
+    return Shared(target.name, found, headers_only)
+
+
+def _borrows(plan: Plan) -> bool:
+    from ..convert.shared import Lent
+
+    return any(isinstance(step.made, Lent) for step in plan.steps)
+
+
+to_vllm = _writes("vllm", "vLLM's layout")
+to_trtllm = _writes("trtllm", "TensorRT-LLM's layout")
+to_sglang = _writes("sglang", "SGLang's layout")
+to_portable = _writes("portable", "one layout that TensorRT-LLM, vLLM and SGLang all load")
 
 
 @click.command(short_help="Re-check every byte of an output against its manifest.")
 @click.argument("out", type=FOLDER)
-@click.argument("source", type=FOLDER, required=False)
-def verify(out: Path, source: Path | None) -> None:
+@click.argument("source", type=PATH_OR_ID, required=False)
+def verify(out: Path, source: Source | None) -> None:
     """Re-check OUT against its kconv.json, byte by byte, and SOURCE's tensors too if it is given.
 
     \b
     Example:
       kconv verify my-head-vllm my-head
     """
-    from ..checkpoint.folder import open_checkpoint
     from ..checkpoint.manifest import verify as verify_manifest
 
-    manifest = verify_manifest(out, open_checkpoint(source) if source else None)
+    manifest = verify_manifest(out, source.open_weights() if source else None)
     sides = "both sides" if source else "the output"
     click.echo(f"{out}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.source import Source, resolve
+
+if TYPE_CHECKING:
+    from ..checkpoint.folder import Checkpoint
+    from ..convert.read import Head
+
 FOLDER = click.Path(path_type=Path)
+
+
+class PathOrId(click.ParamType):
+    """A path, or a hub id org/name[@revision]; resolved here, so that one command sees one commit."""
+
+    name = "PATH_OR_ID"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Source:
+        return resolve(value) if isinstance(value, str) else value
+
+
+PATH_OR_ID = PathOrId()
 
 
 class LayerIds(click.ParamType):
@@ -39,31 +57,47 @@ def reading(command: Callable) -> Callable:
             help="Whether the listed layers are outputs or inputs of 0-based decoder layers.",
         ),
         click.option("--max-positions", type=click.IntRange(min=1), help="Longest context that will be served."),
-        click.option("--target", type=FOLDER, help="The target model; its depth decides default captures."),
+        click.option(
+            "--norm-before-residual",
+            type=click.BOOL,
+            metavar="YES_OR_NO",
+            help="Whether layer 0's residual is normed, if a config that readers disagree on does not state it.",
+        ),
+        click.option("--target", type=PATH_OR_ID, help="The target model; its depth decides default captures."),
     ):
         command = option(command)
     return command
 
 
-def open_head(
-    folder: Path,
+def open_head(source: Source, **options: Any) -> Head:
+    """Open a head with its weights, downloaded if need be, as the options of `reading` say."""
+    return _read(source.open_weights(), **options)
+
+
+def open_headers(source: Source, **options: Any) -> Head:
+    """Open a head by its config and headers alone, as the options of `reading` say."""
+    return _read(source.open_headers(), **options)
+
+
+def _read(
+    checkpoint: Checkpoint,
     *,
     layout: str | None = None,
     captured: tuple[int, ...] | None = None,
     captured_are: str | None = None,
     max_positions: int | None = None,
-    target: Path | None = None,
-):
-    """Open a head as the options of `reading` say."""
-    from ..checkpoint.folder import open_checkpoint
+    norm_before_residual: bool | None = None,
+    target: Source | None = None,
+) -> Head:
     from ..convert.captured import Hints
     from ..convert.layouts import by_name
-    from ..convert.read import read_head
+    from ..convert.read import claim_tensors, read_head
     from ..target.config import read_target_config
 
-    layers = read_target_config(target).layers if target else None
-    return read_head(
-        open_checkpoint(folder),
+    layers = read_target_config(target.fetch_config()).layers if target else None
+    read = claim_tensors if checkpoint.headers_only else read_head
+    return read(
+        checkpoint,
         layout=by_name(layout) if layout else None,
-        hints=Hints(captured, captured_are, layers, max_positions),
+        hints=Hints(captured, captured_are, layers, max_positions, norm_before_residual),
     )

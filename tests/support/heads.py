@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.tensors import TORCH
 from kconv.convert.layout import Layout, stored
 from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
+from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 
 YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 MLA = HeadSpec(
@@ -31,6 +31,31 @@ MLA = HeadSpec(
 )
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0))
 MHA = replace(GQA, attention=Gqa(4, kv_heads=4, head_dim=8))
+
+# Heads that TensorRT-LLM and vLLM can both hold.
+PORTABLE: dict[str, HeadSpec] = {
+    "mla": MLA,
+    "mha": MHA,
+    "gqa": GQA,
+    "mla, 2 layers": replace(MLA, layers=2),
+    "gqa, 2 layers": replace(GQA, layers=2),
+    "mha, 3 layers": replace(MHA, layers=3),
+    "gqa, reduced vocabulary": replace(GQA, draft_vocab=40),
+    "gqa, attention biases": replace(GQA, attention=replace(GQA.attention, bias=True), layers=2),
+    "gqa, MLP biases": replace(GQA, mlp_bias=True),
+    "gqa, one norm before fc": replace(GQA, norms=Norms(before_fc=True)),
+    "gqa, a norm per state": replace(GQA, norms=Norms(fc=True, output=True)),
+    "mla, a norm per state": replace(MLA, norms=Norms(fc=True, output=True)),
+    "mla, four states": replace(MLA, captured=(0, 7, 23, 60)),
+    "gqa, two states": replace(GQA, captured=(1, 2)),
+    "gqa, a target of another width": replace(GQA, target_hidden=56),
+    "mla, a target of another width": replace(MLA, target_hidden=40),
+    "gqa, YaRN": replace(GQA, rope=Rope(5e4, replace(YARN, beta_fast=32.0, mscale=None, mscale_all_dim=None))),
+    "gqa, Llama-3 RoPE": replace(GQA, rope=Rope(5e5, Llama3(8.0, 1.0, 4.0, 8192))),
+    "gqa, half of each head turned": replace(GQA, rope=Rope(1e4, Linear(2.0), 0.5)),
+    "mha, fp32": replace(MHA, dtype="F32"),
+    "mla, tokens": replace(MLA, tokens=Tokens(bos=60, eos=(61, 62), pad=0)),
+}
 
 
 def random_slots(spec: HeadSpec, seed: int = 0, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -65,3 +90,14 @@ def write_head(
         config = layout.write_config(spec)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def read_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of each tensor of a folder, by the safetensors library alone."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), bytes(tensor.reshape(-1).view(torch.uint8).numpy()))
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,224 @@
+"""A checkpoint on the Hugging Face Hub. What belongs here: pinning, listing, reading by range, downloading.
+
+This and `hub_faults` alone import huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports them when a
+name turns out to be a hub id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    snapshot_download,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+from ..errors import HubRefused, HubUnreachable
+from .folder import INDEX, Checkpoint, gather, open_checkpoint, read_json
+from .header import TensorInfo, parse_header
+from .hub_faults import LOGIN, named, not_cached
+from .locate import locate
+
+# The last two hold what kconv's own outputs record beside the weights: how to serve them.
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "serve-*.sh", "serve-*.yaml")
+# Kimi's tokenizer is a tiktoken.model with Python beside it, which is run only where the user trusts it.
+TOKENIZER_FILES = ("*.jinja", "*.model", "*.txt", "*.py")
+# An engine reads the root alone; what lies deeper is other exports or a trainer's states.
+SUBFOLDERS = "*/*"
+RETRIES = 3
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A repository of the Hub at one commit; a branch that moves on is not followed.
+
+    Attributes:
+        repo: org/name.
+        commit: 40 hex digits.
+    """
+
+    repo: str
+    commit: str
+
+    @property
+    def name(self) -> str:
+        """org/name@<40 hex digits>."""
+        return f"{self.repo}@{self.commit}"
+
+    def open_headers(self) -> Checkpoint:
+        """Read the config and the headers over the network; offline, the local cache.
+
+        The weights are nowhere on this machine: each tensor's `file` is a name and no path.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
+        """
+        if is_offline_mode():
+            return self.open_weights()
+        config = read_json(self._fetch("config.json"))
+        sizes = self._list()
+        index = read_json(self._fetch(INDEX)) if INDEX in sizes else None
+        root = Path(self.name)
+
+        def read(file: Path) -> dict[str, TensorInfo]:
+            size = sizes[file.name]
+            return parse_header(RangeReader(self.repo, self.commit, file.name, size), file, size)
+
+        return Checkpoint(root, config, gather(root, set(sizes), index, read), self.name, headers_only=True)
+
+    def open_weights(self) -> Checkpoint:
+        """Download the config and the weights, or find them in the local cache, and open them.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
+        """
+        return open_checkpoint(self._download(CHECKPOINT_FILES), source=self.name)
+
+    def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Download the files that hold some of its tensors, or find them in the local cache, and open those.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            ConfigInvalid, CorruptIndex, CorruptHeader: see `locate`.
+        """
+        if is_offline_mode():
+            folder = self.fetch_config()
+            return locate(names, (file.name for file in folder.iterdir()), folder.joinpath)
+        return locate(names, self._list(), self._fetch)
+
+    def fetch_config(self) -> Path:
+        """Download config.json, or find it in the local cache, and return its folder.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            NotACheckpoint: the repository has none.
+        """
+        return self._fetch("config.json").parent
+
+    def fetch_model(self) -> Path:
+        """Download config, weights and tokenizer, or find them in the local cache, and return their folder.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+        """
+        return self._download(CHECKPOINT_FILES + TOKENIZER_FILES)
+
+    def _fetch(self, file: str) -> Path:
+        with named(self.repo, self.commit):
+            return Path(hf_hub_download(self.repo, file, revision=self.commit))
+
+    def _download(self, patterns: tuple[str, ...]) -> Path:
+        with named(self.repo, self.commit):
+            folder = Path(
+                snapshot_download(
+                    self.repo,
+                    revision=self.commit,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=SUBFOLDERS,
+                    local_files_only=is_offline_mode(),
+                )
+            )
+        # The config alone, once fetched, passes for a whole snapshot where the cache holds no listing.
+        if is_offline_mode() and not any(folder.glob("*.safetensors")):
+            raise not_cached(self.repo, self.commit)
+        return folder
+
+    def _list(self) -> dict[str, int]:
+        """Return the sizes in bytes of the files in the root, by name."""
+        with named(self.repo, self.commit):
+            tree = HfApi().list_repo_tree(self.repo, revision=self.commit)
+            return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+
+
+@dataclass
+class RangeReader:
+    """A file on the Hub, read from its start on by range requests, and never whole.
+
+    Attributes:
+        repo, commit, file: which file.
+        size: its bytes, as the Hub lists them; nothing is asked for beyond.
+        at: where the next read begins.
+    """
+
+    repo: str
+    commit: str
+    file: str
+    size: int
+    at: int = 0
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes, or fewer where the file ends.
+
+        Raises:
+            HubRefused: the file is not given to this account.
+            HubUnreachable: the connection broke, or the server sends whole files only.
+        """
+        end = min(self.at + count, self.size)
+        if end <= self.at:
+            return b""
+        with named(self.repo, self.commit):
+            data = self._request(self.at, end)
+        self.at += len(data)
+        return data
+
+    def _request(self, begin: int, end: int) -> bytes:
+        headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        url = hf_hub_url(self.repo, self.file, revision=self.commit)
+        # Not tried again once bytes flow: http_stream_backoff would yield a second time, as its own caller knows.
+        # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py#L397
+        with http_stream_backoff(
+            "GET",
+            url,
+            headers=headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            max_retries=RETRIES,
+            retry_on_exceptions=(),
+        ) as response:
+            hf_raise_for_status(response)
+            if response.status_code != 206:
+                raise HubUnreachable(
+                    f"{constants.ENDPOINT} sends whole files only, and {self.file} is {self.size:,} bytes",
+                    where=url,
+                    fix=f"Download it first: hf download {self.repo} --revision {self.commit} --local-dir DIR",
+                )
+            data = bytearray()
+            for chunk in response.iter_bytes():
+                data += chunk
+                if len(data) >= end - begin:  # a server may send more than it was asked for
+                    break
+        return bytes(data[: end - begin])
+
+
+def resolve_repo(repo: str, revision: str | None) -> HubRepo:
+    """Pin a repository to the commit that a revision is on now.
+
+    Args:
+        repo: org/name.
+        revision: a branch, a tag, a pull request's ref or a commit; the default branch if None. One that is
+            40 hex digits is taken as it is, without asking.
+
+    Raises:
+        HubRefused, HubUnreachable: see `hub_faults`.
+    """
+    with named(repo, revision):
+        _refuse_garbled(get_token())
+        return HubRepo(repo, HfApi().resolve_revision(repo, revision=revision).resolved)
+
+
+def _refuse_garbled(token: str | None) -> None:
+    # The HTTP library would say so too, and repeat the token where huggingface_hub logs it.
+    if token and not (token.isascii() and token.isprintable()):
+        raise HubRefused(
+            "the token holds characters that no token has", where="HF_TOKEN, or the token's file", fix=f"Run: {LOGIN}"
+        )

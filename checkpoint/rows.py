@@ -1,0 +1,42 @@
+"""Rows of a stored matrix, read by their numbers. What belongs here: reading a part of a tensor, whatever its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ..errors import ConfigUnsupported
+from .header import TensorInfo
+from .tensors import TORCH
+
+ROWS = 1024
+
+
+def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
+    """Read some rows of a matrix into memory of their own; the rest of it is not read.
+
+    Args:
+        info: a tensor of two dims.
+        ids: [n] integers, each below its number of rows, in any order.
+
+    Returns:
+        [n, columns], row k being the matrix's row `ids[k]`.
+
+    Raises:
+        ConfigUnsupported: torch has no such dtype.
+    """
+    if info.dtype not in TORCH:
+        raise ConfigUnsupported(f"{info.name} is {info.dtype}, which torch cannot read", where=info.file)
+    count, columns = info.shape
+    stored = np.memmap(info.file, np.uint8, "r", info.begin, (count, info.size // count))
+    rows = torch.empty(len(ids), columns, dtype=TORCH[info.dtype])
+    rows.view(torch.uint8).numpy()[:] = stored[ids.numpy()]
+    return rows
+
+
+def row_blocks(info: TensorInfo, count: int = ROWS) -> Iterator[torch.Tensor]:
+    """Yield a matrix in consecutive blocks of `count` rows; the last one may be shorter."""
+    for begin in range(0, info.shape[0], count):
+        yield read_rows(info, torch.arange(begin, min(begin + count, info.shape[0])))

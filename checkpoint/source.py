@@ -1,0 +1,101 @@
+"""What a user names: a folder or a hub id. What belongs here: telling the two apart, and what either can open."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from .folder import Checkpoint, open_checkpoint
+from .header import TensorInfo
+from .locate import locate
+
+# A segment starts with a letter or a digit, so that ./head and ../head are paths.
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\S+))?", re.ASCII)
+
+
+class Source(Protocol):
+    """A checkpoint as the user named it; a hub id is pinned to one commit for as long as this lives."""
+
+    @property
+    def name(self) -> str:
+        """What the manifest records: the path as it was given, or org/name@<40 hex digits>."""
+        ...
+
+    def open_headers(self) -> Checkpoint:
+        """Open it for its config and headers; no weight is downloaded, and none may be there to be read."""
+        ...
+
+    def open_weights(self) -> Checkpoint:
+        """Open it for its weights too, which are downloaded first if need be."""
+        ...
+
+    def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Find some of its tensors, of which only the files that hold them are downloaded."""
+        ...
+
+    def fetch_config(self) -> Path:
+        """Return a folder that holds its config.json, and maybe nothing else."""
+        ...
+
+    def fetch_model(self) -> Path:
+        """Return a folder that holds all it takes to run it: config, weights and tokenizer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint folder on this machine; everything is there already."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The path as it was given."""
+        return str(self.path)
+
+    def open_headers(self) -> Checkpoint:
+        """Open the folder; see `open_checkpoint` for its faults."""
+        return open_checkpoint(self.path)
+
+    def open_weights(self) -> Checkpoint:
+        """Open the folder; see `open_checkpoint` for its faults."""
+        return open_checkpoint(self.path)
+
+    def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Find some tensors of the folder; see `locate` for its faults."""
+        return locate(names, (file.name for file in self.path.iterdir()), lambda name: self.path / name)
+
+    def fetch_config(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+    def fetch_model(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+
+def resolve(name: str) -> Source:
+    """Find out what a user's name means, and pin it.
+
+    Args:
+        name: a path, or a hub id org/name or org/name@revision; a path that exists wins.
+
+    Returns:
+        A folder, or a repository at the commit that the revision is on now. A name that is neither an existing
+        path nor formed like a hub id is a folder, whose opening says that it is not there.
+
+    Raises:
+        HubRefused: the Hub has no such repository or revision, or does not show it to this account.
+        HubUnreachable: the Hub cannot be reached, and its local cache does not know the revision either.
+    """
+    hub_id = HUB_ID.fullmatch(name)
+    if hub_id is None or os.path.lexists(name):
+        return Folder(Path(name))
+    # Here, as importing huggingface_hub takes some tenths of a second, which a local path must not pay.
+    from .hub import resolve_repo
+
+    return resolve_repo(hub_id["repo"], hub_id["revision"])

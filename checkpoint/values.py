@@ -1,0 +1,82 @@
+"""Values judged by their bits: NaN, Inf and zero. What belongs here: the bit patterns of the float formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Elements looked at in one go: small enough to stay in a core's cache between the mask and the maximum.
+SLICE = 1 << 16
+
+
+@dataclass(frozen=True)
+class FloatBits:
+    """A float format, seen as unsigned integers.
+
+    Attributes:
+        unsigned: numpy's name of the unsigned integer of the same width, little-endian.
+        magnitude: every bit but the sign.
+        largest: the magnitude bits of the largest finite value; Inf and NaN are all above it.
+    """
+
+    unsigned: str
+    magnitude: int
+    largest: int
+
+
+# E4M3 is the variant without Inf, whose only NaN has every magnitude bit set; E8M0 has neither sign nor Inf.
+# https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+FLOAT_BITS = {
+    "F64": FloatBits("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FEF_FFFF_FFFF_FFFF),
+    "F32": FloatBits("<u4", 0x7FFF_FFFF, 0x7F7F_FFFF),
+    "F16": FloatBits("<u2", 0x7FFF, 0x7BFF),
+    "BF16": FloatBits("<u2", 0x7FFF, 0x7F7F),
+    "F8_E5M2": FloatBits("u1", 0x7F, 0x7B),
+    "F8_E4M3": FloatBits("u1", 0x7F, 0x7E),
+    "F8_E8M0": FloatBits("u1", 0xFF, 0xFE),
+}
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a tensor's values are like; a dtype that is no float format has neither property.
+
+    Attributes:
+        not_finite: how many are NaN or Inf.
+        zero: whether there are any, and every bit but the signs is 0.
+    """
+
+    not_finite: int = 0
+    zero: bool = False
+
+
+class Scan:
+    """Looks at a tensor's bytes chunk by chunk, as a hash does.
+
+    Args:
+        dtype: safetensors dtype; one without an entry in `FLOAT_BITS` is not looked at.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._bits = FLOAT_BITS.get(dtype)
+        self._scratch = np.empty(SLICE, self._bits.unsigned) if self._bits else None
+        self._not_finite = 0
+        self._largest = -1
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        """Look at the next bytes, a whole number of elements."""
+        if self._bits is None:
+            return
+        values = np.frombuffer(chunk, self._bits.unsigned)
+        for begin in range(0, values.size, SLICE):
+            part = values[begin : begin + SLICE]
+            magnitudes = np.bitwise_and(part, self._bits.magnitude, out=self._scratch[: part.size])
+            largest = int(magnitudes.max())
+            self._largest = max(self._largest, largest)
+            if largest > self._bits.largest:
+                self._not_finite += int(np.count_nonzero(magnitudes > self._bits.largest))
+
+    def result(self) -> Values:
+        """Return what the bytes so far are like."""
+        return Values(self._not_finite, self._largest == 0)

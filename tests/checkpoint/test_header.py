@@ -1,0 +1,234 @@
+"""Headers that lie: each ends in a named fault, and what is accepted is what the safetensors library reads."""
+
+import copy
+import json
+import os
+import struct
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from support.safetensors_bytes import entry, write_raw
+
+from kconv.checkpoint.header import build_header, read_header
+from kconv.errors import CorruptHeader, NotACheckpoint
+
+GOOD = {
+    "__metadata__": {"format": "pt"},
+    "a": entry("F32", [2, 3], 0, 24),
+    "b": entry("BF16", [4], 24, 32),
+    "empty": entry("I64", [0, 7], 32, 32),
+    "scalar": entry("BOOL", [], 32, 33),
+}
+DATA = bytes(range(33))
+
+
+def test_a_sound_file_is_read(tmp_path):
+    file = write_raw(tmp_path / "m.safetensors", GOOD, DATA)
+    infos = read_header(file)
+    assert {n: (i.dtype, i.shape, i.size) for n, i in infos.items()} == {
+        "a": ("F32", (2, 3), 24),
+        "b": ("BF16", (4,), 8),
+        "empty": ("I64", (0, 7), 0),
+        "scalar": ("BOOL", (), 1),
+    }
+    for info in infos.values():
+        begin = GOOD[info.name]["data_offsets"][0]
+        assert file.read_bytes()[info.begin : info.begin + info.size] == DATA[begin : begin + info.size]
+
+
+ONE_BYTE = b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+LIES = {
+    "empty file": b"",
+    "seven bytes": b"\0" * 7,
+    "length of zero": struct.pack("<Q", 0),
+    "length beyond the file": struct.pack("<Q", 100) + b"{}",
+    "length of 2**64 - 1": b"\xff" * 8 + b"{}",
+    "length within the limit, beyond the file": struct.pack("<Q", 90_000_000) + b"{}",
+}
+
+
+@pytest.mark.parametrize("content", LIES.values(), ids=LIES)
+def test_a_lying_length_is_refused_without_room_for_it(tmp_path, content):
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(CorruptHeader):
+        read_header(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+HEADERS = {
+    "not JSON": b"{",
+    "nothing": b"",
+    "a list": b"[]",
+    "null": b"null",
+    "UTF-16": json.dumps(GOOD).encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf{}",
+    "a bomb of lists": b"[" * 200_000,
+    "a bomb of objects": b'{"a":' * 50_000,
+    "a name twice": b'{"a":' + ONE_BYTE + b',"a":' + ONE_BYTE + b"}",
+    "a dtype twice": b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}',
+    "half a surrogate pair": b'{"\\ud800":' + ONE_BYTE + b"}",
+    "an infinite dim": b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,1]}}',
+    "a number of 4,300 digits": {"a": entry("U8", [10**4300 - 1], 0, 10**4300 - 1)},
+    "a number of a million digits": b'{"a":{"dtype":"U8","shape":[' + b"9" * 1_000_000 + b'],"data_offsets":[0,1]}}',
+    "a product that never ends": b'{"a":{"dtype":"U8","shape":['
+    + b"9999999999," * 100_000
+    + b'0],"data_offsets":[0,1]}}',
+    "more dims than any library has": {"a": entry("U8", [1] * 65, 0, 1)},
+    "an entry that is a number": {"a": 1},
+    "no dtype": {"a": {"shape": [1], "data_offsets": [0, 1]}},
+    "no shape": {"a": {"dtype": "U8", "data_offsets": [0, 1]}},
+    "no offsets": {"a": {"dtype": "U8", "shape": [1]}},
+    "an unknown dtype": {"a": entry("U7", [1], 0, 1)},
+    "a dtype that is a list": {"a": entry(["U8"], [1], 0, 1)},
+    "a shape that is a number": {"a": entry("U8", 1, 0, 1)},
+    "a dim that is a bool": {"a": entry("U8", [True], 0, 1)},
+    "a dim that is a text": {"a": entry("U8", ["1"], 0, 1)},
+    "a dim that is a float": {"a": entry("U8", [1.0], 0, 1)},
+    "negative dims with a right product": {"a": entry("U8", [-1, -1], 0, 1)},
+    "a huge dim": {"a": entry("U8", [2**62], 0, 1)},
+    "a product beyond 64 bits": {"a": entry("U8", [2**40, 2**40], 0, 1)},
+    "three offsets": {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 1]}},
+    "an offset that is a bool": {"a": {"dtype": "U8", "shape": [1], "data_offsets": [False, True]}},
+    "a negative offset": {"a": entry("U8", [2], -1, 1)},
+    "offsets in reverse": {"a": entry("U8", [1], 1, 0)},
+    "fewer bytes than the shape": {"a": entry("F32", [1], 0, 1)},
+    "beyond the end": {"a": entry("U8", [2], 0, 2)},
+    "short of the end": {"a": entry("U8", [0], 0, 0)},
+    "no tensor for the data": {},
+    "an overlap": {"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 0, 1)},
+    "a hole": {"a": entry("U8", [0], 1, 1), "b": entry("U8", [0], 0, 0)},
+    "half a byte": {"a": entry("F4", [1], 0, 1)},
+    "metadata that is a list": {"__metadata__": [], "a": entry("U8", [1], 0, 1)},
+    "metadata of numbers": {"__metadata__": {"x": 1}, "a": entry("U8", [1], 0, 1)},
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_lying_header_is_refused(tmp_path, header):
+    file = write_raw(tmp_path / "m.safetensors", header, b"\1")
+    with pytest.raises(CorruptHeader) as caught:
+        read_header(file)
+    fault = caught.value
+    assert "m.safetensors" in fault.what and fault.where == str(file) and fault.fix
+    str(fault).encode()
+
+
+def test_a_claim_of_a_terabyte_takes_no_memory(tmp_path):
+    file = write_raw(tmp_path / "m.safetensors", {"a": entry("U8", [1 << 40], 0, 1 << 40)}, b"\1")
+    tracemalloc.start()
+    with pytest.raises(CorruptHeader):
+        read_header(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("make", ["missing", "folder", "loop", "dangling", "pipe"])
+def test_what_is_no_file_is_named(tmp_path, make):
+    file = tmp_path / "m.safetensors"
+    if make == "folder":
+        file.mkdir()
+    elif make == "loop":
+        file.symlink_to(file)
+    elif make == "dangling":
+        file.symlink_to(tmp_path / "gone")
+    elif make == "pipe":
+        os.mkfifo(file)
+    with pytest.raises(NotACheckpoint):
+        read_header(file)
+
+
+def _library(file):
+    """Return what the safetensors library reads: names with dtype and shape, or None where it refuses."""
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no mapping
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except SafetensorError:
+        return None
+
+
+def _ours(file):
+    """Return the same from kconv, or None where it refuses; any other exception is a fault of kconv's."""
+    try:
+        return {name: (info.dtype, info.shape) for name, info in read_header(file).items()}
+    except (CorruptHeader, NotACheckpoint) as fault:
+        str(fault).encode()
+        return None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3) | st.just("U8"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def _paths(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_header_with_any_value_changed_is_refused_or_read_as_the_library_does(tmp_path, data):
+    header = copy.deepcopy(GOOD)
+    for _ in range(data.draw(st.integers(1, 2))):
+        *parents, last = data.draw(st.sampled_from([path for path in _paths(header) if path]))
+        place = header
+        for key in parents:
+            place = place[key]
+        if isinstance(place, dict) and data.draw(st.booleans()):
+            place[data.draw(st.text(max_size=4))] = place.pop(last)
+        else:
+            near = [st.just(place[last] + step) for step in (-1, 1)] if type(place[last]) is int else []
+            place[last] = data.draw(st.one_of(JSON, *near))
+    file = write_raw(tmp_path / "m.safetensors", header, DATA)
+    ours = _ours(file)
+    assert ours is None or ours == _library(file)
+
+
+@FUZZ
+@given(at=st.integers(0, 400), byte=st.integers(0, 255), cut=st.integers(-8, 8))
+def test_a_file_with_a_byte_changed_or_the_end_cut_is_refused_or_read_as_the_library_does(tmp_path, at, byte, cut):
+    file = write_raw(tmp_path / "m.safetensors", GOOD, DATA)
+    content = bytearray(file.read_bytes())
+    content[at % len(content)] = byte
+    file.write_bytes(content[:cut] if cut < 0 else content + b"\0" * cut)
+    ours = _ours(file)
+    assert ours is None or ours == _library(file)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(["U8", "BF16", "F32", "I64"]), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=6,
+    )
+)
+def test_a_built_header_is_read_alike_by_the_library(tmp_path, tensors):
+    entries = [(name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()]
+    head = build_header(entries, {"format": "pt"})
+    size = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}
+    total = 0
+    for _, dtype, shape in entries:
+        count = size[dtype]
+        for dim in shape:
+            count *= dim
+        total += count
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(head + b"\0" * total)
+    assert len(head) % 8 == 0
+    expected = {name: (dtype, shape) for name, dtype, shape in entries}
+    assert _ours(file) == _library(file) == expected

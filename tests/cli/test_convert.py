@@ -1,0 +1,231 @@
+"""`inspect`, `to-vllm`, `to-trtllm` and `verify`: what they print, what they write, and how they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from support.configs import MODELOPT_LLAMA, TORCHSPEC_MLA, cut
+from support.heads import GQA, MLA, random_slots, read_bytes, write_head
+
+from kconv.checkpoint.manifest import Manifest
+from kconv.cli import main
+from kconv.convert.layouts import BY_NAME
+from kconv.head.spec import Norms
+
+VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
+REDUCED = replace(GQA, draft_vocab=40)
+
+
+def kconv(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def head(tmp_path):
+    return write_head(tmp_path / "head", VLLM, MLA, random_slots(MLA))
+
+
+def test_inspect_says_what_a_head_is(head):
+    shown = kconv("inspect", head)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    for phrase in ("vllm", "MLA", "kv_lora_rank=32", "theta 50000", "[1, 3, 5]", "layers.0.self_attn.kv_b_proj.weight"):
+        assert phrase in shown.stdout
+
+
+def test_inspect_as_json_is_one_object(head):
+    shown = kconv("inspect", head, "--json")
+    found = json.loads(shown.stdout)
+    assert shown.stderr == ""
+    assert found["spec"]["captured"] == [1, 3, 5] and found["spec"]["kind"] == "mla" and found["layout"] == "vllm"
+    tensors = read_bytes(head)
+    assert {t["name"]: (tuple(t["shape"]), t["bytes"]) for t in found["tensors"]} == {
+        name: (shape, len(content)) for name, (_, shape, content) in tensors.items()
+    }
+    assert found["parameters"] == sum(len(content) // 2 for _, _, content in tensors.values())
+
+
+@pytest.mark.parametrize("command, layout", [("to-trtllm", "trtllm"), ("to-vllm", "vllm")])
+def test_a_conversion_writes_the_head_and_says_what_it_did(head, tmp_path, command, layout):
+    out = tmp_path / "out"
+    done = kconv(command, head, out)
+    assert done.exit_code == 0
+    assert f"vllm -> {layout}" in done.stdout and f"{len(read_bytes(head))} tensors" in done.stdout
+    assert read_bytes(out) == read_bytes(head)
+    checked = kconv("verify", out, head)
+    assert checked.exit_code == 0 and "both sides" in checked.stdout
+    assert kconv("verify", out).exit_code == 0
+
+
+def test_a_conversion_as_json_is_the_manifest_and_nothing_else(head, tmp_path):
+    done = kconv("to-trtllm", head, tmp_path / "out", "--json")
+    assert (
+        Manifest.model_validate_json(done.stdout).model_dump_json()
+        == Manifest.model_validate_json((tmp_path / "out" / "kconv.json").read_bytes()).model_dump_json()
+    )
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--dry-run", "--json"]])
+def test_a_dry_run_says_the_plan_and_writes_nothing(head, tmp_path, flags):
+    spec = replace(MLA, layers=2)
+    head = write_head(tmp_path / "two", VLLM, spec, random_slots(spec))
+    before = sorted(tmp_path.rglob("*"))
+    shown = kconv("to-trtllm", head, tmp_path / "out", *flags)
+    assert shown.exit_code == 0
+    assert "layers.1.hidden_norm.weight" in shown.stdout and "layers.1.input_layernorm.weight" in shown.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+    if "--json" in flags:
+        found = json.loads(shown.stdout)
+        steps = {step["tensor"]: step["from"] for step in found["steps"]}
+        assert steps["layers.1.hidden_norm.weight"] == ["layers.1.input_layernorm.weight"]
+        assert found["config"]["hidden_size"] == 48
+
+
+def test_verify_finds_a_changed_output(head, tmp_path):
+    kconv("to-trtllm", head, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    found = kconv("verify", tmp_path / "out")
+    assert (found.exit_code, found.stdout) == (1, "") and "model.safetensors" in found.stderr
+
+
+def test_the_users_word_decides_what_the_config_leaves_open(tmp_path):
+    config = cut(TORCHSPEC_MLA, replace(MLA, captured=(2, 30, 58)))
+    head = write_head(tmp_path / "head", MODELOPT, MLA, random_slots(MLA), config)
+    refused = kconv("to-vllm", head, tmp_path / "out")
+    assert refused.exit_code == 1 and "--captured-are" in refused.stderr and not (tmp_path / "out").exists()
+    assert kconv("to-vllm", head, tmp_path / "out", "--captured-are", "inputs").exit_code == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]
+    shown = json.loads(kconv("inspect", head, "--json", "--captured", "4,9,11", "--max-positions", 77).stdout)
+    assert shown["spec"]["captured"] == [4, 9, 11] and shown["spec"]["max_positions"] == 77
+
+
+def test_a_targets_depth_decides_absent_layers(tmp_path):
+    config = cut(MODELOPT_LLAMA, GQA) | {"eagle_config": {"use_aux_hidden_state": True}}
+    head = write_head(tmp_path / "head", MODELOPT, GQA, random_slots(GQA), config)
+    target = tmp_path / "target"
+    target.mkdir()
+    text = {"hidden_size": 48, "num_hidden_layers": 61, "vocab_size": 64, "num_attention_heads": 4}
+    text |= {"max_position_embeddings": 1024, "model_type": "kimi_k2"}
+    (target / "config.json").write_text(
+        json.dumps({"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text})
+    )
+    assert kconv("inspect", head).exit_code == 1
+    shown = json.loads(kconv("inspect", head, "--json", "--target", target).stdout)
+    assert shown["spec"]["captured"] == [1, 29, 57]
+
+
+def _edit(head, edit):
+    tensors = load_file(head / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, head / "model.safetensors")
+
+
+def _config(head, **changes):
+    config = json.loads((head / "config.json").read_text()) | changes
+    (head / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+FAULTS = {
+    "a tensor is missing": (MLA, lambda h: _edit(h, lambda t: t.pop("fc.weight")), "fc.weight is missing"),
+    "a tensor too many": (MLA, lambda h: _edit(h, lambda t: t.update(extra=torch.ones(1))), "extra"),
+    "a wrong shape": (MLA, lambda h: _edit(h, lambda t: t.update({"norm.weight": torch.ones(2)})), "is [2]"),
+    "a flag without weights": (MLA, lambda h: _config(h, fc_norm=True), "fc_norm.0.weight is missing"),
+    "weights without a flag": (
+        replace(MLA, norms=Norms(fc=True)),
+        lambda h: _config(h, fc_norm=False),
+        "fc_norm.0.weight",
+    ),
+    "a map out of range": (REDUCED, lambda h: _edit(h, lambda t: t.update(d2t=torch.full((40,), 60))), "outside"),
+    "a map with duplicates": (
+        REDUCED,
+        lambda h: _edit(h, lambda t: t.update(d2t=torch.tensor([1] + [0] * 39))),
+        "already leads to",
+    ),
+    "no config": (MLA, lambda h: (h / "config.json").unlink(), "config.json"),
+    "a config that is no JSON": (MLA, lambda h: (h / "config.json").write_text("{"), "config.json"),
+    "a key that is missing": (MLA, lambda h: _config(h, rms_norm_eps=...), "rms_norm_eps"),
+    "contradicting RoPE": (MLA, lambda h: _config(h, rope_theta=1.0), "rope_theta twice"),
+    "an unsupported head": (MLA, lambda h: _config(h, hidden_act="gelu"), "hidden_act"),
+    "a cut file": (MLA, lambda h: os.truncate(h / "model.safetensors", 5000), "model.safetensors"),
+    "what the engine cannot hold": (
+        replace(GQA, norms=Norms(before_residual=True)),
+        lambda h: None,
+        "norm_before_residual",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, spoil, phrase", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_one_message_exit_1_and_nothing_written(tmp_path, spec, spoil, phrase):
+    head = write_head(tmp_path / "head", VLLM, spec, random_slots(spec))
+    spoil(head)
+    before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    refused = kconv("to-trtllm", head, tmp_path / "out")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    first, *rest = refused.stderr.splitlines()
+    assert first.startswith("error: ") and phrase in refused.stderr
+    assert [line.split(":")[0].strip() for line in rest] in (["where", "fix"], ["fix"])
+    assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_an_existing_output_is_refused_before_the_source_is_looked_at(head, tmp_path, kind):
+    out = tmp_path / "out"
+    match kind:
+        case "folder":
+            out.mkdir()
+        case "file":
+            out.write_text("mine")
+        case "link":
+            out.symlink_to("nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    for source in (head, tmp_path / "gone"):
+        refused = kconv("to-trtllm", source, out)
+        assert refused.exit_code == 1 and "already there" in refused.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["gone", "a" * 300, "file"])
+def test_what_is_no_head_is_a_named_fault(tmp_path, name):
+    (tmp_path / "file").write_text("x")
+    for command in (["inspect"], ["to-vllm"], ["verify"]):
+        refused = kconv(*command, tmp_path / name, *([tmp_path / "out"] if command == ["to-vllm"] else []))
+        assert refused.exit_code == 1 and refused.stderr.startswith("error: ")
+
+
+def test_an_unknown_layout_lists_the_known_ones(head):
+    refused = kconv("inspect", head, "--from", "sglong")
+    assert refused.exit_code == 1 and "trtllm" in refused.stderr and "vllm" in refused.stderr
+
+
+def run(*arguments):
+    """Run kconv as a user does, in a process of its own."""
+    command = [sys.executable, "-c", "from kconv.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_as_a_process_results_go_to_stdout_and_all_else_to_stderr(head, tmp_path):
+    done = run("to-trtllm", head, tmp_path / "out", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["layout"] == "trtllm"
+    assert read_bytes(tmp_path / "out") == read_bytes(head)
+
+
+def test_as_a_process_a_fault_has_no_traceback(head):
+    refused = run("verify", head)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+
+
+def test_a_path_that_is_not_utf8_is_converted(head, tmp_path):
+    odd = head.rename(tmp_path / os.fsdecode(b"h\xff"))
+    done = kconv("to-trtllm", odd, tmp_path / "out")
+    assert done.exception is None and done.exit_code == 0
+    odd.rename(head)
+    assert read_bytes(tmp_path / "out") == read_bytes(head)

@@ -1,0 +1,121 @@
+"""`to-sglang`, `to-portable` and the options that every conversion has: --target, --drop-shared, --dtype."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save, save_file
+from support.heads import GQA, MLA, random_slots, read_bytes, write_head
+
+from kconv.cli import main
+from kconv.convert.layouts import BY_NAME
+
+MLA, GQA = replace(MLA, captured=(1, 3, 5)), replace(GQA, captured=(1, 3, 5))
+MATRICES = {"lm_head": torch.arange(64 * 48).reshape(64, 48).bfloat16(), "embed_tokens": torch.ones(64, 48).bfloat16()}
+TARGET = {
+    "model_type": "kimi_k2", "hidden_size": 48, "num_hidden_layers": 9, "vocab_size": 64,
+    "num_attention_heads": 4, "max_position_embeddings": 1024,
+}  # fmt: skip
+TENSORS = {"lm_head.weight": MATRICES["lm_head"], "model.embed_tokens.weight": MATRICES["embed_tokens"]}
+
+
+def kconv(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    save_file(TENSORS, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def lean(tmp_path):
+    return write_head(tmp_path / "head", BY_NAME["vllm"], MLA, random_slots(MLA, without=tuple(MATRICES)))
+
+
+def written(folder):
+    return load_file(folder / "model.safetensors"), json.loads((folder / "kconv.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["sglang", "portable"])
+def test_an_lm_head_is_asked_for_and_taken_from_the_target(tmp_path, lean, target, name):
+    out = tmp_path / "out"
+    refused = kconv(f"to-{name}", lean, out)
+    assert refused.exit_code == 1 and "--target" in refused.stderr and not out.exists()
+    planned = kconv(f"to-{name}", lean, out, "--target", target, "--dry-run")
+    assert planned.exit_code == 0 and "added" in planned.stdout and not out.exists()
+    assert kconv(f"to-{name}", lean, out, "--target", target).exit_code == 0
+    tensors, manifest = written(out)
+    assert torch.equal(tensors["lm_head.weight"], MATRICES["lm_head"])
+    assert manifest["exact"] and manifest["layout"] == name
+    assert kconv("verify", out, lean).exit_code == 0
+
+
+def test_of_a_hubs_target_only_the_shard_in_question_is_fetched(tmp_path, lean, hub):
+    shards = {"model-1.safetensors": TENSORS, "model-2.safetensors": {"x": torch.zeros(512, 512)}}
+    placed = {name: shard for shard, tensors in shards.items() for name in tensors}
+    hub.commit(
+        "org/target",
+        {
+            "config.json": json.dumps(TARGET).encode(),
+            "model.safetensors.index.json": json.dumps({"weight_map": placed}).encode(),
+            **{name: save(tensors) for name, tensors in shards.items()},
+        },
+    )
+    assert kconv("to-portable", lean, tmp_path / "out", "--target", "org/target", "--dry-run").exit_code == 0
+    assert hub.sent("model-1.safetensors") < 2 * 64 * 48 * 2, "a dry run reads headers"
+    assert kconv("to-portable", lean, tmp_path / "out", "--target", "org/target").exit_code == 0
+    assert torch.equal(written(tmp_path / "out")[0]["lm_head.weight"], MATRICES["lm_head"])
+    assert hub.sent("model-2.safetensors") < 512 * 512
+    assert kconv("to-vllm", lean, tmp_path / "vllm", "--target", "org/target").exit_code == 0
+    assert "lm_head.weight" not in written(tmp_path / "vllm")[0]
+
+
+def test_what_equals_the_targets_is_left_out_when_asked(tmp_path, target):
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
+    planned = kconv("to-vllm", head, tmp_path / "out", "--target", target, "--drop-shared", "--dry-run")
+    assert planned.stdout.count("dropped") == 2
+    assert kconv("to-vllm", head, tmp_path / "out", "--target", target, "--drop-shared").exit_code == 0
+    tensors, manifest = written(tmp_path / "out")
+    assert manifest["dropped"].keys() == {"lm_head.weight", "embed_tokens.weight"}
+    assert not manifest["dropped"].keys() & tensors.keys()
+    assert kconv("verify", tmp_path / "out", head).exit_code == 0
+    asked = kconv("to-vllm", head, tmp_path / "other", "--drop-shared")
+    assert asked.exit_code == 2 and "--target" in asked.stderr
+
+
+def test_a_target_of_which_only_the_config_is_here_decides_depth(tmp_path, lean, target):
+    (target / "model.safetensors").unlink()
+    assert kconv("to-vllm", lean, tmp_path / "out", "--target", target).exit_code == 0
+    refused = kconv("to-portable", lean, tmp_path / "portable", "--target", target)
+    assert refused.exit_code == 1 and "lm_head" in refused.stderr
+
+
+def test_rounding_is_asked_for_by_name(tmp_path):
+    spec = replace(GQA, dtype="F32")
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], spec, random_slots(spec))
+    assert kconv("to-vllm", head, tmp_path / "as-it-is").exit_code == 0
+    assert {dtype for dtype, _, _ in read_bytes(tmp_path / "as-it-is").values()} == {"torch.float32"}
+    assert kconv("to-vllm", head, tmp_path / "rounded", "--dtype", "bfloat16").exit_code == 0
+    tensors, manifest = written(tmp_path / "rounded")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and manifest["exact"] is False
+    assert kconv("verify", tmp_path / "rounded", head).exit_code == 0
+    assert kconv("to-vllm", head, tmp_path / "other", "--dtype", "float16").exit_code == 2
+
+
+def test_the_residual_is_told_where_readers_disagree(tmp_path):
+    config = BY_NAME["vllm"].write_config(GQA)
+    del config["norm_before_residual"]
+    config |= {"speculators_model_type": "eagle3", "transformer_layer_config": {}}
+    head = write_head(tmp_path / "head", BY_NAME["speculators"], GQA, random_slots(GQA), config)
+    refused = kconv("inspect", head)
+    assert refused.exit_code == 1 and "--norm-before-residual" in refused.stderr
+    for told, value in (("yes", True), ("no", False)):
+        shown = kconv("inspect", head, "--norm-before-residual", told, "--json")
+        assert json.loads(shown.stdout)["spec"]["norms"]["before_residual"] is value

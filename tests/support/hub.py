@@ -1,0 +1,195 @@
+"""A stand-in for the Hugging Face Hub on loopback, for huggingface_hub's own client. What belongs here: the server.
+
+It shows what the client does, and nothing of what the real Hub would refuse. The routes are tables: `hub_read.READ`
+is what a reader needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from support.hub_read import READ
+from support.hub_repos import Call, Refused, Reply, Repo
+
+# HEAD is answered as GET, without its body.
+ROUTES: list[tuple[str, str, Callable[..., Reply]]] = [*READ]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A call that was answered, with the status and the bytes of body that were sent."""
+
+    call: Call
+    status: int
+    sent: int
+
+
+@dataclass
+class Fault:
+    """What goes wrong in place of an answer: `reply`, or a connection that drops amid the body if None."""
+
+    where: re.Pattern[str]
+    reply: Reply | None
+    left: int
+
+
+class Hub:
+    """The stand-in: repositories, the calls it answered, and the faults it was told to make."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.tokens: set[str] = set()
+        self.served: list[Served] = []
+        self.faults: list[Fault] = []
+        self.serves_ranges = True
+        self.before: Callable[[Call], None] = lambda call: None
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """What HF_ENDPOINT is set to."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def commit(self, repo: str, files: Mapping[str, bytes] | Path, *, branch: str = "main") -> str:
+        """Put files, or all those of a folder, as the next commit of a branch, and return its sha.
+
+        The sha is made of the content: the client's cache takes two commits of one sha for the same.
+        """
+        if isinstance(files, Path):
+            files = {str(p.relative_to(files)): p.read_bytes() for p in files.rglob("*") if p.is_file()}
+        held = self.repos.setdefault(repo, Repo())
+        tree = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        sha = hashlib.sha1(json.dumps([repo, sorted(tree.items())]).encode()).hexdigest()
+        held.commits[sha] = dict(files)
+        held.branches[branch] = sha
+        return sha
+
+    def fail(self, where: str, reply: Reply | None = None, *, times: int = 1_000) -> None:
+        """Answer the next calls whose "METHOD /path" matches with `reply`, or drop the connection if None."""
+        self.faults.append(Fault(re.compile(where), reply, times))
+
+    def sent(self, where: str = "") -> int:
+        """Return the bytes of body sent for calls whose "METHOD /path" matches."""
+        return sum(s.sent for s in self.served if re.search(where, f"{s.call.method} {s.call.path}"))
+
+    def answer(self, call: Call) -> Reply:
+        """Return what a call is answered when nothing goes wrong."""
+        for method, pattern, route in ROUTES:
+            found = re.fullmatch(pattern, call.path)
+            if method == call.method.replace("HEAD", "GET") and found:
+                try:
+                    return route(self, call, **found.groupdict())
+                except Refused as refused:
+                    return refused.reply
+        return Reply(404, b'{"error":"no such route"}')
+
+    def take_fault(self, call: Call) -> Fault | None:
+        """Return the fault that is due for a call, and count it."""
+        for fault in self.faults:
+            if fault.left > 0 and fault.where.search(f"{call.method} {call.path}"):
+                fault.left -= 1
+                return fault
+        return None
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def _serve(self) -> None:
+            url = urlsplit(self.path)
+            query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            body = self.rfile.read(int(headers.get("content-length", 0)))
+            call = Call(self.command, unquote(url.path), query, headers, body)
+            hub.before(call)
+            fault = hub.take_fault(call)
+            reply = fault.reply if fault and fault.reply else hub.answer(call)
+            sent = b"" if call.method == "HEAD" else reply.body
+            if fault and not fault.reply:
+                sent = sent[: len(sent) // 2]
+                self.close_connection = True
+            hub.served.append(Served(call, reply.status, len(sent)))
+            self.send_response(reply.status)
+            for name, value in ({"Content-Length": str(len(reply.body))} | dict(reply.headers)).items():
+                self.send_header(name, value)
+            self.end_headers()
+            with suppress(ConnectionError):  # a client may have read enough
+                self.wfile.write(sent)
+
+        do_GET = do_HEAD = do_POST = _serve
+
+    return Handler
+
+
+def client_env(hub: Hub, home: Path) -> dict[str, str]:
+    """Return the environment of a client in a process of its own."""
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "0",
+        "TRANSFORMERS_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Give an empty stand-in, to which the clients of this process and of its children are pointed.
+
+    The tests that run offline stay so but for this loopback: no client is left pointed at the real Hub.
+    """
+    from huggingface_hub import close_session, constants
+
+    standing, home = Hub(), tmp_path / "hf-home"
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in client_env(standing, home).items():
+        monkeypatch.setenv(name, value)
+    # huggingface_hub read its environment when it was imported, which another test may have done long ago.
+    for name, value in {
+        "ENDPOINT": standing.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": standing.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_URL_HOSTS": frozenset({"127.0.0.1"}),
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_TELEMETRY": True,
+    }.items():
+        monkeypatch.setattr(constants, name, value, raising=False)
+    close_session()
+    yield standing
+    close_session()
+    standing.close()
