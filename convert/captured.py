@@ -6,7 +6,7 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/int
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ TOP = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
 CONVENTION = "aux_hidden_state_layer_ids_are"
 OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
-# Keys of eagle_config that trainers write (ModelOpt's exporter, TorchSpec) and engines do not:
+# Keys of eagle_config that ModelOpt's exporter writes and engines do not:
 # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py
-PRODUCER_MARKS = ("next_layer_regular", "parallel_draft_step", "use_mtp_layernorm")
+MODELOPT_MARKS = ("next_layer_regular", "parallel_draft_step")
+# TorchSpec's configs have this one alone. Where it renames `midlayer` for vLLM, it adds 1 to a kimi_k2 head's list:
+# https://github.com/lightseekorg/TorchSpec/blob/6f21829cd0e333c3b54d9d2706a0b0c8dc10de9d/tools/convert_to_hf.py#L145-L158
+TORCHSPEC_MARK = "use_mtp_layernorm"
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Hints:
         captured_are: "outputs" or "inputs".
         target_layers: number of decoder layers of the target.
         max_positions: rows of the RoPE table, tokens.
+        norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
     """
 
     captured: tuple[int, ...] | None = None
     captured_are: str | None = None
     target_layers: int | None = None
     max_positions: int | None = None
+    norm_before_residual: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -56,29 +61,73 @@ def default_inputs(layers: int) -> tuple[int, int, int]:
     return (2, layers // 2, layers - 3)
 
 
-def decide(config: Mapping[str, Any], hints: Hints) -> Captured:
+def _default(default: Callable[[int], tuple[int, ...]], least: int, layers: int | None) -> tuple[int, ...]:
+    """Return the default captures of the target, or of the depth that their last one tells where it is not known."""
+    return default(layers if layers is not None else least)
+
+
+def decide(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -> Captured:
     """Decide which layers a head reads, as outputs of 0-based layers.
+
+    Args:
+        config: in the keys of `convert.keys`.
+        hints: what the user says.
+        names: of its tensors.
 
     Raises:
         CapturedUndecided: the config does not say, or can be read in two ways, and no hint decides.
-        ConfigInvalid: a list that is no list of ascending layer ids, or two that contradict.
+        ConfigInvalid: a list that is no list of ascending layer ids, two that contradict, or a layer that
+            the target does not have.
     """
+    decided = _decide(config, hints, tuple(names))
+    if hints.target_layers is not None and decided.ids[-1] >= hints.target_layers:
+        raise ConfigInvalid(
+            f"the head reads the output of layer {decided.ids[-1]}, and the target ends with {hints.target_layers - 1}"
+            f" ({decided.how})",
+            where="config.json",
+            fix="Give the target that the head was trained on, or say --captured.",
+        )
+    return decided
+
+
+def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> Captured:
     nested_config = config.get("eagle_config") or {}
     if not isinstance(nested_config, Mapping):
-        raise ConfigInvalid("eagle_config is not an object", where="config.json")
-    top = _ids(config.get(TOP), TOP)
-    nested = _ids(nested_config.get("eagle_aux_hidden_state_layer_ids"), NESTED)
+        raise ConfigInvalid("eagle_config is not an object", where="config.json", fix="Export it again.")
     if hints.captured is not None:
+        _ids(hints.captured, "--captured")
         return _told(hints.captured, hints.captured_are or "outputs")
-    if hints.captured_are is not None and (nested or top):
-        return _told(nested or top, hints.captured_are)
+    top = _ids(config.get(TOP), f"config.json: {TOP}")
+    nested = _ids(nested_config.get("eagle_aux_hidden_state_layer_ids"), f"config.json: {NESTED}")
+    listed = nested or top
+    if hints.captured_are is not None and listed:
+        if top not in (None, listed):
+            raise CapturedUndecided(
+                f"there are two lists, {list(listed)} in eagle_config and {list(top)} beside it",
+                where="config.json",
+                fix="Say --captured itself, or leave --captured-are out: the list beside it is always inputs.",
+            )
+        return _told(listed, hints.captured_are)
+    saved = _saved_by(config, names)
     if top:
-        return _from_top(top, nested)
+        if saved == "trainer" and not nested and top == _default(default_outputs, top[-1] + 4, hints.target_layers):
+            raise CapturedUndecided(
+                f"{TOP} lists {list(top)}: the default as layer outputs, where vLLM looks for inputs",
+                where=f"config.json: {TOP}",
+                fix="Say --captured-are outputs (TorchSpec's own config) or --captured-are inputs (vLLM).",
+            )
+        return _from_top(top, nested, nested_config)
     if nested:
-        return _from_nested(nested, nested_config, hints.target_layers)
+        return _from_nested(nested, nested_config, hints.target_layers, saved)
     if hints.target_layers is not None:
         ids = default_outputs(hints.target_layers)
-        return Captured(_ids(ids, "default") or ids, f"absent; each engine's default for {hints.target_layers} layers")
+        if not 0 <= ids[0] < ids[1] < ids[2]:
+            raise CapturedUndecided(
+                f"the config lists no captured layers, and {hints.target_layers} layers are too few for the default",
+                where=f"config.json: {TOP}",
+                fix="Say --captured: the outputs of 0-based layers that the head was trained on.",
+            )
+        return Captured(ids, f"absent; each engine's default for {hints.target_layers} layers")
     raise CapturedUndecided(
         "the config does not say which of the target's layers this head reads",
         where=f"config.json: {TOP}",
@@ -96,9 +145,10 @@ def _told(ids: tuple[int, ...], convention: str) -> Captured:
     return Captured(outputs, f"as told: {list(ids)} are layer {convention}")
 
 
-def _from_top(top: tuple[int, ...], nested: tuple[int, ...] | None) -> Captured:
+def _from_top(top: tuple[int, ...], nested: tuple[int, ...] | None, eagle_config: Mapping[str, Any]) -> Captured:
     outputs = _told(top, "inputs").ids
-    if nested and nested not in (top, outputs):
+    stated = _stated(nested, eagle_config) if nested else None
+    if (stated and stated.ids != outputs) or (nested and nested not in (top, outputs)):
         raise ConfigInvalid(
             f"captured layers contradict: {TOP} is {list(top)}, in eagle_config {list(nested)}",
             where="config.json",
@@ -107,30 +157,48 @@ def _from_top(top: tuple[int, ...], nested: tuple[int, ...] | None) -> Captured:
     return Captured(outputs, f"the top-level list {list(top)} is vLLM's: layer inputs")
 
 
-def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layers: int | None) -> Captured:
-    stated = eagle_config.get(CONVENTION)
-    if stated is not None:
-        if stated not in (OUTPUTS, INPUTS):
-            raise ConfigInvalid(f"eagle_config.{CONVENTION} is {stated!r}", where="config.json")
-        ids = _told(nested, "outputs" if stated == OUTPUTS else "inputs").ids
-        return Captured(ids, f"eagle_config states that {list(nested)} are {stated.replace('_', ' ')}")
-    if nested == default_inputs(layers if layers is not None else nested[-1] + 3):
+def _saved_by(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """Return who may have shifted a list: "trainer" with its own tensor names, TorchSpec "for vllm", or neither."""
+    if any(name.startswith("midlayer.") for name in names):
+        return "trainer"
+    for_vllm = config.get("model_type") == "kimi_k2" and any(name.startswith("layers.0.") for name in names)
+    return "for vllm" if for_vllm else ""
+
+
+def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layers: int | None, saved: str) -> Captured:
+    if stated := _stated(nested, eagle_config):
+        return stated
+    if nested == _default(default_inputs, nested[-1] + 3, layers):
         raise CapturedUndecided(
             f"eagle_config lists {list(nested)}: vLLM's default as layer inputs, but the list may also mean outputs",
             where=f"config.json: {NESTED}",
             fix="Say --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
         )
-    if nested == default_outputs(layers if layers is not None else nested[-1] + 4):
+    if nested == _default(default_outputs, nested[-1] + 4, layers):
         return Captured(nested, f"{list(nested)} in eagle_config is the default for layer outputs")
     if 1 in nested:
         return Captured(nested, f"{list(nested)} in eagle_config contains 1: layer outputs")
-    if any(mark in eagle_config for mark in PRODUCER_MARKS):
+    if saved == "trainer":
+        return Captured(nested, f"{list(nested)} in eagle_config, with the trainer's own tensor names: layer outputs")
+    if any(mark in eagle_config for mark in MODELOPT_MARKS) or (TORCHSPEC_MARK in eagle_config and saved != "for vllm"):
         return Captured(nested, f"{list(nested)} in eagle_config with its producer's marks: layer outputs")
     raise CapturedUndecided(
         f"eagle_config lists {list(nested)} and does not say whether these are layer outputs or inputs",
         where=f"config.json: {NESTED}",
         fix="Say --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
     )
+
+
+def _stated(nested: tuple[int, ...], eagle_config: Mapping[str, Any]) -> Captured | None:
+    stated = eagle_config.get(CONVENTION)
+    if stated is None:
+        return None
+    if stated not in (OUTPUTS, INPUTS):
+        raise ConfigInvalid(
+            f"eagle_config.{CONVENTION} is {stated!r}", where="config.json", fix=f"Say {OUTPUTS} or {INPUTS}."
+        )
+    ids = _told(nested, "outputs" if stated == OUTPUTS else "inputs").ids
+    return Captured(ids, f"eagle_config states that {list(nested)} are {stated.replace('_', ' ')}")
 
 
 def _ids(value: object, where: str) -> tuple[int, ...] | None:
@@ -141,7 +209,7 @@ def _ids(value: object, where: str) -> tuple[int, ...] | None:
     if not ids or not whole or list(ids) != sorted(set(ids)):
         raise ConfigInvalid(
             f"{value!r} is no list of distinct, ascending layer ids",
-            where=f"config.json: {where}",
+            where=where,
             fix="Engines capture in ascending order, whatever the list says; put it right.",
         )
     return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,15 @@ from ..checkpoint.header import TensorInfo
 from ..errors import ConfigInvalid, ConfigUnsupported
 from ..head.spec import Gqa, HeadSpec, Mla, Norms, Tokens, Yarn
 from .captured import Captured, Hints, decide
-from .keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, Key
+from .keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, ConfigTable, Key
+from .own_keys import unify
+from .quantized import CONFIG_KEY, has_scales
 from .rope_keys import read_rope, write_rope
 
 _ABSENT = object()
+EAGLE = "eagle_config"
+# Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.
+MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class ReadConfig:
     Attributes:
         spec: the head it describes.
         captured: the captured layers and how they were decided.
-        carried: keys that kconv does not know, carried into the output as they are.
+        carried: keys that kconv does not know, by dotted path, carried into the output as they are.
         dropped: keys that mean nothing for a draft head, not carried.
     """
 
@@ -34,32 +39,39 @@ class ReadConfig:
 
 
 def read_config(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, dtype: str, hints: Hints
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    dtype: str,
+    hints: Hints,
+    table: ConfigTable | None = None,
 ) -> ReadConfig:
     """Read a head's spec from its config.
 
     Args:
-        config: config.json, flat (a nested one is unnested by its layout first).
-        tensors: the checkpoint's tensors; only `d2t`'s rows are looked at, for the one key that
-            ModelOpt's kimik2 exporter forgets.
+        config: config.json.
+        tensors: the checkpoint's tensors, whose names say who made the head and whether it is quantized;
+            and `d2t`'s rows stand in for the one key that ModelOpt's kimik2 exporter forgets.
         dtype: the weights' dtype, as safetensors names it.
         hints: what the user says where the config is silent or ambiguous.
+        table: how the layout's config differs from the common keys.
 
     Raises:
         ConfigInvalid: a key is missing, of a wrong type, or contradicts another.
         ConfigUnsupported: a key asks for something that kconv cannot carry.
         CapturedUndecided: see `convert.captured`.
     """
+    config, left = unify(config, table or ConfigTable(), hints)
+    # Carried as it is, beside the scales that it is about.
+    quantization = {CONFIG_KEY: config.pop(CONFIG_KEY)} if CONFIG_KEY in config and has_scales(tensors) else {}
     _refuse_unsupported(config)
     is_mla = bool(config.get("kv_lora_rank"))
+    own, others = (MLA, GQA) if is_mla else (GQA, MLA)
     reduced = tensors.get("d2t")
     values: dict[str, Any] = {"lm_head_rows": reduced.shape[0] if reduced and reduced.shape else 0}
-    for key in (*COMMON, *(MLA if is_mla else GQA)):
+    for key in (*COMMON, *own):
         values[key.field] = _read(config, key, values)
-    if _find(config, "eagle_config.return_hidden_post_norm") is True:
-        # TensorRT-LLM's older name of norm_output.
-        values["norms.output"] = True
-    captured = decide(config, hints)
+    captured = decide(config, hints, tensors)
     rope = read_rope(config)
     spec = HeadSpec(
         attention=(Mla if is_mla else Gqa)(**_group(values, "attention")),
@@ -71,10 +83,14 @@ def read_config(
         max_positions=_max_positions(config, rope.scaling, hints),
         **{name: value for name, value in values.items() if "." not in name and name != "lm_head_rows"},
     )
-    names = {top for key in (*COMMON, *GQA, *MLA) for name in key.names for top in (name.split(".")[0],)}
-    rest = [k for k in config if k not in names | ELSEWHERE | FIXED.keys() and k != "eagle_config"]
-    carried = {k: config[k] for k in rest if k not in BALLAST}
-    return ReadConfig(spec, captured, carried, tuple(k for k in rest if k in BALLAST))
+    _check_dims(spec, config)
+    stated = {k: v for k, v in config.items() if k != EAGLE}
+    stated |= {f"{EAGLE}.{k}": v for k, v in (config.get(EAGLE) or {}).items()}
+    known = {name for key in (*COMMON, *own) for name in key.names + key.also} | ELSEWHERE | FIXED.keys()
+    meaningless = BALLAST | {name for key in others for name in key.names}
+    rest = {k: v for k, v in stated.items() if k not in known}
+    carried = {k: v for k, v in rest.items() if k not in meaningless} | quantization
+    return ReadConfig(spec, captured, carried, (*left, *(k for k in rest if k in meaningless)))
 
 
 def write_keys(spec: HeadSpec) -> dict[str, Any]:
@@ -93,6 +109,13 @@ def write_keys(spec: HeadSpec) -> dict[str, Any]:
     return config | {"torch_dtype": dtype, "dtype": dtype} | write_rope(spec.rope)
 
 
+def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a written config with the source's carried keys put where they stood."""
+    inner = {path.removeprefix(f"{EAGLE}."): v for path, v in carried.items() if path.startswith(f"{EAGLE}.")}
+    outer = {path: v for path, v in carried.items() if not path.startswith(f"{EAGLE}.")}
+    return config | outer | ({EAGLE: config.get(EAGLE, {}) | inner} if inner else {})
+
+
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -106,12 +129,55 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
                 fix="If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
             )
     kinds = config.get("layer_types")
-    if kinds is not None and any(kind != "full_attention" for kind in kinds):
-        raise ConfigUnsupported(f"layer_types is {kinds!r}; kconv carries full attention only", where="config.json")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ConfigUnsupported(
+            f"layer_types is {kinds!r}; kconv carries full attention only",
+            where="config.json: layer_types",
+            fix="Serve this head with the engine it was made for.",
+        )
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window") is not False and not kinds:
+        raise ConfigUnsupported(
+            f"sliding_window is {window!r}; kconv carries full attention only",
+            where="config.json",
+            fix="If the head was trained with full attention, set use_sliding_window to false.",
+        )
+
+
+def _check_dims(spec: HeadSpec, config: Mapping[str, Any]) -> None:
+    attention, count = spec.attention, config.get("num_aux_hidden_states")
+    if isinstance(attention, Gqa):
+        if attention.heads % attention.kv_heads:
+            raise ConfigInvalid(
+                f"{attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly",
+                where="config.json: num_key_value_heads",
+                fix="Correct the two counts; the one must divide the other.",
+            )
+        rotary = int(spec.rope.partial_rotary_factor * attention.head_dim)
+    else:
+        rotary = attention.qk_rope_head_dim
+        if spec.rope.partial_rotary_factor != 1:
+            raise ConfigUnsupported(
+                f"partial_rotary_factor is {spec.rope.partial_rotary_factor}, of an MLA head",
+                where="config.json",
+                fix="Remove the key if it has no effect on this head: qk_rope_head_dim says what is turned.",
+            )
+    if rotary < 2 or rotary % 2:
+        raise ConfigInvalid(
+            f"RoPE would turn {rotary} dims of each head; it turns pairs",
+            where="config.json",
+            fix="Correct head_dim, qk_rope_head_dim or partial_rotary_factor.",
+        )
+    if count is not None and count != len(spec.captured):
+        raise ConfigInvalid(
+            f"num_aux_hidden_states is {count!r}, and {len(spec.captured)} captured layers are listed",
+            where="config.json",
+            fix="Correct the one that fc.weight's width contradicts.",
+        )
 
 
 def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any:
-    stated = {name: value for name in key.names if (value := _find(config, name)) not in (_ABSENT, None)}
+    stated = {name: value for name in key.names + key.also if (value := _find(config, name)) not in (_ABSENT, None)}
     if len(set(map(repr, stated.values()))) > 1:
         raise ConfigInvalid(
             "the config contradicts itself: " + ", ".join(f"{n} is {v!r}" for n, v in stated.items()),
@@ -128,15 +194,23 @@ def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any
 
 
 def _checked(name: str, value: Any, kind: str) -> Any:
-    right = {
-        "count": lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 < v < 2**31,
-        "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1,
-        "flag": lambda v: isinstance(v, bool),
-        "token": lambda v: isinstance(v, int) or (isinstance(v, list) and all(isinstance(i, int) for i in v)),
-    }[kind]
+    right, phrase = KINDS[kind]
     if not right(value):
-        raise ConfigInvalid(f"{name} is {value!r}, not a {kind}", where="config.json", fix="Put the key right.")
+        raise ConfigInvalid(f"{name} is {value!r}, not {phrase}", where="config.json", fix="Put the key right.")
     return tuple(value) if isinstance(value, list) else value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
+    "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
+    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v < 1, "a number between 0 and 1"),
+    "flag": (lambda v: isinstance(v, bool), "true or false"),
+    "token": (lambda v: all(map(_is_int, v if isinstance(v, list) else [v])), "a token id or a list of them"),
+}
 
 
 def _max_positions(config: Mapping[str, Any], scaling: object, hints: Hints) -> int:
@@ -144,7 +218,8 @@ def _max_positions(config: Mapping[str, Any], scaling: object, hints: Hints) -> 
     if stated is not None:
         return _checked("max_position_embeddings", stated, "count")
     if isinstance(scaling, Yarn):
-        return int(scaling.factor * scaling.original_max_positions)
+        longest = min(scaling.factor * scaling.original_max_positions, 2**31)
+        return _checked("max_position_embeddings, which follows from YaRN's factor,", int(longest), "count")
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
         where="config.json",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,12 @@ from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import FileRecord, Manifest, StepRecord, TensorRecord, write_manifest
 from ..checkpoint.staging import staged
 from ..checkpoint.tensors import entry
+from ..checkpoint.values import Values
+from ..errors import TensorValue
 from ..head.slots import needs
 from .launch import launch_files
+from .made import Made
+from .origins import count_parameters
 from .plan import Plan, Step
 from .read import read_slot
 
@@ -36,12 +39,22 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
+        TensorValue: a tensor of the output would hold NaN or Inf.
+        NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
     """
     with staged(out) as folder:
-        weights = write_safetensors(folder / WEIGHTS, [_entry(plan, step, advance) for step in plan.steps])
+        weights = write_safetensors(
+            folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
+        )
         files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
-        for name, text in launch_files(plan.spec, plan.layout.name).items():
-            files.append(_write_text(folder / name, text))
+        # A layout that is only read is a trainer's, and no engine's.
+        if plan.layout.write_config is not None:
+            for name, text in launch_files(plan.spec, plan.layout.name).items():
+                files.append(_write_text(folder / name, text))
+        if plan.source.side_file is not None:
+            copy = folder / plan.source.side_file.name
+            copy.write_bytes(plan.source.side_file.read_bytes())
+            files.append(_record_file(copy))
         # Last, as without a config no reader takes a folder for a checkpoint.
         files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
         manifest = _manifest(plan, weights, tuple(files))
@@ -49,20 +62,35 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
     return manifest
 
 
-def _entry(plan: Plan, step: Step, advance: Callable[[int], None]) -> Entry:
+def _entry(plan: Plan, step: Step) -> Entry:
+    made = step.made
+    if made is not None:
+        return Entry(step.name, made.dtype, made.shape, lambda: _blocks(step.name, made))
     info = step.sources[0].info
-    if not step.is_copy:
-        # Packed when its turn comes, so that one tensor is in memory at a time.
-        return Entry(
-            step.name, info.dtype, step.row.expected.shape, lambda: entry(step.name, _pack(plan, step)).chunks()
-        )
+    if step.is_copy:
+        return Entry(step.name, info.dtype, info.shape, lambda: stream(info))
+    # Packed when its turn comes, so that one tensor is in memory at a time.
+    return Entry(step.name, info.dtype, step.row.expected.shape, lambda: entry(step.name, _pack(plan, step)).chunks())
 
-    def chunks() -> Iterator[memoryview]:
-        for chunk in stream(info):
-            yield chunk
-            advance(len(chunk))
 
-    return Entry(step.name, info.dtype, info.shape, chunks)
+def _blocks(name: str, made: Made) -> Iterator[bytes | memoryview]:
+    for block in made.make():
+        yield from entry(name, block).chunks()
+
+
+def _finite(plan: Plan) -> Callable[[str, Values], None]:
+    sources = {step.name: [source.info for source in step.sources] for step in plan.steps}
+
+    def check(name: str, values: Values) -> None:
+        if values.not_finite:
+            stored = " + ".join(info.name for info in sources[name]) or name
+            raise TensorValue(
+                f"{values.not_finite:,} values of {stored} are NaN or Inf",
+                where=", ".join(sorted({str(info.file) for info in sources[name]})),
+                fix="Export the head again from a checkpoint of before the loss broke.",
+            )
+
+    return check
 
 
 def _pack(plan: Plan, step: Step) -> torch.Tensor:
@@ -71,6 +99,10 @@ def _pack(plan: Plan, step: Step) -> torch.Tensor:
 
 def _write_text(file: Path, text: str) -> FileRecord:
     file.write_text(text)
+    return _record_file(file)
+
+
+def _record_file(file: Path) -> FileRecord:
     return FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
 
 
@@ -84,26 +116,30 @@ def _manifest(plan: Plan, weights: Written, files: tuple[FileRecord, ...]) -> Ma
     for step in plan.steps:
         sha256 = weights.digests[step.name]
         infos = [source.info for source in step.sources]
-        dtype, shape = infos[0].dtype, step.row.expected.shape
+        made = step.made
+        dtype, shape = (made.dtype, made.shape) if made else (infos[0].dtype, step.row.expected.shape)
         steps.append(
             StepRecord(
                 action=step.action,
                 output=TensorRecord(name=step.name, dtype=dtype, shape=shape, sha256=sha256),
                 # A copy's source has the very bytes that were hashed on their way.
                 sources=tuple(_record(info, sha256 if step.is_copy else digest(info)) for info in infos),
+                reason=made.reason if made else "",
             )
         )
     integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
+    parameters = count_parameters(plan)
     return Manifest(
-        exact=True,
+        exact=all(
+            step.made is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
+        ),
         source=head.checkpoint.source,
         source_layout=head.layout.name,
         layout=plan.layout.name,
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
-        parameters=sum(
-            math.prod(step.row.expected.shape) for step in plan.steps if not integers.intersection(step.row.slots)
-        ),
+        parameters=parameters.total,
+        parameters_by_origin=parameters,
         config_carried=tuple(head.read.carried),
         config_dropped=head.read.dropped,
         tensors=tuple(steps),

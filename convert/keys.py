@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Values = Mapping[str, Any]
@@ -17,15 +17,36 @@ class Key:
         field: dotted path of the field in `HeadSpec`.
         names: dotted paths in config.json. Reading takes what is there and refuses a contradiction;
             writing fills each of them, as engines look in different places.
-        kind: "count" (positive int), "number", "flag" or "token" (id, list of ids or null).
+        kind: "count" (positive int), "depth" (a count of layers), "fraction" (between 0 and 1), "flag" or
+            "token" (id, list of ids or null).
         default: the field's value where the config is silent, from what was read before it;
             None where silence is a fault.
+        also: dotted paths that are read too, and never written.
     """
 
     field: str
     names: tuple[str, ...]
     kind: str
     default: Callable[[Values], Any] | None = None
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConfigTable:
+    """How the config of one layout differs from the keys below.
+
+    Attributes:
+        nested: an object whose keys stand for ones of the top level; empty where there is none.
+        ballast: keys that mean nothing outside this layout.
+        otherwise: keys that mean another thing here than below, with the only values that kconv carries;
+            they are not read, and dropped.
+        must_state: keys whose absence is read in two ways, with the sentence that says so.
+    """
+
+    nested: str = ""
+    ballast: frozenset[str] = frozenset()
+    otherwise: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    must_state: Mapping[str, str] = field(default_factory=dict)
 
 
 def _off(_: Values) -> bool:
@@ -40,19 +61,21 @@ COMMON = (
     Key("hidden", ("hidden_size",), "count"),
     Key("target_hidden", ("target_hidden_size",), "count", lambda v: v["hidden"]),
     Key("intermediate", ("intermediate_size",), "count"),
-    Key("layers", ("num_hidden_layers",), "count"),
+    Key("layers", ("num_hidden_layers",), "depth"),
     Key("vocab", ("vocab_size",), "count"),
     # ModelOpt's kimik2 template leaves the key out, also when it exports a reduced vocabulary:
     # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58
     Key("draft_vocab", ("draft_vocab_size",), "count", lambda v: v["lm_head_rows"] or v["vocab"]),
-    Key("eps", ("rms_norm_eps",), "number"),
+    Key("eps", ("rms_norm_eps",), "fraction"),
     Key("mlp_bias", ("mlp_bias",), "flag", _off),
     Key("fc_bias", ("bias",), "flag", _off),
     Key("norms.before_residual", ("norm_before_residual",), "flag", _off),
     # TensorRT-LLM reads it inside eagle_config only, vLLM in either place.
     Key("norms.before_fc", ("norm_before_fc", "eagle_config.norm_before_fc"), "flag", _off),
-    Key("norms.fc", ("fc_norm",), "flag", _off),
-    Key("norms.output", ("norm_output",), "flag", _off),
+    # The second name is SGLang's older one.
+    Key("norms.fc", ("fc_norm",), "flag", _off, also=("use_aux_norm",)),
+    # The second name is TensorRT-LLM's older one.
+    Key("norms.output", ("norm_output", "eagle_config.return_hidden_post_norm"), "flag", _off),
     Key("tokens.bos", ("bos_token_id",), "token", _none),
     Key("tokens.eos", ("eos_token_id",), "token", _none),
     Key("tokens.pad", ("pad_token_id",), "token", _none),
@@ -78,6 +101,8 @@ MLA = (
 # Keys that change what a head computes, and the only values kconv carries. Each other value is refused.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
+    "tie_word_embeddings": (False, None),
+    "quantization_config": (None,),
     "logit_scale": (1, None),
     "use_sliding_window": (False, None),
     "qkv_bias": (False, None),
@@ -95,9 +120,10 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
 # Read elsewhere: RoPE (convert.rope_keys), captured layers (convert.captured), identity, dtype.
 ELSEWHERE = frozenset(
     """
-    architectures model_type auto_map dtype torch_dtype rope_theta rope_scaling rope_parameters
-    partial_rotary_factor max_position_embeddings eagle_aux_hidden_state_layer_ids
-    num_aux_hidden_states tie_word_embeddings kv_lora_rank sliding_window layer_types
+    architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters
+    partial_rotary_factor max_position_embeddings num_aux_hidden_states
+    eagle_aux_hidden_state_layer_ids eagle_config.eagle_aux_hidden_state_layer_ids
+    eagle_config.aux_hidden_state_layer_ids_are kv_lora_rank sliding_window layer_types
     """.split()
 )
 
@@ -105,7 +131,7 @@ ELSEWHERE = frozenset(
 # template copies though a head's MLP is dense: nothing of a draft head depends on them.
 BALLAST = frozenset(
     """
-    _name_or_path _attn_implementation transformers_version use_cache initializer_range
+    _name_or_path _attn_implementation auto_map transformers_version use_cache initializer_range
     attention_dropout pretraining_tp chunk_size_feed_forward diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size ep_size aux_loss_alpha seq_aux id2label label2id
     forced_bos_token_id forced_eos_token_id is_decoder is_encoder_decoder length_penalty max_length

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ..head.contract import Expected, dtypes_of
 from ..head.slots import SLOTS, layers_of, needs
 from ..head.spec import HeadSpec
+from .keys import ConfigTable
 from .moves import Move, Same
 
 _SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
@@ -25,12 +27,14 @@ class Row:
         slots: canonical slots, in the order in which the move packs them.
         move: the reversible packing.
         layers: "all", "first" or "later", where it differs from the slots' own.
+        role: "written"; or only read, "instead" of the rows that are written, or "beside" them.
     """
 
     name: str
     slots: tuple[str, ...]
     move: Move = field(default_factory=Same)
     layers: str = ""
+    role: str = "written"
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,21 @@ class Limit:
         what: one sentence for the user.
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
+        holds: where the spec alone does not tell: a pattern of slots, one of which the head must hold too.
     """
 
     hits: Callable[[HeadSpec], bool]
     what: str
     fix: str
     source: str = ""
+    holds: str = ""
+
+    def applies(self, spec: HeadSpec, slots: Iterable[str]) -> bool:
+        """Say whether a head of this spec that holds these slots has it."""
+        return self.hits(spec) and (not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots))
+
+
+IGNORED = {"*.rotary_emb.inv_freq": "engines compute RoPE's frequencies from the config"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,9 @@ class Layout:
         told_by: whether a config and tensor names bear this layout's marks.
         write_config: spec to config.json; None where the layout is only read.
         limits: what it cannot hold.
-        ignored: names that it may hold and that carry nothing, with the reason.
+        needs: slots that its engine must find though others share the target's, with the reason.
+        config: how its config differs from the common keys.
+        ignored: patterns of names that it may hold and that carry nothing, with the reason.
     """
 
     name: str
@@ -84,19 +99,46 @@ class Layout:
     told_by: Callable[[Mapping[str, Any], Iterable[str]], bool]
     write_config: Callable[[HeadSpec], dict[str, Any]] | None = None
     limits: tuple[Limit, ...] = ()
-    ignored: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
+    config: ConfigTable = field(default_factory=ConfigTable)
+    ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
 
 
 def stored(layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
-    """Return each tensor that a head of this spec has, or may have, in a layout, by name.
+    """Return each tensor that a head of this spec has, or may have, as a layout writes it, by name.
 
     A slot that two rows hold is stored twice, under both names.
     """
+    return _rows(layout, spec, "written")
+
+
+def readable(layout: Layout, spec: HeadSpec, names: Container[str]) -> dict[str, Stored]:
+    """Return each tensor that a head of this spec has, or may have, by the names that a checkpoint uses.
+
+    What is only read is there if a tensor bears its name. What is written is there too, unless no tensor bears
+    its name and each of its slots is held by a row that is read instead.
+    """
+    instead, beside = (
+        {name: row for name, row in _rows(layout, spec, role).items() if name in names}
+        for role in ("instead", "beside")
+    )
+    covered = {slot for row in instead.values() for slot in row.slots}
+    written = stored(layout, spec)
+    needed = {name: row for name, row in written.items() if name in names or not covered.issuperset(row.slots)}
+    return beside | instead | needed
+
+
+def ignorable(layout: Layout, names: Iterable[str]) -> dict[str, str]:
+    """Return those of the names that carry nothing in a layout, with the reason."""
+    return {name: why for name in names for pattern, why in layout.ignored.items() if fnmatchcase(name, pattern)}
+
+
+def _rows(layout: Layout, spec: HeadSpec, role: str) -> dict[str, Stored]:
     known = needs(spec)
     found: dict[str, Stored] = {}
     for row, name, slots in _fill(layout, spec):
         own = [known[slot] for slot in slots if slot in known]
-        if len(own) == len(slots):
+        if row.role == role and len(own) == len(slots):
             expected = Expected(
                 name,
                 row.move.stored_shape([need.shape for need in own]),
@@ -111,14 +153,20 @@ def unclaimed(layout: Layout, spec: HeadSpec) -> dict[str, str]:
     """Return the names that a layout knows but a head of this spec does not have, and why it does not."""
     known = needs(spec)
     return {
-        name: f"the config says that the head has no {slots[0].split('.', 1)[-1]}"
+        name: f"the config says that the head has no {_without_layer(next(s for s in slots if s not in known))}"
         for _, name, slots in _fill(layout, spec)
         if not all(slot in known for slot in slots)
     }
 
 
+def _without_layer(slot: str) -> str:
+    layer, _, rest = slot.partition(".")
+    return rest if layer.isdigit() else slot
+
+
 def _fill(layout: Layout, spec: HeadSpec) -> Iterator[tuple[Row, str, tuple[str, ...]]]:
     for row in layout.rows:
-        for i in layers_of(row.layers or _SLOT_LAYERS[row.slots[0]], spec.layers):
+        # A slot with its numbers filled in, as fc_norm.0, is outside the layers.
+        for i in layers_of(row.layers or _SLOT_LAYERS.get(row.slots[0], ""), spec.layers):
             for a in range(len(spec.captured) if "{a}" in row.name else 1):
                 yield row, row.name.format(i=i, a=a), tuple(slot.format(i=i, a=a) for slot in row.slots)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from ..errors import ConfigInvalid, ConfigUnsupported
@@ -26,7 +28,6 @@ LLAMA3 = {
 }
 LINEAR = {"factor": "factor"}
 SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
-ALIASES = {"deepseek_yarn": "yarn", "default": None}
 
 # transformers 4's default, which holds where neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
@@ -47,11 +48,22 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     stated = _merge(config)
     theta = _number("rope_theta", stated.pop("rope_theta", DEFAULT_THETA))
     partial = _number("partial_rotary_factor", stated.pop("partial_rotary_factor", 1.0))
+    if partial > 1:
+        raise ConfigInvalid(
+            f"partial_rotary_factor is {partial}, more than the whole",
+            where="config.json: partial_rotary_factor",
+            fix="Put the key right.",
+        )
     kind = stated.pop("rope_type", "default")
-    kind = ALIASES.get(kind, kind)
-    if kind is None:
+    if kind == "default":
+        if stated:
+            raise ConfigInvalid(
+                f"the config states RoPE's {', '.join(sorted(stated))}, but no rope_type that has them",
+                where="config.json: rope_scaling",
+                fix='State the rope_type that the head was trained with, e.g. "yarn".',
+            )
         return Rope(theta, None, partial)
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigUnsupported(
             f"RoPE scaling {kind!r} is not one that kconv knows ({', '.join(SCALINGS)})",
             where="config.json: rope_scaling",
@@ -65,18 +77,16 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
             where="config.json: rope_scaling",
             fix="Remove the key if it has no effect on the trained head.",
         )
-    values = {field: _number(name, stated[name]) for name, field in names.items() if stated.get(name) is not None}
-    if "original_max_positions" in values:
-        values["original_max_positions"] = int(values["original_max_positions"])
-    try:
-        return Rope(theta, scaling(**values), partial)
-    except TypeError as fault:
-        missing = [name for name, field in names.items() if field in str(fault)]
+    needed = {field.name for field in fields(scaling) if field.default is MISSING}
+    missing = [name for name, field in names.items() if field in needed and name not in stated]
+    if missing:
         raise ConfigInvalid(
             f"RoPE scaling {kind} lacks {', '.join(missing)}",
             where="config.json: rope_scaling",
             fix="Engines fall back to different defaults; state what the head was trained with.",
-        ) from fault
+        )
+    values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
+    return Rope(theta, scaling(**values), partial)
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
@@ -85,7 +95,6 @@ def write_rope(rope: Rope) -> dict[str, Any]:
     for kind, (cls, names) in SCALINGS.items():
         if isinstance(rope.scaling, cls):
             stated = {name: getattr(rope.scaling, field) for name, field in names.items()}
-            # DeepSeek's code reads `type`, transformers `rope_type`.
             scaling = {"type": kind, "rope_type": kind} | {k: v for k, v in stated.items() if v is not None}
     keys: dict[str, Any] = {"rope_theta": rope.theta}
     parameters = {"rope_type": "default"} | scaling | {"rope_theta": rope.theta}
@@ -104,13 +113,18 @@ def _merge(config: Mapping[str, Any]) -> dict[str, Any]:
         if place is None:
             continue
         if not isinstance(place, Mapping):
-            raise ConfigInvalid("rope_scaling is not an object", where="config.json")
-        renamed = {("rope_type" if k == "type" else k): v for k, v in place.items() if v is not None}
-        both = {"type", "rope_type"} <= place.keys()
-        if both and ALIASES.get(place["type"], place["type"]) != ALIASES.get(place["rope_type"], place["rope_type"]):
-            _contradict("type", place["type"], place["rope_type"])
-        for key, value in renamed.items():
-            if key in merged and merged[key] != value and {merged[key], value} != {"yarn", "deepseek_yarn"}:
+            raise ConfigInvalid(
+                f"RoPE is stated as {place!r}, which is not an object",
+                where="config.json: rope_scaling",
+                fix="Export it again.",
+            )
+        for name, stated in place.items():
+            if stated is None:
+                continue
+            # DeepSeek's code reads `type`, transformers `rope_type`.
+            key = "rope_type" if name == "type" else name
+            value = "yarn" if (key, stated) == ("rope_type", "deepseek_yarn") else stated
+            if key in merged and merged[key] != value:
                 _contradict(key, merged[key], value)
             merged[key] = value
     return merged
@@ -125,8 +139,13 @@ def _contradict(key: str, one: object, other: object) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    if name in ("mscale", "mscale_all_dim") and value == 0:
-        return 0.0
-    raise ConfigInvalid(f"RoPE's {name} is {value!r}, not a positive number", where="config.json")
+    """Return a parameter as the number it has to be: a count of tokens whole, mscale from 0, any other above 0."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= sys.float_info.max:
+        if name == "original_max_position_embeddings":
+            if value > 0 and value == int(value):
+                return int(value)
+        elif value > 0 or (value == 0 and name in ("mscale", "mscale_all_dim")):
+            return float(value)
+    raise ConfigInvalid(
+        f"RoPE's {name} is {value!r}, not a positive number", where="config.json", fix="Put the key right."
+    )

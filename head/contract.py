@@ -76,7 +76,7 @@ def compare(
         )
         for name in missing
     ]
-    for name in held.keys() - expected.keys() - ignored.keys():
+    for name in sorted(held.keys() - expected.keys() - ignored.keys()):
         why = unclaimed.get(name, "no row of the layout accounts for it")
         breaches.append(
             Breach(
@@ -86,7 +86,7 @@ def compare(
                 "Correct the config if the head needs it; remove the tensor if it does not.",
             )
         )
-    for name in expected.keys() & held.keys():
+    for name in sorted(expected.keys() & held.keys()):
         breaches += _compare_one(expected[name], held[name])
     return breaches
 

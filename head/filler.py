@@ -10,11 +10,15 @@ every state n
     r.n = sum_j a_j (w_j.n) <= max_j w_j.n,
 
 with equality only where all trained logits are equal. So r never is the sole argmax. The mean (a_j = 1/m) is
-such a row. Stored, it is r + e with a rounding error e, and what is stored must be inside too: with W the rows
-minus their mean, x = (W^T W)^-1 e and a_j = 1/m + (W x)_j give sum_j a_j w_j = r + e, and sum_j a_j = 1, as W's
-columns sum to 0. If these a_j are positive, the stored row itself is a convex combination and the inequality
-holds with no rounding in it. Where the rows do not span the space (m <= hidden), a part d of e stays
-outside, and what remains is r.n <= max_j w_j.n + |d| |n|. That |d| is what `Filler.excess` states.
+such a row, and so is the middle between it and any one w_k. Leaning towards a token that no text goes on with,
+such as the padding, lowers r.n, as training has pushed that token's logit down.
+
+Stored, r is rounded, and what is stored must be inside the hull too. So the a_j > 0 are looked for that give the
+stored row: from r's own, in steps W (W^T W)^-1 d, where W is the rows minus their mean and d what is still missing.
+Such a step leaves sum_j a_j as it is, and reaches the stored row at once if no a_j has to be kept positive. Where d
+comes out as 0 the stored row itself is a convex combination, and the inequality holds for it with no rounding.
+Where the rows do not span the space (m <= hidden) a part of d remains, and so does
+r.n <= max_j w_j.n + |d| |n|. That |d| is what `Filler.excess` states; it is a bound however far the search came.
 
 The inequality is one of exact logits. Engines round theirs, which is harmless as long as the margin
 max_j w_j.n - r.n is not as small as the rounding; `measure_margin` says how large it is.
@@ -33,9 +37,13 @@ from torch import Tensor
 
 Blocks = Callable[[], Iterable[Tensor]]
 
-# Of the mean square of W, added to the diagonal of W^T W, as it is singular where m <= hidden. It only
-# steers x; what x achieves is measured afterwards.
-RIDGE = 1e-12
+# Of the mean of its diagonal, added to the diagonal of W^T W, which is singular where m <= hidden: the square root
+# of fp32's precision, so that neither what is added nor what is rounded off spoils a step.
+RIDGE = 3e-4
+LEAN = 0.5  # of the way from the mean to an unlikely token's row
+LEAST = 0.05  # no weight falls below this share of 1/m
+ROUNDS = 30
+CLOSE = 1e-13  # of |row|, where the search ends
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Filler:
     Attributes:
         row: `[hidden]`, in the dtype of the trained rows.
         excess: the filler's logit is at most `excess * |n|` above the greatest trained logit, for every state n
-            of Euclidean norm |n|. Below 1e-12 it is fp64's own noise: the row lies in the hull.
+            of Euclidean norm |n|. 0 up to fp64's rounding where the row lies in the hull.
     """
 
     row: Tensor
@@ -60,38 +68,62 @@ class Filler:
         return self.excess * gain.numel() ** 0.5 * float(gain.abs().max())
 
 
-def make_filler(blocks: Blocks) -> Filler:
-    """Return the mean of the trained rows, rounded to their dtype, with the proof's figure.
+def make_filler(blocks: Blocks, unlikely: int | None = None) -> Filler:
+    """Return the row for tokens without one, rounded to the trained rows' dtype, with the proof's figure.
 
-    Takes 2 * m * hidden^2 flops and 2 * hidden^2 * 8 bytes.
+    Takes 2 * m * hidden^2 flops and 2 * hidden^2 * 4 bytes.
 
     Args:
         blocks: called for each pass; gives the rows `[m, hidden]` in consecutive blocks.
+        unlikely: number of the row to lean towards, of a token that no text goes on with; the mean if None.
     """
-    total, count = sum((block.double().sum(0) for block in blocks()), torch.zeros(())), 0
-    count = sum(len(block) for block in blocks())
+    total, towards, count, dtype = torch.zeros((), dtype=torch.float64), None, 0, torch.float32
+    for block in blocks():
+        if unlikely is not None and count <= unlikely < count + len(block):
+            towards = block[unlikely - count].double()
+        total, count, dtype = total + block.double().sum(dim=0), count + len(block), block.dtype
     mean = total / count
-    dtype = next(iter(blocks())).dtype
-    row = mean.to(dtype)
-    return Filler(row, _distance_to_hull(blocks, mean, row.double() - mean, count))
+    weights, centre = torch.ones(count, dtype=torch.float64), mean
+    if towards is not None:
+        weights.mul_(1 - LEAN)[unlikely] += LEAN * count
+        centre = mean + LEAN * (towards - mean)
+    row = centre.to(dtype)
+    return Filler(row, _bound_distance(blocks, mean, row.double(), weights, row.double() - centre))
 
 
-def _distance_to_hull(blocks: Blocks, mean: Tensor, error: Tensor, count: int) -> float:
-    """Return |d|: how far `mean + error` is at most from a convex combination of the rows."""
-    gram = torch.zeros(len(mean), len(mean), dtype=torch.float64)
+def _bound_distance(blocks: Blocks, mean: Tensor, row: Tensor, weights: Tensor, missing: Tensor) -> float:
+    """Return |d|: how far `row` is from the nearest convex combination that was found.
+
+    Args:
+        blocks: gives the trained rows.
+        mean: theirs.
+        row: the filler as it is stored.
+        weights: `[m]`, the a_j to begin with, in units of 1/m; changed in place.
+        missing: `row` minus the combination with these weights.
+    """
+    gram = torch.zeros(len(mean), len(mean))
     for block in blocks():
-        centred = block.double() - mean
+        centred = (block.double() - mean).float()
         gram.addmm_(centred.T, centred)
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean() + torch.finfo(torch.float64).tiny)
-    x = torch.cholesky_solve(error[:, None], torch.linalg.cholesky(gram))[:, 0]
-    outside, least = error.clone(), 1.0 / count
-    for block in blocks():
-        centred = block.double() - mean
-        moved = centred @ x
-        outside -= centred.T @ moved
-        least = min(least, float(moved.min()) + 1.0 / count)
-    # With a weight that is not positive the proof does not hold; the mean's own does, short of all of `error`.
-    return float((outside if least > 0 else error).norm())
+    ridge, distance = RIDGE * float(gram.diagonal().mean()), float(missing.norm())
+    if ridge == 0.0:
+        return distance  # all rows are equal
+    gram.diagonal().add_(ridge)
+    factors = torch.linalg.lu_factor(gram)
+    for _ in range(ROUNDS):
+        step = torch.linalg.lu_solve(*factors, missing[:, None].float())[:, 0].double()
+        weights += 1.0 - weights.mean()  # what was added to keep them positive is taken from all alike
+        combination, at = torch.zeros_like(mean), 0
+        for block in blocks():
+            centred, own = block.double() - mean, weights[at : at + len(block)]
+            own.add_(centred @ step, alpha=len(weights)).clamp_(min=LEAST)
+            combination += centred.T @ own
+            at += len(block)
+        missing = row - mean - combination / weights.sum()
+        distance = min(distance, float(missing.norm()))
+        if distance <= CLOSE * float(row.norm()):
+            break
+    return distance
 
 
 @dataclass(frozen=True)

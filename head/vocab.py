@@ -87,14 +87,16 @@ def kind_of(as_offsets: Reading, as_absolute: Reading, rows: tuple[int, int] | N
     """Say what a map holds: one of IDENTITY, OFFSETS, ABSOLUTE, EITHER, NEITHER.
 
     A reading with an id out of range or twice is ruled out. Between two that remain `t2d` decides, where it
-    agrees with one of them alone, and then the rows of `lm_head` that are copies of the target's.
+    agrees with one of them alone, and then the rows of `lm_head` that are copies of the target's. Absolute ids
+    are not what engines read, so that reading never holds against a `t2d` unless the rows speak for it.
 
     Args:
         as_offsets, as_absolute: the two readings of one `d2t`.
         rows: how many rows of `lm_head` equal the target's at the ids of either reading.
     """
     if not as_offsets.possible:
-        return ABSOLUTE if as_absolute.possible else NEITHER
+        spoken_for = not as_absolute.marked_otherwise or (rows is not None and rows[1] > rows[0])
+        return ABSOLUTE if as_absolute.possible and spoken_for else NEITHER
     if torch.equal(as_offsets.ids, torch.arange(as_offsets.ids.numel())):
         return IDENTITY
     if not as_absolute.possible:

@@ -7,10 +7,24 @@ from typing import Any
 
 from ...errors import UnknownLayout
 from ..layout import Layout
+from .portable import PORTABLE
+from .sglang import SGLANG
+from .speculators import SPECULATORS
+from .trainers import SAFEAILAB, SPECFORGE, TORCHSPEC
 from .trtllm import MODELOPT, TRTLLM
 from .vllm import VLLM
 
-LAYOUTS: tuple[Layout, ...] = (VLLM, TRTLLM, MODELOPT)
+LAYOUTS: tuple[Layout, ...] = (
+    SPECULATORS,
+    SGLANG,
+    PORTABLE,
+    VLLM,
+    SAFEAILAB,
+    SPECFORGE,
+    TORCHSPEC,
+    TRTLLM,
+    MODELOPT,
+)
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 

@@ -1,21 +1,29 @@
-"""TensorRT-LLM's layout, which ModelOpt's exporter writes. What belongs here: its rows, its config keys, its limits.
+"""TensorRT-LLM's layout, and ModelOpt's, whose exporter writes for it. What belongs here: rows, keys, limits.
 
 Loader: https://github.com/NVIDIA/TensorRT-LLM/blob/main/tensorrt_llm/_torch/models/modeling_speculative.py
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from ...head.spec import HeadSpec, Mla
+from ...head.spec import HeadSpec
 from ..captured import CONVENTION, OUTPUTS
 from ..config import write_keys
-from ..layout import Layout, Limit, Row
+from ..layout import Layout, Limit
 from .identity import identity
-from .rows import head_rows
+from .limits import FC_NORMS_TWICE, MLA_ROPE, is_mla, trtllm_scales_otherwise
+from .marks import eagle_config, has_midlayer
+from .rows import HIDDEN, INPUT, MIDLAYER, MIDLAYERS, beside, head_rows, instead, later_norm
 
-LATER_NORM = "layers.{i}.hidden_norm.weight"
+# What TensorRT-LLM reads of eagle_config, and what ModelOpt's exporter writes for it.
+FLAGS = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+}
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
@@ -23,51 +31,53 @@ def _write(spec: HeadSpec) -> dict[str, Any]:
     config["eagle_config"] |= {
         "eagle_aux_hidden_state_layer_ids": list(spec.captured),
         CONVENTION: OUTPUTS,
-        "use_aux_hidden_state": True,
-        "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True,
-        "use_mtp_layernorm": False,
-        "next_layer_regular": True,
+        **FLAGS,
     }
     return config
-
-
-def _rows() -> tuple[Row, ...]:
-    """Layers after the first call the norm before their attention `hidden_norm` in TensorRT-LLM."""
-    rows = []
-    for row in head_rows("layers.{i}"):
-        if row.slots == ("{i}.input_layernorm",):
-            rows += [replace(row, layers="first"), Row(LATER_NORM, row.slots, layers="later")]
-        else:
-            rows.append(row)
-    return tuple(rows)
 
 
 TRTLLM = Layout(
     name="trtllm",
     engine="TensorRT-LLM (PyTorch backend), one-model Eagle3",
-    rows=_rows(),
+    rows=head_rows("layers.{i}", later=(HIDDEN,)) + instead(MIDLAYER, MIDLAYERS) + beside(later_norm(INPUT)),
     told_by=lambda config, names: (
-        "eagle_config" in config and LATER_NORM.format(i=1) in names and "layers.1.input_layernorm.weight" not in names
+        CONVENTION in eagle_config(config)
+        or (
+            "eagle_config" in config
+            and "layers.1.hidden_norm.weight" in names
+            and "layers.1.input_layernorm.weight" not in names
+        )
     ),
     write_config=_write,
     limits=(
+        *MLA_ROPE,
         Limit(
             lambda s: s.norms.before_residual,
             "TensorRT-LLM takes the residual before hidden_norm, always (norm_before_residual is not read)",
             "Serve this head with vLLM.",
         ),
         Limit(
-            lambda s: isinstance(s.attention, Mla) and s.draft_vocab != s.vocab,
+            lambda s: len(s.captured) == 1,
+            "TensorRT-LLM builds no fc for a single captured layer",
+            "Serve this head with vLLM.",
+        ),
+        Limit(
+            lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
             "Expand the head to the full vocabulary first, or serve it with vLLM.",
         ),
+        Limit(
+            trtllm_scales_otherwise,
+            "TensorRT-LLM reads this YaRN's attention_factor, mscale or mscale_all_dim otherwise than the trainer does",
+            "Serve this head with vLLM.",
+        ),
+        FC_NORMS_TWICE,
     ),
 )
 
 MODELOPT = Layout(
     name="modelopt",
     engine="ModelOpt's export_speculative_decoding",
-    rows=head_rows("layers.{i}"),
-    told_by=lambda config, names: "eagle_config" in config,
+    rows=head_rows("layers.{i}") + instead(MIDLAYERS) + beside(later_norm(HIDDEN)),
+    told_by=lambda config, names: "eagle_config" in config and not has_midlayer(names),
 )

@@ -1,0 +1,161 @@
+"""Quantized heads: linears stored with scales beside them. What belongs here: the formats, and their tensors' rows.
+
+A quantized linear is carried whole, weight and scales, and never re-packed: a scale belongs to the tensor it was
+measured on. What kconv computes, it computes on unquantized heads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ..checkpoint.header import TensorInfo
+from ..errors import LayoutCannot, TensorMissing
+from ..head.contract import Expected
+from .layout import Stored
+from .moves import Same
+
+# Where a config says how to read the scales; ModelOpt's exporter also writes the second, a file.
+CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"
+BLOCK = 128  # rows and columns of DeepSeek's FP8 block
+GROUP = 16  # columns of an NVFP4 group
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A tensor beside a quantized weight.
+
+    Attributes:
+        dtype: its safetensors dtype.
+        shapes: the shapes it may have, from the linear's rows and columns.
+        needed: whether the weight cannot be read without it.
+    """
+
+    dtype: str
+    shapes: Callable[[int, int], tuple[Shape, ...]]
+    needed: bool = True
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a linear's weight is stored: its dtype, how many columns share an element, and its scales by suffix."""
+
+    name: str
+    dtype: str
+    columns: int
+    scales: Mapping[str, Scale]
+
+
+_INPUT = Scale("F32", lambda rows, columns: ((), (1,)), needed=False)
+FORMATS = (
+    Format(
+        "NVFP4",
+        "U8",
+        2,
+        {
+            "weight_scale": Scale("F8_E4M3", lambda rows, columns: ((rows, columns // GROUP),)),
+            "weight_scale_2": Scale("F32", lambda rows, columns: ((), (1,))),
+            "input_scale": _INPUT,
+        },
+    ),
+    Format(
+        "FP8, in blocks",
+        "F8_E4M3",
+        1,
+        {"weight_scale_inv": Scale("F32", lambda rows, columns: ((ceil(rows / BLOCK), ceil(columns / BLOCK)),))},
+    ),
+    Format(
+        "FP8",
+        "F8_E4M3",
+        1,
+        {"weight_scale": Scale("F32", lambda rows, columns: ((), (1,), (rows, 1), (rows,))), "input_scale": _INPUT},
+    ),
+)
+SUFFIXES = tuple(dict.fromkeys(suffix for format_ in FORMATS for suffix in format_.scales))
+
+
+def has_scales(names: Iterable[str]) -> bool:
+    """Say whether tensor names or slots are those of a quantized head."""
+    return any(name.rpartition(".")[2] in SUFFIXES for name in names)
+
+
+def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
+    """Return rows with those of the quantized linears as they are stored, and rows for their scales.
+
+    Args:
+        rows: of an unquantized head, by name.
+        tensors: what there is, by name.
+
+    Raises:
+        LayoutCannot: a fused tensor is quantized, or in no format that kconv knows.
+        TensorMissing: a scale without which the weight cannot be read is not there.
+    """
+    found: dict[str, Stored] = {}
+    for name, row in rows.items():
+        base = name.removesuffix(".weight")
+        suffixes = [suffix for suffix in SUFFIXES if f"{base}.{suffix}" in tensors]
+        if base == name or not suffixes or name not in tensors or len(row.expected.shape) != 2:
+            found[name] = row
+            continue
+        found |= _quantized(base, row, tensors, suffixes)
+    return found
+
+
+def _quantized(base: str, row: Stored, tensors: Mapping[str, TensorInfo], suffixes: list[str]) -> dict[str, Stored]:
+    weight = tensors[row.name]
+    format_ = next((f for f in FORMATS if f.dtype == weight.dtype and set(suffixes) <= f.scales.keys()), None)
+    if format_ is None or not isinstance(row.move, Same):
+        raise LayoutCannot(
+            f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
+            + ("fused and quantized at once" if format_ else "which is no format that kconv carries"),
+            where=weight.file,
+            fix="Give the unquantized head, or one that was quantized with its linears apart.",
+        )
+    rows, columns = row.expected.shape
+    packed = replace(row.expected, shape=(rows, columns // format_.columns), dtypes=(format_.dtype,))
+    found = {row.name: replace(row, expected=packed)}
+    for suffix, scale in format_.scales.items():
+        name, shapes = f"{base}.{suffix}", scale.shapes(rows, columns)
+        if name not in tensors:
+            if scale.needed:
+                raise TensorMissing(
+                    f"{name} is missing, without which {row.name} ({format_.name}) cannot be read",
+                    where=name,
+                    fix="Export the head again.",
+                )
+            continue
+        shape = next((s for s in shapes if s == tensors[name].shape), shapes[0])
+        expected = Expected(name, shape, (scale.dtype,), may_be_absent=True)
+        found[name] = Stored(expected, (f"{row.slots[0]}.{suffix}",), Same())
+    return found
+
+
+def names_beside(base_slot: str, name: str, slots: Iterable[str]) -> dict[str, str]:
+    """Return the names of a linear's scales, by slot, beside a weight of this name."""
+    held = set(slots)
+    found = {f"{base_slot}.{suffix}": f"{name.removesuffix('.weight')}.{suffix}" for suffix in SUFFIXES}
+    return {slot: scale for slot, scale in found.items() if slot in held}
+
+
+def refuse_renaming(config: Mapping[str, object], renamed: Mapping[str, str]) -> None:
+    """Refuse to rename modules that a quantization config speaks of by name.
+
+    Args:
+        config: the quantization config, and what else says which modules are quantized.
+        renamed: new tensor names by old ones.
+
+    Raises:
+        LayoutCannot: a text in it holds a part of an old name that the new names have not.
+    """
+    text = json.dumps(config)
+    old, new = ({part for name in names for part in name.split(".")} for names in (renamed, renamed.values()))
+    gone = sorted(part for part in old - new if part in text)
+    if gone:
+        raise LayoutCannot(
+            f"the quantization config speaks of {', '.join(gone)}, which has another name in this layout",
+            where=CONFIG_KEY,
+            fix="Give the unquantized head, or one that was quantized under the engines' names (layers.0).",
+        )

@@ -1,0 +1,75 @@
+"""What a head may share with its target: the embedding and lm_head. What belongs here: the target's side of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..checkpoint.bytes import stream
+from ..checkpoint.header import TensorInfo
+from ..checkpoint.rows import row_blocks
+from ..errors import TargetInvalid
+from ..head.contract import FLOATS
+from ..head.slots import needs
+from ..head.spec import HeadSpec
+
+SLOTS = ("lm_head", "embed_tokens")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The target's tensors that a head may share.
+
+    Attributes:
+        name: of the target, as the user gave it.
+        tensors: header entries of those of `SLOTS` that were found, by slot.
+        headers_only: their bytes are on the Hub.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+    headers_only: bool = False
+
+    def lend(self, slot: str, spec: HeadSpec) -> TensorInfo:
+        """Return the tensor that fills a head's slot.
+
+        Raises:
+            TargetInvalid: the target does not hold it, or not in the shape and dtype that the head needs.
+        """
+        info, shape = self.tensors.get(slot), needs(spec)[slot].shape
+        if info is None or info.shape != shape or info.dtype not in FLOATS:
+            found = f"{info.name} {info.dtype} {list(info.shape)}" if info else "none"
+            raise TargetInvalid(
+                f"the head needs the target's {slot} of shape {list(shape)}, and the target has {found}",
+                where=self.name,
+                fix="Give the unquantized target that the head was trained on.",
+            )
+        return info
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A tensor of the target, as it is."""
+
+    info: TensorInfo
+    reason: str
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    def make(self) -> Iterator[Tensor]:
+        yield from row_blocks(self.info)
+
+
+def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Say whether two stored tensors are the same, byte by byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(a == b for a, b in zip(stream(one), stream(other), strict=True))

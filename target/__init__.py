@@ -1,0 +1,1 @@
+"""What a target is: its config, weights, tokenizer, prompts and hidden states."""

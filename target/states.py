@@ -1,0 +1,64 @@
+"""What a target feeds an Eagle3 head: its hidden states and logits. What belongs here: one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DeepseekV3ForCausalLM
+
+from ..errors import TargetInvalid
+
+
+@dataclass(frozen=True)
+class States:
+    """The target's states over a batch, without gradients.
+
+    Attributes:
+        captured: outputs of the captured layers (the residual stream after each), concatenated in ascending
+            order: [B, T, A * H].
+        hidden: the state after the final norm, which `lm_head` reads: [B, T, H].
+        logits: [B, T, V].
+    """
+
+    captured: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+@torch.no_grad()
+def run_target(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> States:
+    """Run a target over whole sequences.
+
+    Args:
+        model: as `load_target` gives it.
+        tokens: ids [B, T], all T of them real (no padding).
+        captured: 0-based layers whose outputs are wanted.
+
+    Raises:
+        TargetInvalid: a captured layer does not exist, or stands twice.
+    """
+    layers = model.model.layers
+    order = sorted(set(captured))
+    if not order or len(order) != len(captured) or not 0 <= order[0] <= order[-1] < len(layers):
+        raise TargetInvalid(
+            f"the layers {tuple(captured)} cannot be captured from a target of {len(layers)} layers",
+            fix=f"Name distinct layers between 0 and {len(layers) - 1}, counted as outputs.",
+        )
+    # Hooks, not output_hidden_states: that holds every layer, and its last one is already normed.
+    outputs: dict[int, torch.Tensor] = {}
+    hooks = [layers[i].register_forward_hook(_keep(outputs, i)) for i in order]
+    try:
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return States(torch.cat([outputs[i] for i in order], dim=-1), hidden, model.lm_head(hidden))
+
+
+def _keep(outputs: dict[int, torch.Tensor], layer: int):
+    def hook(_module: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
+        outputs[layer] = output
+
+    return hook

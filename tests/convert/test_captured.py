@@ -1,0 +1,133 @@
+"""The two conventions of captured layers: every row of the table that decides which one a config speaks."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.modelopt import default_aux_layers
+
+from kconv.convert.captured import Hints, decide
+from kconv.errors import CapturedUndecided, ConfigInvalid
+
+TOP = "eagle_aux_hidden_state_layer_ids"
+MARKS = {"next_layer_regular": True, "parallel_draft_step": 1}
+STATED = "aux_hidden_state_layer_ids_are"
+
+
+def config(top=None, nested=None, **eagle):
+    found = {} if top is None else {TOP: top}
+    if nested is not None or eagle:
+        found["eagle_config"] = eagle | ({} if nested is None else {TOP: nested})
+    return found
+
+
+DECIDED = {
+    "the top-level list is vLLM's": (config([2, 30, 58]), Hints(), (1, 29, 57)),
+    "of any length": (config([1, 8, 24, 61]), Hints(), (0, 7, 23, 60)),
+    "beside the same list nested": (config([2, 30, 58], [2, 30, 58]), Hints(), (1, 29, 57)),
+    "beside the outputs nested": (config([2, 30, 58], [1, 29, 57]), Hints(), (1, 29, 57)),
+    "beside the outputs, stated": (config([2, 30, 58], [1, 29, 57], **{STATED: "layer_outputs"}), Hints(), (1, 29, 57)),
+    "a nested list with 1, which no default of inputs has": (config(nested=[1, 29, 57]), Hints(), (1, 29, 57)),
+    "ModelOpt's default for the target's depth": (config(nested=[1, 29, 57]), Hints(target_layers=61), (1, 29, 57)),
+    "ModelOpt's list of a shallow target": (config(nested=[0, 1, 3], **MARKS), Hints(), (0, 1, 3)),
+    "ModelOpt's marks": (config(nested=[7, 23, 51], **MARKS), Hints(), (7, 23, 51)),
+    "TorchSpec's mark": (config(nested=[7, 23, 51], use_mtp_layernorm=False), Hints(), (7, 23, 51)),
+    "stated outputs": (config(nested=[2, 30, 58], **{STATED: "layer_outputs"}), Hints(), (2, 30, 58)),
+    "stated inputs": (config(nested=[2, 30, 58], **{STATED: "layer_inputs"}), Hints(), (1, 29, 57)),
+    "the ambiguous list, told inputs": (config(nested=[2, 30, 58]), Hints(captured_are="inputs"), (1, 29, 57)),
+    "the ambiguous list, told outputs": (config(nested=[2, 30, 58]), Hints(captured_are="outputs"), (2, 30, 58)),
+    "with marks, told inputs": (config(nested=[2, 30, 58], **MARKS), Hints(captured_are="inputs"), (1, 29, 57)),
+    "[2, 30, 58] of a deeper target is no default": (
+        config(nested=[2, 30, 58], **MARKS),
+        Hints(target_layers=80),
+        (2, 30, 58),
+    ),
+    "a top-level list that is told to be outputs": (config([2, 30, 58]), Hints(captured_are="outputs"), (2, 30, 58)),
+    "absent, with the target's depth": (config(), Hints(target_layers=61), (1, 29, 57)),
+    "absent, with a small target": (config(), Hints(target_layers=7), (1, 2, 3)),
+    "an empty list is absent": (config(nested=[]), Hints(target_layers=61), (1, 29, 57)),
+    "named by the user": (config(), Hints(captured=(3, 9)), (3, 9)),
+    "named by the user, as inputs": (config(), Hints(captured=(3, 9), captured_are="inputs"), (2, 8)),
+    "the user's list goes before the config's": (config([2, 30, 58]), Hints(captured=(3, 9)), (3, 9)),
+    "the last layer's output": (config([2, 30, 61]), Hints(target_layers=61), (1, 29, 60)),
+}
+
+
+@pytest.mark.parametrize("found, hints, outputs", DECIDED.values(), ids=DECIDED)
+def test_decided(found, hints, outputs):
+    captured = decide(found, hints)
+    assert captured.ids == outputs
+    assert captured.how
+
+
+UNDECIDED = {
+    "absent": (config(), Hints()),
+    "[2, 30, 58], vLLM's default for 61 layers": (config(nested=[2, 30, 58]), Hints()),
+    "[2, 30, 58] with ModelOpt's marks": (config(nested=[2, 30, 58], **MARKS), Hints()),
+    "[2, 30, 58] with the target's depth": (config(nested=[2, 30, 58], **MARKS), Hints(target_layers=61)),
+    "[2, 4, 6], the same of 9 layers": (config(nested=[2, 4, 6], **MARKS), Hints()),
+    "a list without marks": (config(nested=[7, 23, 51]), Hints()),
+    "the embedding, as the input of layer 0": (config([0, 1, 2]), Hints()),
+    "told inputs, with a 0": (config(nested=[0, 1, 3], **MARKS), Hints(captured_are="inputs")),
+    "absent, with too shallow a target": (config(), Hints(target_layers=5)),
+    "absent, with one layer": (config(), Hints(target_layers=1)),
+    "told the convention of two different lists": (config([2, 30, 58], [1, 29, 57]), Hints(captured_are="inputs")),
+}
+
+
+@pytest.mark.parametrize("found, hints", UNDECIDED.values(), ids=UNDECIDED)
+def test_refused_until_told(found, hints):
+    with pytest.raises(CapturedUndecided) as caught:
+        decide(found, hints)
+    assert "--captured" in caught.value.fix
+    assert decide(found, Hints(captured=(3, 9))).ids == (3, 9)
+
+
+INVALID = {
+    "contradiction": (config([2, 30, 58], [3, 31, 59]), Hints()),
+    "contradiction with what is stated": (config([2, 30, 58], [2, 30, 58], **{STATED: "layer_outputs"}), Hints()),
+    "contradiction with stated inputs": (config([2, 30, 58], [1, 29, 57], **{STATED: "layer_inputs"}), Hints()),
+    "a convention that does not exist": (config(nested=[1, 29, 57], **{STATED: "outputs"}), Hints()),
+    "a convention that is a list": (config(nested=[1, 29, 57], **{STATED: ["layer_outputs"]}), Hints()),
+    "beyond the target": (config([2, 30, 58]), Hints(target_layers=30)),
+    "the target's end, as an output": (config(nested=[2, 30, 58, 61], **MARKS), Hints(target_layers=61)),
+    "the user's, beyond the target": (config(), Hints(captured=(1, 7), target_layers=7)),
+    "the user's, unsorted": (config(), Hints(captured=(9, 3))),
+    "the user's, empty": (config(), Hints(captured=())),
+    "eagle_config is a list": ({"eagle_config": [1]}, Hints()),
+}
+
+
+@pytest.mark.parametrize("found, hints", INVALID.values(), ids=INVALID)
+def test_invalid(found, hints):
+    with pytest.raises(ConfigInvalid) as caught:
+        decide(found, hints)
+    assert caught.value.where and caught.value.fix
+
+
+BAD_LISTS = [
+    [58, 30, 2], [2, 2, 58], [2, 30.0, 58], [True, 30], ["2"], [-1, 3], [10_000], 2, "2,30,58", {"0": 2}, [[2]], [None],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["top", "nested"])
+@pytest.mark.parametrize("value", BAD_LISTS, ids=repr)
+def test_a_list_that_is_no_list_of_ascending_layers_is_refused(place, value):
+    with pytest.raises(ConfigInvalid):
+        decide(config(**{place: value}), Hints())
+
+
+@settings(deadline=None)
+@given(st.integers(8, 200))
+def test_the_default_of_any_depth_is_ambiguous_as_inputs_and_plain_as_outputs(layers):
+    # The two engines' defaults, from their own sources: vLLM's (2, N//2, N-3) are inputs.
+    inputs, outputs = [2, layers // 2, layers - 3], [1, layers // 2 - 1, layers - 4]
+    with pytest.raises(CapturedUndecided):
+        decide(config(nested=inputs, **MARKS), Hints())
+    assert list(decide(config(nested=outputs, **MARKS), Hints()).ids) == outputs
+    assert list(decide(config(inputs), Hints()).ids) == outputs
+    assert list(decide(config(), Hints(target_layers=layers)).ids) == outputs
+
+
+def test_the_default_is_modelopts():
+    for layers in (7, 27, 61, 93):
+        assert set(decide(config(), Hints(target_layers=layers)).ids) == default_aux_layers(layers)

@@ -1,0 +1,337 @@
+"""Heads under the very names and keys of their makers: which layout tells, and what the head is read as."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MHA, TORCHSPEC_MLA, cut
+from support.heads import GQA, MHA, MLA
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.captured import Hints
+from kconv.convert.execute import execute
+from kconv.convert.layouts import BY_NAME
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+from kconv.errors import (
+    CapturedUndecided,
+    ConfigInvalid,
+    ConfigUnsupported,
+    LayoutCannot,
+    TensorMissing,
+    TensorUnknown,
+    UnknownLayout,
+)
+from kconv.head.spec import Gqa, Norms
+
+MLA = replace(MLA, captured=(1, 29, 57))
+MHA = replace(MHA, captured=(1, 29, 57), rope=MLA.rope)
+GQA = replace(GQA, captured=(1, 29, 57))
+MLA_PARTS = {
+    "q_a_proj": (24, 96), "q_a_layernorm": (24,), "q_b_proj": (80, 24), "kv_a_proj_with_mqa": (40, 96),
+    "kv_a_layernorm": (32,), "kv_b_proj": (112, 32), "o_proj": (48, 64),
+}  # fmt: skip
+MHA_PARTS = {"q_proj": (32, 96), "k_proj": (32, 96), "v_proj": (32, 96), "o_proj": (48, 32)}
+GQA_PARTS = {"q_proj": (64, 96), "k_proj": (32, 96), "v_proj": (32, 96), "o_proj": (48, 64)}
+REST = {
+    "input_layernorm": (48,), "hidden_norm": (48,), "post_attention_layernorm": (48,),
+    "mlp.gate_proj": (40, 48), "mlp.up_proj": (40, 48), "mlp.down_proj": (48, 40),
+}  # fmt: skip
+OUTSIDE = {"fc.weight": (48, 144), "norm.weight": (48,)}
+EMBED, LM_HEAD = {"embed_tokens.weight": (64, 48)}, {"lm_head.weight": (64, 48)}
+
+
+def layer(prefix, attention):
+    """Return the shapes of a decoder layer by name."""
+    shapes = {f"{prefix}.self_attn.{part}.weight": shape for part, shape in attention.items()}
+    return shapes | {f"{prefix}.{part}.weight": shape for part, shape in REST.items()}
+
+
+def fill(shapes, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def maps(kept=40, vocab=64):
+    """Return the two maps of a head that drafts every token from number `vocab - kept` on."""
+    marks = torch.arange(vocab) >= vocab - kept
+    return {"d2t": torch.full((kept,), vocab - kept, dtype=torch.int64), "t2d": marks}
+
+
+def write(folder, config, tensors):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_checkpoint(folder)
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+TORCHSPEC = layer("midlayer", MLA_PARTS) | OUTSIDE | LM_HEAD | EMBED
+NVIDIA = layer("layers.0", MLA_PARTS) | OUTSIDE | LM_HEAD
+SPEC_FORGE = layer("midlayer", GQA_PARTS) | OUTSIDE | EMBED | {"lm_head.weight": (40, 48)}
+LLAMA = without(cut(TORCHSPEC_MHA, GQA), "use_sliding_window", "rope_scaling") | {
+    "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_lightseeks_mla_head_of_17_tensors(tmp_path):
+    assert len(TORCHSPEC) == 17
+    checkpoint = write(tmp_path / "head", cut(TORCHSPEC_MLA, MLA), fill(TORCHSPEC))
+    head = read_head(checkpoint, hints=Hints(max_positions=1024))
+    assert head.layout.name == "torchspec"
+    assert replace(head.spec, tokens=MLA.tokens) == MLA
+    assert head.places["0.kv_b_proj"][1].name == "midlayer.self_attn.kv_b_proj.weight"
+
+
+def test_the_published_list_of_that_head_is_refused_until_told(tmp_path):
+    config = cut(TORCHSPEC_MLA, replace(MLA, captured=(2, 30, 58)))
+    checkpoint = write(tmp_path / "head", config, fill(TORCHSPEC))
+    with pytest.raises(CapturedUndecided):
+        read_head(checkpoint)
+    assert read_head(checkpoint, hints=Hints(captured_are="inputs")).spec.captured == (1, 29, 57)
+
+
+def test_nvidias_mla_head_of_16_tensors_in_bf16(tmp_path):
+    assert len(NVIDIA) == 16
+    head = read_head(write(tmp_path / "head", cut(MODELOPT_KIMIK2, MLA), fill(NVIDIA)))
+    assert head.layout.name == "modelopt"
+    assert replace(head.spec, tokens=MLA.tokens) == MLA
+    assert "embed_tokens" not in head.places
+
+
+def test_its_older_revision_in_fp32_without_lm_head(tmp_path):
+    shapes = without(NVIDIA, "lm_head.weight")
+    head = read_head(write(tmp_path / "head", cut(MODELOPT_KIMIK2, MLA), fill(shapes, torch.float32)))
+    assert len(shapes) == 15 and head.spec.dtype == "F32"
+    for name in ("vllm", "trtllm"):
+        assert plan(head, BY_NAME[name]).steps
+    for name in ("sglang", "portable"):
+        with pytest.raises(LayoutCannot, match="lm_head") as caught:
+            plan(head, BY_NAME[name])
+        assert "--target" in caught.value.fix
+
+
+def test_modelopts_mla_head_with_a_vocabulary_that_its_config_forgets(tmp_path):
+    shapes = NVIDIA | {"lm_head.weight": (40, 48)}
+    tensors = fill(shapes) | {"d2t": maps()["d2t"]}
+    head = read_head(write(tmp_path / "head", cut(MODELOPT_KIMIK2, MLA), tensors))
+    assert head.spec.draft_vocab == 40
+    with pytest.raises(LayoutCannot, match="reduced vocabulary"):
+        plan(head, BY_NAME["trtllm"])
+    with pytest.raises(TensorMissing, match="lm_head"):
+        read_head(write(tmp_path / "bare", cut(MODELOPT_KIMIK2, MLA), without(tensors, "lm_head.weight")))
+
+
+def test_modelopts_llama_head(tmp_path):
+    config = cut(MODELOPT_LLAMA, GQA)
+    head = read_head(write(tmp_path / "head", config, fill(layer("layers.0", GQA_PARTS) | OUTSIDE | LM_HEAD)))
+    assert (head.layout.name, head.spec.attention) == ("modelopt", Gqa(4, 2, 16))
+
+
+def test_torchspecs_mha_head_says_neither_layers_nor_vocabulary(tmp_path):
+    shapes = layer("midlayer", MHA_PARTS) | OUTSIDE | LM_HEAD
+    checkpoint = write(tmp_path / "head", cut(TORCHSPEC_MHA, MHA), fill(shapes))
+    with pytest.raises(CapturedUndecided):
+        read_head(checkpoint)
+    head = read_head(checkpoint, hints=Hints(target_layers=61))
+    assert (head.layout.name, head.spec.draft_vocab, head.spec.captured) == ("torchspec", 64, (1, 29, 57))
+
+
+def test_torchspecs_config_for_vllm_has_shifted_a_list_of_its_own(tmp_path):
+    """Its exporter renames the layer, and adds 1 to a kimi_k2 head's list: no mark is left to tell."""
+    config = cut(TORCHSPEC_MLA, replace(MLA, captured=(7, 23, 51)))
+    renamed = layer("layers.0", MLA_PARTS) | OUTSIDE | LM_HEAD | EMBED
+    with pytest.raises(CapturedUndecided):
+        read_head(write(tmp_path / "vllm", config, fill(renamed)))
+    own = read_head(write(tmp_path / "own", config, fill(TORCHSPEC)))
+    assert own.spec.captured == (7, 23, 51) and "own tensor names" in own.read.captured.how
+
+
+def test_a_top_level_list_beside_the_trainers_names_may_be_the_trainers(tmp_path):
+    config = without(cut(TORCHSPEC_MLA, MLA), "eagle_config") | {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
+    checkpoint = write(tmp_path / "head", config, fill(TORCHSPEC))
+    with pytest.raises(CapturedUndecided, match="default as layer outputs"):
+        read_head(checkpoint)
+    assert read_head(checkpoint, hints=Hints(captured_are="outputs")).spec.captured == (1, 29, 57)
+
+
+def test_eagle_3_1(tmp_path):
+    config = without(cut(TORCHSPEC_MLA, MLA), "eagle_config") | {
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58], "num_aux_hidden_states": 3, "target_hidden_size": 48,
+        "fc_norm": True, "norm_output": True,
+    }  # fmt: skip
+    shapes = layer("layers.0", MLA_PARTS) | OUTSIDE | LM_HEAD | {f"fc_norm.{i}.weight": (48,) for i in range(3)}
+    head = read_head(write(tmp_path / "head", config, fill(shapes)))
+    assert head.layout.name == "vllm"
+    assert (head.spec.norms, head.spec.captured) == (Norms(fc=True, output=True), (1, 29, 57))
+
+
+def test_sglangs_older_names_of_eagle_3_1(tmp_path):
+    config = cut(TORCHSPEC_MLA, MLA) | {"use_aux_norm": True, "norm_output": True}
+    norms = {f"aux_norm_{level}.weight": (48,) for level in ("low", "mid", "high")}
+    tensors = fill(TORCHSPEC | norms)
+    head = read_head(write(tmp_path / "head", config, tensors))
+    assert head.layout.name == "sglang" and head.spec.norms == Norms(fc=True, output=True)
+    assert [head.places[f"fc_norm.{i}"][1].name for i in range(3)] == list(norms)
+    names = {step.name: step.sources[0].info.name for step in plan(head, BY_NAME["sglang"]).steps}
+    assert names["fc_norm.1.weight"] == "aux_norm_mid.weight"
+    assert "use_aux_norm" not in plan(head, BY_NAME["sglang"]).config
+
+
+def test_specforges_norm_output_is_not_the_engines(tmp_path):
+    """SpecForge calls the final norm before lm_head so, which every Eagle3 head has."""
+    config = LLAMA | {"draft_vocab_size": 40, "norm_output": True}
+    checkpoint = write(tmp_path / "head", config, fill(SPEC_FORGE) | maps())
+    head = read_head(checkpoint, hints=Hints(target_layers=61))
+    assert head.layout.name == "specforge"
+    assert head.spec.norms == Norms() and "norm_output" in head.read.dropped
+    assert plan(head, BY_NAME["vllm"]).config["norm_output"] is False
+    told = read_head(checkpoint, layout=BY_NAME["sglang"], hints=Hints(target_layers=61))
+    assert told.spec.norms == Norms(output=True), "who names the engine's layout means the engine's key"
+
+
+def test_specforges_head_without_a_final_norm_is_refused(tmp_path):
+    config = LLAMA | {"draft_vocab_size": 40, "norm_output": False}
+    with pytest.raises(ConfigUnsupported, match="norm_output"):
+        read_head(write(tmp_path / "head", config, fill(SPEC_FORGE) | maps()), hints=Hints(target_layers=61))
+
+
+def test_the_key_without_specforges_marks_is_no_layouts(tmp_path):
+    shapes = layer("midlayer", GQA_PARTS) | OUTSIDE | LM_HEAD
+    with pytest.raises(UnknownLayout) as caught:
+        read_head(write(tmp_path / "head", LLAMA | {"norm_output": True}, fill(shapes)))
+    assert "specforge" in caught.value.fix and "sglang" in caught.value.fix
+
+
+def test_specforges_maps_of_a_full_vocabulary_are_left_behind(tmp_path):
+    config = LLAMA | {"draft_vocab_size": 64}
+    tensors = fill(SPEC_FORGE | LM_HEAD) | maps(kept=64)
+    head = read_head(write(tmp_path / "head", config, tensors), hints=Hints(target_layers=61))
+    manifest = execute(plan(head, BY_NAME["vllm"]), tmp_path / "out")
+    assert manifest.dropped.keys() == {"d2t", "t2d"} and manifest.exact
+    assert not {"d2t", "t2d"} & open_checkpoint(tmp_path / "out").tensors.keys()
+    tensors["t2d"][3] = False
+    with pytest.raises(TensorUnknown, match="t2d"):
+        read_head(write(tmp_path / "other", config, tensors), hints=Hints(target_layers=61))
+
+
+def test_safeailabs_head(tmp_path):
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40}
+    checkpoint = write(tmp_path / "head", config, fill(SPEC_FORGE) | maps())
+    head = read_head(checkpoint, hints=Hints(captured=(1, 29, 57)))
+    assert head.layout.name == "safeailab"
+    assert head.spec == replace(GQA, draft_vocab=40, max_positions=1024, tokens=head.spec.tokens)
+
+
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+    "draft_vocab_size": 40,
+    "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+    "norm_before_fc": False,
+    "norm_before_residual": True,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["KimiK25ForConditionalGeneration"], "name_or_path": "org/target"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.3.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformer_layer_config": without(LLAMA, "tie_word_embeddings", "draft_vocab_size", "architectures"),
+    "transformers_version": "4.57.1",
+}
+SPECULATORS_SHAPES = layer("layers.0", GQA_PARTS) | OUTSIDE | EMBED | {"lm_head.weight": (40, 48)}
+
+
+def test_speculators_nested_config(tmp_path):
+    head = read_head(write(tmp_path / "head", SPECULATORS, fill(SPECULATORS_SHAPES) | maps()))
+    assert head.layout.name == "speculators"
+    expected = replace(GQA, draft_vocab=40, max_positions=1024, norms=Norms(before_residual=True))
+    assert replace(head.spec, tokens=GQA.tokens) == expected
+    config = plan(head, BY_NAME["vllm"]).config
+    assert config["norm_before_residual"] is True and config["vocab_size"] == 64
+    assert not {"transformer_layer_config", "speculators_model_type", "speculators_config"} & config.keys()
+    assert {"speculators_config", "speculators_model_type", "auto_map"} <= set(head.read.dropped)
+    with pytest.raises(LayoutCannot, match="residual"):
+        plan(head, BY_NAME["portable"])
+
+
+def test_speculators_silence_about_the_residual_is_refused_until_told(tmp_path):
+    checkpoint = write(
+        tmp_path / "head", without(SPECULATORS, "norm_before_residual"), fill(SPECULATORS_SHAPES) | maps()
+    )
+    with pytest.raises(ConfigInvalid, match="norm_before_residual") as caught:
+        read_head(checkpoint)
+    assert "--norm-before-residual" in caught.value.fix
+    for told in (True, False):
+        assert read_head(checkpoint, hints=Hints(norm_before_residual=told)).spec.norms.before_residual is told
+
+
+FAULTS = {
+    "told against the config": (SPECULATORS, Hints(norm_before_residual=False), ConfigInvalid),
+    "a nested config that is none": (SPECULATORS | {"transformer_layer_config": [1]}, Hints(), ConfigInvalid),
+    "two depths": (SPECULATORS | {"num_hidden_layers": 2}, Hints(), ConfigInvalid),
+}
+
+
+@pytest.mark.parametrize("config, hints, fault", FAULTS.values(), ids=FAULTS)
+def test_speculators_contradictions(tmp_path, config, hints, fault):
+    with pytest.raises(fault) as caught:
+        read_head(write(tmp_path / "head", config, fill(SPECULATORS_SHAPES) | maps()), hints=hints)
+    assert caught.value.where and caught.value.fix
+
+
+def test_qwens_norms_of_queries_and_keys_have_no_place(tmp_path):
+    norms = {f"layers.0.self_attn.{part}_norm.weight": (16,) for part in "qk"}
+    inner = SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}
+    tensors = fill(SPECULATORS_SHAPES | norms) | maps()
+    with pytest.raises(TensorUnknown, match="_norm"):
+        read_head(write(tmp_path / "head", SPECULATORS | {"transformer_layer_config": inner}, tensors))
+
+
+VLLM_KEYS = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "num_aux_hidden_states": 3}
+
+
+@pytest.mark.parametrize("prefix", ["layers.0", "midlayer"])
+def test_vllms_fused_gqa_names(tmp_path, prefix):
+    shapes = layer(prefix, GQA_PARTS) | OUTSIDE | LM_HEAD
+    apart = fill(shapes)
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    fused = dict(apart)
+    fused[f"{attention}.qkv_proj.weight"] = torch.cat([fused.pop(f"{attention}.{p}_proj.weight") for p in "qkv"])
+    fused[f"{mlp}.gate_up_proj.weight"] = torch.cat([fused.pop(f"{mlp}.{p}_proj.weight") for p in ("gate", "up")])
+    head = read_head(write(tmp_path / "head", LLAMA | VLLM_KEYS, fused))
+    manifest = execute(plan(head, BY_NAME["trtllm"]), tmp_path / "out")
+    assert manifest.exact and {s.action for s in manifest.tensors} >= {"re-packed"}
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in apart.items():
+        assert torch.equal(written[name.replace(prefix, "layers.0")], tensor), name
+
+
+def test_vllms_fused_mla_names(tmp_path):
+    apart = fill(NVIDIA)
+    fused, attention = dict(apart), "layers.0.self_attn"
+    parts = [fused.pop(f"{attention}.{part}.weight") for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+    fused[f"{attention}.fused_qkv_a_proj.weight"] = torch.cat(parts)
+    config = without(cut(TORCHSPEC_MLA, MLA), "eagle_config") | VLLM_KEYS
+    head = read_head(write(tmp_path / "head", config, fused))
+    execute(plan(head, BY_NAME["trtllm"]), tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == apart.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in apart.items())
+
+
+def test_inverse_frequencies_are_dropped_with_a_reason(tmp_path):
+    tensors = fill(TORCHSPEC) | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    head = read_head(write(tmp_path / "head", cut(TORCHSPEC_MLA, MLA), tensors))
+    manifest = execute(plan(head, BY_NAME["portable"]), tmp_path / "out")
+    assert "RoPE" in manifest.dropped["midlayer.self_attn.rotary_emb.inv_freq"] and manifest.exact

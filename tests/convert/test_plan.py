@@ -1,0 +1,65 @@
+"""Plans: what each engine has no place for is refused before a byte is written, with what to do instead."""
+
+from dataclasses import replace
+
+import pytest
+from support.configs import MODELOPT_LLAMA, cut
+from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.layouts import BY_NAME
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+from kconv.errors import LayoutCannot
+from kconv.head.spec import Norms
+
+VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
+
+
+def planned(root, spec, source, target):
+    folder = write_head(root / "head", source, spec, random_slots(spec))
+    return plan(read_head(open_checkpoint(folder)), target)
+
+
+CANNOT = {
+    "TensorRT-LLM takes the residual before the norm": (replace(GQA, norms=Norms(before_residual=True)), VLLM, TRTLLM),
+    "TensorRT-LLM loads no reduced MLA head": (replace(MLA, draft_vocab=40), VLLM, TRTLLM),
+    "TensorRT-LLM has no fc for one state": (replace(GQA, captured=(3,)), VLLM, TRTLLM),
+    "vLLM's MLA has no norm before fc": (replace(MLA, norms=Norms(before_fc=True)), TRTLLM, VLLM),
+    "vLLM drops fc's bias": (replace(GQA, fc_bias=True), TRTLLM, VLLM),
+    "vLLM's MLA drops the MLP's biases": (replace(MLA, mlp_bias=True), TRTLLM, VLLM),
+}
+
+
+@pytest.mark.parametrize("spec, source, target", CANNOT.values(), ids=CANNOT)
+def test_what_an_engine_cannot_hold_is_refused(tmp_path, spec, source, target):
+    with pytest.raises(LayoutCannot) as caught:
+        planned(tmp_path, spec, source, target)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("spec, source", [(spec, source) for spec, source, _ in CANNOT.values()], ids=CANNOT)
+def test_the_other_engine_takes_it(tmp_path, spec, source):
+    assert planned(tmp_path, spec, source, source).spec == spec
+
+
+@pytest.mark.parametrize("spec", PORTABLE.values(), ids=PORTABLE)
+def test_each_source_tensor_is_the_source_of_one_step(tmp_path, spec):
+    decided = planned(tmp_path, spec, VLLM, TRTLLM)
+    sources = [source.info.name for step in decided.steps for source in step.sources]
+    assert sorted(sources) == sorted(decided.source.checkpoint.tensors)
+    assert not decided.dropped
+    assert all(step.is_copy for step in decided.steps)
+
+
+def test_a_layout_that_is_only_read_is_not_written(tmp_path):
+    with pytest.raises(LayoutCannot) as caught:
+        planned(tmp_path, GQA, VLLM, MODELOPT)
+    assert "vllm" in caught.value.fix
+
+
+def test_planning_writes_nothing(tmp_path):
+    folder = write_head(tmp_path / "head", MODELOPT, GQA, random_slots(GQA), cut(MODELOPT_LLAMA, GQA))
+    before = sorted(tmp_path.rglob("*"))
+    plan(read_head(open_checkpoint(folder)), VLLM)
+    assert sorted(tmp_path.rglob("*")) == before
