@@ -21,12 +21,12 @@ class _Record(BaseModel):
 
 
 class TensorRecord(_Record):
-    """A tensor on one side: its name, dtype, shape, and the sha256 of its bytes."""
+    """A tensor on one side: its name, dtype, shape, and the blake3 of its bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+    blake3: str
 
 
 class StepRecord(_Record):
@@ -157,7 +157,7 @@ def _same(checkpoint: Checkpoint, records: dict[str, TensorRecord], dropped: fro
         raise _mismatch(name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it")
     for name, record in records.items():
         info = checkpoint.tensors[name]
-        if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.sha256:
+        if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.blake3:
             raise _mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones")
 
 

@@ -66,7 +66,7 @@ class Scan:
 
     def update(self, chunk: bytes | memoryview) -> None:
         """Look at the next bytes, a whole number of elements."""
-        if self._bits is None:
+        if self._bits is None or self._scratch is None:
             return
         values = np.frombuffer(chunk, self._bits.unsigned)
         for begin in range(0, values.size, SLICE):

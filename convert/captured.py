@@ -148,7 +148,7 @@ def _told(ids: tuple[int, ...], convention: str) -> Captured:
 def _from_top(top: tuple[int, ...], nested: tuple[int, ...] | None, eagle_config: Mapping[str, Any]) -> Captured:
     outputs = _told(top, "inputs").ids
     stated = _stated(nested, eagle_config) if nested else None
-    if (stated and stated.ids != outputs) or (nested and nested not in (top, outputs)):
+    if nested and ((stated and stated.ids != outputs) or nested not in (top, outputs)):
         raise ConfigInvalid(
             f"captured layers contradict: {TOP} is {list(top)}, in eagle_config {list(nested)}",
             where="config.json",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from ..checkpoint.tensors import TORCH
 from ..errors import TensorValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What a user may ask for, by torch's name.
 DTYPES = {"bfloat16": "BF16"}
@@ -39,6 +39,10 @@ class Cast:
         Raises:
             TensorValue: a value is beyond the dtype's range.
         """
+        import torch
+
+        from ..checkpoint.tensors import TORCH
+
         for block in self.blocks():
             rounded = block.to(TORCH[self.dtype])
             beyond = int((torch.isinf(rounded) & ~torch.isinf(block)).sum())

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import FileRecord, Manifest, StepRecord, TensorRecord, write_manifest
 from ..checkpoint.staging import staged
-from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue
 from ..head.slots import needs
 from .launch import launch_files
-from .made import Made
 from .origins import count_parameters
 from .plan import Plan, Step
 from .read import read_slot
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 
@@ -65,17 +65,23 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
 def _entry(plan: Plan, step: Step) -> Entry:
     made = step.made
     if made is not None:
-        return Entry(step.name, made.dtype, made.shape, lambda: _blocks(step.name, made))
+        return Entry(step.name, made.dtype, made.shape, lambda: _chunks(step.name, made.make()))
     info = step.sources[0].info
     if step.is_copy:
         return Entry(step.name, info.dtype, info.shape, lambda: stream(info))
-    # Packed when its turn comes, so that one tensor is in memory at a time.
-    return Entry(step.name, info.dtype, step.row.expected.shape, lambda: entry(step.name, _pack(plan, step)).chunks())
+    return Entry(step.name, info.dtype, step.row.expected.shape, lambda: _chunks(step.name, _pack(plan, step)))
 
 
-def _blocks(name: str, made: Made) -> Iterator[bytes | memoryview]:
-    for block in made.make():
+def _chunks(name: str, blocks: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    from ..checkpoint.tensors import entry
+
+    for block in blocks:
         yield from entry(name, block).chunks()
+
+
+def _pack(plan: Plan, step: Step) -> Iterator[Tensor]:
+    # Packed when its turn comes, so that one tensor is in memory at a time.
+    yield step.row.move.pack([read_slot(plan.source, slot) for slot in step.row.slots])
 
 
 def _finite(plan: Plan) -> Callable[[str, Values], None]:
@@ -93,10 +99,6 @@ def _finite(plan: Plan) -> Callable[[str, Values], None]:
     return check
 
 
-def _pack(plan: Plan, step: Step) -> torch.Tensor:
-    return step.row.move.pack([read_slot(plan.source, slot) for slot in step.row.slots])
-
-
 def _write_text(file: Path, text: str) -> FileRecord:
     file.write_text(text)
     return _record_file(file)
@@ -106,24 +108,24 @@ def _record_file(file: Path) -> FileRecord:
     return FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
 
 
-def _record(info: TensorInfo, sha256: str) -> TensorRecord:
-    return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, sha256=sha256)
+def _record(info: TensorInfo, blake3: str) -> TensorRecord:
+    return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=blake3)
 
 
 def _manifest(plan: Plan, weights: Written, files: tuple[FileRecord, ...]) -> Manifest:
     head = plan.source
     steps: list[StepRecord] = []
     for step in plan.steps:
-        sha256 = weights.digests[step.name]
+        blake3 = weights.digests[step.name]
         infos = [source.info for source in step.sources]
         made = step.made
         dtype, shape = (made.dtype, made.shape) if made else (infos[0].dtype, step.row.expected.shape)
         steps.append(
             StepRecord(
                 action=step.action,
-                output=TensorRecord(name=step.name, dtype=dtype, shape=shape, sha256=sha256),
+                output=TensorRecord(name=step.name, dtype=dtype, shape=shape, blake3=blake3),
                 # A copy's source has the very bytes that were hashed on their way.
-                sources=tuple(_record(info, sha256 if step.is_copy else digest(info)) for info in infos),
+                sources=tuple(_record(info, blake3 if step.is_copy else digest(info)) for info in infos),
                 reason=made.reason if made else "",
             )
         )

@@ -6,7 +6,6 @@ from math import prod
 
 from ..checkpoint.manifest import Parameters
 from ..head.slots import needs
-from .copies import count_copies
 from .plan import Plan, Step
 from .read import read_slot
 from .shared import SLOTS, Lent
@@ -42,6 +41,8 @@ def _share(plan: Plan, step: Step, slot: str) -> float | None:
     reference = plan.target.tensors.get(slot) if plan.target else None
     if reference is None or slot not in plan.source.places:
         return None
+    from .copies import count_copies
+
     ids = read_slot(plan.source, "d2t") if slot == "lm_head" and "d2t" in plan.source.places else None
     copies = count_copies(plan.source.places[slot][1], reference, ids)
     return copies.by_offset / copies.rows if copies else None

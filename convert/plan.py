@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action
-from ..checkpoint.rows import row_blocks
-from ..checkpoint.tensors import read_tensor
 from ..errors import LayoutCannot, TargetInvalid
 from ..head.contract import FLOATS
 from ..head.slots import needs
@@ -20,10 +16,14 @@ from ..head.spec import HeadSpec
 from .cast import Cast
 from .config import carry
 from .layout import Layout, Stored, stored
-from .made import Made
 from .quantized import CONFIG_KEY, add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot
 from .shared import SLOTS, Lent, Shared, same_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from .made import Made
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,8 @@ def _cast(step: Step, head: Head, dtype: str) -> Step:
     info, is_weight = step.sources[0].info, step.row.slots[0] in needs(head.spec)
     if not dtype or not is_weight or info.dtype not in FLOATS or info.dtype == dtype:
         return step
+    from ..checkpoint.rows import row_blocks
+    from ..checkpoint.tensors import read_tensor
 
     def blocks() -> Iterable[torch.Tensor]:
         if not step.is_copy:

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.tensors import read_tensor
 from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, TensorTwins, TensorUnknown, UnknownLayout
 from ..head.contract import FLOATS, check_d2t, compare
 from ..head.slots import INTEGER, needs
@@ -21,6 +19,9 @@ from .config import ReadConfig, read_config
 from .layout import Layout, Stored, ignorable, readable, unclaimed
 from .layouts import detect
 from .quantized import CONFIG_KEY, SIDE_FILE, add_scales, has_scales
+
+if TYPE_CHECKING:
+    import torch
 
 NO_MAP = "a full vocabulary needs no map, and this one leads each token to itself"
 
@@ -139,6 +140,8 @@ def _idle_maps(spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, s
 def _check_idle_maps(head: Head) -> None:
     for name, why in head.ignored.items():
         if why == NO_MAP:
+            from ..checkpoint.tensors import read_tensor
+
             values = read_tensor(head.checkpoint.tensors[name])
             if values.any() if name == "d2t" else not values.all():
                 raise TensorUnknown(
@@ -171,6 +174,8 @@ def _check_quantization(head: Head) -> None:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    import torch
+
     # As bytes: NaN equals itself, and 0.0 is not -0.0.
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -188,6 +193,8 @@ def read_slot(head: Head, slot: str) -> torch.Tensor:
 
 
 def _unpack(head: Head, row: Stored, info: TensorInfo) -> Iterator[torch.Tensor]:
+    from ..checkpoint.tensors import read_tensor
+
     known, stored = needs(head.spec), read_tensor(info)
     # A scale is no slot of the spec, and never packed with others.
     shapes = [known[slot].shape if slot in known else info.shape for slot in row.slots]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import stream
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.rows import row_blocks
 from ..errors import TargetInvalid
 from ..head.contract import FLOATS
 from ..head.slots import needs
 from ..head.spec import HeadSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLOTS = ("lm_head", "embed_tokens")
 
@@ -65,6 +66,8 @@ class Lent:
         return self.info.shape
 
     def make(self) -> Iterator[Tensor]:
+        from ..checkpoint.rows import row_blocks
+
         yield from row_blocks(self.info)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ...head.rope import cos_sin_factor
 from ...head.spec import Gqa, HeadSpec, Mla, Yarn
+from ...head.yarn import cos_sin_factor
 from ..layout import Limit
 
 VLLM_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
@@ -79,6 +79,6 @@ def sglang_scales_otherwise(spec: HeadSpec) -> bool:
     yarn = yarn_of(spec)
     if yarn is None or not isinstance(spec.attention, Gqa):
         return False
-    both = yarn.mscale is not None and yarn.mscale_all_dim is not None
-    factor = _m(yarn, yarn.mscale) / _m(yarn, yarn.mscale_all_dim) if both else _m(yarn, 1.0)
+    one, all_dim = yarn.mscale, yarn.mscale_all_dim
+    factor = _m(yarn, 1.0) if one is None or all_dim is None else _m(yarn, one) / _m(yarn, all_dim)
     return factor != cos_sin_factor(spec.rope, spec.attention)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...head.spec import HeadSpec
+from ...head.spec import Gqa, HeadSpec
 from ..captured import CONVENTION, INPUTS, OUTPUTS, TOP
 from ..config import write_keys
 from ..layout import Layout, Limit, Row
@@ -42,7 +42,8 @@ def captured_keys(spec: HeadSpec) -> dict[str, Any]:
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
-    config = identity(spec) | write_keys(spec) | {"num_aux_hidden_states": len(spec.captured)}
+    config: dict[str, Any] = identity(spec) | write_keys(spec)
+    config["num_aux_hidden_states"] = len(spec.captured)
     config["eagle_config"] |= captured_keys(spec)
     return config
 
@@ -90,7 +91,7 @@ SGLANG = Layout(
             MLA_LOADER,
         ),
         Limit(
-            lambda s: not is_mla(s) and s.attention.bias,
+            lambda s: isinstance(s.attention, Gqa) and s.attention.bias,
             "SGLang drops the biases of q_proj, k_proj, v_proj and o_proj in silence",
             "Serve this head with vLLM or TensorRT-LLM.",
             GQA_LOADER,

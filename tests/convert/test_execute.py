@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 from support.listing import names
@@ -38,7 +39,7 @@ def test_the_manifest_holds_both_sides_of_every_tensor(tmp_path, decided):
     for step in manifest.tensors:
         for record, side in [(step.output, after), *((source, before) for source in step.sources)]:
             _, shape, content = side[record.name]
-            assert record.shape == shape and record.sha256 == hashlib.sha256(content).hexdigest()
+            assert record.shape == shape and record.blake3 == blake3(content).hexdigest()
     assert (manifest.exact, manifest.source_layout, manifest.layout) == (True, "vllm", "trtllm")
     assert manifest.spec["kind"] == "gqa" and manifest.source == str(tmp_path / "source")
     assert manifest.kconv and json.loads((tmp_path / "out" / MANIFEST).read_text())["schema"] == 1
@@ -60,7 +61,7 @@ def test_what_is_taken_apart_is_recorded_whole(tmp_path):
     assert steps.keys() == set(apart)
     for step in steps.values():
         (record,) = step.sources
-        assert (record.name, record.sha256) == (fused, hashlib.sha256(before[fused][2]).hexdigest())
+        assert (record.name, record.blake3) == (fused, blake3(before[fused][2]).hexdigest())
 
 
 def test_parameters_are_the_weights_without_the_vocabulary_maps(tmp_path, decided):

@@ -1,13 +1,30 @@
 """Heads under the very names and keys of their makers: which layout tells, and what the head is read as."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MHA, TORCHSPEC_MLA, cut
-from support.heads import GQA, MHA, MLA
+from support.named import (
+    EMBED,
+    GQA,
+    GQA_PARTS,
+    LLAMA,
+    LM_HEAD,
+    MHA,
+    MHA_PARTS,
+    MLA,
+    MLA_PARTS,
+    NVIDIA,
+    OUTSIDE,
+    SPEC_FORGE,
+    TORCHSPEC,
+    fill,
+    layer,
+    maps,
+    without,
+    write,
+)  # fmt: skip
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.captured import Hints
@@ -17,7 +34,6 @@ from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.errors import (
     CapturedUndecided,
-    ConfigInvalid,
     ConfigUnsupported,
     LayoutCannot,
     TensorMissing,
@@ -25,58 +41,6 @@ from kconv.errors import (
     UnknownLayout,
 )
 from kconv.head.spec import Gqa, Norms
-
-MLA = replace(MLA, captured=(1, 29, 57))
-MHA = replace(MHA, captured=(1, 29, 57), rope=MLA.rope)
-GQA = replace(GQA, captured=(1, 29, 57))
-MLA_PARTS = {
-    "q_a_proj": (24, 96), "q_a_layernorm": (24,), "q_b_proj": (80, 24), "kv_a_proj_with_mqa": (40, 96),
-    "kv_a_layernorm": (32,), "kv_b_proj": (112, 32), "o_proj": (48, 64),
-}  # fmt: skip
-MHA_PARTS = {"q_proj": (32, 96), "k_proj": (32, 96), "v_proj": (32, 96), "o_proj": (48, 32)}
-GQA_PARTS = {"q_proj": (64, 96), "k_proj": (32, 96), "v_proj": (32, 96), "o_proj": (48, 64)}
-REST = {
-    "input_layernorm": (48,), "hidden_norm": (48,), "post_attention_layernorm": (48,),
-    "mlp.gate_proj": (40, 48), "mlp.up_proj": (40, 48), "mlp.down_proj": (48, 40),
-}  # fmt: skip
-OUTSIDE = {"fc.weight": (48, 144), "norm.weight": (48,)}
-EMBED, LM_HEAD = {"embed_tokens.weight": (64, 48)}, {"lm_head.weight": (64, 48)}
-
-
-def layer(prefix, attention):
-    """Return the shapes of a decoder layer by name."""
-    shapes = {f"{prefix}.self_attn.{part}.weight": shape for part, shape in attention.items()}
-    return shapes | {f"{prefix}.{part}.weight": shape for part, shape in REST.items()}
-
-
-def fill(shapes, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-def maps(kept=40, vocab=64):
-    """Return the two maps of a head that drafts every token from number `vocab - kept` on."""
-    marks = torch.arange(vocab) >= vocab - kept
-    return {"d2t": torch.full((kept,), vocab - kept, dtype=torch.int64), "t2d": marks}
-
-
-def write(folder, config, tensors):
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return open_checkpoint(folder)
-
-
-def without(config, *keys):
-    return {key: value for key, value in config.items() if key not in keys}
-
-
-TORCHSPEC = layer("midlayer", MLA_PARTS) | OUTSIDE | LM_HEAD | EMBED
-NVIDIA = layer("layers.0", MLA_PARTS) | OUTSIDE | LM_HEAD
-SPEC_FORGE = layer("midlayer", GQA_PARTS) | OUTSIDE | EMBED | {"lm_head.weight": (40, 48)}
-LLAMA = without(cut(TORCHSPEC_MHA, GQA), "use_sliding_window", "rope_scaling") | {
-    "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 
 
 def test_lightseeks_mla_head_of_17_tensors(tmp_path):
@@ -226,108 +190,6 @@ def test_safeailabs_head(tmp_path):
     head = read_head(checkpoint, hints=Hints(captured=(1, 29, 57)))
     assert head.layout.name == "safeailab"
     assert head.spec == replace(GQA, draft_vocab=40, max_positions=1024, tokens=head.spec.tokens)
-
-
-SPECULATORS = {
-    "architectures": ["Eagle3DraftModel"],
-    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
-    "draft_vocab_size": 40,
-    "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
-    "norm_before_fc": False,
-    "norm_before_residual": True,
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        "verifier": {"architectures": ["KimiK25ForConditionalGeneration"], "name_or_path": "org/target"},
-    },
-    "speculators_model_type": "eagle3",
-    "speculators_version": "0.3.0",
-    "target_hidden_size": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformer_layer_config": without(LLAMA, "tie_word_embeddings", "draft_vocab_size", "architectures"),
-    "transformers_version": "4.57.1",
-}
-SPECULATORS_SHAPES = layer("layers.0", GQA_PARTS) | OUTSIDE | EMBED | {"lm_head.weight": (40, 48)}
-
-
-def test_speculators_nested_config(tmp_path):
-    head = read_head(write(tmp_path / "head", SPECULATORS, fill(SPECULATORS_SHAPES) | maps()))
-    assert head.layout.name == "speculators"
-    expected = replace(GQA, draft_vocab=40, max_positions=1024, norms=Norms(before_residual=True))
-    assert replace(head.spec, tokens=GQA.tokens) == expected
-    config = plan(head, BY_NAME["vllm"]).config
-    assert config["norm_before_residual"] is True and config["vocab_size"] == 64
-    assert not {"transformer_layer_config", "speculators_model_type", "speculators_config"} & config.keys()
-    assert {"speculators_config", "speculators_model_type", "auto_map"} <= set(head.read.dropped)
-    with pytest.raises(LayoutCannot, match="residual"):
-        plan(head, BY_NAME["portable"])
-
-
-def test_speculators_silence_about_the_residual_is_refused_until_told(tmp_path):
-    checkpoint = write(
-        tmp_path / "head", without(SPECULATORS, "norm_before_residual"), fill(SPECULATORS_SHAPES) | maps()
-    )
-    with pytest.raises(ConfigInvalid, match="norm_before_residual") as caught:
-        read_head(checkpoint)
-    assert "--norm-before-residual" in caught.value.fix
-    for told in (True, False):
-        assert read_head(checkpoint, hints=Hints(norm_before_residual=told)).spec.norms.before_residual is told
-
-
-FAULTS = {
-    "told against the config": (SPECULATORS, Hints(norm_before_residual=False), ConfigInvalid),
-    "a nested config that is none": (SPECULATORS | {"transformer_layer_config": [1]}, Hints(), ConfigInvalid),
-    "two depths": (SPECULATORS | {"num_hidden_layers": 2}, Hints(), ConfigInvalid),
-}
-
-
-@pytest.mark.parametrize("config, hints, fault", FAULTS.values(), ids=FAULTS)
-def test_speculators_contradictions(tmp_path, config, hints, fault):
-    with pytest.raises(fault) as caught:
-        read_head(write(tmp_path / "head", config, fill(SPECULATORS_SHAPES) | maps()), hints=hints)
-    assert caught.value.where and caught.value.fix
-
-
-def test_qwens_norms_of_queries_and_keys_have_no_place(tmp_path):
-    norms = {f"layers.0.self_attn.{part}_norm.weight": (16,) for part in "qk"}
-    inner = SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}
-    tensors = fill(SPECULATORS_SHAPES | norms) | maps()
-    with pytest.raises(TensorUnknown, match="_norm"):
-        read_head(write(tmp_path / "head", SPECULATORS | {"transformer_layer_config": inner}, tensors))
-
-
-VLLM_KEYS = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "num_aux_hidden_states": 3}
-
-
-@pytest.mark.parametrize("prefix", ["layers.0", "midlayer"])
-def test_vllms_fused_gqa_names(tmp_path, prefix):
-    shapes = layer(prefix, GQA_PARTS) | OUTSIDE | LM_HEAD
-    apart = fill(shapes)
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    fused = dict(apart)
-    fused[f"{attention}.qkv_proj.weight"] = torch.cat([fused.pop(f"{attention}.{p}_proj.weight") for p in "qkv"])
-    fused[f"{mlp}.gate_up_proj.weight"] = torch.cat([fused.pop(f"{mlp}.{p}_proj.weight") for p in ("gate", "up")])
-    head = read_head(write(tmp_path / "head", LLAMA | VLLM_KEYS, fused))
-    manifest = execute(plan(head, BY_NAME["trtllm"]), tmp_path / "out")
-    assert manifest.exact and {s.action for s in manifest.tensors} >= {"re-packed"}
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in apart.items():
-        assert torch.equal(written[name.replace(prefix, "layers.0")], tensor), name
-
-
-def test_vllms_fused_mla_names(tmp_path):
-    apart = fill(NVIDIA)
-    fused, attention = dict(apart), "layers.0.self_attn"
-    parts = [fused.pop(f"{attention}.{part}.weight") for part in ("q_a_proj", "kv_a_proj_with_mqa")]
-    fused[f"{attention}.fused_qkv_a_proj.weight"] = torch.cat(parts)
-    config = without(cut(TORCHSPEC_MLA, MLA), "eagle_config") | VLLM_KEYS
-    head = read_head(write(tmp_path / "head", config, fused))
-    execute(plan(head, BY_NAME["trtllm"]), tmp_path / "out")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == apart.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in apart.items())
 
 
 def test_inverse_frequencies_are_dropped_with_a_reason(tmp_path):
