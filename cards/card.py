@@ -12,11 +12,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..checkpoint.manifest import Manifest, read_manifest
 from ..checkpoint.staging import refuse_existing
 from ..convert.launch import serve_command
-from ..errors import ReportInvalid
+from ..errors import LayoutCannot, ReportInvalid
 from ..validate.report import AcceptanceFigures, Report
 
 CARD = "README.md"
-ENGINES = {"vllm": "vLLM", "trtllm": "TensorRT-LLM"}
+ENGINES = {
+    "vllm": "vLLM's layout",
+    "trtllm": "TensorRT-LLM's layout",
+    "sglang": "SGLang's layout",
+    "portable": "a layout that TensorRT-LLM, vLLM and SGLang all load",
+}
 TAGS = ["eagle3", "speculative-decoding", "draft-model"]
 
 
@@ -46,10 +51,17 @@ def write_card(folder: Path, report: Report | None, facts: CardFacts) -> Path:
 
     Raises:
         OutputExists: the folder has a README.md already.
+        LayoutCannot: the head is in a trainer's layout, which no engine serves.
         ReportInvalid: the report is of other bytes than the folder's, or not clean.
     """
     manifest = read_manifest(folder)
     refuse_existing(folder / CARD)
+    if manifest.layout not in ENGINES:
+        raise LayoutCannot(
+            f"the head is in {manifest.layout}'s layout, which no engine serves",
+            where=folder,
+            fix="Convert it first (kconv to-portable, to-vllm, to-trtllm, to-sglang), then write that folder's card.",
+        )
     if report is not None:
         _refuse_foreign(report, manifest)
     environment = Environment(
@@ -80,13 +92,21 @@ def _facts(folder: Path, manifest: Manifest, report: Report | None, facts: CardF
         "source": manifest.source,
         "source_layout": manifest.source_layout,
         "kconv": manifest.kconv,
-        "exactness": "exact: every weight has the source's bytes" if manifest.exact else "not exact",
+        "exactness": _exactness(manifest),
         "verified": None if identical is None else ("identical, bit by bit" if identical else "NOT identical"),
         "texts": figures.texts if figures else (),
         "rows": _rows(figures.acceptance) if figures else [],
         "steps": figures.acceptance[0].steps if figures and figures.acceptance else 0,
         "precision": report.provenance.get("dtype", "") if report else "",
     }
+
+
+def _exactness(manifest: Manifest) -> str:
+    """Say what became of the weights' bytes: kept, but for the tensors that were added or computed."""
+    changes = [f"{step.output.name} {step.action}" for step in manifest.tensors if step.reason]
+    if not changes:
+        return "exact: every weight has the source's bytes"
+    return f"{'exact' if manifest.exact else '**not exact**'}; all have the source's bytes but {', '.join(changes)}"
 
 
 def _rows(acceptance: tuple[AcceptanceFigures, ...]) -> list[tuple[str, list[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint.manifest import MANIFEST, verify
+from ..checkpoint.manifest import MANIFEST, read_manifest, verify
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_slot
 from ..errors import KconvError
@@ -43,12 +43,26 @@ def check_values(head: Head) -> list[Finding]:
     return findings
 
 
+# Actions that leave a slot's bits as they are.
+SAME_BITS = ("carried", "renamed", "re-packed")
+# What a manifest's action changes about a head, beside the weights it speaks of.
+CHANGES = {"cast": {"dtype"}, "pruned": {"draft_vocab"}, "expanded": {"draft_vocab"}}
+
+
 def check_source(output: Head, source: Head) -> list[Finding]:
-    """Hold an output against its source: the manifest byte by byte, and each slot bit by bit."""
+    """Hold an output against its source: the manifest byte by byte, and each slot bit by bit.
+
+    What the manifest says was computed, added from the target or left out is not the source's, and is not
+    compared with it.
+    """
     findings: list[Finding] = []
+    actions: dict[str, str] = {}
+    left_out: set[str] = set()
     if (output.checkpoint.folder / MANIFEST).exists():
         try:
-            verify(output.checkpoint.folder, source.checkpoint)
+            manifest = verify(output.checkpoint.folder, source.checkpoint)
+            actions = {step.output.name: step.action for step in manifest.tensors}
+            left_out = set(manifest.dropped)
         except KconvError as fault:
             findings.append(from_fault(fault, rule="K301"))
     else:
@@ -61,8 +75,9 @@ def check_source(output: Head, source: Head) -> list[Finding]:
                 fix="Convert the head with kconv to have one.",
             )
         )
-    if output.spec != source.spec:
-        fields = [name for name in vars(source.spec) if getattr(source.spec, name) != getattr(output.spec, name)]
+    changed = {field for action in actions.values() for field in CHANGES.get(action, ())}
+    fields = [name for name, value in vars(source.spec).items() if getattr(output.spec, name) != value]
+    if set(fields) - changed:
         findings.append(
             Finding(
                 rule="K303",
@@ -72,8 +87,10 @@ def check_source(output: Head, source: Head) -> list[Finding]:
                 fix="Convert the source again.",
             )
         )
-    for slot in source.places.keys() | output.places.keys():
-        if not _same_bits(source, output, slot):
+    computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "carried") not in SAME_BITS}
+    absent = {slot for slot, (_, info) in source.places.items() if info.name in left_out}
+    for slot in sorted(source.places.keys() | output.places.keys()):
+        if slot not in computed | absent and not _same_bits(source, output, slot):
             findings.append(
                 Finding(
                     rule="K304",
@@ -84,6 +101,13 @@ def check_source(output: Head, source: Head) -> list[Finding]:
                 )
             )
     return findings
+
+
+def is_identical(output: Head, findings: list[Finding]) -> bool:
+    """Say whether every weight of an output has its source's bits: nothing was found, and nothing was computed."""
+    folder = output.checkpoint.folder
+    exact = not (folder / MANIFEST).exists() or read_manifest(folder).exact
+    return exact and not any(finding.rule in ("K301", "K303", "K304") for finding in findings)
 
 
 def from_fault(fault: KconvError, *, rule: str) -> Finding:

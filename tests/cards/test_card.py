@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from kconv.cards.card import CardFacts, write_card
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
-from kconv.convert.plan import plan
+from kconv.convert.plan import Wishes, plan
 from kconv.convert.read import read_head
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
 from kconv.validate.report import AcceptanceFigures, Figures, Finding, TextFigures
@@ -88,3 +89,20 @@ def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     with pytest.raises(NotACheckpoint, match="kconv did not make it"):
         write_card(head, None, CardFacts())
+
+
+@pytest.mark.parametrize("layout", ["vllm", "trtllm", "sglang", "portable"])
+def test_every_layout_that_is_written_has_a_card(tmp_path, layout):
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), MLA, random_slots(MLA))))
+    execute(plan(head, by_name(layout)), tmp_path / "out")
+    text = write_card(tmp_path / "out", None, CardFacts()).read_text()
+    assert "exact: every weight has the source's bytes" in text
+
+
+def test_a_weight_that_was_rounded_is_named(tmp_path):
+    spec = replace(MLA, dtype="F32")
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
+    execute(plan(head, by_name("vllm"), Wishes(dtype="BF16")), tmp_path / "out")
+    text = write_card(tmp_path / "out", None, CardFacts()).read_text()
+    assert "**not exact**" in text
+    assert "fc.weight cast" in text
