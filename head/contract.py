@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..checkpoint.header import TensorInfo
 from ..errors import KconvError, TensorMissing, TensorShape, TensorUnknown, TensorValue
 from .spec import HeadSpec
+
+if TYPE_CHECKING:
+    import torch
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -116,6 +118,8 @@ def check_d2t(spec: HeadSpec, d2t: torch.Tensor, name: str = "d2t") -> list[Brea
         d2t: [draft_vocab] integers.
         name: its name on disk.
     """
+    import torch  # here, as a plan needs the rest of this module and no torch
+
     ids = d2t.to(torch.int64) + torch.arange(d2t.numel())
     outside = int(((ids < 0) | (ids >= spec.vocab)).sum())
     if outside:

@@ -24,9 +24,10 @@ from torch import Tensor
 from ..errors import TensorMissing, TensorShape, TensorUnknown
 from .attention import Context, project_gqa, project_mla, rms_norm
 from .contract import check_d2t
-from .rope import cos_sin, softmax_scale
+from .rope import cos_sin
 from .slots import needs
 from .spec import Gqa, HeadSpec
+from .yarn import softmax_scale
 
 
 class DraftHead:

@@ -1,22 +1,6 @@
 """Rotary position embedding of a head. What belongs here: frequencies, cos and sin, two ways to turn a vector.
 
-YaRN has two readings, one for each attention, and they agree except where said here.
-
-* GQA: cos and sin are scaled by `attention_factor`; without it by `m(mscale) / m(mscale_all_dim)` where both
-  are set and not zero, else by `m(1)`. The softmax keeps `head_dim ** -0.5`. transformers and vLLM agree:
-  https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/modeling_rope_utils.py#L411-L415
-  https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py#L38-L46
-* MLA: cos and sin are scaled by `m(mscale) / m(mscale_all_dim)`, where a missing `mscale` is 1 and a missing
-  `mscale_all_dim` is 0, and the softmax by `m(mscale_all_dim) ** 2` on top of `qk_head_dim ** -0.5`:
-  https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L52-L55
-  https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1129-L1136
-  transformers reads MLA's cos and sin by the GQA rule, so it agrees where both or neither are set, and
-  differs where only one of the two is.
-
-`m(s) = 0.1 * s * ln(factor) + 1`, and 1 for a factor of 1 or less. On MLA, vLLM ignores an `attention_factor`
-other than 1.0, and takes 1.0 to mean that the softmax is *not* scaled
-(https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1115-L1120);
-here, as in transformers, it replaces the factor of cos and sin and nothing else.
+What YaRN scales beside the frequencies is in `yarn`.
 """
 
 from __future__ import annotations
@@ -28,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigUnsupported
 from .spec import Gqa, Linear, Llama3, Mla, Rope, Yarn
+from .yarn import cos_sin_factor
 
 
 def rotary_dims(attention: Gqa | Mla, rope: Rope) -> int:
@@ -96,35 +81,6 @@ def _llama3_frequencies(llama3: Llama3, plain: Tensor) -> Tensor:
         span = llama3.high_freq_factor - llama3.low_freq_factor
         kept = ((turns - llama3.low_freq_factor) / span).clamp(0, 1)
     return plain / llama3.factor * (1 - kept) + plain * kept
-
-
-def _m(yarn: Yarn, mscale: float) -> float:
-    return 0.1 * mscale * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
-
-
-def cos_sin_factor(rope: Rope, attention: Gqa | Mla) -> float:
-    """Return what cos and sin are multiplied by: 1.0 except with YaRN (rules in the module's docstring)."""
-    yarn = rope.scaling
-    if not isinstance(yarn, Yarn):
-        return 1.0
-    if yarn.attention_factor is not None:
-        return yarn.attention_factor
-    if isinstance(attention, Mla):
-        mscale = 1.0 if yarn.mscale is None else yarn.mscale
-        return _m(yarn, mscale) / _m(yarn, yarn.mscale_all_dim or 0.0)
-    if yarn.mscale and yarn.mscale_all_dim:
-        return _m(yarn, yarn.mscale) / _m(yarn, yarn.mscale_all_dim)
-    return _m(yarn, 1.0)
-
-
-def softmax_scale(rope: Rope, attention: Gqa | Mla) -> float:
-    """Return what the dot product of a query and a key is multiplied by before the softmax."""
-    if isinstance(attention, Gqa):
-        return attention.head_dim**-0.5
-    scale = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5
-    if isinstance(rope.scaling, Yarn):
-        scale *= _m(rope.scaling, rope.scaling.mscale_all_dim or 0.0) ** 2
-    return scale
 
 
 def cos_sin(rope: Rope, attention: Gqa | Mla, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
-        return self.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def encode_chat(self, turns: Sequence[str]) -> list[int]:
         """Return the ids of a dialogue up to where the target answers.
@@ -46,7 +47,7 @@ class Tokenizer:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
         text = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.encode(text)
+        return self.encode(str(text))
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:

@@ -101,7 +101,7 @@ def test_a_tensor_that_the_manifest_has_and_the_output_not_is_found(root):
         verify(root / "out")
 
 
-@pytest.mark.parametrize("field, value", [("sha256", "0" * 64), ("dtype", "F32"), ("shape", [1])])
+@pytest.mark.parametrize("field, value", [("blake3", "0" * 64), ("dtype", "F32"), ("shape", [1])])
 def test_a_record_that_is_not_the_tensors_is_found(root, field, value):
     rewrite(root, lambda record: record["tensors"][3]["output"].update({field: value}))
     with pytest.raises(ManifestMismatch):

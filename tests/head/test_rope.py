@@ -17,14 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from kconv.errors import ConfigUnsupported
 from kconv.head.rope import (
     cos_sin,
-    cos_sin_factor,
     inverse_frequencies,
     rotary_dims,
     rotate_halves,
     rotate_pairs,
-    softmax_scale,
 )
 from kconv.head.spec import Gqa, Linear, Llama3, Mla, Rope, Yarn
+from kconv.head.yarn import cos_sin_factor, softmax_scale
 
 MLA = Mla(heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=6)
 

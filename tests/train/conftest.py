@@ -1,0 +1,70 @@
+"""Heads of each kind, trained for a few steps on the trained tiny target."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kconv.target.model import load_target
+from kconv.train import recipe as recipes
+from kconv.train.recipe import EagleRecipe
+from kconv.train.trainer import train_head
+
+FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
+RECIPES = {
+    "mla": dataclasses.replace(recipes.TEST_MLA, **FEW),
+    "gqa": dataclasses.replace(recipes.TEST_GQA, **FEW),
+    "mha": dataclasses.replace(recipes.TEST_MHA, **FEW),
+    "reduced mla": dataclasses.replace(recipes.TEST_MLA, **FEW, draft_vocab=96),
+    "reduced gqa": dataclasses.replace(recipes.TEST_GQA, **FEW, draft_vocab=96),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained head: its recipe, its folder, and what its report says."""
+
+    recipe: EagleRecipe
+    folder: Path
+    report: dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target):
+    return load_target(tiny_target, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def text():
+    """Random tokens: a head learns the target's distribution whatever the target reads."""
+    return torch.randint(3, 512, (4000,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="session")
+def held_out():
+    return torch.randint(3, 512, (1200,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def train_few(tiny_target, text, held_out, tmp_path_factory):
+    """Return a function that trains a head of a kind once per session."""
+    made: dict[str, Trained] = {}
+
+    def train(kind: str) -> Trained:
+        if kind not in made:
+            out = tmp_path_factory.mktemp("heads") / "head"
+            train_head(tiny_target, out, RECIPES[kind], text, held_out)
+            report = json.loads((out / "modelopt" / "training.json").read_text())
+            made[kind] = Trained(RECIPES[kind], out, report)
+        return made[kind]
+
+    return train
+
+
+@pytest.fixture(scope="session", params=list(RECIPES))
+def trained(request, train_few) -> Trained:
+    return train_few(request.param)

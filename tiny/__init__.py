@@ -1,0 +1,1 @@
+"""A tiny Kimi-K2: config, tokenizer, text, training; what the demo and the tests stand on."""

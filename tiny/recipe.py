@@ -1,0 +1,59 @@
+"""How a tiny target is made. What belongs here: the recipe's dataclass, and the two recipes that kconv uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """A tiny Kimi-K2: its dimensions, under the names of its config.json, and its training.
+
+    Steps, not seconds, are counted, so that a recipe gives the same target on a slow machine.
+
+    The latent and rotary dims stay Kimi-K2's own: vLLM's MLA on CPU takes `kv_lora_rank + qk_rope_head_dim`
+    of 576 only, and no fewer than 7 layers give Eagle3's default capture three distinct ones.
+
+    Attributes:
+        steps: optimizer steps.
+        batch: sequences per step.
+        seq: tokens per sequence.
+        lr: peak learning rate of AdamW; it warms up for `warmup` steps and falls to 0 along a cosine.
+        ends_lr: the same for the embedding and the output matrix, whose rows are few tokens' own.
+        balance: by how much a router's `e_score_correction_bias` moves per step towards equal loads
+            (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        seed: of the weights and of the batches.
+    """
+
+    vocab_size: int = 512
+    hidden_size: int = 128
+    num_hidden_layers: int = 7
+    first_k_dense_replace: int = 1
+    num_attention_heads: int = 4
+    q_lora_rank: int = 64
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 32
+    intermediate_size: int = 384
+    moe_intermediate_size: int = 96
+    n_routed_experts: int = 4
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 2
+    routed_scaling_factor: float = 2.827
+    initializer_range: float = 0.08
+    steps: int = 700
+    batch: int = 8
+    seq: int = 128
+    lr: float = 1.5e-3
+    ends_lr: float = 2e-2
+    warmup: int = 20
+    balance: float = 1e-3
+    seed: int = 0
+
+
+DEMO = TinyRecipe()
+TEST = TinyRecipe(
+    hidden_size=64, num_attention_heads=2, q_lora_rank=32, intermediate_size=128, moe_intermediate_size=32,
+    steps=150, batch=4, warmup=10,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Eagle3 training with ModelOpt's hooks."""

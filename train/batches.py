@@ -1,0 +1,84 @@
+"""What a head is trained on: a text, and the target's states over it. What belongs here: cutting and capturing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
+
+from ..errors import RecipeInvalid
+from ..target.states import run_target
+from .module import offline_inputs
+
+
+class Batches:
+    """Batches of a text, with the target's states over each.
+
+    The target is run over a batch when it is asked for first; its states are kept, as a later pass over the
+    text needs the same ones. They take `(A + 1) * hidden` numbers per token.
+
+    Args:
+        target: a whole target.
+        tokens: the batches, each `[B, T]`.
+        captured: the layers that the head reads.
+    """
+
+    def __init__(self, target: DeepseekV3ForCausalLM, tokens: Sequence[Tensor], captured: Sequence[int]) -> None:
+        self._target, self._tokens, self._captured = target, tokens, captured
+        self._states: dict[int, dict[str, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def get(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return one batch's tokens `[B, T]` and the target's states, as ModelOpt's offline forward takes them."""
+        tokens = self._tokens[index]
+        if index not in self._states:
+            kept = offline_inputs(run_target(self._target, tokens, self._captured))
+            # The widest part by far, which ModelOpt computes again from the final states.
+            del kept["base_model_logits"]
+            self._states[index] = kept
+        return tokens, self._states[index]
+
+
+def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
+    """Return `count` windows of a text that do not overlap, in random order: `[count, seq]`.
+
+    Args:
+        text: [N] token ids.
+        seq: tokens per window.
+        count: how many.
+        seed: of the choice and the order.
+
+    Raises:
+        RecipeInvalid: the text holds fewer.
+    """
+    whole = len(text) // seq
+    if whole < count:
+        raise RecipeInvalid(
+            f"the recipe asks for {count:,} windows of {seq} tokens, and the text holds {whole:,}",
+            fix="Lower the recipe's batches, or give more text.",
+        )
+    chosen = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:count]
+    return text[: whole * seq].view(whole, seq)[chosen]
+
+
+def map_draft_vocab(text: Tensor, size: int) -> Tensor:
+    """Return the map from draft to target ids that keeps a text's most frequent tokens: `d2t`, [size] int64.
+
+    It holds offsets: draft id i means target id i + d2t[i]. Target ids ascend with draft ids.
+
+    Raises:
+        RecipeInvalid: the text holds fewer distinct tokens.
+    """
+    counts = torch.bincount(text)
+    distinct = int((counts > 0).sum())
+    if distinct < size:
+        raise RecipeInvalid(
+            f"the draft vocabulary has {size} tokens, and the text {distinct} distinct ones",
+            fix="Lower draft_vocab, or give more text.",
+        )
+    kept = counts.topk(size).indices.sort().values
+    return kept - torch.arange(size)

@@ -1,0 +1,84 @@
+"""ModelOpt's draft decoders, made to train what engines serve. What belongs here: the layers, and patching them in.
+
+ModelOpt 0.47 builds a head from a decoder layer class of its choice. Three things about that choice are mended,
+each without touching a weight's name or shape:
+
+* `kimik2` downloads a decoder from the hub, without a revision, and runs it; with transformers 5 it does not
+  import. Here it is transformers' own DeepSeek-V3 layer, which needs no download and takes any batch.
+  https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L509
+* The latent norms `q_a_layernorm` and `kv_a_layernorm` get the config's `rms_norm_eps`, as vLLM gives them
+  (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1082-L1098);
+  transformers leaves them at 1e-6 whatever the config says
+  (https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/modeling_deepseek_v3.py#L382-L390).
+* The hidden state is normed once. ModelOpt norms the embedding (`input_layernorm`) and the hidden state
+  (`hidden_norm`) in a hook before the first attention, but leaves `input_layernorm` in the layer as well, so the
+  hook is handed a hidden state that has gone through the embedding's norm. Engines hand it the residual stream.
+  https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80
+  https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L131-L143
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from modelopt.torch.speculative.plugins import hf_eagle
+from torch import Tensor, nn
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+
+class _ServedOrder:
+    """The order of norms and residuals in which engines run a layer of an Eagle3 head."""
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run one layer on `[B, T, hidden]`; the keyword arguments go to its attention."""
+        # ModelOpt gives hidden_norm to the one layer whose inputs its hook norms.
+        normed = hidden_states if hasattr(self, "hidden_norm") else self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class GqaLayer(_ServedOrder, LlamaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Llama's decoder layer as `eagle_decoder_type: llama` uses it."""
+
+
+class MlaLayer(_ServedOrder, DeepseekV3DecoderLayer):
+    """DeepSeek-V3's decoder layer as `eagle_decoder_type: kimik2` uses it; RoPE is DeepSeek's interleaved one."""
+
+    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.rotary_emb = DeepseekV3RotaryEmbedding(config)
+        attention: Any = self.self_attn
+        attention.q_a_layernorm.variance_epsilon = config.rms_norm_eps
+        attention.kv_a_layernorm.variance_epsilon = config.rms_norm_eps
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """Run one layer on `[B, T, hidden]` at `position_ids` [1 or B, T]."""
+        # ModelOpt leaves RoPE to this decoder and passes None.
+        kwargs["position_embeddings"] = self.rotary_emb(hidden_states, position_ids)
+        return super().forward(hidden_states, position_ids=position_ids, **kwargs)
+
+
+@contextmanager
+def served_decoders() -> Iterator[None]:
+    """Let ModelOpt's Eagle3 conversion take the layers above while the context is open.
+
+    Only building a head looks the classes up, so the context has to be open around `mtsp.convert` and no longer.
+    """
+    before = hf_eagle._setup_kimi_k2_decoder, hf_eagle.LlamaDecoderLayer
+    hf_eagle._setup_kimi_k2_decoder, hf_eagle.LlamaDecoderLayer = lambda: MlaLayer, GqaLayer
+    try:
+        yield
+    finally:
+        hf_eagle._setup_kimi_k2_decoder, hf_eagle.LlamaDecoderLayer = before

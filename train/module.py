@@ -1,0 +1,186 @@
+"""A head as ModelOpt's own module: built, exported, kept, loaded again. What belongs here: ModelOpt's config.
+
+A target is given a head by `mtsp.convert` in ModelOpt's offline mode: the target's layers are dropped, and each
+forward is fed what they would have put out (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/speculative_decoding/README.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import modelopt.torch.speculative as mtsp
+import torch
+from modelopt.torch.export import export_speculative_decoding
+from transformers import DeepseekV3ForCausalLM
+
+from ..checkpoint.bytes import write_safetensors
+from ..checkpoint.folder import read_json
+from ..checkpoint.header import read_header
+from ..checkpoint.tensors import TORCH, entry, read_tensor
+from ..convert.rope_keys import read_rope, write_rope
+from ..errors import NotACheckpoint, RecipeInvalid, TrainingFailed
+from ..head.spec import Mla
+from ..target.model import load_target
+from ..target.states import States
+from .decoder import served_decoders
+from .recipe import EagleRecipe, parse_recipe
+
+EagleModel = Any
+"""A target that `build_module` turned into ModelOpt's Eagle model; ModelOpt makes its class at run time."""
+
+WEIGHTS, RECIPE = "eagle_module.safetensors", "recipe.json"
+
+
+def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleModel:
+    """Turn a target, in place, into ModelOpt's Eagle model with an untrained head.
+
+    Args:
+        target: as `load_target` gives it. Its layers are dropped; embedding, final norm and `lm_head` stay,
+            frozen.
+        recipe: the head's.
+
+    Returns:
+        The same object, now ModelOpt's; its head is `eagle_module`.
+
+    Raises:
+        RecipeInvalid: the recipe does not fit the target, or ModelOpt refuses it.
+    """
+    layers, vocab = target.config.num_hidden_layers, target.config.vocab_size
+    if recipe.captured[-1] >= layers:
+        raise RecipeInvalid(
+            f"the recipe captures layer {recipe.captured[-1]}, and the target's layers are 0 to {layers - 1}",
+            fix="Name outputs of 0-based layers.",
+        )
+    if recipe.draft_vocab is not None and not 0 < recipe.draft_vocab < vocab:
+        raise RecipeInvalid(
+            f"draft_vocab is {recipe.draft_vocab}, and the target's vocabulary {vocab}",
+            fix="Give fewer tokens than the target has, or null for all of them.",
+        )
+    settings = eagle_settings(recipe, target)
+    # ModelOpt says on stdout what it finds, and stdout is for results.
+    with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(recipe.seed)
+        try:
+            return mtsp.convert(target, [("eagle", settings)])
+        except (AssertionError, ValueError) as fault:
+            raise RecipeInvalid(f"ModelOpt refuses this recipe: {fault}") from fault
+
+
+def eagle_settings(recipe: EagleRecipe, target: DeepseekV3ForCausalLM) -> dict[str, Any]:
+    """Return ModelOpt's EagleConfig for a recipe.
+
+    What ModelOpt would fill in from its own templates or from config class defaults (RoPE, special tokens,
+    dtype) is spelled out, so that the exported config says how the head was trained.
+    """
+    attention = dataclasses.asdict(recipe.attention)
+    heads = attention.pop("heads")
+    if isinstance(recipe.attention, Mla):
+        kv_heads = heads
+    else:
+        kv_heads = attention.pop("kv_heads")
+        attention["attention_bias"] = attention.pop("bias")
+    architecture = attention | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": recipe.intermediate,
+        "rms_norm_eps": recipe.eps,
+        "rope_theta": recipe.rope.theta,
+        "rope_scaling": write_rope(recipe.rope)["rope_parameters"],
+        "torch_dtype": str(TORCH[recipe.dtype]).removeprefix("torch."),
+        "use_aux_hidden_state": True,
+        "use_last_layernorm": True,
+        "eagle_aux_hidden_state_layer_ids": list(recipe.captured),
+        "_attn_implementation": "eager",
+    }
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        architecture[token] = getattr(target.config, token)
+    if recipe.draft_vocab is not None:
+        architecture["draft_vocab_size"] = recipe.draft_vocab
+    return {
+        "eagle_decoder_type": recipe.decoder,
+        "eagle_offline": True,
+        "eagle_ttt_steps": recipe.ttt_steps,
+        "eagle_loss_decay_factor": recipe.loss_decay,
+        "eagle_use_torch_compile": False,
+        # By default the export of an unscaled head claims YaRN of factor 32, which it never saw.
+        "eagle_export_rope_scaling": {},
+        "eagle_architecture_config": architecture,
+    }
+
+
+def reduce_vocab(model: EagleModel, d2t: torch.Tensor) -> None:
+    """Give a head its draft vocabulary, and the target's rows of these tokens to start from.
+
+    Args:
+        model: of a recipe with a `draft_vocab`; ModelOpt leaves its map at zeros and its `lm_head` random.
+        d2t: offsets, [draft_vocab] int64.
+    """
+    model.eagle_module.d2t.copy_(d2t)
+    kept = d2t + torch.arange(len(d2t))
+    model.eagle_module.lm_head.weight.data.copy_(model.lm_head.weight[kept])
+
+
+def offline_inputs(states: States) -> dict[str, torch.Tensor]:
+    """Return a target's states under the names that ModelOpt's offline forward reads."""
+    return {
+        "aux_hidden_states": states.captured,
+        "base_model_hidden_states": states.hidden,
+        "base_model_logits": states.logits,
+    }
+
+
+def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
+    """Write a head as ModelOpt's exporter does: model.safetensors and config.json.
+
+    Raises:
+        TrainingFailed: ModelOpt refuses to export, or the exported config states another RoPE than the trained.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            export_speculative_decoding(model, export_dir=folder)
+    except (AssertionError, KeyError) as fault:
+        raise TrainingFailed(f"ModelOpt cannot export this head: {fault}") from fault
+    rope = read_rope(read_json(folder / "config.json"))
+    if rope != recipe.rope:
+        raise TrainingFailed(
+            f"the head was trained with {recipe.rope}, and ModelOpt's export says {rope}",
+            fix="Train with a RoPE that ModelOpt carries over.",
+        )
+
+
+def save_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
+    """Write a head's weights under ModelOpt's own names, and the recipe that builds the module for them."""
+    state = model.eagle_module.state_dict()
+    write_safetensors(folder / WEIGHTS, [entry(name, tensor) for name, tensor in state.items()])
+    (folder / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+
+
+def load_module(folder: Path, target_folder: Path) -> EagleModel:
+    """Build ModelOpt's module again, with the weights that `save_module` wrote.
+
+    Args:
+        folder: where they are.
+        target_folder: the target that the head was trained for.
+
+    Raises:
+        NotACheckpoint, RecipeInvalid: the folder does not hold a module.
+        TargetInvalid: the target cannot be loaded.
+    """
+    recipe = parse_recipe(read_json(folder / RECIPE))
+    state = {name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
+    model = build_module(load_target(target_folder, TORCH[recipe.dtype]), recipe)
+    try:
+        model.eagle_module.load_state_dict(state)
+    except RuntimeError as fault:
+        raise NotACheckpoint(
+            f"the weights are not those of the recipe beside them: {fault}",
+            where=folder,
+            fix="Train the head again.",
+        ) from fault
+    return model.eval()
