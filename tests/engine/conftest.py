@@ -1,0 +1,72 @@
+"""An environment with vLLM in it; a target of random weights; a target and heads that were really trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kconv.head.spec import Gqa
+from kconv.pipeline.demo import DemoRecipe, run_demo
+from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import TEST
+from kconv.train.recipe import TEST_GQA, TEST_MLA
+
+ROOT = Path(__file__).parent.parent.parent
+# vLLM's attention on CPU takes no head_dim below 32.
+GQA = dataclasses.replace(TEST_GQA, attention=Gqa(4, kv_heads=2, head_dim=32))
+SMALL = DemoRecipe(TEST, (("mla", TEST_MLA), ("gqa", GQA)), prompts=4)
+
+
+@pytest.fixture(scope="session")
+def engine_python() -> Path:
+    """Return the interpreter that vLLM is started with: $KCONV_ENGINE_PYTHON, else what scripts/engine-env makes."""
+    given = os.environ.get("KCONV_ENGINE_PYTHON")
+    if given:
+        return Path(given)
+    made = subprocess.run([ROOT / "scripts" / "engine-env"], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def random_target(tiny_target, tmp_path_factory) -> Path:
+    """Return the tiny target with random weights in the trained ones' place.
+
+    Each layer changes the stream as much as it carries on, so that which one is captured matters, and greedy
+    decoding wanders among many tokens.
+    """
+    folder = tmp_path_factory.mktemp("random") / "target"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        if "embed_tokens" in name:
+            weights[name] = noise
+        elif weight.ndim == 2:
+            weights[name] = 1.5 * noise / weight.shape[1] ** 0.5
+        else:
+            weights[name] = weight + 0.1 * noise
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Path:
+    """Return a small demo's folder: target, mla/vllm and gqa/vllm; trained once, then found in the cache."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    run_demo(out, cache_root(), _quiet, SMALL)
+    return out
+
+
+@contextmanager
+def _quiet(_: str) -> Iterator:
+    yield lambda *_: None
