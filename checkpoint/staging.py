@@ -89,7 +89,7 @@ def _sync(path: Path) -> None:
 
 
 def _failed(out: Path, fault: OSError) -> OutputFailed:
-    full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return OutputFailed(
         f"{out} could not be written: {fault.strerror or fault}",
         where=fault.filename or out.parent,

@@ -124,7 +124,8 @@ def print_report(report: Report, *, as_json: bool) -> None:
         console.print(acceptance_table(report), "")
     for parity in figures.parity:
         console.print(
-            f"{parity.text}: logits within {parity.relative_error:.1e} of the source's, KL {parity.kl:.1e}, "
+            f"{parity.text}: logits {parity.rms_error:.1e} from the source's (worst {parity.relative_error:.1e}), "
+            f"KL {parity.kl:.1e}, "
             f"top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}",
             highlight=False,
         )
@@ -161,16 +162,16 @@ def print_demo(out: Path, made: Sequence[Made]) -> None:
     console = Console()
     for head in made:
         console.print(acceptance_table(head.report, title=f"{head.name} head"), "")
-    table = Table("made", "size", "parity with ModelOpt's module", "weights", "there and back", box=None)
-    table.add_row(str(out / "target"), _size(out / "target"), "", "", "")
+    table = Table(f"in {out}", "size", "parity with ModelOpt's module", "weights", "there and back", box=None)
+    table.add_row("target", _size(out / "target"), "", "", "")
     for head in made:
         parity = head.report.figures.parity
-        worst = max(p.relative_error for p in parity)
+        apart = max(p.rms_error for p in parity)
         agreed = min(p.top1 for p in parity)
         table.add_row(
-            str(out / head.name / "vllm"),
+            f"{head.name}/vllm",
             _size(out / head.name / "vllm"),
-            f"logits {worst:.0e}, top-1 {agreed:.1%}",
+            f"logits {apart:.0e}, top-1 {agreed:.1%}",
             "identical" if head.report.figures.identical else "[red]NOT identical",
             "identical" if head.round_trip else "[red]NOT identical",
         )

@@ -23,7 +23,7 @@ from .training import Progress, held_out_loss, initialize, train, unigram_loss
 
 KIND = "tiny-kimi-k2"
 # Raise it with each change to tiny/ that alters what a recipe makes.
-SOURCE = "1"
+SOURCE = "2"
 
 # What a tiny target shares with Kimi-K2.5's text_config to the letter.
 FIXED = {

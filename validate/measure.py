@@ -116,7 +116,7 @@ def measure(
         bigram: a bigram table to show beside the heads, with prompt lookup; neither is shown if None.
     """
     tallies = {name: _Tally() for name in (*drafters, *(("bigram", "prompt lookup") if bigram else ()))}
-    differences: list[tuple[float, float, float, float, int]] = []
+    differences: list[_Difference] = []
     for batch in text.batches:
         states = run_target(model, batch.tokens, captured)
         logits = {name: drafter.logits(batch.tokens, states) for name, drafter in drafters.items()}
@@ -163,27 +163,45 @@ def _behind_prompt(overlaps: Tensor, batch: Batch) -> Tensor:
     return overlaps[:, :, batch.prompt_length - 1 :]
 
 
-def _compare(source: Tensor, output: Tensor) -> tuple[float, float, float, float, int]:
-    """Return largest difference, largest source logit, summed KL, count of equal argmax, places."""
+@dataclass(frozen=True)
+class _Difference:
+    """How far one batch's logits are from the source's: maxima, and sums over places."""
+
+    largest: float
+    scale: float
+    squares: float
+    source_squares: float
+    kl: float
+    same: float
+    places: int
+
+
+def _compare(source: Tensor, output: Tensor) -> _Difference:
     p, q = source.float().log_softmax(-1), output.float().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
-    same = (source.argmax(-1) == output.argmax(-1)).sum()
-    worst, scale = (source - output).abs().max(), source.abs().max()
-    return float(worst), float(scale), float(kl.double().sum()), float(same), kl.numel()
+    difference = output - source
+    return _Difference(
+        largest=float(difference.abs().max()),
+        scale=float(source.abs().max()),
+        squares=float(difference.double().square().sum()),
+        source_squares=float(source.double().square().sum()),
+        kl=float(kl.double().sum()),
+        same=float((source.argmax(-1) == output.argmax(-1)).sum()),
+        places=kl.numel(),
+    )
 
 
-def _parity(
-    text: Text, steps: int, parts: list[tuple[float, float, float, float, int]], source: _Tally, output: _Tally
-) -> ParityFigures:
-    places = sum(part[4] for part in parts)
+def _parity(text: Text, steps: int, parts: list[_Difference], source: _Tally, output: _Tally) -> ParityFigures:
+    places = sum(part.places for part in parts)
     difference = pool(output.acceptances).length - pool(source.acceptances).length
     paired = [b - a for a, b in zip(source.per_position, output.per_position, strict=True)]
     return ParityFigures(
         text=text.kind,
         steps=steps,
-        relative_error=max(part[0] for part in parts) / max(part[1] for part in parts),
-        kl=sum(part[2] for part in parts) / places,
-        top1=sum(part[3] for part in parts) / places,
+        relative_error=max(part.largest for part in parts) / max(part.scale for part in parts),
+        rms_error=(sum(part.squares for part in parts) / sum(part.source_squares for part in parts)) ** 0.5,
+        kl=sum(part.kl for part in parts) / places,
+        top1=sum(part.same for part in parts) / places,
         length_difference=difference,
         length_difference_se=_standard_error(paired),
     )

@@ -87,6 +87,7 @@ class ParityFigures(_Record):
         text: the text's kind.
         steps: draft steps compared.
         relative_error: largest absolute difference over the source's largest absolute logit.
+        rms_error: root mean square of the differences over that of the source's logits.
         kl: mean KL divergence of the output's distribution from the source's, nats.
         top1: share of places where both have the same likeliest token.
         length_difference: acceptance length of the output minus the source's, paired.
@@ -96,6 +97,7 @@ class ParityFigures(_Record):
     text: TextKind
     steps: int
     relative_error: float
+    rms_error: float
     kl: float
     top1: float
     length_difference: float

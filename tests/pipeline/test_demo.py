@@ -37,8 +37,10 @@ def proven(made: list[Made]) -> None:
         assert head.report.figures.identical
         assert head.round_trip
         for parity in head.report.figures.parity:
-            # fp32 rounding of two programs that order their sums differently
-            assert parity.relative_error < 1e-5
+            # Two programs that order their sums differently: fp32 rounding (2 ** -23 is 1.2e-7) on the whole.
+            # The worst of a million logits is further off; each program alone is 1e-5 from the same in float64.
+            assert parity.rms_error < 2e-6
+            assert parity.relative_error < 1e-4
             assert parity.top1 == 1.0
             assert abs(parity.length_difference) < 1e-6
 
