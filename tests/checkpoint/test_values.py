@@ -1,0 +1,78 @@
+"""NaN, Inf and zero told from bits: torch's isfinite is the judge, on every pattern of the narrow formats."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kconv.checkpoint.values import Scan, Values
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+NARROW = [name for name, dtype in DTYPES.items() if dtype.itemsize <= 2]
+
+
+def scan(dtype: str, *chunks: bytes) -> Values:
+    scanned = Scan(dtype)
+    for chunk in chunks:
+        scanned.update(chunk)
+    return scanned.result()
+
+
+def finite(dtype: str, content: bytes) -> torch.Tensor:
+    """Return which values torch holds for finite; it has no isfinite for all formats, but widens them all."""
+    return torch.frombuffer(bytearray(content), dtype=DTYPES[dtype]).double().isfinite()
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_pattern_of_a_narrow_format_is_told_as_torch_tells_it(dtype):
+    width = DTYPES[dtype].itemsize
+    patterns = np.arange(1 << 8 * width, dtype=f"<u{width}")
+    whole = finite(dtype, patterns.tobytes()).numpy()
+    assert whole.any() and not whole.all()
+    assert scan(dtype, patterns[whole].tobytes()) == Values(0, False)
+    for wrong in patterns[~whole]:
+        assert scan(dtype, wrong.tobytes()).not_finite == 1
+    assert scan(dtype, patterns.tobytes()).not_finite == (~whole).sum()
+
+
+@pytest.mark.parametrize("dtype, width", [("F32", 4), ("F64", 8)])
+@given(st.data())
+def test_any_patterns_of_a_wide_format_are_told_as_torch_tells_them(dtype, width, data):
+    sign, inf = 1 << (8 * width - 1), {4: 0x7F80_0000, 8: 0x7FF0_0000_0000_0000}[width]
+    near = st.sampled_from([inf - 1, inf, inf + 1, sign | inf - 1, sign | inf, sign | inf + 1, sign - 1, 2 * sign - 1])
+    patterns = data.draw(st.lists(near | st.integers(0, 2 * sign - 1), max_size=9))
+    content = b"".join(p.to_bytes(width, "little") for p in patterns)
+    expected = int((~finite(dtype, content)).sum()) if patterns else 0
+    assert scan(dtype, content).not_finite == expected
+
+
+@given(st.lists(st.floats(width=32), max_size=20), st.integers(1, 7))
+@example([0.0, -0.0], 1)
+@example([], 1)
+@example([1e-45], 1)
+def test_zero_and_counts_do_not_depend_on_the_chunks(values, step):
+    parts = [struct.pack(f"<{len(part)}f", *part) for part in (values[i : i + step] for i in range(0, 20, step))]
+    expected = Values(int((~np.isfinite(values)).sum()), bool(values) and not any(values))
+    assert scan("F32", *parts) == scan("F32", b"".join(parts)) == expected
+
+
+def test_values_beyond_the_first_slice_count():
+    values = torch.zeros(1_000_000, dtype=torch.bfloat16)
+    values[[70_000, 999_999]] = torch.tensor([float("nan"), float("-inf")], dtype=torch.bfloat16)
+    assert scan("BF16", values.view(torch.uint8).numpy().data).not_finite == 2
+
+
+@pytest.mark.parametrize("dtype", ["I64", "U8", "BOOL", "F4"])
+def test_what_is_no_float_format_is_not_looked_at(dtype):
+    assert scan(dtype, b"\xff" * 16) == scan(dtype, b"\0" * 16) == Values(0, False)
