@@ -63,8 +63,8 @@ def _is_reduced(spec: HeadSpec) -> bool:
 
 
 def _shares_lm_head(spec: HeadSpec) -> bool:
-    """Engines share the target's lm_head, which has a row for each token of the full vocabulary."""
-    return not _is_reduced(spec)
+    """Engines share the target's lm_head, which has a row per token of the full vocabulary, as wide as the target."""
+    return not _is_reduced(spec) and _shares_embedding(spec)
 
 
 def _shares_embedding(spec: HeadSpec) -> bool:
