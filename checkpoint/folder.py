@@ -67,6 +67,8 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
             where=folder,
             fix="Delete it and run the command again.",
         )
+    if "config.json" not in names:
+        raise _without_config(folder)
     config = read_json(folder / "config.json")
     tensors = gather(folder, names, read_json(folder / INDEX) if INDEX in names else None)
     # A path need not be UTF-8, the manifest must be.
@@ -117,7 +119,19 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file.name} cannot be read: {fault.strerror}", where=file, fix="Check the path and its links."
         ) from fault
     except ValueError as fault:
-        raise ConfigInvalid(f"{file.name} is not to be read: {fault}", where=file, fix="Export it again.") from fault
+        raise ConfigInvalid(f"{file.name} cannot be read: {fault}", where=file, fix="Export it again.") from fault
+
+
+def _without_config(folder: Path) -> NotACheckpoint:
+    """Return the fault of a folder without a config, which may hold checkpoints in folders of its own."""
+    inner = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    return NotACheckpoint(
+        f"{folder} has no config.json" + (f", and its folders {', '.join(inner[:5])} have one" if inner else ""),
+        where=folder,
+        fix=f"Give one of them, e.g. {folder / inner[0]}"
+        if inner
+        else "A checkpoint is a folder with config.json and *.safetensors; check the path.",
+    )
 
 
 def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, TensorInfo]:

@@ -17,6 +17,17 @@ from .strict_json import parse_object
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000
+# What is sent or saved in the place of such a file, by its first bytes.
+IMPOSTORS = {
+    b"version https://git-lfs": ("a Git LFS pointer, and not the file it points to", "Run: git lfs pull"),
+    b"<": (
+        "a web page or XML, and not a safetensors file",
+        "Download it again; the server may have asked for a login.",
+    ),
+    b"PK\x03\x04": ("a zip archive, as torch.save writes it", "Save its tensors with safetensors first."),
+    b"GGUF": ("a GGUF file", "Give the checkpoint that it was made from."),
+}
+IMPOSTOR_BYTES = max(map(len, IMPOSTORS))
 # More than any tensor library has; the product of a million dims would take hours.
 MAX_DIMS = 64
 
@@ -79,6 +90,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         if not file.is_file():  # a pipe would wait for ever
             raise NotACheckpoint(f"{file.name} is not a file", where=file, fix="Check the path and its links.")
         with file.open("rb") as stream:
+            _refuse_impostor(stream.read(IMPOSTOR_BYTES), file)
+            stream.seek(0)
             return parse_header(stream, file, file.stat().st_size)
     except OSError as fault:
         raise NotACheckpoint(
@@ -122,6 +135,13 @@ def build_header(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict
     return struct.pack("<Q", len(text)) + text
 
 
+def _refuse_impostor(start: bytes, file: Path) -> None:
+    for mark, (what, fix) in IMPOSTORS.items():
+        # Read as the length of a header, each of these is longer than a header may be.
+        if start.startswith(mark) and int.from_bytes(start[:8], "little") > MAX_HEADER_BYTES:
+            raise CorruptHeader(f"{file.name} is {what}", where=file, fix=fix)
+
+
 def _corrupt(file: Path, what: str) -> CorruptHeader:
     return CorruptHeader(
         f"{file.name} is not a whole safetensors file: {what}",
@@ -141,7 +161,7 @@ def _parse(file: Path, text: bytes) -> dict[str, object]:
     try:
         header = parse_object(text)
     except ValueError as fault:
-        raise _corrupt(file, f"its header is not to be read: {fault}") from fault
+        raise _corrupt(file, f"its header cannot be read: {fault}") from fault
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a map of texts")

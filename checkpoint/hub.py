@@ -1,40 +1,35 @@
-"""A checkpoint on the Hugging Face Hub. What belongs here: pinning, listing, reading by range, downloading.
+"""A checkpoint on the Hugging Face Hub. What belongs here: pinning, listing, reading headers, downloading.
 
-This and `hub_faults` alone import huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports them when a
-name turns out to be a hub id.
+This, `hub_range` and `hub_faults` alone import huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports them
+when a name turns out to be a hub id. Downloads are `snapshot_download`'s and `hf_hub_download`'s own, over plain HTTP
+or through hf_xet where that is installed; of the two only plain HTTP is tested, as the stand-in does not speak Xet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_token,
-    hf_hub_download,
-    hf_hub_url,
-    is_offline_mode,
-    snapshot_download,
-)
+from huggingface_hub import HfApi, get_token, hf_hub_download, is_offline_mode, snapshot_download
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-from ..errors import HubRefused, HubUnreachable
+from ..errors import HubRefused
 from .folder import INDEX, Checkpoint, gather, open_checkpoint, read_json
 from .header import TensorInfo, parse_header
 from .hub_faults import LOGIN, named, not_cached
+from .hub_range import RangeReader
 from .locate import locate
 
-# The last two hold what kconv's own outputs record beside the weights: how to serve them.
-CHECKPOINT_FILES = ("*.safetensors", "*.json", "serve-*.sh", "serve-*.yaml")
+# What a card must repeat, or a release must carry on, by the names that publishers use.
+LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "THIRD_PARTY*")
+# What kconv's own outputs record beside the weights: how to serve them.
+LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
+CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENCE_FILES)
 # Kimi's tokenizer is a tiktoken.model with Python beside it, which is run only where the user trusts it.
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.txt", "*.py")
 # An engine reads the root alone; what lies deeper is other exports or a trainer's states.
 SUBFOLDERS = "*/*"
-RETRIES = 3
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,12 @@ class HubRepo:
     Attributes:
         repo: org/name.
         commit: 40 hex digits.
+        pinned: whether the user named the commit itself, and no branch that led to it.
     """
 
     repo: str
     commit: str
+    pinned: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -106,6 +103,26 @@ class HubRepo:
         """
         return self._fetch("config.json").parent
 
+    def fetch_tokenizer(self) -> Path:
+        """Download config and tokenizer, or find them in the local cache, and return their folder.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            NotACheckpoint: the repository has no config.
+        """
+        self.fetch_config()
+        return self._snapshot(("*.json", *TOKENIZER_FILES))
+
+    def fetch_licence(self) -> Path:
+        """Download licence texts and notices, or find them in the local cache, and return their folder.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            NotACheckpoint: the repository has no config.
+        """
+        self.fetch_config()
+        return self._snapshot(LICENCE_FILES)
+
     def fetch_model(self) -> Path:
         """Download config, weights and tokenizer, or find them in the local cache, and return their folder.
 
@@ -118,9 +135,9 @@ class HubRepo:
         with named(self.repo, self.commit):
             return Path(hf_hub_download(self.repo, file, revision=self.commit))
 
-    def _download(self, patterns: tuple[str, ...]) -> Path:
+    def _snapshot(self, patterns: tuple[str, ...]) -> Path:
         with named(self.repo, self.commit):
-            folder = Path(
+            return Path(
                 snapshot_download(
                     self.repo,
                     revision=self.commit,
@@ -129,6 +146,9 @@ class HubRepo:
                     local_files_only=is_offline_mode(),
                 )
             )
+
+    def _download(self, patterns: tuple[str, ...]) -> Path:
+        folder = self._snapshot(patterns)
         # The config alone, once fetched, passes for a whole snapshot where the cache holds no listing.
         if is_offline_mode() and not any(folder.glob("*.safetensors")):
             raise not_cached(self.repo, self.commit)
@@ -139,65 +159,6 @@ class HubRepo:
         with named(self.repo, self.commit):
             tree = HfApi().list_repo_tree(self.repo, revision=self.commit)
             return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-
-
-@dataclass
-class RangeReader:
-    """A file on the Hub, read from its start on by range requests, and never whole.
-
-    Attributes:
-        repo, commit, file: which file.
-        size: its bytes, as the Hub lists them; nothing is asked for beyond.
-        at: where the next read begins.
-    """
-
-    repo: str
-    commit: str
-    file: str
-    size: int
-    at: int = 0
-
-    def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, or fewer where the file ends.
-
-        Raises:
-            HubRefused: the file is not given to this account.
-            HubUnreachable: the connection broke, or the server sends whole files only.
-        """
-        end = min(self.at + count, self.size)
-        if end <= self.at:
-            return b""
-        with named(self.repo, self.commit):
-            data = self._request(self.at, end)
-        self.at += len(data)
-        return data
-
-    def _request(self, begin: int, end: int) -> bytes:
-        headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        url = hf_hub_url(self.repo, self.file, revision=self.commit)
-        # Not tried again once bytes flow: http_stream_backoff would yield a second time, as its own caller knows.
-        # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py#L397
-        with http_stream_backoff(
-            "GET",
-            url,
-            headers=headers,
-            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            max_retries=RETRIES,
-            retry_on_exceptions=(),
-        ) as response:
-            hf_raise_for_status(response)
-            if response.status_code != 206:
-                raise HubUnreachable(
-                    f"{constants.ENDPOINT} sends whole files only, and {self.file} is {self.size:,} bytes",
-                    where=url,
-                    fix=f"Download it first: hf download {self.repo} --revision {self.commit} --local-dir DIR",
-                )
-            data = bytearray()
-            for chunk in response.iter_bytes():
-                data += chunk
-                if len(data) >= end - begin:  # a server may send more than it was asked for
-                    break
-        return bytes(data[: end - begin])
 
 
 def resolve_repo(repo: str, revision: str | None) -> HubRepo:
@@ -213,7 +174,8 @@ def resolve_repo(repo: str, revision: str | None) -> HubRepo:
     """
     with named(repo, revision):
         _refuse_garbled(get_token())
-        return HubRepo(repo, HfApi().resolve_revision(repo, revision=revision).resolved)
+        commit = HfApi().resolve_revision(repo, revision=revision).resolved
+        return HubRepo(repo, commit, pinned=revision == commit)
 
 
 def _refuse_garbled(token: str | None) -> None:

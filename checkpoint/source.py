@@ -25,6 +25,11 @@ class Source(Protocol):
         """What the manifest records: the path as it was given, or org/name@<40 hex digits>."""
         ...
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the user named what is read, byte for byte: a folder, or a repository's commit."""
+        ...
+
     def open_headers(self) -> Checkpoint:
         """Open it for its config and headers; no weight is downloaded, and none may be there to be read."""
         ...
@@ -41,6 +46,14 @@ class Source(Protocol):
         """Return a folder that holds its config.json, and maybe nothing else."""
         ...
 
+    def fetch_tokenizer(self) -> Path:
+        """Return a folder that holds its config and its tokenizer, and maybe nothing else."""
+        ...
+
+    def fetch_licence(self) -> Path:
+        """Return a folder that holds its licence texts and notices, if it has any, and maybe nothing else."""
+        ...
+
     def fetch_model(self) -> Path:
         """Return a folder that holds all it takes to run it: config, weights and tokenizer."""
         ...
@@ -54,8 +67,13 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The path as it was given."""
-        return str(self.path)
+        """The path as it was given; it need not be UTF-8, and what is written or printed must be."""
+        return os.fsencode(self.path).decode(errors="replace")
+
+    @property
+    def pinned(self) -> bool:
+        """True: what is in the folder is what the user named."""
+        return True
 
     def open_headers(self) -> Checkpoint:
         """Open the folder; see `open_checkpoint` for its faults."""
@@ -70,6 +88,14 @@ class Folder:
         return locate(names, (file.name for file in self.path.iterdir()), lambda name: self.path / name)
 
     def fetch_config(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+    def fetch_tokenizer(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+    def fetch_licence(self) -> Path:
         """Return the folder."""
         return self.path
 

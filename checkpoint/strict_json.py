@@ -25,8 +25,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
         value = json.loads(
             text.decode(), object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite
         )
-        # Half a surrogate pair, smuggled in as an escape, has no bytes.
-        json.dumps(value, ensure_ascii=False).encode()
+        if b"\\u" in text:
+            # Half a surrogate pair, smuggled in as an escape, has no bytes.
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as fault:
         raise ValueError("it is nested too deeply") from fault
     if not isinstance(value, dict):

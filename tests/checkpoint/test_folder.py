@@ -44,6 +44,12 @@ def test_a_sharded_folder_is_opened(folder):
     assert opened.source == str(folder)
 
 
+def test_a_folder_of_exports_names_them(folder, tmp_path):
+    with pytest.raises(NotACheckpoint, match=r"its folders head have one") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.fix.endswith(str(tmp_path / "head"))
+
+
 def test_without_an_index_every_safetensors_file_counts(folder):
     (folder / INDEX).unlink()
     assert set(open_checkpoint(folder).tensors) == {"a", "b", "c"}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from support.heads import GQA, MLA, random_slots, write_head
 from support.hub_repos import Reply
 
@@ -63,6 +63,7 @@ def test_a_head_is_inspected_where_it_is(hub, folder):
     assert here.pop("source") == str(folder)
     assert there == here
     assert hub.sent() < (folder / "model.safetensors").stat().st_size / 100
+    assert f"source      org/head@{sha}" in succeed("inspect", "org/head")
 
 
 def test_a_head_of_reduced_vocabulary_is_inspected_without_its_map(hub, tmp_path):
@@ -99,7 +100,8 @@ def test_an_output_on_the_hub_is_validated_with_its_manifest(hub, folder, tmp_pa
     succeed("to-vllm", folder, tmp_path / "out")
     sha = hub.commit("org/out", tmp_path / "out")
     report = json.loads(succeed("validate", "org/out", "--source", folder, "--json"))
-    assert (report["subject"], report["findings"]) == (f"org/out@{sha}", [])
+    assert report["subject"] == f"org/out@{sha}"
+    assert not [finding for finding in report["findings"] if finding["severity"] == "error"]
 
 
 def test_a_branch_that_moves_amid_a_conversion_is_not_followed(hub, folder, tmp_path):
@@ -145,6 +147,34 @@ def test_a_target_is_asked_for_its_config_alone(hub, tmp_path):
     told = json.loads(succeed("inspect", head, "--target", "org/target", "--json"))
     assert told["spec"]["captured"] == [1, 3, 5]
     assert {s.call.path.rsplit("/", 1)[-1] for s in hub.served if "/resolve/" in s.call.path} == {"config.json"}
+
+
+def test_of_a_target_the_vocabulary_alone_is_downloaded(hub, tiny_target, tmp_path):
+    config = json.loads((tiny_target / "config.json").read_text())
+    dims = {"vocab": config["vocab_size"], "draft_vocab": config["vocab_size"]}
+    width = {"hidden": config["hidden_size"], "target_hidden": config["hidden_size"]}
+    spec = replace(MLA, **dims, **width, captured=(1, 2, 3))
+    head = write_head(tmp_path / "head", TRTLLM, spec, random_slots(spec))
+    tensors = load_file(tiny_target / "model.safetensors")
+    parts = {"head.safetensors": ["lm_head.weight"], "rest.safetensors": [n for n in tensors if n != "lm_head.weight"]}
+    placed = {name: file for file, held in parts.items() for name in held}
+    files = {path.name: path.read_bytes() for path in tiny_target.iterdir() if path.suffix != ".safetensors"}
+    files |= {file: save({name: tensors[name] for name in held}) for file, held in parts.items()}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": placed}).encode()
+    hub.commit("org/target", files)
+    (tmp_path / "text.txt").write_text("Return the sum of a and b.")
+    told = json.loads(succeed("vocab", head, "--target", "org/target", "--text", tmp_path / "text.txt", "--json"))
+    assert told["coverage"]["share"] == 1.0 and told["copies"]["by_offset"] == 0
+    asked = {served.call.path.rsplit("/", 1)[-1] for served in hub.served if "/resolve/" in served.call.path}
+    assert "head.safetensors" in asked and "rest.safetensors" not in asked
+
+
+def test_a_targets_own_code_is_run_of_a_named_commit_alone(hub, folder):
+    sha = hub.commit("org/target", {"config.json": json.dumps(TARGET).encode()})
+    ran = kconv("vocab", folder, "--target", "org/target@main", "--trust-remote-code")
+    assert ran.exit_code == 2 and f"org/target@{sha}" in ran.stderr
+    # By its commit it is looked at, and found to have no lm_head.
+    assert "has no lm_head" in refuse("vocab", folder, "--target", f"org/target@{sha}", "--trust-remote-code")
 
 
 def test_a_folder_of_the_ids_name_is_taken(hub, folder, tmp_path, monkeypatch):

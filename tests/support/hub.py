@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on loopback, for huggingface_hub's own client. What belongs here: the server.
 
 It shows what the client does, and nothing of what the real Hub would refuse. The routes are tables: `hub_read.READ`
-is what a reader needs.
+is what a reader needs, `hub_write.WRITE` what a writer does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import SHUT_RDWR
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from support.hub_datasets import DATASETS
 from support.hub_read import READ
 from support.hub_repos import Call, Refused, Reply, Repo
+from support.hub_write import WRITE
 
 # HEAD is answered as GET, without its body.
-ROUTES: list[tuple[str, str, Callable[..., Reply]]] = [*READ]
+ROUTES: list[tuple[str, str, Callable[..., Reply]]] = [*WRITE, *READ, *DATASETS]
 
 
 @dataclass(frozen=True)
@@ -36,19 +39,37 @@ class Served:
 
 @dataclass
 class Fault:
-    """What goes wrong in place of an answer: `reply`, or a connection that drops amid the body if None."""
+    """What goes wrong in place of an answer: `reply`, or a connection that drops amid a body if None.
+
+    The body is the answer's; or the request's where `upload` is set, and then the call is not carried out.
+    """
 
     where: re.Pattern[str]
     reply: Reply | None
     left: int
+    upload: bool = False
 
 
 class Hub:
-    """The stand-in: repositories, the calls it answered, and the faults it was told to make."""
+    """The stand-in: repositories, the calls it answered, and the faults it was told to make.
+
+    Attributes:
+        repos: by id.
+        tokens: those that it accepts; `readers` of them may only read, `bound` ones cannot create a repository.
+        publisher: what a CI job shows, and the token that it is given for that; None knows no trusted publisher.
+        objects: what was uploaded by LFS, by its sha256.
+        garble: what becomes of stored bytes when they are served; nothing, but on demand.
+        before: called with each call before it is answered.
+    """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.tokens: set[str] = set()
+        self.readers: set[str] = set()
+        self.bound: set[str] = set()
+        self.publisher: tuple[str, str] | None = None
+        self.objects: dict[str, bytes] = {}
+        self.garble: Callable[[bytes], bytes] = lambda data: data
         self.served: list[Served] = []
         self.faults: list[Fault] = []
         self.serves_ranges = True
@@ -91,6 +112,10 @@ class Hub:
         """Answer the next calls whose "METHOD /path" matches with `reply`, or drop the connection if None."""
         self.faults.append(Fault(re.compile(where), reply, times))
 
+    def drop_upload(self, where: str, *, times: int = 1_000) -> None:
+        """Close the connection halfway through the body of the next calls whose "METHOD /path" matches."""
+        self.faults.append(Fault(re.compile(where), None, times, upload=True))
+
     def sent(self, where: str = "") -> int:
         """Return the bytes of body sent for calls whose "METHOD /path" matches."""
         return sum(s.sent for s in self.served if re.search(where, f"{s.call.method} {s.call.path}"))
@@ -106,10 +131,10 @@ class Hub:
                     return refused.reply
         return Reply(404, b'{"error":"no such route"}')
 
-    def take_fault(self, call: Call) -> Fault | None:
+    def take_fault(self, method: str, path: str, *, upload: bool = False) -> Fault | None:
         """Return the fault that is due for a call, and count it."""
         for fault in self.faults:
-            if fault.left > 0 and fault.where.search(f"{call.method} {call.path}"):
+            if fault.left > 0 and fault.upload == upload and fault.where.search(f"{method} {path}"):
                 fault.left -= 1
                 return fault
         return None
@@ -118,18 +143,33 @@ class Hub:
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Head and body go out apart, and each second one would wait 40 ms for the acknowledgement of the first.
+        disable_nagle_algorithm = True
 
         def log_message(self, format: str, *args: object) -> None:
             pass
+
+        def _chunks(self) -> Iterator[bytes]:
+            while size := int(self.rfile.readline(), 16):
+                yield self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
 
         def _serve(self) -> None:
             url = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(url.query).items()}
             headers = {name.lower(): value for name, value in self.headers.items()}
-            body = self.rfile.read(int(headers.get("content-length", 0)))
+            length = int(headers.get("content-length", 0))
+            if hub.take_fault(self.command, unquote(url.path), upload=True):
+                self.rfile.read(length // 2)
+                self.close_connection = True
+                self.connection.shutdown(SHUT_RDWR)
+                return
+            chunked = headers.get("transfer-encoding") == "chunked"
+            body = b"".join(self._chunks()) if chunked else self.rfile.read(length)
             call = Call(self.command, unquote(url.path), query, headers, body)
             hub.before(call)
-            fault = hub.take_fault(call)
+            fault = hub.take_fault(call.method, call.path)
             reply = fault.reply if fault and fault.reply else hub.answer(call)
             sent = b"" if call.method == "HEAD" else reply.body
             if fault and not fault.reply:
@@ -143,7 +183,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             with suppress(ConnectionError):  # a client may have read enough
                 self.wfile.write(sent)
 
-        do_GET = do_HEAD = do_POST = _serve
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
 
     return Handler
 

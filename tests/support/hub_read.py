@@ -39,13 +39,22 @@ def _info(hub: Hub, call: Call, repo: str, rev: str = "main") -> Reply:
     held, sha = open_repo(hub, call, repo, rev)
     siblings = [{"rfilename": name} for name in sorted(held.commits[sha])]
     return as_json(
-        {"id": repo, "sha": sha, "private": held.private, "gated": held.gated, "tags": [], "siblings": siblings}
+        {
+            "_id": "0",
+            "id": repo,
+            "sha": sha,
+            "private": held.private,
+            "gated": held.gated,
+            "tags": [],
+            "siblings": siblings,
+        }
     )
 
 
 def _refs(hub: Hub, call: Call, repo: str) -> Reply:
     held, _ = open_repo(hub, call, repo, "main")
-    kinds = {"branches": ("heads", held.branches), "tags": ("tags", held.tags)}
+    branches = {name: sha for name, sha in held.branches.items() if not name.startswith("refs/")}
+    kinds = {"branches": ("heads", branches), "tags": ("tags", held.tags)}
     listed = {
         kind: [{"name": name, "ref": f"refs/{where}/{name}", "targetCommit": sha} for name, sha in refs.items()]
         for kind, (where, refs) in kinds.items()
@@ -98,6 +107,7 @@ def _stored(hub: Hub, call: Call, repo: str, digest: str) -> Reply:
 
 
 def _ranged(hub: Hub, call: Call, data: bytes, headers: dict[str, str]) -> Reply:
+    data = hub.garble(data)
     asked = re.fullmatch(r"bytes=(\d+)-(\d*)", call.headers.get("range", ""))
     if not asked or not hub.serves_ranges:
         return Reply(200, data, headers)
@@ -109,7 +119,7 @@ def _ranged(hub: Hub, call: Call, data: bytes, headers: dict[str, str]) -> Reply
     return Reply(206, part, headers | {"Content-Range": span})
 
 
-REPO, REV = r"(?P<repo>[^/]+/[^/]+)", r"(?P<rev>[^/]+|refs/\w+/\w+)"
+REPO, REV = r"(?P<repo>[^/]+/[^/]+)", r"(?P<rev>refs/\w+/\w+|[^/]+)"
 # HEAD is answered as GET, without its body.
 READ: list[tuple[str, str, Callable[..., Reply]]] = [
     ("GET", f"/api/models/{REPO}", _info),

@@ -13,11 +13,12 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 @dataclass
 class Repo:
-    """A repository: commits by sha, and the branches and tags that point at them."""
+    """A repository: commits by sha, the branches and tags that point at them, and its pull requests' titles."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    pulls: dict[int, str] = field(default_factory=dict)
     private: bool = False
     gated: bool = False
 

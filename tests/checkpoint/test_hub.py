@@ -1,0 +1,143 @@
+"""What is downloaded of a repository of the Hub: byte for byte, pinned, no more than is needed, and found offline."""
+
+import shutil
+
+import pytest
+from blake3 import blake3
+from support.hub_repos import Reply
+from support.published import SECRET, head, offline, weights
+
+from kconv.checkpoint.bytes import digest
+from kconv.checkpoint.source import resolve
+from kconv.errors import HubUnreachable
+
+
+def test_weights_are_downloaded_byte_for_byte_and_nothing_else_is(hub):
+    files = head()
+    sha = hub.commit("org/head", files)
+    opened = resolve("org/head").open_weights()
+    assert not opened.headers_only
+    assert opened.source == f"org/head@{sha}"
+    assert opened.tensors["fc.weight"].file.read_bytes() == files["model.safetensors"]
+    expected = blake3(weights()["fc.weight"].numpy().tobytes()).hexdigest()
+    assert digest(opened.tensors["fc.weight"]) == expected
+    assert sorted(path.name for path in opened.folder.iterdir()) == ["config.json", "model.safetensors"]
+    asked = {s.call.path for s in hub.served if "/resolve/" in s.call.path}
+    assert asked == {f"/org/head/resolve/{sha}/{name}" for name in ("config.json", "model.safetensors")}
+
+
+def test_a_download_that_breaks_off_is_taken_up_again(hub, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    files = head()
+    hub.commit("org/head", files)
+    hub.fail(r"GET /storage/", times=2)
+    opened = resolve("org/head").open_weights()
+    assert opened.tensors["fc.weight"].file.read_bytes() == files["model.safetensors"]
+
+
+def test_the_token_is_shown_to_the_hub_and_not_to_its_storage(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    hub.tokens = {SECRET}
+    hub.commit("org/head", head())
+    hub.repos["org/head"].private = True
+    source = resolve("org/head")
+    source.open_headers()
+    source.open_weights()
+    tokens = {"storage" in s.call.path: set() for s in hub.served}
+    for served in hub.served:
+        tokens["storage" in served.call.path].add(served.call.token)
+    assert tokens == {False: {SECRET}, True: {""}}
+
+
+def test_a_config_is_fetched_alone(hub):
+    hub.commit("org/head", head())
+    folder = resolve("org/head").fetch_config()
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert hub.sent(r"GET /storage/") == 0
+
+
+def test_a_model_is_fetched_with_its_tokenizer(hub):
+    tokenizer = ("tokenizer.json", "tiktoken.model", "tokenization_kimi.py", "chat_template.jinja")
+    hub.commit("org/head", head() | dict.fromkeys(tokenizer, b"{}"))
+    folder = resolve("org/head").fetch_model()
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", *tokenizer}
+
+
+def test_a_tokenizer_is_fetched_without_weights(hub):
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "tokenization_kimi.py")
+    hub.commit("org/head", head() | dict.fromkeys(tokenizer, b"{}"))
+    folder = resolve("org/head").fetch_tokenizer()
+    assert {path.name for path in folder.iterdir()} == {"config.json", *tokenizer}
+    assert hub.sent(r"GET /storage/") == 0
+
+
+LICENCES = ("LICENSE", "LICENSE.md", "NOTICE.txt", "THIRD_PARTY_NOTICES.md")
+
+
+def test_a_licence_is_fetched_without_weights(hub):
+    hub.commit("org/head", head() | dict.fromkeys(LICENCES, b"terms"))
+    folder = resolve("org/head").fetch_licence()
+    assert {path.name for path in folder.iterdir()} == {"config.json", *LICENCES}
+    assert hub.sent(r"GET /storage/") == 0
+
+
+def test_a_repository_without_a_licence_gives_a_folder_without_one(hub):
+    hub.commit("org/head", head())
+    assert [path.name for path in resolve("org/head").fetch_licence().iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("open_", ["open_weights", "fetch_model"])
+def test_licences_come_with_the_weights(hub, open_):
+    hub.commit("org/head", head() | dict.fromkeys(LICENCES, b"terms"))
+    opened = getattr(resolve("org/head"), open_)()
+    folder = opened.folder if open_ == "open_weights" else opened
+    assert {path.name for path in folder.iterdir()} >= set(LICENCES)
+
+
+@pytest.mark.parametrize("fetch", ["fetch_tokenizer", "fetch_licence"])
+def test_what_was_fetched_is_found_offline(hub, monkeypatch, fetch):
+    hub.commit("org/head", head() | {"LICENSE": b"terms", "tokenizer.json": b"{}"})
+    source = resolve("org/head")
+    before = sorted(getattr(source, fetch)().iterdir())
+    offline(monkeypatch)
+    assert sorted(getattr(source, fetch)().iterdir()) == before
+
+
+def test_a_folder_gives_itself(two_shards):
+    source = resolve(str(two_shards))
+    fetched = {getattr(source, name)() for name in ("fetch_config", "fetch_tokenizer", "fetch_licence", "fetch_model")}
+    assert (fetched, source.name) == ({two_shards}, str(two_shards))
+
+
+def test_offline_the_cache_answers(hub, monkeypatch):
+    sha = hub.commit("org/head", head())
+    resolve("org/head").open_weights()
+    hub.served.clear()
+    offline(monkeypatch)
+    source = resolve("org/head")
+    assert source.open_headers().source == source.open_weights().source == f"org/head@{sha}"
+    assert hub.served == []
+
+
+def test_offline_a_cache_without_a_listing_answers_too(hub, monkeypatch):
+    """Older versions of huggingface_hub kept none."""
+    sha = hub.commit("org/head", head())
+    folder = resolve("org/head").open_weights().folder
+    shutil.rmtree(folder.parent.parent / "trees")
+    offline(monkeypatch)
+    assert resolve("org/head").open_weights().source == f"org/head@{sha}"
+
+
+def test_offline_a_cache_that_holds_the_config_alone_is_not_whole(hub, monkeypatch):
+    hub.commit("org/head", head())
+    resolve("org/head").fetch_config()
+    offline(monkeypatch)
+    with pytest.raises(HubUnreachable, match="not whole in the local cache"):
+        resolve("org/head").open_weights()
+
+
+def test_without_a_network_what_was_downloaded_is_found(hub):
+    sha = hub.commit("org/head", head())
+    resolve("org/head").open_weights()
+    hub.fail(".*", Reply(503))
+    assert resolve("org/head").open_weights().source == f"org/head@{sha}"
