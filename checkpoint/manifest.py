@@ -13,7 +13,10 @@ from .bytes import digest, file_digest
 from .folder import Checkpoint, open_checkpoint
 
 MANIFEST = "kconv.json"
-Action = Literal["carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned"]
+Action = Literal[
+    "carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
+    "converted",
+]  # fmt: skip
 
 
 class _Record(BaseModel):
@@ -59,6 +62,31 @@ class Parameters(_Record):
         return self.trained + self.copied_from_target + self.unknown
 
 
+class ConversionRecord(_Record):
+    """How an attention was turned into the other kind: an approximation, calibrated and measured.
+
+    Attributes:
+        method: the steps, one sentence.
+        calibration: what it was calibrated and measured on, by name.
+        calibration_sha256: over the token ids, in order.
+        sequences, context: how many texts, and tokens of the longest.
+        rows: what was fitted on: chains times draft steps.
+        heal_steps: of gradient descent towards the original.
+        held_out: figures on the part that was neither fitted nor healed on; lengths include the bonus token.
+        details: what was chosen on the way.
+    """
+
+    method: str
+    calibration: str
+    calibration_sha256: str
+    sequences: int
+    context: int
+    rows: int
+    heal_steps: int
+    held_out: dict[str, Any]
+    details: dict[str, Any] = {}
+
+
 class Manifest(_Record):
     """What was made of what, and by whom; the schema of kconv.json.
 
@@ -75,6 +103,8 @@ class Manifest(_Record):
         tensors: every tensor of the output.
         dropped: source tensors that are not in the output, with the reason.
         files: every file of the output but this one.
+        training: how the head was trained, where kconv trained it: recipe, data, tokens, figures, libraries.
+        conversion: how its attention was turned into the other kind, where it was.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -92,6 +122,8 @@ class Manifest(_Record):
     tensors: tuple[StepRecord, ...]
     dropped: dict[str, str] = {}
     files: tuple[FileRecord, ...]
+    training: dict[str, Any] | None = None
+    conversion: ConversionRecord | None = None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

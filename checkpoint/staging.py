@@ -53,13 +53,23 @@ def staged(out: Path) -> Iterator[Path]:
         raise _failed(out, fault) from fault
     try:
         yield temporary
-        _flush(temporary)
-        _rename(temporary, out)
+        finish(temporary, out)
     except OSError as fault:
         raise _failed(out, fault) from fault
     finally:
         # After the rename there is nothing left at this name.
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def finish(temporary: Path, out: Path) -> None:
+    """Flush a folder to its disk and give it its name, which must be free.
+
+    Raises:
+        OutputExists: there is something at `out`.
+        OSError: the disk is full, or the name cannot be given.
+    """
+    _flush(temporary)
+    _rename(temporary, out)
 
 
 def _flush(folder: Path) -> None:
@@ -97,3 +107,61 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
         if full
         else "Check that the folder exists and is writable.",
     )
+
+
+def keep_staging(out: Path, key: str) -> Path:
+    """Make the workplace of a long job, or find the one that an interrupted run of the same job left.
+
+    Unlike `staged` it outlives a fault. Several processes may make it at once.
+
+    Args:
+        out: the folder to make; nothing may be there.
+        key: names the job; another job of the same output has a workplace of its own.
+
+    Returns:
+        A sibling of `out`. What shall become `out` goes into `files_of` it; the rest of it is the job's own.
+
+    Raises:
+        OutputExists: there is something at `out`.
+        OutputFailed: the disk is full or not writable.
+    """
+    refuse_existing(out)
+    place = staging_of(out, key)
+    try:
+        files_of(place).mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise _failed(out, fault) from fault
+    return place
+
+
+def staging_of(out: Path, key: str) -> Path:
+    """Return where the workplace of a long job is, or would be."""
+    return out.parent / f"{PARTIAL}{out.name[:40]}-{key}"
+
+
+def files_of(place: Path) -> Path:
+    """Return the folder inside a workplace that becomes the output."""
+    return place / f"{PARTIAL}files"
+
+
+def publish(place: Path, out: Path) -> None:
+    """Flush what is in a workplace, make it the output by one rename, and remove the rest.
+
+    Raises:
+        OutputExists: something appeared at `out`.
+        OutputFailed: the disk is full or not writable.
+    """
+    try:
+        finish(files_of(place), out)
+    except OSError as fault:
+        raise _failed(out, fault) from fault
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Turn the system's faults while writing towards `out` into OutputFailed."""
+    try:
+        yield
+    except OSError as fault:
+        raise _failed(out, fault) from fault

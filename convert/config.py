@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.header import TensorInfo
-from ..errors import ConfigInvalid, ConfigUnsupported
+from ..errors import ConfigInvalid
 from ..head.spec import Gqa, HeadSpec, Mla, Norms, Tokens, Yarn
 from .captured import Captured, Hints, decide
+from .config_checks import ABSENT, check_dims, checked, find, refuse_unsupported
 from .keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, ConfigTable, Key
 from .own_keys import unify
 from .quantized import CONFIG_KEY, has_scales
 from .rope_keys import read_rope, write_rope
 
-_ABSENT = object()
 EAGLE = "eagle_config"
-# Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.
-MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def read_config(
     config, left = unify(config, table or ConfigTable(), hints)
     # Carried as it is, beside the scales that it is about.
     quantization = {CONFIG_KEY: config.pop(CONFIG_KEY)} if CONFIG_KEY in config and has_scales(tensors) else {}
-    _refuse_unsupported(config)
+    refuse_unsupported(config)
     is_mla = bool(config.get("kv_lora_rank"))
     own, others = (MLA, GQA) if is_mla else (GQA, MLA)
     reduced = tensors.get("d2t")
@@ -83,7 +81,7 @@ def read_config(
         max_positions=_max_positions(config, rope.scaling, hints),
         **{name: value for name, value in values.items() if "." not in name and name != "lm_head_rows"},
     )
-    _check_dims(spec, config)
+    check_dims(spec, config)
     stated = {k: v for k, v in config.items() if k != EAGLE}
     stated |= {f"{EAGLE}.{k}": v for k, v in (config.get(EAGLE) or {}).items()}
     known = {name for key in (*COMMON, *own) for name in key.names + key.also} | ELSEWHERE | FIXED.keys()
@@ -119,65 +117,8 @@ def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    for name, allowed in FIXED.items():
-        value = _find(config, name)
-        if value is not _ABSENT and value not in allowed:
-            raise ConfigUnsupported(
-                f"{name} is {value!r}; kconv carries heads with {allowed[0]!r} only",
-                where="config.json",
-                fix="If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
-            )
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise ConfigUnsupported(
-            f"layer_types is {kinds!r}; kconv carries full attention only",
-            where="config.json: layer_types",
-            fix="Serve this head with the engine it was made for.",
-        )
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window") is not False and not kinds:
-        raise ConfigUnsupported(
-            f"sliding_window is {window!r}; kconv carries full attention only",
-            where="config.json",
-            fix="If the head was trained with full attention, set use_sliding_window to false.",
-        )
-
-
-def _check_dims(spec: HeadSpec, config: Mapping[str, Any]) -> None:
-    attention, count = spec.attention, config.get("num_aux_hidden_states")
-    if isinstance(attention, Gqa):
-        if attention.heads % attention.kv_heads:
-            raise ConfigInvalid(
-                f"{attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly",
-                where="config.json: num_key_value_heads",
-                fix="Correct the two counts; the one must divide the other.",
-            )
-        rotary = int(spec.rope.partial_rotary_factor * attention.head_dim)
-    else:
-        rotary = attention.qk_rope_head_dim
-        if spec.rope.partial_rotary_factor != 1:
-            raise ConfigUnsupported(
-                f"partial_rotary_factor is {spec.rope.partial_rotary_factor}, of an MLA head",
-                where="config.json",
-                fix="Remove the key if it has no effect on this head: qk_rope_head_dim says what is turned.",
-            )
-    if rotary < 2 or rotary % 2:
-        raise ConfigInvalid(
-            f"RoPE would turn {rotary} dims of each head; it turns pairs",
-            where="config.json",
-            fix="Correct head_dim, qk_rope_head_dim or partial_rotary_factor.",
-        )
-    if count is not None and count != len(spec.captured):
-        raise ConfigInvalid(
-            f"num_aux_hidden_states is {count!r}, and {len(spec.captured)} captured layers are listed",
-            where="config.json",
-            fix="Correct the one that fc.weight's width contradicts.",
-        )
-
-
 def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any:
-    stated = {name: value for name in key.names + key.also if (value := _find(config, name)) not in (_ABSENT, None)}
+    stated = {name: value for name in key.names + key.also if (value := find(config, name)) not in (ABSENT, None)}
     if len(set(map(repr, stated.values()))) > 1:
         raise ConfigInvalid(
             "the config contradicts itself: " + ", ".join(f"{n} is {v!r}" for n, v in stated.items()),
@@ -185,7 +126,7 @@ def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any
             fix="Engines would pick one each; leave the one that the head was trained with.",
         )
     for name, value in stated.items():
-        return _checked(name, value, key.kind)
+        return checked(name, value, key.kind)
     if key.default is None:
         raise ConfigInvalid(
             f"the config has no {key.names[0]}", where="config.json", fix="Take it from the head's training config."
@@ -193,47 +134,18 @@ def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any
     return key.default(values)
 
 
-def _checked(name: str, value: Any, kind: str) -> Any:
-    right, phrase = KINDS[kind]
-    if not right(value):
-        raise ConfigInvalid(f"{name} is {value!r}, not {phrase}", where="config.json", fix="Put the key right.")
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
-    "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
-    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v < 1, "a number between 0 and 1"),
-    "flag": (lambda v: isinstance(v, bool), "true or false"),
-    "token": (lambda v: all(map(_is_int, v if isinstance(v, list) else [v])), "a token id or a list of them"),
-}
-
-
 def _max_positions(config: Mapping[str, Any], scaling: object, hints: Hints) -> int:
     stated = hints.max_positions or config.get("max_position_embeddings")
     if stated is not None:
-        return _checked("max_position_embeddings", stated, "count")
+        return checked("max_position_embeddings", stated, "count")
     if isinstance(scaling, Yarn):
         longest = min(scaling.factor * scaling.original_max_positions, 2**31)
-        return _checked("max_position_embeddings, which follows from YaRN's factor,", int(longest), "count")
+        return checked("max_position_embeddings, which follows from YaRN's factor,", int(longest), "count")
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
         where="config.json",
         fix="Say --max-positions: the longest context that will be served.",
     )
-
-
-def _find(config: Mapping[str, Any], path: str) -> Any:
-    place: Any = config
-    for part in path.split("."):
-        if not isinstance(place, Mapping) or part not in place:
-            return _ABSENT
-        place = place[part]
-    return place
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:

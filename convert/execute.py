@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
@@ -43,22 +43,29 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
         NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
     """
     with staged(out) as folder:
-        weights = write_safetensors(
-            folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
-        )
-        files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
-        # A layout that is only read is a trainer's, and no engine's.
-        if plan.layout.write_config is not None:
-            for name, text in launch_files(plan.spec, plan.layout.name).items():
-                files.append(_write_text(folder / name, text))
-        if plan.source.side_file is not None:
-            copy = folder / plan.source.side_file.name
-            copy.write_bytes(plan.source.side_file.read_bytes())
-            files.append(_record_file(copy))
-        # Last, as without a config no reader takes a folder for a checkpoint.
-        files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-        manifest = _manifest(plan, weights, tuple(files))
-        write_manifest(folder, manifest)
+        return fill(plan, folder, advance)
+
+
+def fill(
+    plan: Plan, folder: Path, advance: Callable[[int], None] = lambda _: None, training: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Carry out a plan in a folder that its caller has staged; `training` is what the manifest says of it."""
+    weights = write_safetensors(
+        folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
+    )
+    files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
+    # A layout that is only read is a trainer's, and no engine's.
+    if plan.layout.write_config is not None:
+        for name, text in launch_files(plan.spec, plan.layout.name).items():
+            files.append(_write_text(folder / name, text))
+    if plan.source.side_file is not None:
+        copy = folder / plan.source.side_file.name
+        copy.write_bytes(plan.source.side_file.read_bytes())
+        files.append(_record_file(copy))
+    # Last, as without a config no reader takes a folder for a checkpoint.
+    files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
+    manifest = _manifest(plan, weights, tuple(files), training)
+    write_manifest(folder, manifest)
     return manifest
 
 
@@ -112,7 +119,9 @@ def _record(info: TensorInfo, blake3: str) -> TensorRecord:
     return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=blake3)
 
 
-def _manifest(plan: Plan, weights: Written, files: tuple[FileRecord, ...]) -> Manifest:
+def _manifest(
+    plan: Plan, weights: Written, files: tuple[FileRecord, ...], training: Mapping[str, Any] | None
+) -> Manifest:
     head = plan.source
     steps: list[StepRecord] = []
     for step in plan.steps:
@@ -147,4 +156,6 @@ def _manifest(plan: Plan, weights: Written, files: tuple[FileRecord, ...]) -> Ma
         tensors=tuple(steps),
         dropped=dict(plan.dropped),
         files=files,
+        training=dict(training) if training else None,
+        conversion=plan.conversion,
     )

@@ -41,7 +41,11 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
         raise fault.error()
     head = read_head(checkpoint, layout=layout, hints=hints)
     if head.spec.draft_vocab == head.spec.vocab:
-        raise LayoutCannot("the head has a row for each token of the target already", where=checkpoint.folder)
+        raise LayoutCannot(
+            "the head has a row for each token of the target already",
+            where=checkpoint.folder,
+            fix="There is nothing to expand; convert it as it is.",
+        )
     refuse_quantized(head)
     spec = replace(head.spec, draft_vocab=head.spec.vocab)
     lm_head, d2t = (head.places[slot][1] for slot in ("lm_head", "d2t"))

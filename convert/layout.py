@@ -144,6 +144,7 @@ def _rows(layout: Layout, spec: HeadSpec, role: str) -> dict[str, Stored]:
                 row.move.stored_shape([need.shape for need in own]),
                 dtypes_of(own[0].slot.dtype),
                 all(need.slot.absent_when(spec) for need in own),
+                own[0].slot.shape if len(own) == 1 else "",
             )
             found[name] = Stored(expected, slots, row.move)
     return found

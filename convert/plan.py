@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo, byte_size
-from ..checkpoint.manifest import Action
+from ..checkpoint.manifest import Action, ConversionRecord
 from ..errors import LayoutCannot, TargetInvalid
 from ..head.contract import FLOATS
 from ..head.slots import needs
@@ -93,6 +93,7 @@ class Plan:
         steps: one for each tensor of the output.
         dropped: source tensors that are not in the output, with the reason.
         target: the target's embedding and lm_head, where they are at hand.
+        conversion: how the attention was turned into the other kind, where it was.
     """
 
     source: Head
@@ -102,6 +103,7 @@ class Plan:
     steps: tuple[Step, ...]
     dropped: Mapping[str, str]
     target: Shared | None = None
+    conversion: ConversionRecord | None = None
 
 
 def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
@@ -128,7 +130,7 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
     shared = _droppable(head, layout, wishes)
     rows = _rows_to_write(head, layout, spec)
     steps = tuple(
-        _cast(_step(name, row, head), head, wishes.dtype)
+        _cast(step_of(name, row, head), head, wishes.dtype)
         for name, row in rows.items()
         if all(slot in head.places and slot not in shared for slot in row.slots)
     )
@@ -165,7 +167,8 @@ def _rows_to_write(head: Head, layout: Layout, spec: HeadSpec) -> dict[str, Stor
     return add_scales(rows, held)
 
 
-def _step(name: str, row: Stored, head: Head) -> Step:
+def step_of(name: str, row: Stored, head: Head) -> Step:
+    """Return the step that makes one tensor of the output from the source's slots, bit by bit."""
     sources: list[Source] = []
     for slot in row.slots:
         source = Source(*head.places[slot])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, TensorTwins, TensorUnknown, UnknownLayout
-from ..head.contract import FLOATS, check_d2t, compare
+from ..head.contract import FLOATS, Breach, check_d2t, compare, summarize
 from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
 from .captured import Hints
@@ -96,15 +96,10 @@ def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints
         checkpoint.config, tensors, dtype=weight_dtype(checkpoint), hints=hints or Hints(), table=layout.config
     )
     rows = rows_of(layout, read.spec, tensors)
-    ignored = ignorable(layout, tensors) | _idle_maps(read.spec, tensors)
-    breaches = compare(
-        {name: row.expected for name, row in rows.items()},
-        tensors,
-        ignored=ignored,
-        unclaimed=unclaimed(layout, read.spec),
-    )
+    breaches = find_breaches(layout, read.spec, tensors)
     if breaches:
-        raise breaches[0].error()
+        raise summarize(breaches).error()
+    ignored = ignorable(layout, tensors) | _idle_maps(read.spec, tensors)
     held = {name: row for name, row in rows.items() if name in tensors}
     places = {slot: (row, tensors[name]) for name, row in held.items() for slot in row.slots}
     for slot, need in needs(read.spec).items():
@@ -123,6 +118,20 @@ def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints
 def rows_of(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
     """Return each tensor that a head of this spec has or may have, by the names and in the formats that are there."""
     return add_scales(readable(layout, spec, tensors), tensors)
+
+
+def find_breaches(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> list[Breach]:
+    """Return every way in which a checkpoint's headers are not what a head of this spec has in a layout.
+
+    Raises:
+        LayoutCannot, TensorMissing: a quantized linear that cannot be read; see `convert.quantized`.
+    """
+    return compare(
+        {name: row.expected for name, row in rows_of(layout, spec, tensors).items()},
+        tensors,
+        ignored=ignorable(layout, tensors) | _idle_maps(spec, tensors),
+        unclaimed=unclaimed(layout, spec),
+    )
 
 
 def _idle_maps(spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:

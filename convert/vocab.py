@@ -192,7 +192,11 @@ def _without_t2d(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 def _need_map(head: Head) -> None:
     if "d2t" not in head.places:
-        raise LayoutCannot("the head has a full vocabulary and no map", where=head.checkpoint.folder)
+        raise LayoutCannot(
+            "the head has a full vocabulary and no map",
+            where=head.checkpoint.folder,
+            fix="There is nothing to rebuild; convert it as it is.",
+        )
 
 
 def _rebuilt(head: Head, checkpoint: Checkpoint, slot: str, made: Values) -> Step:

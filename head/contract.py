@@ -5,8 +5,8 @@ What belongs here: comparing what a spec demands with what a checkpoint holds, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..checkpoint.header import TensorInfo
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = ("BF16", "F16", "F32")
+# How many tensors a message names beside the first.
+NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class Expected:
         shape: the shape its meaning demands.
         dtypes: safetensors dtypes it may have.
         may_be_absent: whether engines can do without it.
+        formula: what the shape follows from, in the names of `head.slots`; empty where it is packed of several.
     """
 
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     may_be_absent: bool
+    formula: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,7 @@ def compare(
         Every breach, missing tensors first.
     """
     missing = [name for name, want in expected.items() if name not in held and not want.may_be_absent]
-    breaches = [
-        Breach(
-            TensorMissing,
-            f"{name} is missing; the config demands it, of shape {list(expected[name].shape)}",
-            name,
-            "Export the head again. An engine would leave this weight uninitialised and say nothing.",
-        )
-        for name in missing
-    ]
+    breaches = [_missing(expected[name], held) for name in missing]
     for name in sorted(held.keys() - expected.keys() - ignored.keys()):
         why = unclaimed.get(name, "no row of the layout accounts for it")
         breaches.append(
@@ -93,11 +89,32 @@ def compare(
     return breaches
 
 
+def summarize(breaches: Sequence[Breach]) -> Breach:
+    """Return the first of several breaches, which tells how many more there are, and where."""
+    first, *others = breaches
+    if not others:
+        return first
+    named = ", ".join(breach.where for breach in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
+    return replace(first, what=f"{first.what}; {len(others)} more do not fit: {named}")
+
+
+def _missing(want: Expected, held: Iterable[str]) -> Breach:
+    what = f"{want.name} is missing; the config demands it, of shape {list(want.shape)}"
+    fix = "Export the head again, or correct the config if the head never had it. An engine would leave this weight "
+    fix += "uninitialised and say nothing."
+    for name in held:
+        if name.endswith(f".{want.name}"):
+            prefix = name.removesuffix(want.name)
+            return Breach(TensorMissing, f"{what}; there is {name}", want.name, f"Take {prefix!r} off the names.")
+    return Breach(TensorMissing, what, want.name, fix)
+
+
 def _compare_one(want: Expected, have: TensorInfo) -> Iterable[Breach]:
     if have.shape != want.shape:
+        follows = f" ({want.formula})" if want.formula else ""
         yield Breach(
             TensorShape,
-            f"{want.name} is {list(have.shape)}; the config demands {list(want.shape)}",
+            f"{want.name} is {list(have.shape)}; the config demands {list(want.shape)}{follows}",
             want.name,
             "Correct the config's dims, or export the head again; its config belongs to another head.",
         )

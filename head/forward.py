@@ -133,14 +133,16 @@ class DraftHead:
             if layer > 0:
                 x = self._norm(residual, f"{layer}.input_layernorm")
             residual = residual + self.attend(layer, x, positions, context)
-            residual = residual + self._mlp(layer, self._norm(residual, f"{layer}.post_attention_layernorm"))
+            residual = residual + self.mlp(layer, self._norm(residual, f"{layer}.post_attention_layernorm"))
         normed = self._norm(residual, "norm")
         return (normed if self.spec.norms.output else residual), F.linear(normed, self.weights["lm_head"])
 
     def _norm(self, x: Tensor, slot: str) -> Tensor:
         return rms_norm(x, self.weights[slot], self.spec.eps)
 
-    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        """Return the output of one layer's SwiGLU MLP `[B, T, hidden]`, without the residual, of a normed x."""
+
         def linear(name: str, x: Tensor) -> Tensor:
             slot = f"{layer}.{name}"
             return F.linear(x, self.weights[slot], self.weights.get(f"{slot}.bias"))

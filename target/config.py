@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint.folder import read_json
 from ..errors import TargetInvalid
 
+FETCH_AGAIN = "Fetch the target's config.json again."
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 # The keys that Kimi-K2 and Kimi-K2.5 name alike, and no engine can do without.
@@ -91,7 +92,7 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
     wrapped = "text_config" in raw
     text = raw["text_config"] if wrapped else raw
     if not isinstance(text, dict):
-        raise TargetInvalid("text_config is not an object", where=where, fix="Fetch the target's config.json again.")
+        raise TargetInvalid("text_config is not an object", where=where, fix=FETCH_AGAIN)
     hidden, layers, vocab, heads, positions = (_count(text, key, where) for key in COUNTS)
     both = {**raw, **text} if wrapped else raw
     return TargetConfig(
@@ -115,27 +116,6 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
     )
 
 
-def default_captured(layers: int) -> tuple[int, int, int]:
-    """Return the layers that Eagle3 captures where nothing else is said, as outputs of 0-based layers.
-
-    These are ModelOpt's (1, N//2 - 1, N - 4), which vLLM, counting layer *inputs*, calls (2, N//2, N - 3):
-    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py#L1712-L1733
-
-    Args:
-        layers: number of the target's decoder layers.
-
-    Raises:
-        TargetInvalid: the target is too shallow for three distinct layers.
-    """
-    captured = (1, layers // 2 - 1, layers - 4)
-    if not captured[0] < captured[1] < captured[2]:
-        raise TargetInvalid(
-            f"a target of {layers} layers has no three distinct default layers to capture: {captured}",
-            fix="Name the captured layers explicitly, in ascending order.",
-        )
-    return captured
-
-
 def _count(config: dict[str, Any], key: str, where: object) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -156,7 +136,9 @@ def _dtype(config: dict[str, Any]) -> str | None:
 def _architecture(config: dict[str, Any], where: object) -> str:
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise TargetInvalid(f"the target's architectures are {names!r}, not a list of names", where=where)
+        raise TargetInvalid(
+            f"the target's architectures are {names!r}, not a list of names", where=where, fix=FETCH_AGAIN
+        )
     return names[0]
 
 
@@ -173,5 +155,5 @@ def _tokens(config: dict[str, Any], key: str, where: object) -> tuple[int, ...]:
 
 def _check_id(value: object, key: str, where: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TargetInvalid(f"the target's {key} holds {value!r}, which is no token id", where=where)
+        raise TargetInvalid(f"the target's {key} holds {value!r}, which is no token id", where=where, fix=FETCH_AGAIN)
     return value

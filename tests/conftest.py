@@ -4,7 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# A machine that is slow for a moment is no fault of the example that it was at.
+settings.register_profile("kconv", deadline=None)
+settings.load_profile("kconv")
 os.environ.setdefault("KCONV_CACHE", str(Path(__file__).parent.parent / ".cache"))
 
 

@@ -39,9 +39,10 @@ def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
         for layout in LAYOUTS:
             if layout.told_by(config, names):
                 return layout
+    what = "this may be an Eagle3 head, whose config and tensor names bear no layout's marks"
     raise UnknownLayout(
-        f"this is no Eagle3 head in a layout that kconv knows: architectures {config.get('architectures')}, "
-        f"model_type {config.get('model_type')!r}",
+        (what if "fc.weight" in names else "this is no Eagle3 head in a layout that kconv knows")
+        + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where="config.json",
         fix=f"If it is a head all the same, name its layout with --from: {', '.join(BY_NAME)}.",
     )

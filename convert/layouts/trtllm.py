@@ -1,6 +1,6 @@
 """TensorRT-LLM's layout, and ModelOpt's, whose exporter writes for it. What belongs here: rows, keys, limits.
 
-Loader: https://github.com/NVIDIA/TensorRT-LLM/blob/main/tensorrt_llm/_torch/models/modeling_speculative.py
+Loader: Eagle3ForCausalLM in the file that `limits.TRTLLM_MODEL` links to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..captured import CONVENTION, OUTPUTS
 from ..config import write_keys
 from ..layout import Layout, Limit
 from .identity import identity
-from .limits import FC_NORMS_TWICE, MLA_ROPE, is_mla, trtllm_scales_otherwise
+from .limits import FC_NORMS_TWICE, MLA_ROPE, TRTLLM_MODEL, TRTLLM_ROPE, is_mla, trtllm_scales_otherwise
 from .marks import eagle_config, has_midlayer
 from .rows import HIDDEN, INPUT, MIDLAYER, MIDLAYERS, beside, head_rows, instead, later_norm
 
@@ -55,21 +55,32 @@ TRTLLM = Layout(
             lambda s: s.norms.before_residual,
             "TensorRT-LLM takes the residual before hidden_norm, always (norm_before_residual is not read)",
             "Serve this head with vLLM.",
+            f"{TRTLLM_MODEL} (Eagle3DecoderLayer.forward)",
         ),
         Limit(
             lambda s: len(s.captured) == 1,
             "TensorRT-LLM builds no fc for a single captured layer",
             "Serve this head with vLLM.",
+            f"{TRTLLM_MODEL} (Eagle3DraftModel.__init__)",
+        ),
+        Limit(
+            lambda s: len(s.captured) * s.target_hidden == s.hidden,
+            "TensorRT-LLM skips fc where what it reads is as wide as the head",
+            "Serve this head with vLLM.",
+            f"{TRTLLM_MODEL} (Eagle3ForCausalLM.apply_eagle3_fc)",
         ),
         Limit(
             lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
-            "Expand the head to the full vocabulary first, or serve it with vLLM.",
+            "Expand it first, kconv vocab HEAD --expand OUT, and convert OUT; or serve this head with vLLM.",
+            # With d2t on the model itself, the loader looks for the layer's tensors under names that nobody stores.
+            f"{TRTLLM_MODEL} (Eagle3DraftModel.__init__, Eagle3ForCausalLM.load_weights)",
         ),
         Limit(
             trtllm_scales_otherwise,
             "TensorRT-LLM reads this YaRN's attention_factor, mscale or mscale_all_dim otherwise than the trainer does",
             "Serve this head with vLLM.",
+            f"{TRTLLM_ROPE} (RopeParams.from_config)",
         ),
         FC_NORMS_TWICE,
     ),

@@ -53,6 +53,17 @@ def test_what_a_kill_leaves_beside_is_marked_as_such(kills):
         assert not (left["beside"] and left["out"]), "the folder is renamed, not copied"
 
 
+def test_no_reader_takes_what_a_kill_leaves_beside_for_a_head(kills):
+    assert any(left["beside"] for left in kills if left["kill"] == "random"), "a random kill came amid the work"
+    for left in kills:
+        assert left["accepted"] == [], left
+
+
+def test_an_engine_that_is_shown_it_all_the_same_finds_nothing_or_the_whole(kills):
+    seen = [what for left in kills for what in left["engines"]]
+    assert set(seen) <= {"nothing", "whole"} and "nothing" in seen
+
+
 def test_kills_come_both_before_and_after_the_rename(kills):
     calls = [left for left in kills if left["kill"].startswith("call")]
     assert calls[0]["out"] is None

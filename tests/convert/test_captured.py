@@ -27,6 +27,8 @@ DECIDED = {
     "beside the outputs nested": (config([2, 30, 58], [1, 29, 57]), Hints(), (1, 29, 57)),
     "beside the outputs, stated": (config([2, 30, 58], [1, 29, 57], **{STATED: "layer_outputs"}), Hints(), (1, 29, 57)),
     "a nested list with 1, which no default of inputs has": (config(nested=[1, 29, 57]), Hints(), (1, 29, 57)),
+    "with 1, the table says, also of a list that is no one's default": (config(nested=[1, 8, 24]), Hints(), (1, 8, 24)),
+    "with 1 after 0": (config(nested=[0, 1, 3]), Hints(target_layers=61), (0, 1, 3)),
     "ModelOpt's default for the target's depth": (config(nested=[1, 29, 57]), Hints(target_layers=61), (1, 29, 57)),
     "ModelOpt's list of a shallow target": (config(nested=[0, 1, 3], **MARKS), Hints(), (0, 1, 3)),
     "ModelOpt's marks": (config(nested=[7, 23, 51], **MARKS), Hints(), (7, 23, 51)),

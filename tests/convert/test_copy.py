@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import subprocess
 import sys
@@ -12,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.heads import GQA, MLA, random_slots, write_head
+from support.heads import GQA, MLA, random_slots, write_head, write_sparse
 from support.listing import names
-from support.safetensors_bytes import entry
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.layout import stored
 from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
@@ -147,18 +144,7 @@ def sparse_head(folder, size):
     """Write a head of about `size` bytes, all zeros that take no disk, under a trainer's names."""
     rows = size // (2 * 2 * MLA.hidden)
     spec = replace(MLA, vocab=rows, draft_vocab=rows)
-    header, at = {}, 0
-    for name, row in stored(TORCHSPEC, spec).items():
-        end = at + 2 * torch.Size(row.expected.shape).numel()
-        header[name] = entry("BF16", list(row.expected.shape), at, end)
-        at = end
-    text = json.dumps(header).encode()
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(folder / "model.safetensors", 8 + len(text) + at)
-    assert TRTLLM.write_config is not None
-    (folder / "config.json").write_text(json.dumps(TRTLLM.write_config(spec)))
-    return at
+    return write_sparse(folder, TORCHSPEC, spec, TRTLLM.write_config(spec))
 
 
 def test_memory_is_constant_and_a_rename_needs_no_torch(tmp_path):

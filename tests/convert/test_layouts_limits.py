@@ -1,5 +1,6 @@
 """What an engine has no place for is refused, with the reason; each limit of each layout is met here."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -49,7 +50,7 @@ REFUSED = {
     "a single captured layer": (replace(MLA, captured=(3,)), ("trtllm", "sglang", "portable"), "fc"),
     "states as wide together as the head": (
         replace(GQA, captured=(1, 3), target_hidden=24),
-        ("sglang", "portable"),
+        ("trtllm", "sglang", "portable"),
         "skips fc",
     ),
     "the output of layer 0": (replace(MLA, captured=(0, 3, 5)), ("sglang", "portable"), "output of layer 0"),
@@ -123,8 +124,20 @@ def test_portable_refuses_what_any_engine_refuses():
     assert {limit.what for limit in BY_NAME["portable"].limits} == union
 
 
-def test_a_limit_that_names_a_source_pins_it_to_a_tag():
+def test_a_limit_that_names_a_source_pins_it_to_a_tag_or_a_commit():
     for layout in LAYOUTS:
         for limit in layout.limits:
             if "/blob/" in limit.source:
-                assert "/blob/v0.32.0/" in limit.source or "/blob/v0.5.23/" in limit.source
+                assert re.search("/blob/(v0.32.0|v0.5.23|[0-9a-f]{40})/", limit.source)
+
+
+def test_tensorrt_llms_limits_all_name_their_source():
+    assert all(limit.source for limit in BY_NAME["trtllm"].limits)
+
+
+def test_a_reduced_mla_head_is_told_the_command_that_expands_it(tmp_path):
+    spec = replace(MLA, draft_vocab=40)
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
+    with pytest.raises(LayoutCannot) as caught:
+        plan(head, BY_NAME["trtllm"])
+    assert "kconv vocab HEAD --expand OUT" in caught.value.fix

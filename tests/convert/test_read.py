@@ -56,6 +56,33 @@ def test_each_tensor_is_needed(tmp_path, spec):
         assert caught.value.where == name and caught.value.fix
 
 
+def test_several_missing_tensors_are_one_message(tmp_path):
+    """The six that a peer of kconv's drops of an MLA head, and says that the validation succeeded."""
+    parts = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+    lost = [f"layers.0.self_attn.{part}.weight" for part in parts]
+    folder = head(tmp_path, MLA, lambda tensors: [tensors.pop(name) for name in lost])
+    with pytest.raises(TensorMissing, match="5 more do not fit") as caught:
+        read_head(open_checkpoint(folder))
+    assert all(name in caught.value.what for name in lost)
+
+
+def test_a_prefix_that_engines_do_not_take_off_is_named(tmp_path):
+    def prefix(tensors):
+        for name in [*tensors]:
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    folder = head(tmp_path, GQA, prefix)
+    with pytest.raises(TensorMissing, match=r"there is model\.fc\.weight") as caught:
+        read_head(open_checkpoint(folder))
+    assert "'model.'" in caught.value.fix
+
+
+def test_a_wrong_shape_says_what_it_follows_from(tmp_path):
+    folder = head(tmp_path, GQA, config=VLLM.write_config(replace(GQA, captured=(1, 3))))
+    with pytest.raises(TensorShape, match=r"\[48, 144\]; the config demands \[48, 96\] \(hidden, captured\*target_hid"):
+        read_head(open_checkpoint(folder))
+
+
 def pop(name):
     return lambda tensors: tensors.pop(name)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconv.errors import ConfigInvalid, NotACheckpoint, TargetInvalid
-from kconv.target.config import default_captured, parse_target_config, read_target_config
+from kconv.target.config import parse_target_config, read_target_config
 
 TEXT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 64, "num_hidden_layers": 8,
@@ -96,15 +96,3 @@ def test_a_folder_without_a_config_or_with_a_broken_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": 3}))
     with pytest.raises(TargetInvalid, match="text_config"):
         read_target_config(tmp_path)
-
-
-@given(st.integers(7, 200))
-def test_the_default_layers_are_vllms_as_outputs(layers):
-    # vLLM counts inputs: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py#L1712
-    assert default_captured(layers) == tuple(i - 1 for i in (2, layers // 2, layers - 3))
-
-
-@given(st.integers(1, 6))
-def test_a_shallow_target_has_no_default(layers):
-    with pytest.raises(TargetInvalid, match="no three distinct"):
-        default_captured(layers)

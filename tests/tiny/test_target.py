@@ -13,8 +13,9 @@ from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from kconv.convert.captured import default_outputs
 from kconv.errors import TrainingFailed
-from kconv.target.config import default_captured, read_target_config
+from kconv.target.config import read_target_config
 from kconv.target.model import load_target
 from kconv.tiny.cache import cache_root
 from kconv.tiny.recipe import DEMO, TEST
@@ -85,7 +86,7 @@ def test_the_config_is_spelled_as_kimi_k2(tiny_target):
     assert (config["pad_token_id"], config["bos_token_id"], config["eos_token_id"]) == (0, 1, 2)
     assert "rope_parameters" not in config
     assert read(tiny_target, "generation_config.json")["eos_token_id"] == 2
-    assert default_captured(read_target_config(tiny_target).layers) == (1, 2, 3)
+    assert default_outputs(read_target_config(tiny_target).layers) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("recipe", [DEMO, TEST])
