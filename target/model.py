@@ -7,6 +7,7 @@ text model *is* DeepSeek-V3's, and what the hub's folder names in `auto_map` wou
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ..checkpoint.folder import Checkpoint, open_checkpoint
-from ..checkpoint.tensors import read_tensor
 from ..errors import TargetInvalid
 from .config import TargetConfig, parse_target_config
+from .source_formats import stored_weights
+from .stored import Stored
 
 TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 SOURCE_DTYPES = ("BF16", "F16", "F32")
@@ -57,28 +59,49 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> DeepseekV3ForCausa
 
 
 def load_target(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
-    """Load a bf16, fp16 or fp32 target whole into memory, in evaluation mode.
+    """Load a target whole into memory, in evaluation mode; quantized weights are dequantized one by one.
 
     Args:
-        folder: a checkpoint folder under the hub's names (one tensor per expert).
+        folder: a checkpoint folder under the hub's names (one tensor per expert), in a form of `source_formats`.
         dtype: of the weights in memory.
 
     Raises:
-        TargetInvalid: the target is quantized or of another family, or a tensor is missing, unknown or of a
-            wrong shape.
+        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
+        SourceFormatUnknown, TensorShape: it is quantized in another way, or its scales do not fit its values.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
     """
     checkpoint = open_checkpoint(folder)
     config = parse_target_config(checkpoint.config, where=folder / "config.json")
-    _refuse_quantized(config, checkpoint)
+    stored = stored_weights(checkpoint, config)
     model = build_target(config, dtype)
-    sources = {name: _sources(name, tensor.shape) for name, tensor in model.state_dict().items()}
-    _account(config, checkpoint, {name: shape for parts in sources.values() for name, shape in parts.items()})
-    for name, own in model.state_dict().items():
-        parts = [read_tensor(checkpoint.tensors[config.prefix + part]) for part in sources[name]]
-        # Fused experts are [experts, gate rows then up rows, hidden], which is the order of `_sources`.
-        own.copy_(torch.cat([part.flatten() for part in parts]).view(own.shape))
+    check_tensors(model, checkpoint, config, stored)
+    fill(model.state_dict(), stored, config.prefix)
     return model
+
+
+def check_tensors(
+    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, Stored]
+) -> None:
+    """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
+    sources = (_sources(name, tensor.shape) for name, tensor in model.state_dict().items())
+    _account(config, checkpoint, stored, {name: shape for parts in sources for name, shape in parts.items()})
+
+
+def fill(state: dict[str, torch.Tensor], stored: dict[str, Stored], prefix: str) -> None:
+    """Read weights into a model's tensors.
+
+    Args:
+        state: tensors to fill, by their names in the whole model.
+        stored: the weights, by their names on disk.
+        prefix: of the names on disk.
+    """
+    for name, own in state.items():
+        # Fused experts are [experts, gate rows then up rows, hidden], which is the order of `_sources`.
+        flat, at = own.view(-1), 0
+        for part, shape in _sources(name, own.shape).items():
+            size = math.prod(shape)
+            flat[at : at + size] = stored[prefix + part].read().flatten()
+            at += size
 
 
 @contextmanager
@@ -103,19 +126,14 @@ def _sources(name: str, shape: torch.Size) -> dict[str, tuple[int, ...]]:
     return {f"{fused[1]}.{i}.{part}.weight": part_shape for i in range(experts) for part in parts}
 
 
-def _refuse_quantized(config: TargetConfig, checkpoint: Checkpoint) -> None:
-    if config.quantization:
-        method = config.quantization.get("quant_method", "an unnamed method")
-        raise TargetInvalid(
-            f"{checkpoint.folder.name} is quantized ({method}); a forward needs bf16, fp16 or fp32 weights",
-            where=checkpoint.folder / "config.json",
-            fix="Give the target before its quantization, or one that was dequantized.",
-        )
-
-
-def _account(config: TargetConfig, checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
+def _account(
+    config: TargetConfig,
+    checkpoint: Checkpoint,
+    stored: dict[str, Stored],
+    wanted: dict[str, tuple[int, ...]],
+) -> None:
     wanted = {config.prefix + name: shape for name, shape in wanted.items()}
-    present = {n: i for n, i in checkpoint.tensors.items() if not n.startswith(NOT_TEXT)}
+    present = {name: weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)}
     missing, unknown = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
     if missing or unknown:
         counts = [
@@ -129,10 +147,10 @@ def _account(config: TargetConfig, checkpoint: Checkpoint, wanted: dict[str, tup
             fix="Check that config.json and the weights are of the same model, and that the download is whole.",
         )
     for name, shape in wanted.items():
-        info = present[name]
-        if info.shape != shape or info.dtype not in SOURCE_DTYPES:
+        weight = present[name]
+        if weight.shape != shape or weight.dtype not in SOURCE_DTYPES:
             raise TargetInvalid(
-                f"{name} is {info.dtype} {list(info.shape)}, not {'/'.join(SOURCE_DTYPES)} {list(shape)}",
-                where=info.file,
+                f"{name} is {weight.dtype} {list(weight.shape)}, not {'/'.join(SOURCE_DTYPES)} {list(shape)}",
+                where=weight.infos[0].file,
                 fix="Check that config.json and the weights are of the same model, and not quantized.",
             )

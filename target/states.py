@@ -39,13 +39,20 @@ def run_target(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Seq
     Raises:
         TargetInvalid: a captured layer does not exist, or stands twice.
     """
+    outputs, hidden = capture(model, tokens, captured)
+    return States(outputs, hidden, model.lm_head(hidden))
+
+
+@torch.no_grad()
+def capture(
+    model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `States.captured` and `States.hidden`, without the logits, which are the widest part by far.
+
+    Args and faults as of `run_target`.
+    """
     layers = model.model.layers
-    order = sorted(set(captured))
-    if not order or len(order) != len(captured) or not 0 <= order[0] <= order[-1] < len(layers):
-        raise TargetInvalid(
-            f"the layers {tuple(captured)} cannot be captured from a target of {len(layers)} layers",
-            fix=f"Name distinct layers between 0 and {len(layers) - 1}, counted as outputs.",
-        )
+    order = check_captured(captured, len(layers))
     # Hooks, not output_hidden_states: that holds every layer, and its last one is already normed.
     outputs: dict[int, torch.Tensor] = {}
     hooks = [layers[i].register_forward_hook(_keep(outputs, i)) for i in order]
@@ -54,7 +61,22 @@ def run_target(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Seq
     finally:
         for hook in hooks:
             hook.remove()
-    return States(torch.cat([outputs[i] for i in order], dim=-1), hidden, model.lm_head(hidden))
+    return torch.cat([outputs[i] for i in order], dim=-1), hidden
+
+
+def check_captured(captured: Sequence[int], layers: int) -> list[int]:
+    """Return captured layers in ascending order.
+
+    Raises:
+        TargetInvalid: there are none, one does not exist in a target of `layers` layers, or one stands twice.
+    """
+    order = sorted(set(captured))
+    if not order or len(order) != len(captured) or not 0 <= order[0] <= order[-1] < layers:
+        raise TargetInvalid(
+            f"the layers {tuple(captured)} cannot be captured from a target of {layers} layers",
+            fix=f"Name distinct layers between 0 and {layers - 1}, counted as outputs.",
+        )
+    return order
 
 
 def _keep(outputs: dict[int, torch.Tensor], layer: int):

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import read_json
 from ..errors import TargetInvalid
+
+# Kimi-K2's is a tiktoken.model with Python beside it.
+FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,20 @@ class Tokenizer:
     """
 
     inner: PreTrainedTokenizerBase
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Its class, and the sha256 of each file that it is made of: what token ids mean hangs on these."""
+        folder = Path(self.inner.name_or_path)
+        files = sorted(file for pattern in FILES for file in folder.glob(pattern))
+        return {"class": type(self.inner).__name__} | {file.name: file_digest(file) for file in files}
+
+    @property
+    def specials(self) -> dict[int, str]:
+        """The special tokens by id, ascending."""
+        named = dict(zip(self.inner.all_special_ids, self.inner.all_special_tokens, strict=True))
+        added = {i: token.content for i, token in self.inner.added_tokens_decoder.items() if token.special}
+        return dict(sorted((added | named).items()))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
@@ -39,15 +58,27 @@ class Tokenizer:
         Raises:
             TargetInvalid: the folder has no chat template.
         """
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        return self.encode(self.render_chat(messages, answer=True))
+
+    def render_chat(self, messages: Sequence[dict[str, str]], *, answer: bool) -> str:
+        """Return a dialogue as the chat template writes it.
+
+        Args:
+            messages: {"role": ..., "content": ...} of each turn.
+            answer: go on up to where the assistant's next answer begins.
+
+        Raises:
+            TargetInvalid: the folder has no chat template.
+        """
         if not self.inner.chat_template:
             raise TargetInvalid(
                 "the target's tokenizer has no chat template",
                 fix="Add the publisher's chat_template.jinja to the target's folder.",
             )
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        text = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.encode(str(text))
+        text = self.inner.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False)
+        return str(text)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -55,11 +86,15 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
 
     Args:
         folder: the target's.
-        trust_remote_code: run the Python that the folder brings, as Kimi-K2's own tokenizer needs.
+        trust_remote_code: run the Python that the folder brings, as Kimi-K2's own tokenizer needs. It is never
+            fetched from elsewhere: what is run is what lies in the folder, of the revision that it was fetched at.
 
     Raises:
-        TargetInvalid: there is no tokenizer, it is broken, or it needs code that may not be run.
+        TargetInvalid: there is no tokenizer, it is broken, it needs code that may not be run, or its code is
+            another repository's.
     """
+    if trust_remote_code:
+        _refuse_elsewhere(folder)
     try:
         # An empty config, for transformers knows no kimi_k2 and would look for remote code in config.json too.
         inner = AutoTokenizer.from_pretrained(
@@ -73,3 +108,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             "read and trust, add --trust-remote-code.",
         ) from fault
     return Tokenizer(inner)
+
+
+def _refuse_elsewhere(folder: Path) -> None:
+    """Refuse an auto_map that leads to another repository, whose revision nobody pinned.
+
+    transformers writes such a reference as org/name--module.Class:
+    https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/dynamic_module_utils.py
+    """
+    file = folder / "tokenizer_config.json"
+    named = read_json(file).get("auto_map") if file.exists() else None
+    values = list(named.values()) if isinstance(named, dict) else [named]
+    words = [word for value in values for word in (value if isinstance(value, list) else [value])]
+    for word in words:
+        if isinstance(word, str) and "--" in word:
+            raise TargetInvalid(
+                f"the tokenizer's code is {word.split('--')[0]}'s, whose revision is not pinned",
+                where=file,
+                fix="Copy that module into the folder once you have read it, and take the repository out of auto_map.",
+            )

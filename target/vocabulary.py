@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.source import Source
 from ..errors import PromptsInvalid, TargetInvalid
 from .config import read_target_config
 from .prompts import read_prompts
@@ -34,10 +34,7 @@ class Vocabulary:
     @property
     def specials(self) -> dict[int, str]:
         """The special tokens by id, ascending."""
-        inner = self.tokenizer.inner
-        named = dict(zip(inner.all_special_ids, inner.all_special_tokens, strict=True))
-        added = {i: token.content for i, token in inner.added_tokens_decoder.items() if token.special}
-        return dict(sorted((added | named).items()))
+        return self.tokenizer.specials
 
     def count_tokens(self, file: Path) -> torch.Tensor:
         """Count the tokens of a text.
@@ -65,20 +62,23 @@ class Vocabulary:
         return torch.bincount(ids, minlength=self.size)
 
 
-def read_vocabulary(folder: Path, *, trust_remote_code: bool = False) -> Vocabulary:
-    """Read a target's vocabulary; of its weights the headers only.
+def read_vocabulary(source: Source, *, trust_remote_code: bool = False) -> Vocabulary:
+    """Read a target's vocabulary; of a hub id, only the files that hold it are downloaded.
 
     Args:
-        folder: the target's.
+        source: the target's.
         trust_remote_code: run the Python that the folder brings, as Kimi-K2's own tokenizer needs.
 
     Raises:
-        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder is no checkpoint.
+        HubRefused, HubUnreachable, OutputFailed: see `checkpoint.hub_faults`.
+        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it is no checkpoint.
         TargetInvalid: it is no causal language model, or its tokenizer cannot be loaded.
     """
-    config, tensors = read_target_config(folder), open_checkpoint(folder).tensors
+    folder = source.fetch_tokenizer()
+    config = read_target_config(folder)
+    tensors = source.open_tensors([config.lm_head])
     if config.lm_head not in tensors:
-        raise TargetInvalid(f"the target has no {config.lm_head}", where=folder, fix="Check the target.")
+        raise TargetInvalid(f"the target has no {config.lm_head}", where=source.name, fix="Check the target.")
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return Vocabulary(config.layers, config.vocab, tensors[config.lm_head], tokenizer)
 

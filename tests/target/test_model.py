@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from kconv.errors import TargetInvalid
+from kconv.errors import SourceFormatUnknown, TargetInvalid
 from kconv.target.model import load_target
 
 
@@ -98,16 +98,16 @@ def test_a_wrong_shape_is_named(folder):
         load_target(folder, torch.float32)
 
 
-def test_a_quantized_target_is_refused_before_a_weight_is_read(folder):
-    change_config(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(TargetInvalid, match=r"quantized \(fp8\)"):
+def test_a_target_in_an_unknown_form_is_refused_before_a_weight_is_read(folder):
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(SourceFormatUnknown, match=r"quantized \('gptq'\)"):
         load_target(folder, torch.float32)
 
 
 def test_packed_integers_are_refused_though_the_config_is_silent(folder):
     name = "model.layers.3.mlp.experts.2.up_proj.weight"
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
-    with pytest.raises(TargetInvalid, match=f"{name} is I8"):
+    with pytest.raises(SourceFormatUnknown, match=f"{name} is I8"):
         load_target(folder, torch.float32)
 
 

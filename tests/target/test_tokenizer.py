@@ -77,3 +77,26 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one(tiny_target, tmp_path
 def test_a_folder_without_a_chat_template(tiny_target, tmp_path):
     with pytest.raises(TargetInvalid, match="chat template"):
         load_tokenizer(spoil(tiny_target, tmp_path)).encode_chat(["Hello"])
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [
+        {"AutoTokenizer": ["org/name--tokenization_own.OwnTokenizer", None]},
+        {"AutoTokenizer": "org/name--tokenization_own.OwnTokenizer"},
+        ["org/name--tokenization_own.OwnTokenizer", None],
+    ],
+)
+def test_code_of_another_repository_is_refused_even_where_code_is_trusted(tiny_target, tmp_path, auto_map):
+    folder = spoil(tiny_target, tmp_path, auto_map=auto_map)
+    with pytest.raises(TargetInvalid, match="code is org/name's, whose revision is not pinned"):
+        load_tokenizer(folder, trust_remote_code=True)
+
+
+def test_what_a_tokenizer_is_made_of_identifies_it(tokenizer, tiny_target, tmp_path):
+    identity = tokenizer.identity
+    assert set(identity) >= {"class", "tokenizer.json", "tokenizer_config.json"}
+    folder = spoil(tiny_target, tmp_path, model_max_length=77)
+    other = load_tokenizer(folder).identity
+    assert other["tokenizer.json"] == identity["tokenizer.json"]
+    assert other["tokenizer_config.json"] != identity["tokenizer_config.json"]

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from kconv.checkpoint.source import Folder
 from kconv.errors import PromptsInvalid, TargetInvalid
 from kconv.target.vocabulary import read_vocabulary
 
@@ -15,7 +16,7 @@ TEXT = "Return the sum of a and b.\n\nRaise ValueError if either is negative."
 
 @pytest.fixture(scope="module")
 def vocabulary(tiny_target):
-    return read_vocabulary(tiny_target)
+    return read_vocabulary(Folder(tiny_target))
 
 
 def test_rows_and_special_tokens(vocabulary, tiny_target):
@@ -32,7 +33,7 @@ def test_special_tokens_that_have_no_role_count_too(tiny_target, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
     tokenizer.save_pretrained(folder)
-    assert "<|tool|>" in read_vocabulary(folder).specials.values()
+    assert "<|tool|>" in read_vocabulary(Folder(folder)).specials.values()
 
 
 def test_a_text_is_counted_as_it_is_tokenized(vocabulary, tiny_target, tmp_path):
@@ -69,4 +70,4 @@ def test_a_tokenizer_of_another_target_is_refused(tiny_target, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 10}))
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(TargetInvalid, match="ends at 9"):
-        read_vocabulary(folder).count_tokens(tmp_path / "text.txt")
+        read_vocabulary(Folder(folder)).count_tokens(tmp_path / "text.txt")

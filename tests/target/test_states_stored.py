@@ -1,0 +1,308 @@
+"""Hidden states on disk: what comes back is what transformers reports, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.header import read_header
+from kconv.errors import OutputExists, PromptsInvalid, StatesInvalid, TargetInvalid
+from kconv.target import states_runner as runners
+from kconv.target import write_states as writer
+from kconv.target.config import read_target_config
+from kconv.target.prompts import read_prompts
+from kconv.target.states_plan import Wanted
+from kconv.target.states_record import RECORD, read_record
+from kconv.target.states_runner import LocalRunner
+from kconv.target.stored_states import open_states
+from kconv.target.tokenizer import load_tokenizer
+from kconv.target.write_states import write_states
+
+CAPTURED = (1, 3, 5)
+TEXTS = (
+    ("docs", "Return the number of items in a container, or raise TypeError."),
+    ("docs", "A context manager that suppresses any of the given exceptions if they occur in its body."),
+    ("help", "The statement raises an exception where nothing else is said, and does so again."),
+    ("help", "Names refer to objects. Names are introduced by name binding operations of many kinds."),
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "held-out.jsonl"
+    file.write_text("".join(json.dumps({"category": c, "prompt": text}) + "\n" for c, text in TEXTS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def wanted(prompts) -> Wanted:
+    return Wanted(prompts, CAPTURED, prompt_tokens=8, text_tokens=24, sampled=12, greedy=6, seed=3)
+
+
+@pytest.fixture(scope="module")
+def write(model, tiny_target):
+    """Return a function that writes states of the tiny target."""
+
+    def write(wanted: Wanted, out: Path, shard_bytes: int = 30_000):
+        checkpoint, config = open_checkpoint(tiny_target), read_target_config(tiny_target)
+        tokenizer = load_tokenizer(tiny_target)
+        return write_states(LocalRunner(model), checkpoint, config, tokenizer, wanted, out, shard_bytes=shard_bytes)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def stored(write, wanted, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("states") / "out"
+    write(wanted, out)
+    return out
+
+
+@pytest.fixture
+def copy(stored, tmp_path) -> Path:
+    return Path(shutil.copytree(stored, tmp_path / "copy"))
+
+
+def test_what_is_read_back_is_what_transformers_reports(stored, model, tiny_target):
+    states = open_states(stored, config=read_target_config(tiny_target))
+    states.verify()
+    assert len(states.record.shards) > 2
+    for index, sequence in enumerate(states.sequences):
+        found = states.read(index)
+        assert found.tokens.shape == (sequence.length,)
+        with torch.no_grad():
+            theirs = model(input_ids=found.tokens[None], output_hidden_states=True, use_cache=False)
+        expected = torch.cat([theirs.hidden_states[layer + 1][0] for layer in CAPTURED], dim=-1)
+        assert torch.equal(found.captured, expected)
+        assert torch.equal(found.hidden, theirs.hidden_states[-1][0])
+        assert torch.equal(model.lm_head(found.hidden), theirs.logits[0])
+
+
+def test_each_sequence_is_of_its_kind(stored, prompts, model, tiny_target):
+    states, tokenizer = open_states(stored), load_tokenizer(tiny_target)
+    by_prompt = {p.id: p for p in read_prompts(prompts)}
+    kinds = [sequence.kind for sequence in states.sequences]
+    assert kinds == ["held-out", "sampled", "greedy"] * len(TEXTS)
+    for index, sequence in enumerate(states.sequences):
+        prompt, found = by_prompt[sequence.prompt], states.read(index)
+        ids = tokenizer.encode(prompt.turns[0])
+        assert (sequence.category, sequence.digest) == (prompt.category, prompt.digest)
+        if sequence.kind == "held-out":
+            assert found.tokens.tolist() == ids[:24]
+            assert found.loss_mask is None
+            continue
+        assert found.tokens[:8].tolist() == ids[:8]
+        assert found.loss_mask is not None
+        assert found.loss_mask.tolist() == [False] * 8 + [True] * (sequence.length - 8)
+        if sequence.kind == "greedy":
+            assert torch.equal(model.lm_head(found.hidden).argmax(-1)[7:-1], found.tokens[8:])
+
+
+def test_the_record_says_whose_states_these_are(stored, prompts, tiny_target):
+    record = json.loads((stored / RECORD).read_text())
+    assert record["schema"] == 1
+    assert record["captured"] == list(CAPTURED)
+    assert (record["dtype"], record["seed"], record["new_tokens"]) == ("F32", 3, {"sampled": 12, "greedy": 6})
+    assert record["target"]["source"] == str(tiny_target)
+    assert {p.digest for p in read_prompts(prompts)} == {sequence["digest"] for sequence in record["sequences"]}
+    assert set(record["tokenizer"]) >= {"class", "tokenizer.json"}
+    # safetensors itself reads the shards, and they name what they hold as ModelOpt's dumps do.
+    held = set()
+    for shard in record["shards"]:
+        with safe_open(stored / shard["file"], "pt") as file:
+            held |= set(file.keys())
+    assert {name.split(".")[1] for name in held} == {"input_ids", "aux_hidden_states", "hidden_states", "loss_mask"}
+
+
+def test_fewer_layers_can_be_read_than_were_stored(stored, copy):
+    whole, part = open_states(stored).read(2), open_states(copy, captured=(1, 5)).read(2)
+    first, _, last = whole.captured.chunk(3, dim=-1)
+    assert torch.equal(part.captured, torch.cat([first, last], dim=-1))
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2])
+def test_a_run_that_was_stopped_goes_on_and_writes_the_same(write, wanted, stored, tmp_path, monkeypatch, stop_after):
+    out, whole = tmp_path / "out", writer._write_shard
+    written: list[str] = []
+
+    def stopping(model, record, folder, name, *rest):
+        if len(written) == stop_after:
+            (folder / writer.PROGRESS / name).write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+        written.append(name)
+        return whole(model, record, folder, name, *rest)
+
+    monkeypatch.setattr(writer, "_write_shard", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        write(wanted, out)
+    assert not out.exists()
+    monkeypatch.setattr(
+        writer, "_write_shard", lambda m, r, f, name, *rest: written.append(name) or whole(m, r, f, name, *rest)
+    )
+    write(wanted, out)
+    # No shard twice, and the very bytes of a run that nothing stopped.
+    assert len(written) == len(set(written)) == len(read_record(out).shards)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in stored.iterdir()}
+
+
+def test_a_finished_shard_that_was_damaged_is_written_again(write, wanted, stored, tmp_path, monkeypatch):
+    out, whole = tmp_path / "out", writer._write_shard
+
+    def stopping(model, record, folder, name, cut, tokens):
+        if cut.start:
+            raise KeyboardInterrupt
+        return whole(model, record, folder, name, cut, tokens)
+
+    monkeypatch.setattr(writer, "_write_shard", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        write(wanted, out)
+    [shard] = tmp_path.glob(".kconv-partial-*/*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    monkeypatch.setattr(writer, "_write_shard", whole)
+    write(wanted, out)
+    assert (out / shard.name).read_bytes() == (stored / shard.name).read_bytes()
+
+
+def test_a_run_of_other_settings_is_not_mixed_in(write, wanted, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_write_shard", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write(wanted, tmp_path / "out")
+    with pytest.raises(StatesInvalid, match="other seed was interrupted"):
+        write(dataclasses.replace(wanted, seed=4), tmp_path / "out")
+
+
+def test_two_runs_do_not_write_one_folder(write, wanted, tmp_path, monkeypatch):
+    def meanwhile(*_):
+        with pytest.raises(StatesInvalid, match="another run"):
+            write(wanted, tmp_path / "out")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_write_shard", meanwhile)
+    with pytest.raises(KeyboardInterrupt):
+        write(wanted, tmp_path / "out")
+
+
+def test_what_is_there_is_not_overwritten(write, wanted, stored):
+    with pytest.raises(OutputExists):
+        write(wanted, stored)
+
+
+def test_one_sequences_states_are_in_memory_at_a_time(write, wanted, tmp_path, monkeypatch):
+    """The target is run between the writes, each sequence when its turn comes."""
+    order: list[str] = []
+    capture, opened = runners.capture, writer.write_safetensors
+
+    def note(*args):
+        order.append("run")
+        return capture(*args)
+
+    def checked(file, entries, *, check):
+        def through(name, values):
+            order.append(name.split(".")[1])
+            check(name, values)
+
+        return opened(file, entries, check=through)
+
+    monkeypatch.setattr(runners, "capture", note)
+    monkeypatch.setattr(writer, "write_safetensors", checked)
+    write(wanted, tmp_path / "out", shard_bytes=1 << 30)
+    states = [name for name in order if name not in ("input_ids", "loss_mask")]
+    assert states == ["run", "aux_hidden_states", "hidden_states"] * len(TEXTS) * 3
+
+
+@pytest.mark.parametrize("captured", [(), (1, 1), (1, 7)])
+def test_layers_that_are_not_there_cannot_be_stored(write, wanted, tmp_path, captured):
+    with pytest.raises(TargetInvalid, match="cannot be captured"):
+        write(dataclasses.replace(wanted, captured=captured), tmp_path / "out")
+
+
+def test_prompts_that_do_not_fit_are_refused(write, wanted, tmp_path):
+    with pytest.raises(PromptsInvalid, match="and the target takes"):
+        write(dataclasses.replace(wanted, sampled=10**6), tmp_path / "out")
+
+
+def test_states_that_are_no_numbers_are_refused(write, wanted, model, tmp_path):
+    norm = model.model.norm.weight
+    kept = norm.detach().clone()
+    try:
+        norm.data[0] = float("inf")
+        with pytest.raises(TargetInvalid, match="NaN or Inf"):
+            write(wanted, tmp_path / "out")
+    finally:
+        norm.data.copy_(kept)
+
+
+def test_another_target_is_refused(stored, tiny_target):
+    config = read_target_config(tiny_target)
+    for changes, what in (
+        ({"hidden": 32}, "hidden_size is 64 there and 32 here"),
+        ({"layers": 9}, "num_hidden_layers"),
+        ({"vocab": 9}, "vocab_size"),
+        ({"raw": config.raw | {"rms_norm_eps": 1e-3}}, "config.json's sha256"),
+    ):
+        with pytest.raises(StatesInvalid, match=what):
+            open_states(stored, config=dataclasses.replace(config, **changes))
+
+
+def test_other_layers_are_refused(stored):
+    with pytest.raises(StatesInvalid, match=r"of layers \[1, 3, 5\], and layers \[2, 4\] are wanted") as fault:
+        open_states(stored, captured=(1, 2, 4))
+    assert "--captured 1,2,4" in fault.value.fix
+
+
+def test_damage_is_told(copy):
+    first, second, *_ = sorted(copy.glob("*.safetensors"))
+    info = read_header(second)
+    second.write_bytes(second.read_bytes()[:-1])
+    inside = next(int(name.split(".")[0]) for name in info)
+    with pytest.raises(StatesInvalid, match="bytes, and"):
+        open_states(copy).read(inside)
+    first.unlink()
+    with pytest.raises(StatesInvalid, match=f"{first.name} cannot be read"):
+        open_states(copy).read(0)
+    with pytest.raises(StatesInvalid, match="cannot be read"):
+        open_states(copy).verify()
+
+
+def test_a_changed_shard_is_found(copy):
+    shard = next(iter(sorted(copy.glob("*.safetensors"))))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StatesInvalid, match="not what kconv states wrote"):
+        open_states(copy).verify()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda record: record.pop("target"), "at target"),
+        (lambda record: record.update(schema=2), "at schema"),
+        (lambda record: record["shards"].pop(0), "do not make up"),
+        (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not make up"),
+        (lambda record: record["sequences"][0].update(length=3), "does not hold sequence 0"),
+    ],
+)
+def test_a_record_that_lies_is_refused(copy, spoil, what):
+    record = json.loads((copy / RECORD).read_text())
+    spoil(record)
+    (copy / RECORD).write_text(json.dumps(record))
+    with pytest.raises(StatesInvalid, match=what):
+        open_states(copy).read(0)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(StatesInvalid, match=r"holds no states\.json"):
+        open_states(tmp_path)
