@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 
 from ..errors import RecipeInvalid
+from ..head.vocab import keep_most_frequent, offsets
 from ..target.states import run_target
 from .module import offline_inputs
 
@@ -65,20 +66,27 @@ def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
     return text[: whole * seq].view(whole, seq)[chosen]
 
 
-def map_draft_vocab(text: Tensor, size: int) -> Tensor:
+def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int] = ()) -> Tensor:
     """Return the map from draft to target ids that keeps a text's most frequent tokens: `d2t`, [size] int64.
 
     It holds offsets: draft id i means target id i + d2t[i]. Target ids ascend with draft ids.
 
+    Args:
+        text: token ids.
+        size: rows of the draft vocabulary.
+        vocab: rows of the target's.
+        specials: ids that are kept whatever their frequency.
+
     Raises:
         RecipeInvalid: the text holds fewer distinct tokens.
+        ConfigInvalid: the special tokens alone are more.
     """
-    counts = torch.bincount(text)
+    counts = torch.bincount(text, minlength=vocab)
+    counts[list(specials)] += 1
     distinct = int((counts > 0).sum())
     if distinct < size:
         raise RecipeInvalid(
             f"the draft vocabulary has {size} tokens, and the text {distinct} distinct ones",
             fix="Lower draft_vocab, or give more text.",
         )
-    kept = counts.topk(size).indices.sort().values
-    return kept - torch.arange(size)
+    return offsets(keep_most_frequent(counts, size, specials))

@@ -33,10 +33,12 @@ class EagleRecipe:
         steps: optimizer steps; more than `batches` are further passes over them, each in a new order.
         batch: sequences per batch.
         seq: tokens per sequence.
-        lr: peak learning rate of the matrices, which Muon trains.
-        rest_lr: peak learning rate of the norms and of the head's own `lm_head`, which AdamW trains.
+        optimizer: "muon" for the matrices and AdamW for the rest, or "adamw" for all.
+        lr: peak learning rate of the matrices.
+        rest_lr: peak learning rate of the norms and of the head's own `lm_head`.
         schedule: how both fall after `warmup` steps, by transformers' name.
         warmup: steps.
+        accumulate: batches whose gradients make one step.
         seed: of the weights and of the order of the windows.
         dtype: of weights and training, as safetensors names it.
     """
@@ -55,10 +57,12 @@ class EagleRecipe:
     steps: int = 1000
     batch: int = 4
     seq: int = 96
+    optimizer: Literal["muon", "adamw"] = "muon"
     lr: float = 0.07
     rest_lr: float = 3e-3
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
     warmup: int = 20
+    accumulate: int = 1
     seed: int = 0
     dtype: Literal["F32", "BF16"] = "F32"
 
@@ -69,6 +73,9 @@ class EagleRecipe:
 
 
 _CHECK = TypeAdapter(EagleRecipe)
+POSITIVE = (
+    "intermediate", "ttt_steps", "batches", "steps", "batch", "seq", "accumulate", "lr", "rest_lr", "eps", "loss_decay",
+)  # fmt: skip
 
 
 def parse_recipe(values: Mapping[str, Any]) -> EagleRecipe:
@@ -94,7 +101,19 @@ def parse_recipe(values: Mapping[str, Any]) -> EagleRecipe:
 
 def check_recipe(recipe: EagleRecipe) -> None:
     """Raise RecipeInvalid for values that cannot be, whatever the target."""
-    positive = ("intermediate", "ttt_steps", "batches", "steps", "batch", "seq", "lr", "rest_lr", "eps", "loss_decay")
+    positive = (
+        "intermediate",
+        "ttt_steps",
+        "batches",
+        "steps",
+        "batch",
+        "seq",
+        "accumulate",
+        "lr",
+        "rest_lr",
+        "eps",
+        "loss_decay",
+    )
     wrong = [f"{name} is {getattr(recipe, name)}" for name in positive if not getattr(recipe, name) > 0]
     if recipe.warmup < 0:
         wrong.append(f"warmup is {recipe.warmup}")

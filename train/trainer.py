@@ -79,7 +79,7 @@ def train_head(
             target = load_target(target_folder, TORCH[recipe.dtype])
             model = build_module(load_target(target_folder, TORCH[recipe.dtype]), recipe)
             if recipe.draft_vocab is not None:
-                reduce_vocab(model, map_draft_vocab(text, recipe.draft_vocab))
+                reduce_vocab(model, map_draft_vocab(text, recipe.draft_vocab, model.config.vocab_size))
             unseen = Batches(target, measured.split(recipe.batch), recipe.captured)
             before = measure(model, unseen)
             _train(model, Batches(target, windows.split(recipe.batch), recipe.captured), recipe, progress)

@@ -1,0 +1,107 @@
+"""`kconv train`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..checkpoint.source import Source
+from .options import FOLDER, PATH_OR_ID, open_head
+
+if TYPE_CHECKING:
+    from ..train.run import Job
+
+POSITIVE = click.IntRange(min=1)
+
+
+class Setting(click.ParamType):
+    """A recipe's key and its value, e.g. lr=1e-4; the value is JSON, or else a word."""
+
+    name = "KEY=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        key, found, text = str(value).partition("=")
+        if not found or not key:
+            self.fail(f"{value!r} is not KEY=VALUE", param, ctx)
+        try:
+            return key, json.loads(text)
+        except ValueError:
+            return key, text
+
+
+@click.command(short_help="Train an Eagle3 head with ModelOpt, or train one on.")
+@click.argument("target", type=PATH_OR_ID)
+@click.argument("out", type=FOLDER)
+@click.option("--recipe", required=True, metavar="NAME|FILE", help="eagle3-mla, eagle3-gqa, or a YAML file.")
+@click.option("--set", "settings", type=Setting(), multiple=True, help="A key of the recipe; may be repeated.")
+@click.option("--data", metavar="FILE|ID", help="Dialogues or texts: a JSONL file, or a dataset's id on the Hub.")
+@click.option("--split", default="train", show_default=True, help="Of a dataset.")
+@click.option("--revision", help="Of a dataset.")
+@click.option("--held-out", metavar="FILE|ID", help="What is only looked at; by default one sample in fifty of --data.")
+@click.option("--states", type=FOLDER, help="States that kconv states wrote, instead of --data: TARGET is not run.")
+@click.option("--from", "start", type=PATH_OR_ID, help="A head to train on, in any layout.")
+@click.option("--save-every", default=200, show_default=True, type=POSITIVE, metavar="STEPS", help="Checkpoints.")
+@click.option("--look-every", default=200, show_default=True, type=POSITIVE, metavar="STEPS", help="Held-out figures.")
+@click.option("--shard", is_flag=True, help="Under torchrun: spread the head over the processes (FSDP2).")
+@click.option("--tensorboard", is_flag=True, help="Write TensorBoard's event files.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own Python; TARGET must be pinned.")
+def train(target: Source, out: Path, recipe: str, data: str | None, states: Path | None, **options: Any) -> None:
+    """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
+
+    With --data the target is run while it trains; with --states it is not, and only its embedding, final norm and
+    output matrix are loaded. A run that was stopped goes on from its last checkpoint when the same command is given
+    again, and ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready for kconv to-vllm.
+
+    \b
+    Example:
+      kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4
+      torchrun --nproc-per-node 8 --no-python kconv train my-target my-head --recipe eagle3-mla --states my-states
+    """
+    if (data is None) == (states is None):
+        raise click.UsageError("give either --data or --states")
+    if options["trust_remote_code"] and not target.pinned:
+        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    from ..checkpoint.manifest import read_manifest
+    from ..checkpoint.staging import refuse_existing
+
+    refuse_existing(out)
+    try:
+        from ..train.loop import Pace
+        from ..train.run import train as run
+    except ImportError as fault:
+        from ..errors import MissingExtra
+
+        raise MissingExtra(f"{fault.name} is not installed", fix="pip install 'kconv[optimize]'") from fault
+    from .output import print_trained, steps_bar
+
+    job = _job(target, recipe, data, states, options)
+    pace = Pace(options["save_every"], options["look_every"], options["shard"], options["tensorboard"])
+    if int(os.environ.get("RANK", "0")):
+        # Another process of the run shows how it goes.
+        run(job, out, pace)
+        return
+    with steps_bar("training") as advance:
+        run(job, out, pace, advance)
+    print_trained(read_manifest(out).training or {}, out)
+
+
+def _job(target: Source, recipe: str, data: str | None, states: Path | None, options: dict[str, Any]) -> Job:
+    from ..target.config import read_target_config
+    from ..target.tokenizer import load_tokenizer
+    from ..train.jobs import Data, offline_job, online_job
+    from ..train.named import read_recipe_file
+
+    folder = target.fetch_model()
+    config = read_target_config(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=options["trust_remote_code"])
+    head = open_head(options["start"], target=target) if options["start"] else None
+    values = read_recipe_file(recipe) | dict(options["settings"])
+    if states is not None:
+        return offline_job(folder, config, tokenizer, values, states, head)
+    assert data is not None, "one of the two was given"
+    given = Data(data, options["held_out"], options["split"], options["revision"])
+    return online_job(folder, config, tokenizer, values, given, head)

@@ -1,0 +1,85 @@
+"""`kconv train`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kconv.cli import main
+from kconv.tiny.text import read_corpus
+
+SETTINGS = {
+    "attention": '{"heads": 4, "kv_heads": 2, "head_dim": 16}',
+    "intermediate": "64",
+    "captured": "[1, 3, 5]",
+    "batch": "4",
+    "seq": "24",
+    "batches": "6",
+    "steps": "12",
+    "lr": "3e-3",
+    "dtype": "F32",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in read_corpus().train[:40]) + "\n")
+    return file
+
+
+def run(*words: object, settings: dict[str, str] = SETTINGS) -> Result:
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return CliRunner().invoke(main, ["train", *map(str, words), "--recipe", "eagle3-gqa", *given])
+
+
+def test_a_head_is_trained_and_the_next_command_is_named(tiny_target, data, tmp_path):
+    done = run(tiny_target, tmp_path / "head", "--data", data)
+    assert done.exit_code == 0, done.output
+    assert "acceptance length" in done.stdout
+    assert "next: kconv to-vllm" in done.stdout
+    following = CliRunner().invoke(main, ["to-vllm", str(tmp_path / "head"), str(tmp_path / "vllm")])
+    assert following.exit_code == 0, following.output
+    training = json.loads((tmp_path / "head" / "kconv.json").read_text())["training"]
+    assert training["recipe"]["lr"] == 3e-3
+    assert training["data"]["name"] == str(data)
+
+
+def test_a_head_is_trained_on_from_another_layout(tiny_target, data, tmp_path):
+    assert run(tiny_target, tmp_path / "one", "--data", data).exit_code == 0
+    assert CliRunner().invoke(main, ["to-vllm", str(tmp_path / "one"), str(tmp_path / "vllm")]).exit_code == 0
+    few = {key: SETTINGS[key] for key in ("batch", "seq", "batches", "steps", "lr")}
+    done = run(tiny_target, tmp_path / "two", "--data", data, "--from", tmp_path / "vllm", settings=few)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "two" / "kconv.json").read_text())["training"]["started_from"].endswith("vllm")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": "1"}, "learning_rate"),
+        ({"captured": "[1, 3, 9]"}, "captures layer 9"),
+        ({"batches": "100000"}, "rows"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_one_message_and_nothing_is_made(tiny_target, data, tmp_path, settings, message):
+    done = run(tiny_target, tmp_path / "head", "--data", data, settings=SETTINGS | settings)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--data", "a", "--states", "b")])
+def test_either_data_or_states(tiny_target, tmp_path, more):
+    assert run(tiny_target, tmp_path / "head", *more).exit_code == 2
+
+
+def test_an_existing_output_is_refused_before_anything_is_read(tiny_target, data, tmp_path):
+    (tmp_path / "head").mkdir()
+    done = run(tiny_target, tmp_path / "head", "--data", data)
+    assert done.exit_code == 1
+    assert "already there" in done.stderr

@@ -1,0 +1,122 @@
+"""Recipes by name, completed from Kimi-K2's dims and held to its published heads' parameter count."""
+
+import dataclasses
+from math import prod
+
+import pytest
+
+from kconv.errors import RecipeInvalid
+from kconv.head.slots import needs
+from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
+from kconv.target.config import TargetConfig, parse_target_config
+from kconv.train.named import NAMES, complete, read_recipe_file
+from kconv.train.watch import spec_of
+
+ROWS = 100_000
+
+
+@pytest.fixture
+def kimi() -> TargetConfig:
+    """Return Kimi-K2's dims, as its config.json states them."""
+    yarn = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    yarn |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return parse_target_config(
+        {
+            "model_type": "kimi_k2",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 64,
+            "vocab_size": 163840,
+            "max_position_embeddings": 262144,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 50000.0,
+            "rope_scaling": yarn,
+        }
+    )
+
+
+def parameters(spec: HeadSpec) -> int:
+    return sum(prod(need.shape) for name, need in needs(spec).items() if name != "embed_tokens")
+
+
+def test_the_mla_recipe_makes_a_head_of_nvidias_published_size(kimi):
+    recipe = complete(read_recipe_file("eagle3-mla"), kimi, ROWS)
+    spec = spec_of(recipe, kimi)
+    assert isinstance(spec.attention, Mla)
+    assert spec.captured == (1, 29, 57)
+    assert parameters(spec) == 1_841_199_104
+
+
+def test_the_gqa_recipe_takes_the_targets_heads_and_no_scaling(kimi):
+    recipe = complete(read_recipe_file("eagle3-gqa"), kimi, ROWS)
+    assert recipe.attention == Gqa(64, kv_heads=8, head_dim=128)
+    assert recipe.rope.theta == 50000.0
+    assert recipe.rope.scaling is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_takes_the_data_through_once_unless_it_says_otherwise(kimi, name):
+    values = read_recipe_file(name)
+    assert complete(values, kimi, ROWS).steps == ROWS // 8
+    assert complete(values | {"passes": 3, "accumulate": 2}, kimi, ROWS).steps == 3 * ROWS // 8 // 2
+    assert complete(values | {"steps": 7}, kimi, ROWS).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder": "mamba"}, "decoder is 'mamba'"),
+        ({"learning_rate": 1}, "learning_rate"),
+        ({"batches": 99_999}, "holds 100,000 rows"),
+        ({"batch": 0}, "batch is 0"),
+        ({"attention": {"heads": 64}}, "attention"),
+        ({"optimizer": "sgd"}, "optimizer"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(kimi, changes, message):
+    with pytest.raises(RecipeInvalid, match=message):
+        complete(read_recipe_file("eagle3-mla") | changes, kimi, ROWS)
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "word"])
+def test_a_file_that_is_no_recipe_is_refused(tmp_path, text):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeInvalid):
+        read_recipe_file(str(file))
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(RecipeInvalid) as fault:
+        read_recipe_file("eagle4")
+    assert all(name in fault.value.fix for name in NAMES)
+
+
+def test_a_head_to_go_on_from_decides_what_it_is(kimi):
+    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    narrow = dataclasses.replace(spec, intermediate=1024, captured=(3, 30, 50))
+    recipe = complete(read_recipe_file("eagle3-mla"), kimi, ROWS, narrow)
+    assert (recipe.intermediate, recipe.captured) == (1024, (3, 30, 50))
+
+
+@pytest.mark.parametrize("changes", [{"intermediate": 2048}, {"captured": [1, 2, 3]}, {"decoder": "gqa"}])
+def test_a_recipe_that_contradicts_the_head_is_refused(kimi, changes):
+    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    with pytest.raises(RecipeInvalid, match=f"another {next(iter(changes))}"):
+        complete(read_recipe_file("eagle3-mla") | changes, kimi, ROWS, spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"layers": 2}, "layers"), ({"norms": Norms(fc=True)}, "norms"), ({"fc_bias": True}, "biases")],
+)
+def test_a_head_that_modelopt_cannot_train_is_refused(kimi, changes, what):
+    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    with pytest.raises(RecipeInvalid, match=f"it has {what}"):
+        complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))

@@ -1,0 +1,116 @@
+"""Training from stored states is training on the target itself."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from kconv.cli import main
+from kconv.errors import StatesInvalid, TrainingDataInvalid
+from kconv.target.config import read_target_config
+from kconv.target.model import load_target
+from kconv.target.tokenizer import load_tokenizer
+from kconv.tiny.text import read_corpus
+from kconv.train.feed import Online
+from kconv.train.jobs import offline_job
+from kconv.train.prepare import place_sequences
+from kconv.train.run import Job, train
+
+VALUES = {
+    "attention": {"heads": 4, "kv_heads": 2, "head_dim": 16},
+    "rope": {"theta": 10000.0},
+    "intermediate": 64,
+    "captured": [1, 3, 5],
+    "batch": 4,
+    "seq": 24,
+    "steps": 12,
+    "dtype": "F32",
+}
+
+
+@pytest.fixture(scope="module")
+def states(tiny_target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states")
+    texts = [text for text in read_corpus().held_out if len(text) > 200][:40]
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n")
+    asked = ["states", tiny_target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
+    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", 60, "--dtype", "F32"]])
+    assert done.exit_code == 0, done.output
+    return folder / "states"
+
+
+@pytest.fixture
+def job(tiny_target, states) -> Job:
+    return offline_job(tiny_target, read_target_config(tiny_target), load_tokenizer(tiny_target), VALUES, states, None)
+
+
+def test_offline_is_online(job, tiny_target, tmp_path):
+    def online():
+        target = load_target(tiny_target, torch.float32)
+        return Online(target, job.recipe.captured), Online(target, job.recipe.captured)
+
+    # Where a row is the beginning of its sequence, the target sees the same tokens.
+    stored = job.states()[0]
+    begins = [row for row, (_, start) in enumerate(stored._places) if start == 0]
+    rows = torch.tensor(begins)
+    for part, other in zip(
+        stored.read(rows, job.text.ids[rows]), online()[0].read(rows, job.text.ids[rows]), strict=True
+    ):
+        real = job.text.mask[rows]
+        assert torch.allclose(part[real], other[real], atol=1e-5)
+    offline = train(job, tmp_path / "offline")
+    trained = json.loads((offline / "kconv.json").read_text())["training"]
+    same = dataclasses.replace(job, states=online)
+    beside = json.loads((train(same, tmp_path / "online") / "kconv.json").read_text())["training"]
+    learned = beside["untrained"]["loss"] - beside["trained"]["loss"]
+    assert learned > 0
+    assert trained["trained"]["loss"] == pytest.approx(beside["trained"]["loss"], abs=0.2 * learned)
+
+
+def test_no_prompt_is_both_trained_on_and_looked_at(states, job):
+    from kconv.target.stored_states import open_states
+
+    stored = open_states(states)
+    parts = [place_sequences(stored, 24, held_out=held_out).places for held_out in (False, True)]
+    digests = [{stored.sequences[sequence].digest for sequence, _ in places} for places in parts]
+    assert not digests[0] & digests[1]
+    assert len(digests[0] | digests[1]) == len({record.digest for record in stored.sequences})
+
+
+def test_the_layers_are_not_needed(job, tiny_target, tmp_path):
+    """A target of which nothing but its ends is there."""
+    weights = load_file(tiny_target / "model.safetensors")
+    ends = {name: weight for name, weight in weights.items() if ".layers." not in name}
+    assert len(ends) < len(weights)
+    folder = tmp_path / "ends"
+    folder.mkdir()
+    from safetensors.torch import save_file
+
+    save_file(ends, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((tiny_target / "config.json").read_bytes())
+    out = train(dataclasses.replace(job, target=folder), tmp_path / "head")
+    assert (out / "kconv.json").exists()
+
+
+def test_layers_that_were_not_stored_are_refused(tiny_target, states):
+    config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
+    with pytest.raises(StatesInvalid, match="layers"):
+        offline_job(tiny_target, config, tokenizer, VALUES | {"captured": [0, 3, 5]}, states, None)
+
+
+def test_states_of_another_target_are_refused(tiny_target, states):
+    config = dataclasses.replace(read_target_config(tiny_target), layers=9)
+    with pytest.raises(StatesInvalid, match="another target"):
+        offline_job(tiny_target, config, load_tokenizer(tiny_target), VALUES, states, None)
+
+
+def test_states_of_too_few_prompts_are_refused(states):
+    from kconv.target.stored_states import open_states
+
+    stored = open_states(states)
+    few = stored.record.model_copy(update={"sequences": stored.record.sequences[:3]})
+    with pytest.raises(TrainingDataInvalid, match="rows"):
+        place_sequences(dataclasses.replace(stored, record=few), 24, held_out=False)

@@ -1,0 +1,224 @@
+"""Training runs as a whole: killed and resumed, shared by processes, online and offline, from another head."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import verify
+from kconv.convert.captured import Hints
+from kconv.convert.execute import execute
+from kconv.convert.layouts import by_name
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+from kconv.errors import OutputExists, RecipeInvalid, TrainingFailed
+from kconv.target.config import read_target_config
+from kconv.target.model import load_target
+from kconv.train.checkpoints import newest
+from kconv.train.feed import Online
+from kconv.train.loop import Pace
+from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
+from kconv.train.run import Job, Rows, train
+from kconv.train.watch import spec_of
+
+FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
+GQA = dataclasses.replace(TEST_GQA, **FEW)
+MLA = dataclasses.replace(TEST_MLA, **FEW)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    def make(count: int, seed: int) -> Rows:
+        ids = torch.randint(3, 512, (count, 24), generator=torch.Generator().manual_seed(seed))
+        return Rows(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    return make(16, 0), make(8, 1)
+
+
+@pytest.fixture(scope="module")
+def make_job(tiny_target, rows):
+    def make(recipe: EagleRecipe, **changes) -> Job:
+        def states():
+            model = load_target(tiny_target, torch.float32)
+            return Online(model, recipe.captured), Online(model, recipe.captured)
+
+        return Job(tiny_target, recipe, *rows, states, **changes)
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def unstopped(make_job, tmp_path_factory) -> Path:
+    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, look_every=6))
+
+
+@pytest.mark.parametrize("recipe", [GQA, MLA, dataclasses.replace(GQA, draft_vocab=96)], ids=["gqa", "mla", "reduced"])
+def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tmp_path, recipe):
+    out = train(make_job(recipe), tmp_path / "head")
+    head = read_head(open_checkpoint(out))
+    assert head.spec == spec_of(recipe, read_target_config(tiny_target))
+    training = verify(out).training
+    assert training is not None
+    assert training["recipe"]["steps"] == recipe.steps
+    assert training["trained"]["loss"] < training["untrained"]["loss"]
+    assert {path.name for path in tmp_path.iterdir()} == {"head"}
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 6, 11])
+def test_a_run_that_stopped_ends_with_the_same_weights(make_job, unstopped, tmp_path, step):
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, _steps: int, _loss: float) -> None:
+        if done == step:
+            raise Stopped
+
+    pace = Pace(save_every=5, look_every=6)
+    with pytest.raises(Stopped):
+        train(make_job(GQA), tmp_path / "head", pace, stop)
+    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped, tmp_path):
+    def stop(done: int, _steps: int, _loss: float) -> None:
+        if done == 12:
+            raise KeyboardInterrupt
+
+    pace = Pace(save_every=5, look_every=6)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(GQA), tmp_path / "head", pace, stop)
+    work = tmp_path / ".head.training"
+    assert newest(work) == work / "checkpoint-10"
+    (work / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 2')
+    assert newest(work) == work / "checkpoint-5"
+    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+
+
+def test_another_runs_checkpoints_are_refused(make_job, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(GQA), tmp_path / "head", progress=stop)
+    with pytest.raises(OutputExists, match="another run"):
+        train(make_job(dataclasses.replace(GQA, lr=0.01)), tmp_path / "head")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(make_job, tmp_path):
+    recipe = dataclasses.replace(GQA, lr=1e30, optimizer="adamw")
+    with pytest.raises(TrainingFailed, match=r"loss is \w+ at step|hold NaN or Inf after step"):
+        train(make_job(recipe), tmp_path / "head", Pace(save_every=1))
+    assert not (tmp_path / "head").exists()
+    kept = newest(tmp_path / ".head.training")
+    assert kept is not None
+    assert all(torch.isfinite(w).all() for w in load_file(kept / "eagle_module.safetensors").values())
+
+
+@pytest.mark.parametrize("layout", ["vllm", "sglang"])
+def test_training_goes_on_from_a_head_of_any_layout(make_job, unstopped, tmp_path, layout):
+    execute(plan(read_head(open_checkpoint(unstopped)), by_name(layout)), tmp_path / "start")
+    start = read_head(open_checkpoint(tmp_path / "start"))
+    out = train(make_job(dataclasses.replace(GQA, steps=4, lr=1e-3), start=start), tmp_path / "head")
+    ended, began = (json.loads((folder / "kconv.json").read_text())["training"] for folder in (out, unstopped))
+    assert began["trained"]["loss"] == pytest.approx(ended["untrained"]["loss"], rel=1e-5)
+    assert ended["started_from"].endswith("start")
+
+
+def test_rows_that_the_processes_cannot_share_are_refused(make_job, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RecipeInvalid, match="3 processes"):
+        train(make_job(GQA), tmp_path / "head")
+
+
+def test_a_head_is_not_copied_in_silence_where_it_was_to_be_spread(make_job, tmp_path):
+    with pytest.raises(RecipeInvalid, match="on GPUs"):
+        train(make_job(GQA), tmp_path / "head", Pace(shard=True))
+
+
+def test_modelopts_raw_export_and_the_repaired_head_are_the_same_head(unstopped):
+    raw = load_file(unstopped / "modelopt" / "eagle_module.safetensors")
+    repaired = weights(unstopped)
+    assert all(torch.equal(tensor, repaired[name]) for name, tensor in raw.items() if name in repaired)
+    assert read_head(open_checkpoint(unstopped), hints=Hints()).layout.name == "trtllm"
+
+
+CALL = """
+import sys
+from kconv.cli import main
+main(sys.argv[1:])
+"""
+
+
+def command(target: Path, out: Path, data: Path, *more: str) -> list[str]:
+    recipe = {"attention": {"heads": 4, "kv_heads": 2, "head_dim": 16}, "rope": {"theta": 10000.0}, "batch": 4}
+    recipe |= {"intermediate": 128, "captured": [1, 3, 5], "seq": 32, "batches": 12, "steps": 36, "warmup": 3}
+    file = out.parent / "recipe.yaml"
+    file.write_text(json.dumps(recipe))
+    asked = ["train", str(target), str(out), "--recipe", str(file), "--data", str(data)]
+    return [*asked, "--save-every", "5", "--look-every", "36", *more]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    from kconv.tiny.text import read_corpus
+
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in read_corpus().train[:60]) + "\n")
+    return file
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(tiny_target, data, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([sys.executable, "-c", CALL, *command(tiny_target, whole, data)], check=True, env=environment)
+    kills = 0
+    for patience in (0.1, 0.4, 0.9):
+        process = subprocess.Popen([sys.executable, "-c", CALL, *command(tiny_target, killed, data)], env=environment)
+        work = tmp_path / ".killed.training"
+        before = {path.name for path in work.glob("checkpoint-*")}
+        while process.poll() is None and {path.name for path in work.glob("checkpoint-*")} == before:
+            time.sleep(0.01)
+        time.sleep(patience / 5)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    if not killed.exists():
+        subprocess.run([sys.executable, "-c", CALL, *command(tiny_target, killed, data)], check=True, env=environment)
+    assert kills
+    assert same(weights(whole), weights(killed))
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_recipe_to_the_same_acceptance(tiny_target, data, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    one, two = tmp_path / "one", tmp_path / "two"
+    script = tmp_path / "call.py"
+    script.write_text(CALL)
+    subprocess.run([sys.executable, str(script), *command(tiny_target, one, data)], check=True, env=environment)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    subprocess.run([*launcher, str(script), *command(tiny_target, two, data)], check=True, env=environment)
+    alone, together = (verify(out).training for out in (one, two))
+    assert alone is not None and together is not None
+    learned = alone["untrained"]["loss"] - alone["trained"]["loss"]
+    assert learned > 0.2
+    assert together["trained"]["loss"] == pytest.approx(alone["trained"]["loss"], abs=0.1 * learned)
+    assert together["trained"]["acceptance"] == pytest.approx(alone["trained"]["acceptance"], abs=0.03)

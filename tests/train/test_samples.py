@@ -1,0 +1,119 @@
+import json
+
+import pytest
+import torch
+
+from kconv.errors import TrainingDataInvalid
+from kconv.target.tokenizer import load_tokenizer
+from kconv.train.samples import Sample, encode_row, pack_samples, read_rows
+
+ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}" + ASK
+# As reasoning models have it: an answer's thinking is dropped once another turn follows.
+FORGETS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('@')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "</s>{% endfor %}" + ASK
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_target):
+    found = load_tokenizer(tiny_target)
+    found.inner.chat_template = TEMPLATE
+    return found
+
+
+DIALOGUE = [
+    {"role": "user", "content": "What is a list?"},
+    {"role": "assistant", "content": "A sequence."},
+    {"role": "user", "content": "And a dict?"},
+    {"role": "assistant", "content": "A mapping."},
+]
+
+
+def counted(sample: Sample, tokenizer) -> str:
+    return tokenizer.decode(sample.ids[sample.mask].tolist())
+
+
+def test_only_the_answers_count(tokenizer):
+    (sample,) = encode_row({"messages": DIALOGUE}, tokenizer, "here")
+    assert counted(sample, tokenizer) == "A sequence.</s>A mapping.</s>"
+    whole = "".join(f"<{m['role']}>{m['content']}</s>" for m in DIALOGUE)
+    assert tokenizer.decode(sample.ids.tolist()) == whole
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"prompt": "Hi", "response": "Hello"},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+    ],
+)
+def test_every_form_is_the_same_dialogue(tokenizer, row):
+    (sample,) = encode_row(row, tokenizer, "here")
+    assert tokenizer.decode(sample.ids.tolist()) == "<user>Hi</s><assistant>Hello</s>"
+    assert counted(sample, tokenizer) == "Hello</s>"
+
+
+def test_a_template_that_forgets_gives_each_answer_the_context_that_it_saw(tokenizer):
+    tokenizer.inner.chat_template = FORGETS
+    dialogue = [dict(turn) for turn in DIALOGUE]
+    dialogue[1]["content"] = "thinking@A sequence."
+    samples = list(encode_row({"messages": dialogue}, tokenizer, "here"))
+    assert [counted(s, tokenizer) for s in samples] == ["thinking@A sequence.</s>", "A mapping.</s>"]
+    assert tokenizer.decode(samples[1].ids.tolist()).startswith("<user>What is a list?</s><assistant>A sequence.</s>")
+
+
+def test_a_plain_text_counts_whole(tokenizer):
+    (sample,) = encode_row({"text": "A sequence."}, tokenizer, "here")
+    assert counted(sample, tokenizer) == "A sequence."
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"messages": "hi"},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"messages": [{"role": "wizard", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "Hello"}]},
+        {"prompt": "Hi"},
+    ],
+)
+def test_a_row_of_no_known_form_is_named(tokenizer, row):
+    with pytest.raises(TrainingDataInvalid) as fault:
+        list(encode_row(row, tokenizer, "data.jsonl:7"))
+    assert fault.value.where == "data.jsonl:7"
+
+
+def test_rows_are_cut_and_padded_and_lose_no_counted_token():
+    mask = torch.tensor([False] * 5 + [True] * 6)
+    ids, masks = pack_samples([Sample(torch.arange(11), mask), Sample(torch.arange(20, 23), mask[:3])], 4)
+    assert ids.tolist() == [[4, 5, 6, 7], [8, 9, 10, 0]]
+    assert masks.tolist() == [[False, True, True, True], [True, True, True, False]]
+
+
+def test_data_in_which_nothing_counts_is_refused():
+    with pytest.raises(TrainingDataInvalid, match="nothing to train on"):
+        pack_samples([Sample(torch.arange(8), torch.zeros(8, dtype=torch.bool))], 4)
+
+
+def test_a_jsonl_is_read_row_by_row(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ({"text": "a"}, {"text": "b"})) + "\n\n")
+    assert [(where.rsplit(":")[-1], row["text"]) for where, row in read_rows(str(file))] == [("1", "a"), ("2", "b")]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '"text"', "\xff"])
+def test_a_broken_line_is_named(tmp_path, line):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(line.encode("latin-1"))
+    with pytest.raises(TrainingDataInvalid, match="cannot be read"):
+        list(read_rows(str(file)))
+
+
+def test_a_dataset_that_is_not_there_is_named():
+    with pytest.raises(TrainingDataInvalid, match="no file, and no dataset"):
+        list(read_rows("org/no-such-dataset"))

@@ -1,0 +1,130 @@
+"""Answers from a server on the loopback that stands in for an engine's, and misbehaves where it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from kconv.errors import EngineFailed, PromptsInvalid
+from kconv.target.prompts import Prompt
+from kconv.train import synth
+from kconv.train.samples import read_rows
+from kconv.train.synth import Asking, synthesize
+
+Answer = tuple[int, Any]
+
+
+@dataclass
+class Server:
+    """What the server says to the messages it is asked, and how often each last turn was asked."""
+
+    url: str = ""
+    say: Callable[[list[dict[str, str]], int], Answer] = lambda messages, _: (200, messages[-1]["content"].upper())
+    asked: Counter[str] = field(default_factory=Counter)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    said = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            last = body["messages"][-1]["content"]
+            said.asked[last] += 1
+            status, text = said.say(body["messages"], said.asked[last])
+            choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+            data = json.dumps({"choices": [choice]} if status == 200 else {"error": text}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    said.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield said
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(synth, "LONGEST_PAUSE", 0.0)
+
+
+PROMPTS = [Prompt("a", "math", ("one", "two")), Prompt("b", "", ("three",)), Prompt("c", "", ("four",))]
+
+
+def lines(file) -> dict[str, dict]:
+    return {line["id"]: line for line in map(json.loads, file.read_text().splitlines())}
+
+
+def test_every_turn_is_answered_in_the_light_of_those_before(server, tmp_path):
+    server.say = lambda messages, _: (200, f"{len(messages)}:{messages[0]['content']}")
+    assert synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
+    said = [m["content"] for m in lines(tmp_path / "out.jsonl")["a"]["messages"]]
+    assert said == ["one", "1:one", "two", "3:one"]
+
+
+def test_what_comes_out_is_training_data(server, tmp_path):
+    synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl")
+    assert all(row["messages"][-1]["role"] == "assistant" for _, row in read_rows(str(tmp_path / "out.jsonl")))
+
+
+def test_a_stopped_run_goes_on_and_asks_only_what_is_left(server, tmp_path):
+    out = tmp_path / "out.jsonl"
+    synthesize(PROMPTS[:2], Asking(server.url, "m"), out)
+    # A kill in the middle of a line.
+    out.write_text(out.read_text() + '{"id": "c", "digest": "')
+    assert synthesize(PROMPTS, Asking(server.url, "m"), out) == {"answered": 1, "skipped": 2}
+    assert server.asked == {"one": 1, "two": 1, "three": 1, "four": 1}
+    assert lines(out).keys() == {"a", "b", "c"}
+
+
+def test_a_failed_prompt_is_accounted_for_and_asked_again(server, tmp_path):
+    out = tmp_path / "out.jsonl"
+    server.say = lambda messages, _: (400, "no") if messages[-1]["content"] == "three" else (200, "yes")
+    assert synthesize(PROMPTS, Asking(server.url, "m"), out) == {"answered": 2, "failed": 1, "skipped": 0}
+    assert "400" in lines(out)["b"]["failed"]
+    server.say = lambda *_: (200, "yes")
+    assert synthesize(PROMPTS, Asking(server.url, "m"), out) == {"answered": 1, "skipped": 2}
+    assert "messages" in lines(out)["b"]
+
+
+def test_a_busy_server_is_asked_again(server, tmp_path):
+    server.say = lambda _, times: (503, "busy") if times < 3 else (200, "yes")
+    assert synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
+    assert set(server.asked.values()) == {3}
+
+
+@pytest.mark.parametrize("answer", [(200, ""), (200, None), (429, "wait"), (401, "who are you")])
+def test_a_server_that_answers_nothing_is_a_fault(server, tmp_path, answer):
+    server.say = lambda *_: answer
+    with pytest.raises(EngineFailed, match="none of 3 prompts"):
+        synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl")
+
+
+def test_a_server_that_is_not_there_is_a_fault(tmp_path):
+    with pytest.raises(EngineFailed, match="ConnectError"):
+        synthesize(PROMPTS, Asking("http://127.0.0.1:9", "m"), tmp_path / "out.jsonl")
+
+
+def test_a_file_of_something_else_is_not_written_to(server, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"question": "?"}\n[]\n')
+    with pytest.raises(PromptsInvalid, match="something else"):
+        synthesize(PROMPTS, Asking(server.url, "m"), out)
+    assert not server.asked

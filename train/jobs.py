@@ -1,0 +1,98 @@
+"""Jobs from what a user gives. What belongs here: data and recipe brought together, online and offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.tensors import TORCH
+from ..convert.read import Head
+from ..target.config import TargetConfig
+from ..target.model import load_target
+from ..target.stored_states import StatesFolder, open_states
+from ..target.tokenizer import Tokenizer
+from .feed import Offline, Online, States
+from .named import complete
+from .prepare import place_sequences, prepare_dialogues
+from .recipe import EagleRecipe
+from .run import Job
+
+
+@dataclass(frozen=True)
+class Data:
+    """Dialogues or texts, and what is held out.
+
+    Attributes:
+        name: a JSONL file, or a dataset's id.
+        held_out: another one to look at; None for some of `name`.
+        split, revision: of a dataset.
+    """
+
+    name: str
+    held_out: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+def online_job(
+    target: Path, config: TargetConfig, tokenizer: Tokenizer, values: Mapping[str, Any], data: Data, start: Head | None
+) -> Job:
+    """Return a job that runs the target over dialogues or texts.
+
+    Args:
+        target: its folder.
+        config: the target's.
+        tokenizer: the target's.
+        values: the recipe, as `named.complete` takes it.
+        data: what to train on.
+        start: a head to go on from.
+
+    Raises:
+        TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
+    """
+    prepared = prepare_dialogues(
+        data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
+    )
+    recipe = complete(values, config, len(prepared.text.ids), start.spec if start else None)
+
+    def states() -> tuple[States, States]:
+        model = load_target(target, TORCH[recipe.dtype])
+        return Online(model, recipe.captured), Online(model, recipe.captured)
+
+    job = Job(target, recipe, prepared.text, prepared.unseen, states, prepared.facts, start=start)
+    return replace(job, specials=tuple(tokenizer.specials))
+
+
+def offline_job(
+    target: Path,
+    config: TargetConfig,
+    tokenizer: Tokenizer,
+    values: Mapping[str, Any],
+    folder: Path,
+    start: Head | None,
+) -> Job:
+    """Return a job that reads the target's states from `folder`, where kconv states wrote them.
+
+    Other arguments and faults as of `online_job`.
+
+    Raises:
+        StatesInvalid: they are of another target, or lack a layer that the recipe captures.
+    """
+    stored = open_states(folder, config=config)
+    text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
+    recipe = complete(values, config, len(text.rows.ids), start.spec if start else None)
+    # Now that the recipe is whole: the layers it wants, in its order.
+    wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
+    facts = {"name": folder.name, "states": stored.record.prompts.model_dump(), "sequences": len(stored.sequences)}
+
+    def states() -> tuple[States, States]:
+        return Offline(wanted, text.places), Offline(wanted, unseen.places)
+
+    job = Job(target, recipe, text.rows, unseen.rows, states, facts, start=start)
+    return replace(job, specials=tuple(tokenizer.specials))
+
+
+def _seq(values: Mapping[str, Any]) -> int:
+    return values.get("seq", EagleRecipe.seq)

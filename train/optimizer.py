@@ -1,0 +1,71 @@
+"""Muon for a head's matrices and AdamW for the rest, as one optimizer. What belongs here: joining the two.
+
+torch has both, and no way to run two under one learning-rate schedule, which is what transformers' Trainer,
+accelerate and their checkpoints expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .recipe import EagleRecipe
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Two optimizers that step together.
+
+    The parameter groups are those of the two, the very same dicts, so that a schedule that sets a group's `lr`
+    sets it for the optimizer that reads it.
+
+    Args:
+        matrices: parameters of two dimensions, for Muon.
+        rest: all others, for AdamW.
+        lr, rest_lr: their peak learning rates.
+    """
+
+    def __init__(self, matrices: Iterable[nn.Parameter], rest: Iterable[nn.Parameter], lr: float, rest_lr: float):
+        self._parts = (
+            torch.optim.Muon(list(matrices), lr=lr, weight_decay=0.0),
+            torch.optim.AdamW(list(rest), lr=rest_lr, weight_decay=0.0),
+        )
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        # The base class copies each group; share the dicts instead.
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Let both take a step."""
+        assert closure is None, "neither Muon nor a schedule asks for a closure"
+        for part in self._parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states, Muon's first."""
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up both states again."""
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        # Loading replaces the groups' dicts.
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+
+def make_optimizer(head: nn.Module, recipe: EagleRecipe) -> torch.optim.Optimizer:
+    """Return the recipe's optimizer over a head's parameters.
+
+    Muon is not meant for gains, nor for an output matrix, whose rows are few tokens' own. In the few steps that a
+    tiny head gets it comes further: after 300 of a GQA head, sampled acceptance at K=3 is 2.93 tokens, against
+    2.64 with AdamW (the best learning rate of each of five; one seed).
+    """
+    named = dict(head.named_parameters())
+    matrices = [p for name, p in named.items() if p.ndim == 2 and name != "lm_head.weight"]
+    rest = [p for name, p in named.items() if p.ndim != 2 or name == "lm_head.weight"]
+    if recipe.optimizer == "muon":
+        return MuonAdamW(matrices, rest, recipe.lr, recipe.rest_lr)
+    groups = [{"params": matrices, "lr": recipe.lr}, {"params": rest, "lr": recipe.rest_lr}]
+    return torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.95))

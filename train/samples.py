@@ -1,0 +1,170 @@
+"""What a head is trained on, as token ids. What belongs here: dialogues and texts read, encoded, and masked.
+
+A line of JSONL, or a row of a dataset, is one of
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}     ShareGPT's form
+    {"prompt": "...", "response": "..."}
+    {"text": "..."}
+A head drafts what the target says, so of a dialogue only the assistant's tokens count in the loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import TrainingDataInvalid
+from ..target.tokenizer import Tokenizer
+
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence.
+
+    Attributes:
+        ids: token ids [L] int64.
+        mask: [L] bool, whether the token counts in the loss.
+    """
+
+    ids: Tensor
+    mask: Tensor
+
+
+def read_rows(name: str, split: str = "train", revision: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row of a JSONL file or of a dataset on the Hub, and where it stands.
+
+    Args:
+        name: a file's path, or a dataset's id.
+        split, revision: of a dataset.
+
+    Raises:
+        TrainingDataInvalid: there is no such file or dataset, or a line is no JSON object.
+    """
+    file = Path(name)
+    if file.exists():
+        yield from _read_jsonl(file)
+        return
+    from datasets import load_dataset
+
+    try:
+        rows: Iterable[Any] = load_dataset(name, split=split, revision=revision, streaming=True)
+        for number, row in enumerate(rows):
+            yield f"{name}:{split}[{number}]", row
+    except (OSError, ValueError) as fault:
+        raise TrainingDataInvalid(
+            f"{name} is no file, and no dataset that can be read: {str(fault).splitlines()[0]}",
+            where=name,
+            fix="Give a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
+        ) from fault
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("it is not a JSON object")
+                yield f"{file}:{number}", row
+    except (OSError, ValueError) as fault:
+        raise TrainingDataInvalid(
+            f"the training data cannot be read: {fault}", where=file, fix="Give a JSONL file in UTF-8."
+        ) from fault
+
+
+def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
+    """Yield the samples of a row: one, or more where the chat template forgets what an earlier turn said.
+
+    Raises:
+        TrainingDataInvalid: the row is of none of the forms.
+        TargetInvalid: it is a dialogue, and the tokenizer has no chat template.
+    """
+    if isinstance(row.get("text"), str):
+        ids = torch.tensor(tokenizer.encode(row["text"]), dtype=torch.int64)
+        yield Sample(ids, torch.ones_like(ids, dtype=torch.bool))
+        return
+    yield from _encode_dialogue(_messages(row, where), tokenizer)
+
+
+def _messages(row: Mapping[str, Any], where: str) -> Messages:
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
+        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+    turns = row.get("messages", row.get("conversations"))
+    try:
+        messages = [
+            {"role": ROLES[turn.get("role", turn.get("from"))], "content": turn.get("content", turn.get("value"))}
+            for turn in turns or ()
+        ]
+        if not any(m["role"] == "assistant" for m in messages) or any(not m["content"] for m in messages):
+            raise ValueError("it holds no answer, or an empty turn")
+    except (AttributeError, KeyError, TypeError, ValueError) as fault:
+        raise TrainingDataInvalid(
+            f"this row is no dialogue: {fault}",
+            where=where,
+            fix='Write {"messages": [...]}, {"conversations": [...]}, {"prompt": "", "response": ""} or {"text": ""}.',
+        ) from fault
+    return messages
+
+
+def _encode_dialogue(messages: Messages, tokenizer: Tokenizer) -> Iterator[Sample]:
+    """Encode turn by turn, as an engine does: it never saw a token across the border of prompt and answer."""
+    written, ids, mask = "", [], []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.render_chat(messages[:place], answer=True)
+        after = tokenizer.render_chat(messages[: place + 1], answer=False)
+        if not before.startswith(written):
+            # The template rewrote the past, e.g. it dropped an earlier turn's reasoning: what was is a sample of
+            # its own, and what follows saw another text.
+            yield _sample(ids, mask)
+            written, ids, mask = "", [], []
+        asked = tokenizer.encode(before[len(written) :])
+        if not after.startswith(before):
+            # The answer is not what follows the prompt (a template that closes an open tag): take it verbatim.
+            after = before + message["content"]
+        said = tokenizer.encode(after[len(before) :])
+        ids += asked + said
+        mask += [False] * len(asked) + [True] * len(said)
+        written = after
+    yield _sample(ids, mask)
+
+
+def _sample(ids: list[int], mask: list[bool]) -> Sample:
+    return Sample(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool))
+
+
+def pack_samples(samples: Iterable[Sample], seq: int) -> tuple[Tensor, Tensor]:
+    """Lay samples out in rows of one length: cut what is longer into rows of its own, pad what is shorter.
+
+    Padding stands at the end and is masked; a causal model's states before it do not depend on it.
+
+    Args:
+        samples: what to lay out.
+        seq: tokens per row.
+
+    Returns:
+        ids [N, seq] int64 and mask [N, seq] bool. Rows in which nothing counts are left out.
+    """
+    rows: list[Tensor] = []
+    masks: list[Tensor] = []
+    for sample in samples:
+        for ids, mask in zip(sample.ids.split(seq), sample.mask.split(seq), strict=True):
+            # A draft starts behind the answer's first token, which the target's prefill gives.
+            if mask[1:].any():
+                rows.append(torch.nn.functional.pad(ids, (0, seq - len(ids))))
+                masks.append(torch.nn.functional.pad(mask, (0, seq - len(mask))))
+    if not rows:
+        raise TrainingDataInvalid("the data holds nothing to train on", fix="Give dialogues with answers, or texts.")
+    return torch.stack(rows), torch.stack(masks)

@@ -1,0 +1,172 @@
+"""Answers of the served target itself, to train on. What belongs here: asking, and an account of every prompt.
+
+A head drafts what its target says, so it is trained on the target's own words: NVIDIA's and lightseek's Kimi heads
+were trained on regenerated answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+
+from ..errors import EngineFailed, OutputFailed, PromptsInvalid
+from ..target.prompts import Prompt
+
+ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
+RETRIED = (408, 429, 500, 502, 503, 504)
+LONGEST_PAUSE = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a server is asked.
+
+    Attributes:
+        url: its root, e.g. "http://127.0.0.1:8000".
+        model: the name under which it serves the target.
+        max_tokens: of one answer; one that is cut there is kept, and says so.
+        temperature: of the drawn tokens.
+        concurrency: prompts that are asked at once.
+        attempts: how often one turn is asked before its prompt counts as failed.
+        timeout: seconds that one answer may take.
+        seed: of the drawn tokens.
+    """
+
+    url: str
+    model: str
+    max_tokens: int = 4096
+    temperature: float = 0.6
+    concurrency: int = 16
+    attempts: int = 4
+    timeout: float = 1800.0
+    seed: int = 0
+
+
+def synthesize(
+    prompts: Sequence[Prompt], asking: Asking, out: Path, advance: Callable[[Counter[str]], None] = lambda _: None
+) -> Counter[str]:
+    """Have a server answer prompts turn by turn, and write a line for each as it is done.
+
+    A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. Prompts
+    that `out` already has an answer to are skipped, so a run that was stopped goes on; failed ones are asked again.
+
+    Args:
+        prompts: what to ask.
+        asking: how.
+        out: a JSONL file, which is added to.
+        advance: called with the counts so far.
+
+    Returns:
+        How many prompts were answered, failed, or skipped; they add up to all of them.
+
+    Raises:
+        OutputFailed: `out` cannot be written.
+        PromptsInvalid: `out` holds something else than answers.
+        EngineFailed: not one prompt was answered.
+    """
+    done = _answered(out)
+    left = [prompt for prompt in prompts if prompt.digest not in done]
+    counts: Counter[str] = Counter({SKIPPED: len(prompts) - len(left)})
+    why = ""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            out.open("a", encoding="utf-8") as file,
+            httpx.Client(base_url=asking.url, timeout=asking.timeout) as client,
+            ThreadPoolExecutor(asking.concurrency) as workers,
+        ):
+            for future in as_completed([workers.submit(_ask, client, asking, prompt) for prompt in left]):
+                line = future.result()
+                why = line.get("failed", why)
+                counts[FAILED if "failed" in line else ANSWERED] += 1
+                _write(file, line)
+                advance(counts)
+    except OSError as fault:
+        raise OutputFailed(
+            f"{out} could not be written: {fault.strerror}", where=out, fix="Free some space."
+        ) from fault
+    if left and not counts[ANSWERED]:
+        raise EngineFailed(
+            f"none of {len(left)} prompts was answered; the last one: {why}",
+            where=asking.url,
+            fix="Check the address and the model's name; the same command goes on where it stopped.",
+        )
+    return counts
+
+
+def _write(file: TextIO, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def _answered(out: Path) -> set[str]:
+    """Return the digests of the prompts that a file has an answer to; a line that a kill cut short is taken off."""
+    if not out.exists():
+        return set()
+    data = out.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(out, len(whole))
+    try:
+        lines = [json.loads(line) for line in whole.decode().splitlines()]
+        asked = [(line["digest"], "messages" in line) for line in lines]
+        return {digest for digest, answered in asked if answered}
+    except (ValueError, KeyError, TypeError) as fault:
+        raise PromptsInvalid(
+            f"{out.name} holds something else than answers: {fault}", where=out, fix="Choose another file."
+        ) from fault
+
+
+def _ask(client: httpx.Client, asking: Asking, prompt: Prompt) -> dict[str, Any]:
+    line: dict[str, Any] = {"id": prompt.id, "digest": prompt.digest, "category": prompt.category}
+    messages: list[dict[str, str]] = []
+    reasons: list[str] = []
+    for turn in prompt.turns:
+        messages.append({"role": "user", "content": turn})
+        try:
+            choice = _complete(client, asking, messages)
+            content, reason = choice["message"]["content"], choice["finish_reason"]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
+            return line | {"failed": f"{type(fault).__name__}: {fault}"}
+        if not content:
+            return line | {"failed": f"an empty answer ({reason})"}
+        messages.append({"role": "assistant", "content": content})
+        reasons.append(reason)
+    return line | {"messages": messages, "finish_reasons": reasons}
+
+
+def _complete(client: httpx.Client, asking: Asking, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """Return the server's choice, asked again where it is busy or the connection broke."""
+    body = {
+        "model": asking.model,
+        "messages": messages,
+        "max_tokens": asking.max_tokens,
+        "temperature": asking.temperature,
+        "seed": asking.seed,
+    }
+    for attempt in range(1, asking.attempts + 1):
+        try:
+            answer = client.post("/v1/chat/completions", json=body)
+            if answer.status_code not in RETRIED or attempt == asking.attempts:
+                return answer.raise_for_status().json()["choices"][0]
+            pause = _pause(answer.headers.get("Retry-After"), attempt)
+        except httpx.TransportError:
+            if attempt == asking.attempts:
+                raise
+            pause = _pause(None, attempt)
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _pause(asked_for: str | None, attempt: int) -> float:
+    stated = float(asked_for) if asked_for and asked_for.isdigit() else 0.5 * 2**attempt
+    return min(stated, LONGEST_PAUSE)

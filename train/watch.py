@@ -1,0 +1,116 @@
+"""A head in training, looked at on text it never sees. What belongs here: its loss, and what it would accept.
+
+ModelOpt's own validation needs a GPU, and its trainer's hook reports nothing
+(https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L950-L1010), so
+acceptance is that of kconv's forward and chain, as `kconv validate` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.layout import stored
+from ..convert.layouts import by_name
+from ..head.chain import draft_logits, overlap, overlap_acceptance, pool
+from ..head.forward import DraftHead
+from ..head.slots import needs
+from ..head.spec import HeadSpec, Tokens
+from ..target.config import TargetConfig
+from .feed import Batch, Feed
+from .module import EagleModel
+from .recipe import EagleRecipe
+
+
+def spec_of(recipe: EagleRecipe, target: TargetConfig) -> HeadSpec:
+    """Return what the head of a recipe is, for a target."""
+    return HeadSpec(
+        attention=recipe.attention,
+        hidden=target.hidden,
+        target_hidden=target.hidden,
+        intermediate=recipe.intermediate,
+        layers=1,
+        vocab=target.vocab,
+        draft_vocab=recipe.draft_vocab or target.vocab,
+        rope=recipe.rope,
+        captured=recipe.captured,
+        eps=recipe.eps,
+        dtype=recipe.dtype,
+        max_positions=target.max_positions,
+        tokens=Tokens(target.bos, _one_or_more(target.eos), target.pad),
+    )
+
+
+def _one_or_more(eos: tuple[int, ...]) -> int | tuple[int, ...] | None:
+    return eos if len(eos) > 1 else (eos[0] if eos else None)
+
+
+def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -> DraftHead:
+    """Return kconv's forward over the weights that a head has now.
+
+    Args:
+        state: of ModelOpt's `eagle_module`.
+        model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target.
+        spec: the head's.
+    """
+    weights = {"embed_tokens": model._base_model_embeddings.weight, "lm_head": model._base_model_lm_head.weight}
+    known = needs(spec)
+    for name, row in stored(by_name("modelopt"), spec).items():
+        if name in state:
+            parts = row.move.unpack(state[name], [known[slot].shape for slot in row.slots])
+            weights |= dict(zip(row.slots, parts, strict=True))
+    return DraftHead(spec, {slot: weight.detach() for slot, weight in weights.items()})
+
+
+@torch.no_grad()
+def look(model: EagleModel, head: DraftHead, unseen: Feed, steps: int) -> dict[str, float]:
+    """Measure a head on batches that it is never trained on.
+
+    Args:
+        model: ModelOpt's Eagle model, unwrapped.
+        head: kconv's forward of its head.
+        unseen: the batches; positions that the loss mask leaves out do not count.
+        steps: K, draft steps.
+
+    Returns:
+        `loss`: the trained one, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of places
+        where step k's likeliest token is the target's; `acceptance`: sampled acceptance length at K, bonus token
+        included; `rate_k`: share of drafts accepted up to place k.
+    """
+    losses: list[Tensor] = []
+    top1: list[Tensor] = []
+    accepted = []
+    model.train()  # ModelOpt takes all draft steps only then
+    for index in range(len(unseen)):
+        batch: Batch = _to(unseen[index], head.weights["fc"].device)
+        output = model(**batch)
+        losses.append(output.loss.detach().float().cpu())
+        top1.append(torch.tensor(output.train_acc[0]))
+        outputs = batch["base_model_outputs"]
+        target_logits = model._base_model_lm_head(outputs["base_model_hidden_states"])
+        drafted = draft_logits(head, batch["input_ids"], outputs["aux_hidden_states"], steps)
+        shares = overlap(drafted, target_logits, head.target_ids)
+        # Chain t drafts behind token t + 1; it counts where all that it predicts from is an answer.
+        chains = shares.shape[2]
+        counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
+        accepted.append(overlap_acceptance(shares[:, counts].unsqueeze(1)))
+    model.eval()
+    total = pool(accepted)
+    figures = {"loss": float(torch.stack(losses).mean()), "acceptance": total.length}
+    figures |= {f"top1_{k}": float(value) for k, value in enumerate(torch.stack(top1).mean(0), start=1)}
+    return figures | {f"rate_{k}": rate for k, rate in enumerate(total.rates, start=1)}
+
+
+def head_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of ModelOpt's `eagle_module`, under its own names."""
+    eagle: nn.Module = model.eagle_module  # pyright: ignore[reportAssignmentType]
+    return {name: tensor.detach() for name, tensor in eagle.state_dict().items()}
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {key: _to(part, device) for key, part in value.items()}
+    return value.to(device)
