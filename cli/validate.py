@@ -9,45 +9,96 @@ from typing import Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, open_head, reading
+from .measuring import Measuring, measuring
+from .options import FOLDER, PATH_OR_ID, open_head, read_options, reading
+
+# As `validate.rules.rule.ASKED`, which --help must not import; a test holds the two together.
+FOR = ("vllm", "vllm-v1", "vllm-v2", "sglang", "trtllm", "all")
 
 
-@click.command(short_help="Check a head: against its config, its source and its target.")
+def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
+    if wanted is None or context.resilient_parsing:
+        return
+    from ..validate.rules.table import all_rules, find_rule
+    from .output import print_rule, print_rules
+
+    print_rules(all_rules()) if wanted == "all" else print_rule(find_rule(wanted))
+    context.exit()
+
+
+@click.command(short_help="Check a head or a target before it is served: files, config, values, engines.")
 @click.argument("head", type=PATH_OR_ID)
-@click.option("--source", type=PATH_OR_ID, help="What HEAD was converted from: every bit is compared.")
-@click.option("--prompts", type=FOLDER, help="Held-out prompts (JSONL); with --target, logits and acceptance.")
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(1, 16), help="Drafted tokens per step (K).")
-@click.option("--out", type=FOLDER, help="Write report.json into this folder.")
+@click.option("--for", "asked", type=click.Choice(FOR), help="Who will serve it.  [default: its layout's engines]")
+@click.option("--source", type=PATH_OR_ID, help="What HEAD was made from: bits are compared, or noise.")
+@click.option("--headers-only", is_flag=True, help="Read no weight, and download none: names, shapes, config.")
+@click.option("--strict", is_flag=True, help="Exit 1 on a warning too.")
+@measuring
+@click.option("--out", type=FOLDER, help="Write report.json and report.md into this folder.")
 @reading
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--explain",
+    metavar="RULE",
+    callback=_explain,
+    is_eager=True,
+    expose_value=False,
+    help="Say what a rule is about, e.g. K101, and exit; all lists them.",
+)
 def validate(
-    head: Source, source: Source | None, prompts: Path | None, steps: int, out: Path | None, as_json: bool, **hints: Any
+    head: Source,
+    asked: str | None,
+    source: Source | None,
+    headers_only: bool,
+    strict: bool,
+    measuring: Measuring,
+    out: Path | None,
+    as_json: bool,
+    **hints: Any,
 ) -> None:
-    """Check HEAD; exit 1 if anything is wrong with it.
+    """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers.
 
-    Names, shapes, config and every value always; with --source, that no bit was lost; with --target and
-    --prompts, logits, top-1 agreement and acceptance length on the prompts' own text and on the target's
-    sampled and greedy continuations.
+    Names, shapes, config, what each engine is known to get wrong, and every value; with --source, that no bit was
+    lost; with --target and --prompts, logits, top-1 agreement and acceptance length on the prompts' own text and on
+    the target's sampled and greedy continuations. A target's folder is checked too, for its quantization.
 
     \b
-    Example:
+    Examples:
+      kconv validate my-head --for all
+      kconv validate org/head --for sglang --headers-only --strict
       kconv validate my-head-vllm --source my-head --target my-target --prompts held-out.jsonl --out report
+      kconv validate my-head --source old-head --target my-target --states my-states
+      kconv validate my-head --engine vllm --engine-python env/bin/python --target my-target --prompts held-out.jsonl
+      kconv validate my-head --explain K101
     """
     target: Source | None = hints["target"]
-    if prompts and not target:
-        raise click.UsageError("--prompts needs --target")
-    from ..validate.run import Parity
+    measuring.check(target)
+    if headers_only and (measuring.wanted or source):
+        raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
+    from ..validate.markdown import write_report
+    from ..validate.rules.rule import ASKED
+    from ..validate.run import Wish, is_target
     from ..validate.run import validate as run
     from .output import print_report, status
 
-    output = open_head(head, **hints)
+    layout, read_hints, target_config = read_options(**hints)
+    wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only)
     # The layout and the convention that the user named are the output's; the source has its own marks.
-    original = open_head(source, target=target) if source else None
-    parity = Parity(target.fetch_model(), prompts, steps) if target and prompts else None
+    opened = source.open_weights() if source else None
+    quantized_from = opened if opened and is_target(opened) else None
+    original = open_head(source, target=target) if source and not quantized_from else None
     with status("validating") as say:
-        report = run(output, source=original, parity=parity, say=say)
+        report = run(
+            head,
+            wish,
+            source=original,
+            quantized_from=quantized_from,
+            parity=measuring.parity(target) if measuring.wanted else None,
+            engined=measuring.engined(target) if measuring.wanted else None,
+            say=say,
+        )
     if out:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(report.to_json())
+        from ..validate.sections import illustrate
+
+        write_report(report, out, more=illustrate(report, out))
     print_report(report, as_json=as_json)
-    sys.exit(0 if report.clean else 1)
+    sys.exit(0 if report.clean and not (strict and report.warned) else 1)

@@ -6,22 +6,13 @@ altogether, e.g. a trainer's own module and kconv's forward of the converted fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..head.chain import (
-    Acceptance,
-    count_chains,
-    draft_logits,
-    greedy_acceptance,
-    lengths,
-    overlap,
-    overlap_acceptance,
-    pool,
-)
+from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance, pool
 from ..head.drafters import (
     Bigram,
     bigram_drafts,
@@ -32,7 +23,10 @@ from ..head.drafters import (
 )
 from ..head.forward import DraftHead
 from ..target.states import States, run_target
-from .report import AcceptanceFigures, ParityFigures, TextFigures
+from .apart import add_up, differ, name_figures, over_steps
+from .parts import Parts
+from .ratios import influences, standard_errors
+from .report import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .texts import Batch, Text
 
 
@@ -55,45 +49,48 @@ def head_drafter(head: DraftHead, steps: int) -> Drafter:
     return Drafter(lambda tokens, states: draft_logits(head, tokens, states.captured, steps), head.target_ids)
 
 
-@dataclass
-class _Tally:
-    """What is gathered about one drafter over a text's batches."""
-
-    acceptances: list[Acceptance] = field(default_factory=list)
-    per_position: list[Tensor] = field(default_factory=list)
-
-    def add_sampled(self, overlaps: Tensor) -> None:
-        self.acceptances.append(overlap_acceptance(overlaps))
-        self.per_position.append(lengths(overlaps).flatten())
-
-    def add_greedy(self, drafted: Tensor, batch: Batch) -> None:
-        for row, tokens in enumerate(batch.tokens):
-            self.acceptances.append(greedy_acceptance(drafted[:, row], tokens, batch.prompt_length))
-
-    def figures(self, drafter: str, text: Text) -> AcceptanceFigures:
-        total = pool(self.acceptances)
-        return AcceptanceFigures(
-            drafter=drafter,
-            text=text.kind,
-            steps=total.steps,
-            drafts=total.drafts,
-            length=total.length,
-            standard_error=_standard_error(self.per_position),
-            rates=total.rates,
-            note=total.note,
-        )
-
-
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one text: the text itself, each drafter's acceptance, and parity where two were compared."""
+    """Figures of one text: the text itself, each drafter's acceptance, and parity where two were compared.
+
+    Attributes:
+        text, acceptance, parity: over all prompts.
+        acceptance_by_category, parity_by_category: the same by category; empty where there is but one.
+        parts: the error of each part, where two heads were given for that.
+    """
 
     text: TextFigures
     acceptance: tuple[AcceptanceFigures, ...]
     parity: ParityFigures | None
+    acceptance_by_category: tuple[AcceptanceFigures, ...] = ()
+    parity_by_category: tuple[ParityFigures, ...] = ()
+    parts: tuple[PartFigures, ...] = ()
 
 
-@torch.no_grad()
+@dataclass
+class _Gathered:
+    """What was found on each sequence of a text, in one order.
+
+    Attributes:
+        categories: each sequence's.
+        acceptance: by drafter.
+        apart: differences of the two that are compared.
+    """
+
+    categories: list[str] = field(default_factory=list)
+    acceptance: dict[str, list[Acceptance]] = field(default_factory=dict)
+    apart: list[Tensor] = field(default_factory=list)
+
+    def only(self, category: str) -> _Gathered:
+        """Return what was found on the sequences of one category."""
+        own = [i for i, name in enumerate(self.categories) if name == category]
+        return _Gathered(
+            [category] * len(own),
+            {name: [found[i] for i in own] for name, found in self.acceptance.items()},
+            [self.apart[i] for i in own] if self.apart else [],
+        )
+
+
 def measure(
     text: Text,
     model,
@@ -103,117 +100,157 @@ def measure(
     *,
     compare: tuple[str, str] | None = None,
     bigram: Bigram | None = None,
+    parts: Parts | None = None,
 ) -> Measured:
-    """Measure drafters on one text.
+    """Measure drafters on one text, with the target in memory.
 
     Args:
         text: the text.
         model: the target.
         captured: layers whose outputs the drafters read.
+        steps, drafters, compare, bigram, parts: as of `measure_states`.
+    """
+
+    def run(batch: Batch) -> States:
+        return run_target(model, batch.tokens, captured)
+
+    return measure_states(text, run, steps, drafters, compare=compare, bigram=bigram, parts=parts)
+
+
+@torch.no_grad()
+def measure_states(
+    text: Text,
+    run: Callable[[Batch], States],
+    steps: int,
+    drafters: Mapping[str, Drafter],
+    *,
+    compare: tuple[str, str] | None = None,
+    bigram: Bigram | None = None,
+    parts: Parts | None = None,
+) -> Measured:
+    """Measure drafters on one text.
+
+    Args:
+        text: the text.
+        run: gives the target's states over a batch, wherever it has them from.
         steps: K.
         drafters: by name.
         compare: names of the source and the output, to be compared place by place.
         bigram: a bigram table to show beside the heads, with prompt lookup; neither is shown if None.
+        parts: two heads whose parts are to be compared.
     """
-    tallies = {name: _Tally() for name in (*drafters, *(("bigram", "prompt lookup") if bigram else ()))}
-    differences: list[_Difference] = []
+    gathered = _Gathered(acceptance={name: [] for name in drafters})
     for batch in text.batches:
-        states = run_target(model, batch.tokens, captured)
+        count_chains(batch.tokens.shape[1], steps)
+        states = run(batch)
         logits = {name: drafter.logits(batch.tokens, states) for name, drafter in drafters.items()}
         for name, drafter in drafters.items():
-            _tally(tallies[name], text, batch, logits[name], states.logits, drafter.target_ids)
-        if bigram:
-            _tally_baselines(tallies, text, batch, states.logits, steps, bigram)
+            gathered.acceptance[name] += _accept(text, batch, logits[name], states.logits, drafter.target_ids)
+        for name, found in _baselines(text, batch, states.logits, steps, bigram) if bigram else ():
+            gathered.acceptance.setdefault(name, []).extend(found)
         if compare:
-            differences.append(_compare(*(logits[name] for name in compare)))
+            one, other = (drafters[name] for name in compare)
+            gathered.apart += differ(logits[compare[0]], logits[compare[1]], one.target_ids, other.target_ids)
+        if parts:
+            parts.add(batch.tokens, states.captured)
+        gathered.categories += batch.categories or ("",) * len(batch.tokens)
+    categories = sorted(set(gathered.categories))
+    several = [gathered.only(category) for category in categories] if len(categories) > 1 else []
+    return Measured(
+        _describe(text),
+        tuple(_acceptance(text, gathered, "")),
+        _parity(text, gathered, compare, "") if compare else None,
+        tuple(row for own in several for row in _acceptance(text, own, own.categories[0])),
+        tuple(_parity(text, own, compare, own.categories[0]) for own in several if compare),
+        parts.figures(text.kind) if parts else (),
+    )
+
+
+def _accept(text: Text, batch: Batch, logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> list[Acceptance]:
+    """Return a drafter's acceptance on each sequence of a batch."""
+    if text.kind == "greedy":
+        return _greedy(target_ids[logits.argmax(-1)], batch)
+    return _sampled(overlap(logits, target_logits, target_ids), batch)
+
+
+def _greedy(drafted: Tensor, batch: Batch) -> list[Acceptance]:
+    return [greedy_acceptance(drafted[:, row], tokens, batch.prompt_length) for row, tokens in enumerate(batch.tokens)]
+
+
+def _sampled(overlaps: Tensor, batch: Batch) -> list[Acceptance]:
+    """Keep the chains that start where an engine would draft: from the prompt's last token on."""
+    kept = overlaps[:, :, batch.prompt_length - 1 :]
+    return [overlap_acceptance(kept[:, row : row + 1]) for row in range(len(batch.tokens))]
+
+
+def _baselines(
+    text: Text, batch: Batch, target_logits: Tensor, steps: int, bigram: Bigram
+) -> list[tuple[str, list[Acceptance]]]:
+    found = lookup_drafts(batch.tokens, steps)
+    if text.kind == "greedy":
+        by_pairs = _greedy(bigram_drafts(bigram, batch.tokens, steps), batch)
+        return [("bigram", by_pairs), ("prompt lookup", _greedy(found, batch))]
+    by_pairs = _sampled(bigram_overlap(bigram, batch.tokens, target_logits, steps), batch)
+    return [("bigram", by_pairs), ("prompt lookup", _sampled(certain_overlap(found, target_logits), batch))]
+
+
+def _acceptance(text: Text, gathered: _Gathered, category: str) -> list[AcceptanceFigures]:
+    rows = []
+    for name, parts in gathered.acceptance.items():
+        total, errors = pool(parts), standard_errors(influences(parts))
+        rows.append(
+            AcceptanceFigures(
+                drafter=name,
+                text=text.kind,
+                steps=total.steps,
+                drafts=total.drafts,
+                length=total.length,
+                standard_error=errors[-1],
+                rates=total.rates,
+                note=total.note,
+                category=category,
+                sequences=len(parts),
+                rate_errors=tuple(errors[:-1]),
+            )
+        )
+    return rows
+
+
+def _parity(text: Text, gathered: _Gathered, compare: tuple[str, str], category: str) -> ParityFigures:
+    source, output = (gathered.acceptance[name] for name in compare)
+    before, after = pool(source), pool(output)
+    errors = standard_errors(influences(output) - influences(source))
+    total = add_up(gathered.apart)
+    return ParityFigures(
+        text=text.kind,
+        steps=after.steps,
+        **name_figures(over_steps(total)),
+        length_difference=after.length - before.length,
+        length_difference_se=errors[-1],
+        category=category,
+        by_step=tuple(
+            StepFigures(
+                step=step + 1,
+                **name_figures(total, step),
+                rate_difference=after.rates[step] - before.rates[step],
+                rate_difference_se=errors[step],
+            )
+            for step in range(after.steps)
+        ),
+    )
+
+
+def _describe(text: Text) -> TextFigures:
     rows = [batch.tokens for batch in text.batches]
-    described = TextFigures(
+    return TextFigures(
         kind=text.kind,
         sequences=sum(len(r) for r in rows),
         tokens=sum(r.numel() for r in rows),
-        distinct_4grams=_distinct(text),
-    )
-    parity = _parity(text, steps, differences, *(tallies[name] for name in compare)) if compare else None
-    return Measured(described, tuple(t.figures(name, text) for name, t in tallies.items()), parity)
-
-
-def _tally(tally: _Tally, text: Text, batch: Batch, logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> None:
-    if text.kind == "greedy":
-        tally.add_greedy(target_ids[logits.argmax(-1)], batch)
-    else:
-        tally.add_sampled(_behind_prompt(overlap(logits, target_logits, target_ids), batch))
-
-
-def _tally_baselines(
-    tallies: Mapping[str, _Tally], text: Text, batch: Batch, target_logits: Tensor, steps: int, bigram: Bigram
-) -> None:
-    found = lookup_drafts(batch.tokens, steps)
-    if text.kind == "greedy":
-        tallies["bigram"].add_greedy(bigram_drafts(bigram, batch.tokens, steps), batch)
-        tallies["prompt lookup"].add_greedy(found, batch)
-    else:
-        by_pairs = bigram_overlap(bigram, batch.tokens, target_logits, steps)
-        tallies["bigram"].add_sampled(_behind_prompt(by_pairs, batch))
-        tallies["prompt lookup"].add_sampled(_behind_prompt(certain_overlap(found, target_logits), batch))
-
-
-def _behind_prompt(overlaps: Tensor, batch: Batch) -> Tensor:
-    """Keep the chains that start where an engine would draft: from the prompt's last token on."""
-    count_chains(batch.tokens.shape[1], overlaps.shape[0])
-    return overlaps[:, :, batch.prompt_length - 1 :]
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """How far one batch's logits are from the source's: maxima, and sums over places."""
-
-    largest: float
-    scale: float
-    squares: float
-    source_squares: float
-    kl: float
-    same: float
-    places: int
-
-
-def _compare(source: Tensor, output: Tensor) -> _Difference:
-    p, q = source.float().log_softmax(-1), output.float().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1)
-    difference = output - source
-    return _Difference(
-        largest=float(difference.abs().max()),
-        scale=float(source.abs().max()),
-        squares=float(difference.double().square().sum()),
-        source_squares=float(source.double().square().sum()),
-        kl=float(kl.double().sum()),
-        same=float((source.argmax(-1) == output.argmax(-1)).sum()),
-        places=kl.numel(),
+        distinct_4grams=_distinct(text.batches),
     )
 
 
-def _parity(text: Text, steps: int, parts: list[_Difference], source: _Tally, output: _Tally) -> ParityFigures:
-    places = sum(part.places for part in parts)
-    difference = pool(output.acceptances).length - pool(source.acceptances).length
-    paired = [b - a for a, b in zip(source.per_position, output.per_position, strict=True)]
-    return ParityFigures(
-        text=text.kind,
-        steps=steps,
-        relative_error=max(part.largest for part in parts) / max(part.scale for part in parts),
-        rms_error=(sum(part.squares for part in parts) / sum(part.source_squares for part in parts)) ** 0.5,
-        kl=sum(part.kl for part in parts) / places,
-        top1=sum(part.same for part in parts) / places,
-        length_difference=difference,
-        length_difference_se=_standard_error(paired),
-    )
-
-
-def _standard_error(parts: list[Tensor]) -> float | None:
-    """Return the standard error of the mean over positions; None where there are none to take it over."""
-    values = torch.cat(parts).double() if parts else torch.empty(0)
-    return float(values.std() / values.numel() ** 0.5) if values.numel() > 1 else None
-
-
-def _distinct(text: Text) -> float:
-    sizes = [batch.tokens.numel() for batch in text.batches]
-    shares = [distinct_ngrams(batch.tokens[:, batch.prompt_length - 1 :]) for batch in text.batches]
+def _distinct(batches: Sequence[Batch]) -> float:
+    sizes = [batch.tokens.numel() for batch in batches]
+    shares = [distinct_ngrams(batch.tokens[:, batch.prompt_length - 1 :]) for batch in batches]
     return sum(size * share for size, share in zip(sizes, shares, strict=True)) / sum(sizes)

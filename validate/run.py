@@ -2,87 +2,212 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import file_digest
-from ..checkpoint.folder import open_checkpoint
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.source import Source
+from ..convert.captured import Hints
+from ..convert.layout import Layout
 from ..convert.read import Head
-from ..target.config import read_target_config
-from ..target.model import load_target
-from ..target.prompts import Prompt, read_prompts
-from ..target.tokenizer import load_tokenizer
-from .measure import Drafter, Measured, head_drafter, measure
+from ..errors import KconvError
+from ..target.config import TargetConfig
 from .report import Figures, Finding, Report
-from .structure import check_source, check_values, is_identical
-from .texts import make_texts
-from .weights import load_head
+from .rules.head import HeadSubject, engines_of
+from .rules.rule import ENGINES, run_rules
+from .rules.table import TARGET_RULES, check_head
+from .rules.target import TargetSubject
+from .rules.unreadable import of_fault
 
+if TYPE_CHECKING:
+    from .engines.check import Engined
+    from .measure import Measured
+    from .parity import Parity
+
+# What imports torch is imported where it is needed: headers are checked in less time than that takes.
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Parity:
-    """How parity is measured.
+class Wish:
+    """What a checkpoint is checked for.
 
     Attributes:
-        target: the target's folder.
-        prompts: a JSONL of held-out prompts.
-        steps: K, drafted tokens per verify step.
-        prompt_tokens: prompts are cut to this before they are continued.
-        new_tokens: length of the continuations.
-        seed: of the sampled continuations.
+        engines: names of `rules.rule.ENGINES`; None for those that its layout was written for.
+        layout: the layout that a head is in, None to go by its marks.
+        hints: what the user says where a head's config is silent.
+        target: the target that a head is for, where it is known.
+        headers_only: no value is read, and none downloaded.
     """
 
-    target: Path
-    prompts: Path
-    steps: int = 3
-    prompt_tokens: int = 32
-    new_tokens: int = 64
-    seed: int = 0
+    engines: tuple[str, ...] | None = None
+    layout: Layout | None = None
+    hints: Hints = field(default_factory=Hints)
+    target: TargetConfig | None = None
+    headers_only: bool = False
 
 
-def validate(output: Head, *, source: Head | None = None, parity: Parity | None = None, say: Say = print) -> Report:
-    """Check a head, against its source and a target where they are given.
+def validate(
+    subject: Source,
+    wish: Wish | None = None,
+    *,
+    source: Head | None = None,
+    quantized_from: Checkpoint | None = None,
+    parity: Parity | None = None,
+    engined: Engined | None = None,
+    say: Say = print,
+) -> Report:
+    """Check a head or a target, a head against its source and a target too where they are given.
 
     Args:
-        output: the head; reading it has held its names, shapes and config already.
-        source: what it was converted from.
+        subject: what is checked.
+        wish: for whom, and what the user says of it.
+        source: what a head was converted from.
+        quantized_from: what a target was quantized from.
         parity: how to measure logits and acceptance; nothing is measured if None.
+        engined: how to ask an engine that serves the head; none is asked if None.
         say: told what is going on.
 
     Returns:
-        The report. Faults of the head are findings in it; faults of what the user gave are raised.
+        The report. Faults of the checkpoint are findings in it, also where it cannot be read; faults of what else
+        the user gave are raised.
     """
-    say("reading every weight")
-    findings: list[Finding] = check_values(output)
-    identical = None
+    wish = wish or Wish()
+    say("reading headers" if wish.headers_only else "reading every weight")
+    try:
+        with _uncollected():
+            checkpoint = subject.open_headers() if wish.headers_only else subject.open_weights()
+    except KconvError as fault:
+        return _report(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
+    if is_target(checkpoint) and wish.layout is None:
+        return _check_target(checkpoint, wish, quantized_from, say)
+    rules = HeadSubject(
+        checkpoint,
+        frozenset(wish.engines or ENGINES),
+        not wish.headers_only,
+        named_layout=wish.layout,
+        hints=wish.hints,
+        target=wish.target,
+    )
+    if wish.engines is None:
+        rules = _written_for(rules)
+    findings = list(check_head(rules))
+    provenance = _about(rules, source, wish)
+    identical, measured = None, ()
+    if rules.head is None:
+        provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
+        return _report(checkpoint.source, _digests(checkpoint, wish), findings, Figures(), provenance)
     if source is not None:
+        from .structure import check_source, is_identical
+
         say("comparing with the source, bit by bit")
-        held = check_source(output, source)
-        identical = is_identical(output, held)
+        held = check_source(rules.head, source)
+        identical = is_identical(rules.head, held)
         findings += held
-    measured: list[Measured] = []
-    provenance: dict[str, object] = {"source": source.checkpoint.source if source else None}
     if parity is not None:
-        measured = _measure(output, source, parity, say)
-        provenance |= _provenance(parity)
-    return make_report(output, findings, figures(identical, measured), provenance)
+        from .parity import measure_parity
+
+        found = measure_parity(rules.head, source, parity, say)
+        measured = found.measured
+        provenance |= found.provenance
+    all_figures = figures(identical, measured)
+    if engined is not None:
+        from .engines.check import check_engine
+
+        witness = check_engine(rules.head, engined, say)
+        findings += witness.findings
+        all_figures = all_figures.model_copy(update={"engine": witness.figures})
+        provenance |= witness.provenance
+    return _report(checkpoint.source, _digests(checkpoint, wish), findings, all_figures, provenance)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave garbage be: a target's headers are millions of objects without a cycle, and looking costs a quarter."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+# Names that a target has and no head: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
+TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
+
+
+def is_target(checkpoint: Checkpoint) -> bool:
+    """Say whether a checkpoint is a target, and no head."""
+    if "eagle_config" in checkpoint.config or any(name.endswith("fc.weight") for name in checkpoint.tensors):
+        return False
+    return any(name.startswith(TARGET_LAYERS) for name in checkpoint.tensors)
+
+
+def _check_target(checkpoint: Checkpoint, wish: Wish, source: Checkpoint | None, say: Say) -> Report:
+    engines = wish.engines or ENGINES
+    subject = TargetSubject(checkpoint, frozenset(engines), not wish.headers_only)
+    provenance = {"for": list(engines), "checked": "target", "headers_only": wish.headers_only}
+    findings = list(run_rules(TARGET_RULES, subject))
+    noise = None
+    if source is not None:
+        from .quantized import check_quantized
+        from .structure import from_fault
+
+        provenance["source"] = source.source
+        try:
+            held, noise = check_quantized(checkpoint, source, say)
+            findings += held
+        except KconvError as fault:
+            findings.append(from_fault(fault, rule="K392"))
+    return _report(checkpoint.source, _digests(checkpoint, wish), findings, Figures(noise=noise), provenance)
+
+
+def _written_for(rules: HeadSubject) -> HeadSubject:
+    return replace(rules, engines=frozenset(engines_of(rules.layout)))
+
+
+def _about(rules: HeadSubject, source: Head | None, wish: Wish) -> dict[str, object]:
+    """Say what was checked, for whom and why for them."""
+    return {
+        "for": [engine for engine in ENGINES if engine in rules.engines],
+        "for_by": "asked" if wish.engines else "the engines that the layout is written for",
+        "checked": "head",
+        "layout": rules.layout.name if rules.layout else None,
+        "headers_only": wish.headers_only,
+        "source": source.checkpoint.source if source else None,
+    }
+
+
+def _digests(checkpoint: Checkpoint, wish: Wish) -> dict[str, str]:
+    if wish.headers_only or checkpoint.headers_only:
+        return {}
+    return {file.name: file_digest(file) for file in checkpoint.files}
 
 
 def make_report(head: Head, findings: Sequence[Finding], figures: Figures, provenance: Mapping[str, object]) -> Report:
     """Return the report on a head: findings worst first, and the digests of the weights they are about."""
+    return _report(head.checkpoint.source, _digests(head.checkpoint, Wish()), findings, figures, provenance)
+
+
+def _report(
+    subject: str,
+    weights: Mapping[str, str],
+    findings: Iterable[Finding],
+    figures: Figures,
+    provenance: Mapping[str, object],
+) -> Report:
     worst_first = sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
-    stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
+    stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": version("torch")}
     return Report(
-        subject=head.checkpoint.source,
-        weights={file.name: file_digest(file) for file in head.checkpoint.files},
+        subject=subject,
+        weights=dict(weights),
         findings=tuple(worst_first),
         figures=figures,
         provenance=stamp | dict(provenance),
@@ -96,51 +221,7 @@ def figures(identical: bool | None, measured: Sequence[Measured]) -> Figures:
         texts=tuple(m.text for m in measured),
         acceptance=tuple(row for m in measured for row in m.acceptance),
         parity=tuple(m.parity for m in measured if m.parity),
+        acceptance_by_category=tuple(row for m in measured for row in m.acceptance_by_category),
+        parity_by_category=tuple(row for m in measured for row in m.parity_by_category),
+        parts=tuple(row for m in measured for row in m.parts),
     )
-
-
-def encode_prompts(prompts: Sequence[Prompt], target: Path, limit: int) -> list[list[int]]:
-    """Return the token ids of each prompt's first turn, as plain text, cut to `limit` tokens."""
-    tokenizer = load_tokenizer(target)
-    return [tokenizer.encode(prompt.turns[0])[:limit] for prompt in prompts]
-
-
-def _measure(output: Head, source: Head | None, parity: Parity, say: Say) -> list[Measured]:
-    say("loading the target")
-    checkpoint, config = open_checkpoint(parity.target), read_target_config(parity.target)
-    drafters: dict[str, Drafter] = {}
-    for name, head in (("source", source), ("output", output)):
-        if head is not None:
-            drafters[name] = head_drafter(load_head(head, checkpoint, config), parity.steps)
-    model = load_target(parity.target, torch.float32)
-    ids = encode_prompts(read_prompts(parity.prompts), parity.target, parity.prompt_tokens + parity.new_tokens)
-    say("continuing the prompts")
-    texts = make_texts(
-        model,
-        [prompt for prompt in ids if prompt],
-        prompt_tokens=parity.prompt_tokens,
-        new_tokens=parity.new_tokens,
-        steps=parity.steps,
-        seed=parity.seed,
-    )
-    measured = []
-    for text in texts:
-        say(f"measuring on {text.kind} text")
-        pair = ("source", "output") if source is not None else None
-        measured.append(measure(text, model, output.spec.captured, parity.steps, drafters, compare=pair))
-    return measured
-
-
-def _provenance(parity: Parity) -> dict[str, object]:
-    return {
-        "target": str(parity.target),
-        "prompts": {
-            "file": parity.prompts.name,
-            "sha256": hashlib.sha256(parity.prompts.read_bytes()).hexdigest(),
-            "prompt_tokens": parity.prompt_tokens,
-            "new_tokens": parity.new_tokens,
-        },
-        "seed": parity.seed,
-        "temperature": {"sampled": 1.0, "held-out": 1.0, "greedy": 0.0},
-        "dtype": "float32",
-    }

@@ -5,48 +5,29 @@ from __future__ import annotations
 import torch
 
 from ..checkpoint.manifest import MANIFEST, read_manifest, verify
-from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_slot
 from ..errors import KconvError
-from ..head.contract import FLOATS
+from ..head.slots import needs
 from .report import Finding
+from .rules.head import HeadSubject
+from .rules.rule import run_rules
+from .rules.values import WEIGHTS
 
 
 def check_values(head: Head) -> list[Finding]:
     """Read every weight and find those that cannot be right: NaN, Inf, or zero throughout."""
-    findings: list[Finding] = []
-    for info in head.checkpoint.tensors.values():
-        if info.dtype not in FLOATS:
-            continue
-        tensor = read_tensor(info)
-        wrong = int((~torch.isfinite(tensor)).sum())
-        if wrong:
-            findings.append(
-                Finding(
-                    rule="K201",
-                    severity="error",
-                    where=info.name,
-                    message=f"{wrong} of {tensor.numel()} values are NaN or Inf",
-                    fix="Export the head again from a checkpoint of before the loss broke.",
-                )
-            )
-        elif not tensor.any():
-            findings.append(
-                Finding(
-                    rule="K202",
-                    severity="error",
-                    where=info.name,
-                    message="every value is zero",
-                    fix="Export the head again; this tensor was never filled.",
-                )
-            )
-    return findings
+    return list(run_rules(WEIGHTS, HeadSubject(head.checkpoint)))
 
 
 # Actions that leave a slot's bits as they are.
 SAME_BITS = ("carried", "renamed", "re-packed")
 # What a manifest's action changes about a head, beside the weights it speaks of.
-CHANGES = {"cast": {"dtype"}, "pruned": {"draft_vocab"}, "expanded": {"draft_vocab"}}
+CHANGES = {
+    "cast": {"dtype"},
+    "pruned": {"draft_vocab"},
+    "expanded": {"draft_vocab"},
+    "converted": {"attention", "rope"},
+}
 
 
 def check_source(output: Head, source: Head) -> list[Finding]:
@@ -89,6 +70,8 @@ def check_source(output: Head, source: Head) -> list[Finding]:
         )
     computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "carried") not in SAME_BITS}
     absent = {slot for slot, (_, info) in source.places.items() if info.name in left_out}
+    if "converted" in actions.values():
+        absent |= source.places.keys() - needs(output.spec).keys()
     for slot in sorted(source.places.keys() | output.places.keys()):
         if slot not in computed | absent and not _same_bits(source, output, slot):
             findings.append(

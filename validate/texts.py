@@ -14,17 +14,28 @@ from torch import Tensor
 
 from ..errors import PromptsInvalid
 from ..target.generate import generate_greedy, generate_sampled
+from ..target.stored_states import StatesFolder
 from .report import TextKind
 
-ROWS = 8  # sequences measured side by side; the logits of all draft steps over them are in memory at once
+# Sequences measured side by side, and the bytes that their draft logits may take, which are in memory at once.
+ROWS, LOGIT_BYTES = 8, 1 << 29
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one length: `tokens [B, T]`, the first `prompt_length` of which are the prompt."""
+    """Sequences of one length.
+
+    Attributes:
+        tokens: `[B, T]`.
+        prompt_length: how many of the T are the prompt.
+        categories: the prompts' categories, one a sequence; empty where none are known.
+        places: which of its text's sequences these are, in the order in which they were given.
+    """
 
     tokens: Tensor
     prompt_length: int
+    categories: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,8 +46,23 @@ class Text:
     batches: tuple[Batch, ...]
 
 
+@dataclass(frozen=True)
+class _Row:
+    tokens: list[int]
+    prompt_length: int
+    category: str
+    place: int
+
+
 def make_texts(
-    model, prompts: Sequence[Sequence[int]], *, prompt_tokens: int, new_tokens: int, steps: int, seed: int
+    model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    steps: int,
+    seed: int,
+    categories: Sequence[str] = (),
 ) -> tuple[Text, ...]:
     """Make the three texts of a set of prompts.
 
@@ -47,6 +73,7 @@ def make_texts(
         new_tokens: length of the continuations.
         steps: draft steps that each text must have room for.
         seed: of the sampled continuations.
+        categories: of each prompt; empty where none are known.
 
     Returns:
         Held-out text (left out where no prompt is long enough), sampled and greedy continuations.
@@ -56,25 +83,68 @@ def make_texts(
     """
     if not prompts:
         raise PromptsInvalid("there are no prompts", fix="Give a JSONL file with at least one prompt.")
+    named = categories or [""] * len(prompts)
     starts = [list(prompt[:prompt_tokens]) for prompt in prompts]
-    own = [list(prompt[: prompt_tokens + new_tokens]) for prompt in prompts if len(prompt) > steps + 1]
     sampled = generate_sampled(model, starts, new_tokens, temperature=1.0, seed=seed)
     greedy = generate_greedy(model, starts, new_tokens)
-    texts = [Text("held-out", _batch(own, [1] * len(own)))] if own else []
+    own = [
+        _Row(list(prompt[: prompt_tokens + new_tokens]), 1, named[i], i)
+        for i, prompt in enumerate(prompts)
+        if len(prompt) > steps + 1
+    ]
+    rows = fit_rows(prompt_tokens + new_tokens, steps, model.config.vocab_size)
+    texts = [Text("held-out", _batch(own, rows))] if own else []
     continued: tuple[tuple[TextKind, list[list[int]]], ...] = (("sampled", sampled), ("greedy", greedy))
     for kind, added in continued:
-        joined = [start + new for start, new in zip(starts, added, strict=True)]
-        texts.append(Text(kind, _batch(joined, [len(start) for start in starts])))
+        joined = [_Row(starts[i] + new, len(starts[i]), named[i], i) for i, new in enumerate(added)]
+        texts.append(Text(kind, _batch(joined, rows)))
     return tuple(texts)
 
 
-def _batch(rows: Sequence[list[int]], prompt_lengths: Sequence[int]) -> tuple[Batch, ...]:
+def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text, ...]:
+    """Make the texts of stored states; `Batch.places` are the sequences' numbers there.
+
+    Args:
+        states: the states.
+        steps: draft steps that each text must have room for; a sequence without is left out.
+        vocab: rows of the target's vocabulary.
+
+    Raises:
+        PromptsInvalid: no sequence has room for them.
+    """
+    by_kind: dict[TextKind, list[_Row]] = defaultdict(list)
+    for place, sequence in enumerate(states.sequences):
+        if sequence.prompt_length + steps < sequence.length:
+            tokens = states.read_tokens(place).tolist()
+            by_kind[sequence.kind].append(_Row(tokens, sequence.prompt_length, sequence.category, place))
+    if not by_kind:
+        raise PromptsInvalid(
+            f"no sequence is long enough for {steps} draft steps behind its prompt",
+            where=states.folder,
+            fix="Make states with more tokens, or ask for fewer steps.",
+        )
+    longest = max(len(row.tokens) for rows in by_kind.values() for row in rows)
+    return tuple(Text(kind, _batch(rows, fit_rows(longest, steps, vocab))) for kind, rows in by_kind.items())
+
+
+def fit_rows(length: int, steps: int, vocab: int) -> int:
+    """Return how many sequences of a length may be measured side by side, for their logits to stay in bounds."""
+    return max(1, min(ROWS, LOGIT_BYTES // ((steps + 1) * length * vocab * 4)))
+
+
+def _batch(rows: Sequence[_Row], side_by_side: int) -> tuple[Batch, ...]:
     """Put rows of one length, with prompts of one length, side by side."""
-    alike: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
-    for row, prompt_length in zip(rows, prompt_lengths, strict=True):
-        alike[len(row), prompt_length].append(row)
+    alike: dict[tuple[int, int], list[_Row]] = defaultdict(list)
+    for row in rows:
+        alike[len(row.tokens), row.prompt_length].append(row)
     return tuple(
-        Batch(torch.tensor(same[begin : begin + ROWS], dtype=torch.long), prompt_length)
+        Batch(
+            torch.tensor([row.tokens for row in part], dtype=torch.long),
+            prompt_length,
+            tuple(row.category for row in part),
+            tuple(row.place for row in part),
+        )
         for (_, prompt_length), same in sorted(alike.items())
-        for begin in range(0, len(same), ROWS)
+        for begin in range(0, len(same), side_by_side)
+        for part in [same[begin : begin + side_by_side]]
     )

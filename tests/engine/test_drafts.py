@@ -55,6 +55,7 @@ MLA = HeadSpec(
 )
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=32), rope=Rope(10000.0))
 EVERY_NORM = Norms(before_residual=True, before_fc=True, fc=True, output=True)
+PORTABLE_NORMS = Norms(fc=True, output=True)
 EMBED, LM_HEAD = "embed_tokens", "lm_head"
 
 
@@ -85,7 +86,7 @@ CASES = [
         "mla, bf16, more heads, tokens",
         replace(MLA, attention=replace(MLA.attention, heads=4, v_head_dim=64), dtype="BF16", tokens=TOKENS),
     ),
-    Case("mla, portable", replace(MLA, norms=Norms(fc=True, output=True)), layout="portable"),
+    Case("mla, portable", replace(MLA, norms=PORTABLE_NORMS), layout="portable"),
     Case("gqa, plain RoPE", GQA, (EMBED,)),
     Case("gqa, YaRN, reduced vocabulary", replace(GQA, rope=Rope(5e4, KIMI), draft_vocab=256), (EMBED,)),
     Case(
@@ -108,6 +109,14 @@ CASES = [
     ),
     Case("gqa, wider than the target, tokens", replace(GQA, hidden=96, tokens=TOKENS)),
     Case("gqa, 2 layers, portable", replace(GQA, layers=2), layout="portable"),
+    Case(
+        "gqa, reduced vocabulary, norms, portable",
+        replace(GQA, draft_vocab=256, norms=PORTABLE_NORMS),
+        layout="portable",
+    ),
+    # SGLang's nested list is of layer inputs where it does not begin with 1, as vLLM takes it.
+    Case("mla, SGLang's", replace(MLA, captured=(2, 3, 5), norms=PORTABLE_NORMS), layout="sglang"),
+    Case("gqa, reduced vocabulary, SGLang's", replace(GQA, captured=(2, 4, 5), draft_vocab=256), layout="sglang"),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 

@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.captured import TOP
-from kconv.convert.read import Head, read_head
+from kconv.cli import main
+from kconv.convert.captured import Hints
+from kconv.convert.execute import execute
+from kconv.convert.layouts import by_name
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
 from kconv.errors import CountersMissing, EngineFailed
-from kconv.head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
-from kconv.target.config import read_target_config
+from kconv.head.chain import Acceptance
 from kconv.target.model import load_target
-from kconv.target.states import run_target
 from kconv.target.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
-from kconv.validate.engines.counters import SpecCounters
-from kconv.validate.engines.vllm import Served, Serving, serve
-from kconv.validate.weights import load_head
+from kconv.validate.engines.check import simulate
+from kconv.validate.engines.judge import COUNTS
+from kconv.validate.engines.vllm import Serving, environment, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-# Short, as a small target's greedy text soon runs in circles, which any head drafts well.
-STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 24, 32, 20
+RECORDER = Path(__file__).parent.parent / "support" / "vllm_drafts.py"
+# Long prompts and short continuations: a small target's greedy text soon runs in circles, which any head drafts
+# well, whichever layers it reads.
+STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 64, 128, 20
+LAYOUTS = ("vllm", "portable")
+KINDS = ("mla", "gqa")
+# Whose nested layer ids are outputs, which are for vLLM the layers before: ModelOpt's own layout, and SGLang's of a
+# head whose first layer is 1, where SGLang takes outputs too. Lists that begin otherwise are in test_drafts.py.
+UNTRANSLATED = ("trtllm", "sglang")
 
 
 @dataclass(frozen=True)
-class Run:
+class Counted:
     """What vLLM generated with a head, and what it counted meanwhile."""
 
     outputs: list[list[int]]
-    counted: SpecCounters
+    drafts: int
+    draft_tokens: int
+    per_position: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        return 1 + sum(self.per_position) / self.drafts
 
 
 @pytest.fixture(scope="module")
@@ -48,75 +66,160 @@ def prompts(demo) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def own(engine_python, demo, prompts) -> list[list[int]]:
-    """Return the target's own continuations, longer than what is served by as much as a draft looks ahead."""
-    with serve(Serving(engine_python, demo / "target")) as served:
-        with pytest.raises(CountersMissing):
-            served.client.read_counters()
-        return [served.client.complete(prompt, NEW_TOKENS + STEPS - 1) for prompt in prompts]
-
-
-@pytest.fixture(scope="module")
 def target(demo):
     return load_target(demo / "target", torch.float32)
 
 
-def generate(served: Served, prompts: list[list[int]]) -> Run:
-    before = served.client.read_counters()
-    outputs = [served.client.complete(prompt, NEW_TOKENS) for prompt in prompts]
-    return Run(outputs, served.client.read_counters().since(before))
+@pytest.fixture(scope="module")
+def folders(demo, tmp_path_factory) -> dict[str, dict[str, Path]]:
+    """Return each of the demo's heads in each layout, by kind and layout."""
+    root = tmp_path_factory.mktemp("layouts")
+    made: dict[str, dict[str, Path]] = {}
+    for kind in KINDS:
+        source = read_head(open_checkpoint(demo / kind / "trained"))
+        made[kind] = {name: demo / kind / name for name in ("vllm", "trtllm")}
+        for name in ("portable", "sglang"):
+            made[kind][name] = root / f"{kind}-{name}"
+            execute(plan(source, by_name(name)), made[kind][name])
+    return made
 
 
-def simulate(head: Head, target, folder: Path, prompts: list[list[int]], own: list[list[int]]) -> Acceptance:
-    """Return what kconv's forward of a head accepts on the target's own continuations."""
-    drafter = load_head(head, open_checkpoint(folder), read_target_config(folder))
-    accepted = []
-    for prompt, output in zip(prompts, own, strict=True):
-        tokens = torch.tensor([prompt + output])
-        captured = run_target(target, tokens, head.spec.captured).captured
-        with torch.no_grad():
-            drafted = draft_tokens(drafter, tokens, captured, STEPS)[:, 0]
-        accepted.append(greedy_acceptance(drafted, tokens[0], len(prompt)))
-    return pool(accepted)
+@pytest.fixture(scope="module")
+def answers(engine_python, demo, folders, prompts, tmp_path_factory) -> dict[str, dict[str, dict]]:
+    """Have the heads of each kind served one after the other, and once none, which looks further ahead."""
+    return {
+        kind: record(engine_python, demo / "target", folders[kind], prompts, tmp_path_factory.mktemp(kind))
+        for kind in KINDS
+    }
 
 
-def test_greedy_decoding_is_that_of_transformers(target, prompts, own):
+def record(python: Path, target: Path, heads: dict[str, Path], prompts: list[list[int]], folder: Path) -> dict:
+    request = {
+        "llm": {
+            "model": str(target),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+        },
+        "steps": STEPS,
+        "new_tokens": NEW_TOKENS,
+        "look_ahead": STEPS - 1,
+        "prompts": prompts,
+        "heads": {"": None} | {name: str(head) for name, head in heads.items()},
+    }
+    (folder / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [python, RECORDER, folder / "request.json", folder / "answer.json"],
+        env=os.environ | environment(Serving(python, target, heads["vllm"])) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return json.loads((folder / "answer.json").read_text())
+
+
+def counted(answer: dict) -> Counted:
+    assert "error" not in answer, answer["error"]
+    found = {name.removeprefix("vllm:spec_decode_num_"): values for name, values in answer["counters"].items()}
+    return Counted(
+        answer["outputs"],
+        int(found["drafts"][0]),
+        int(found["draft_tokens"][0]),
+        tuple(int(count) for count in found["accepted_tokens_per_pos"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def own(answers) -> list[list[int]]:
+    """Return the target's own continuations, longer than what is served by as much as a draft looks ahead."""
+    return answers["mla"][""]["outputs"]
+
+
+def simulated(folder: Path, target, demo: Path, prompts, own, *, untranslated: bool = False) -> Acceptance:
+    # As vLLM takes the list: for inputs of its layers.
+    hints = Hints(captured_are="inputs") if untranslated else Hints()
+    head = read_head(open_checkpoint(folder), hints=hints)
+    assert head.spec.captured == ((0, 2, 4) if untranslated else (1, 3, 5))
+    return simulate(head, target, demo / "target", prompts, own, STEPS)
+
+
+def test_greedy_decoding_is_that_of_transformers(target, prompts, own, answers):
+    assert answers["gqa"][""]["outputs"] == own
     for prompt, output in zip(prompts, own, strict=True):
         with torch.no_grad():
             logits = target(input_ids=torch.tensor([prompt + output]), use_cache=False).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == output
 
 
-@pytest.mark.parametrize("kind", ["mla", "gqa"])
-def test_vllm_accepts_what_the_simulated_chain_accepts(engine_python, demo, target, prompts, own, kind, tmp_path):
-    head = read_head(open_checkpoint(demo / kind / "vllm"))
-    with serve(Serving(engine_python, demo / "target", head.checkpoint.folder)) as served:
-        run = generate(served, prompts)
-    assert run.outputs == [output[:NEW_TOKENS] for output in own]
-
-    simulated = simulate(head, target, demo / "target", prompts, own)
-    assert run.counted.drafts == simulated.drafts
-    assert run.counted.draft_tokens == STEPS * simulated.drafts
-    assert run.counted.accepted_per_position == simulated.accepted
-    assert run.counted.acceptance_length == pytest.approx(simulated.length)
-    assert run.counted.acceptance_length > 1.5
-
-    # The silent fault: the trainer's layer outputs, left as they are, are for vLLM the layers before. It serves
-    # them without a word, and accepts what kconv says of a head that reads those.
-    untranslated = tmp_path / "untranslated"
-    shutil.copytree(head.checkpoint.folder, untranslated)
-    config = json.loads((untranslated / "config.json").read_text())
-    config[TOP] = list(head.spec.captured)
-    (untranslated / "config.json").write_text(json.dumps(config))
-    with serve(Serving(engine_python, demo / "target", untranslated)) as served:
-        silent = generate(served, prompts)
-    assert silent.outputs == run.outputs
-    shifted = read_head(open_checkpoint(untranslated))
-    assert silent.counted.accepted_per_position == simulate(shifted, target, demo / "target", prompts, own).accepted
-    assert silent.counted.accepted_per_position != run.counted.accepted_per_position
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_accepts_what_the_simulated_chain_accepts(answers, folders, target, demo, prompts, own, kind, layout):
+    found = counted(answers[kind][layout])
+    assert found.outputs == [output[:NEW_TOKENS] for output in own]
+    expected = simulated(folders[kind][layout], target, demo, prompts, own)
+    assert found.drafts == expected.drafts
+    assert found.draft_tokens == STEPS * expected.drafts
+    assert found.per_position == expected.accepted
+    assert found.length == pytest.approx(expected.length)
+    assert found.length > 1.5
 
 
-def test_what_vllm_complains_about_is_told(engine_python, demo, tmp_path):
+@pytest.mark.parametrize("layout", UNTRANSLATED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_untranslated_layers_cost_acceptance_in_silence(
+    answers, folders, target, demo, prompts, own, kind, layout, capsys
+):
+    """vLLM serves them without a word, and accepts what kconv says of a head that reads one layer too early."""
+    right, silent = counted(answers[kind]["vllm"]), counted(answers[kind][layout])
+    assert silent.outputs == right.outputs
+    expected = simulated(folders[kind][layout], target, demo, prompts, own, untranslated=True)
+    assert silent.per_position == expected.accepted
+    assert silent.length < right.length - 0.03
+    with capsys.disabled():
+        print(f"\n{kind}: acceptance length {right.length:.3f}, untranslated ({layout}) {silent.length:.3f}")
+    # Before anything is served a rule says so.
+    done = CliRunner().invoke(main, ["validate", str(folders[kind][layout]), "--for", "vllm-v1", "--json"])
+    [found] = [f for f in json.loads(done.stdout)["findings"] if f["rule"] == "K140"]
+    assert (done.exit_code, found["severity"]) == (1, "error")
+    assert "[0, 2, 4]" in found["message"]
+
+
+def check(demo: Path, python: Path, folder: Path, out: Path) -> tuple[int, dict]:
+    """Run the whole command, with servers started and counters read over HTTP."""
+    prompts = out.parent / "prompts.jsonl"
+    prompts.write_text("".join((demo / "held-out.jsonl").read_text().splitlines(keepends=True)))
+    words = ["validate", folder, "--target", demo / "target", "--prompts", prompts, "--engine", "vllm"]
+    words += ["--engine-python", python, "--new-tokens", "24", "--prompt-tokens", "64", "--out", out, "--json"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_the_command_finds_nothing_wrong_with_a_converted_head(engine_python, demo, folders, tmp_path):
+    code, report = check(demo, engine_python, folders["mla"]["vllm"], tmp_path / "out")
+    figures = report["figures"]["engine"]
+    assert code == 0, report["findings"]
+    assert figures["same_output"] == figures["prompts"] == 4
+    assert figures["drafts"] == figures["expected_drafts"] > 0
+    assert figures["per_position"] == figures["expected_per_position"]
+    assert "| vllm |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_the_command_finds_that_the_engine_reads_other_layers(engine_python, demo, folders, tmp_path):
+    code, report = check(demo, engine_python, folders["gqa"]["trtllm"], tmp_path / "out")
+    [finding] = [found for found in report["findings"] if found["rule"] == COUNTS]
+    assert code == 1
+    assert finding["severity"] == "error"
+    figures = report["figures"]["engine"]
+    assert figures["same_output"] == figures["prompts"]
+    assert figures["per_position"] != figures["expected_per_position"]
+
+
+def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python, demo, tmp_path):
+    with serve(Serving(engine_python, demo / "target")) as served, pytest.raises(CountersMissing):
+        served.client.read_counters()
     folder = tmp_path / "head"
     shutil.copytree(demo / "gqa" / "vllm", folder)
     weights = load_file(folder / "model.safetensors")

@@ -13,7 +13,7 @@ from kconv.target.prompts import Prompt
 from kconv.target.states import run_target
 from kconv.tiny.text import read_corpus
 from kconv.validate.measure import Drafter, measure
-from kconv.validate.run import encode_prompts
+from kconv.validate.parity import encode_prompts
 from kconv.validate.texts import make_texts
 
 STEPS, CAPTURED = 3, (1, 3, 5)

@@ -1,1 +1,1 @@
-"""Engines as witnesses: started by path or reached by HTTP, never imported; nothing here imports torch."""
+"""Engines as witnesses: started by path or reached by HTTP, never imported; only what simulates imports torch."""

@@ -42,6 +42,10 @@ class Client:
         Raises:
             EngineFailed: the server cannot be reached, answers with an error, or without token ids.
         """
+        return self.complete_whole(prompt, new_tokens)[0]
+
+    def complete_whole(self, prompt: list[int], new_tokens: int, **more: Any) -> tuple[list[int], dict[str, Any]]:
+        """Do as `complete` with more fields in the request, and return the server's whole answer too."""
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -49,10 +53,11 @@ class Client:
             "temperature": 0.0,
             "ignore_eos": True,
             "return_token_ids": True,
-        }
+        } | more
         answer = self._request("/v1/completions", body)
         try:
-            [choice] = json.loads(answer)["choices"]
+            value = json.loads(answer)
+            [choice] = value["choices"]
             ids = choice["token_ids"]
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
@@ -60,7 +65,35 @@ class Client:
                 where=self.url,
                 fix="Give the address of a vLLM that knows return_token_ids; 0.32.0 does.",
             ) from fault
-        return ids
+        return ids, value
+
+    def complete_text(self, prompt: list[int], new_tokens: int) -> str:
+        """Return the greedy continuation of a prompt as text, from an engine that gives no token ids.
+
+        Args:
+            prompt: token ids.
+            new_tokens: how many to generate.
+
+        Raises:
+            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+        """
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": new_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        answer = self._request("/v1/completions", body)
+        try:
+            [choice] = json.loads(answer)["choices"]
+            return str(choice["text"])
+        except (ValueError, KeyError, TypeError) as fault:
+            raise EngineFailed(
+                f"the server's answer is no completion: {answer[:SHOWN]}",
+                where=self.url,
+                fix="Give the address of an OpenAI-compatible server.",
+            ) from fault
 
     def read_counters(self) -> SpecCounters:
         """Return what the server has counted since it was started.

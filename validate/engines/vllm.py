@@ -15,11 +15,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...checkpoint.folder import read_json
@@ -47,6 +49,7 @@ class Serving:
         dtype: of the weights in memory, target's and head's.
         max_model_len: context, tokens.
         ready_seconds: how long it may take to be ready.
+        options: further options of its command line, by name.
     """
 
     python: Path
@@ -56,6 +59,7 @@ class Serving:
     dtype: str = "float32"
     max_model_len: int = 256
     ready_seconds: float = 300.0
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def serve(serving: Serving) -> Iterator[Served]:
     Raises:
         EngineFailed: it dies or is not ready in time; the message ends with the log's last lines.
     """
-    with tempfile.TemporaryDirectory(prefix="kconv-vllm-") as folder, socket.socket() as reserved:
+    with _heed_sigterm(), tempfile.TemporaryDirectory(prefix="kconv-vllm-") as folder, socket.socket() as reserved:
         log = Path(folder) / "vllm.log"
         # Bound, not listening: another search for a free port passes over it until vLLM has taken it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,7 +111,7 @@ def command(serving: Serving, port: int) -> list[str]:
         options["--speculative-config"] = json.dumps(
             {"model": str(serving.head.absolute()), "method": "eagle3", "num_speculative_tokens": serving.draft_tokens}
         )
-    words = [word for option in options.items() for word in option]
+    words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder is what makes it that environment's python.
     return [str(serving.python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]
 
@@ -174,11 +178,27 @@ def _failure(what: str, serving: Serving, log: Path) -> EngineFailed:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     _signal(process, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-    # Whatever is left: workers outlive a server that was killed, and SIGTERM may be waited out.
-    _signal(process, signal.SIGKILL)
-    process.wait()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    finally:
+        # Whatever is left: workers outlive a server that was killed, SIGTERM may be waited out, and a user who
+        # interrupts a second time is not to be left with half of it.
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def _heed_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does, through what there is to stop; by default it just dies."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,10 +14,10 @@ import pytest
 
 @dataclass
 class StandIn:
-    """What the server answers, by path, as (status, text); and the JSON bodies it was sent."""
+    """What the server answers, by path, as (status, text) or a function of the body; and the bodies it was sent."""
 
     url: str = ""
-    answers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    answers: dict[str, tuple[int, str] | Callable[[Any], tuple[int, str]]] = field(default_factory=dict)
     asked: list[tuple[str, Any]] = field(default_factory=list)
 
 
@@ -34,7 +34,8 @@ def stand_in() -> Iterator[StandIn]:
 
         def _answer(self, body: Any) -> None:
             said.asked.append((self.path, body))
-            status, text = said.answers.get(self.path, (404, "not found"))
+            answer = said.answers.get(self.path, (404, "not found"))
+            status, text = answer(body) if callable(answer) else answer
             data = text.encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

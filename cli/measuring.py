@@ -1,0 +1,153 @@
+"""The options of `kconv validate` that measure. What belongs here: their parsing, and what they ask of validate/."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..checkpoint.source import Source
+from .options import FOLDER
+
+if TYPE_CHECKING:
+    from ..validate.engines.check import Engined
+    from ..validate.parity import Parity
+
+# Also where the engine tests look.
+PYTHON = "KCONV_ENGINE_PYTHON"
+POSITIVE = click.IntRange(min=1)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What the user wants measured, and on what."""
+
+    prompts: str | None
+    states: Path | None
+    steps: int
+    prompt_tokens: int
+    new_tokens: int
+    seed: int
+    calibrated_on: tuple[Path, ...]
+    allow_pickle: bool
+    trust_remote_code: bool
+    engine: str | None
+    engine_python: Path | None
+    url: str | None
+
+    def check(self, target: Source | None) -> None:
+        """Raise UsageError for options that do not go together."""
+        if self.prompts and self.states:
+            raise click.UsageError("--prompts and --states are two ways to the same figures; give one of them")
+        if (self.prompts or self.states) and not target:
+            raise click.UsageError(f"--{'prompts' if self.prompts else 'states'} needs --target")
+        if self.wants_engine and not (self.prompts and target):
+            raise click.UsageError("an engine is asked with --target and --prompts")
+        if self.engine_python and self.url:
+            raise click.UsageError("--engine-python starts a server and --url reaches one; give one of them")
+        if self.engine in ("sglang", "trtllm") and not self.url:
+            raise click.UsageError(f"{self.engine} cannot be started here; give the --url of one that runs")
+        if self.engine and not (self.python or self.url):
+            raise click.UsageError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
+        if self.trust_remote_code and target and not target.pinned:
+            raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be measured."""
+        return bool(self.prompts or self.states or self.wants_engine)
+
+    @property
+    def python(self) -> Path | None:
+        """The interpreter that vLLM is started with."""
+        given = self.engine_python or os.environ.get(PYTHON)
+        return Path(given) if given and not self.url else None
+
+    @property
+    def wants_engine(self) -> bool:
+        """Whether an engine is to be asked."""
+        return bool(self.engine or self.engine_python or self.url)
+
+    def parity(self, target: Source | None) -> Parity | None:
+        """Return how logits and acceptance are measured; None where nobody asked."""
+        from ..validate.parity import Parity
+
+        if target is None or not (self.prompts or self.states):
+            return None
+        return Parity(
+            target,
+            self.prompts,
+            self.states,
+            steps=self.steps,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            seed=self.seed,
+            calibrated_on=self.calibrated_on,
+            allow_pickle=self.allow_pickle,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def engined(self, target: Source | None) -> Engined | None:
+        """Return how an engine is asked; None where nobody asked."""
+        if target is None or not self.prompts or not self.wants_engine:
+            return None
+        from ..validate.engines.check import Engined
+
+        return Engined(
+            self.engine,
+            target,
+            self.prompts,
+            python=self.python,
+            url=self.url,
+            steps=self.steps,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+OPTIONS = (
+    click.option(
+        "--prompts",
+        metavar="FILE|SUITE@COMMIT",
+        help="Held-out prompts, with --target: logits and acceptance. A JSONL, or mt-bench@<commit> from the Hub.",
+    ),
+    click.option("--states", type=FOLDER, help="The same from stored states; of --target only two tensors are read."),
+    click.option("--steps", default=3, show_default=True, type=click.IntRange(1, 16), help="Drafted tokens (K)."),
+    click.option("--prompt-tokens", default=32, show_default=True, type=POSITIVE, help="Cut prompts to this."),
+    click.option("--new-tokens", default=64, show_default=True, type=POSITIVE, help="Continue prompts by this."),
+    click.option("--seed", default=0, show_default=True, help="Of the sampled continuations."),
+    click.option(
+        "--calibrated-on",
+        multiple=True,
+        type=FOLDER,
+        help="A states.json or its folder: prompts that stand there are refused.",
+    ),
+    click.option("--allow-pickle", is_flag=True, help="Read ModelOpt's .pt files as --states."),
+    click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own Python; --target must be pinned."),
+    click.option(
+        "--engine",
+        type=click.Choice(["vllm", "sglang", "trtllm"]),
+        help="Have it serve HEAD, and compare output and counters with kconv's own chain.",
+    ),
+    click.option("--engine-python", type=FOLDER, help="Start vLLM with this python (see scripts/engine-env)."),
+    click.option("--url", help="Reach an engine that serves --target with HEAD already."),
+)
+
+
+def measuring(command: Callable) -> Callable:
+    """Add the options that measure; the command gets them as one `measuring`."""
+
+    @functools.wraps(command)
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        own = {field.name: kwargs.pop(field.name) for field in fields(Measuring)}
+        return command(*args, measuring=Measuring(**own), **kwargs)
+
+    for option in reversed(OPTIONS):
+        packed = option(packed)
+    return packed

@@ -1,0 +1,143 @@
+"""`kconv validate`: its exit codes, its report in three forms, and `--explain`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from support.changes import P, drop, edit, nest, put
+from support.faults import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, one_nan
+
+from kconv.cli import main
+from kconv.validate.report import Report
+
+
+def kconv(*arguments: object):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return MLA_VLLM.write(tmp_path / "good")
+
+
+def broken(folder: Path, base, change) -> Path:
+    return Fault("", "", base, change).write(folder)
+
+
+def test_a_good_head_is_exit_0_and_says_for_whom(good):
+    shown = kconv("validate", good)
+    assert (shown.exit_code, "no errors" in shown.stdout) == (0, True)
+    assert "checked for vllm-v1, vllm-v2 (the engines that the layout is written for)" in shown.stdout
+    assert "checked for sglang (asked)" in kconv("validate", good, "--for", "sglang").stdout
+
+
+def test_a_broken_head_is_exit_1_with_its_rule_and_a_fix(tmp_path):
+    folder = broken(tmp_path / "head", MLA_VLLM, drop("fc.weight"))
+    shown = kconv("validate", folder)
+    assert shown.exit_code == 1
+    assert "error K104 fc.weight" in shown.stdout and "fix: " in shown.stdout and "1 error(s)" in shown.stdout
+
+
+UNREADABLE = {
+    "K001": lambda folder: (folder / "config.json").unlink(),
+    "K002": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100),
+    "K008": lambda folder: (folder / "config.json").write_text("[]"),
+    "K010": lambda folder: (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in json.loads((folder / "config.json").read_text()).items() if k != "hidden_size"})
+    ),
+}
+
+
+@pytest.mark.parametrize("rule, spoil", UNREADABLE.items(), ids=UNREADABLE)
+@pytest.mark.parametrize("flags", [[], ["--headers-only"], ["--for", "all"]])
+def test_a_head_that_cannot_be_read_has_a_report_all_the_same(good, tmp_path, rule, spoil, flags):
+    spoil(good)
+    out = tmp_path / "out"
+    shown = kconv("validate", good, "--json", "--out", out, *flags)
+    assert (shown.exit_code, shown.stderr) == (1, "")
+    report = Report.model_validate_json(shown.stdout)
+    assert report == Report.model_validate_json((out / "report.json").read_text())
+    assert rule in {finding.rule for finding in report.findings} and rule in (out / "report.md").read_text()
+
+
+def test_what_cannot_be_compared_with_its_source_says_so(good, tmp_path):
+    other = broken(tmp_path / "broken", MLA_VLLM, drop("fc.weight"))
+    report = json.loads(kconv("validate", other, "--source", good, "--json").stdout)
+    assert report["provenance"]["not_measured"] and report["figures"]["identical"] is None
+
+
+def test_a_warning_is_exit_0_unless_strict(tmp_path):
+    folder = broken(tmp_path / "head", GQA_VLLM, put(rope_scaling=None))
+    warned = broken(tmp_path / "warned", MODELOPT_GQA, nest())
+    assert kconv("validate", folder, "--strict").exit_code == 0
+    assert kconv("validate", warned, "--for", "vllm-v2").exit_code == 0
+    shown = kconv("validate", warned, "--for", "vllm-v2", "--strict")
+    assert shown.exit_code == 1 and "warning K143" in shown.stdout and "1 warning(s)" in shown.stdout
+
+
+def test_headers_only_reads_no_value(tmp_path):
+    folder = broken(tmp_path / "head", REDUCED, edit("lm_head.weight", one_nan))
+    assert kconv("validate", folder).exit_code == 1
+    assert kconv("validate", folder, "--headers-only").exit_code == 0
+
+
+@pytest.mark.parametrize("more", [["--prompts", "p.jsonl", "--target", "."], ["--source", "."]])
+def test_headers_only_and_what_is_about_values_is_misuse(good, more):
+    shown = kconv("validate", good, "--headers-only", *more)
+    assert shown.exit_code == 2 and "reads no value" in shown.stderr
+
+
+def test_the_same_report_in_three_forms(tmp_path):
+    folder = broken(tmp_path / "head", MLA_VLLM, drop("fc.weight", f"{P}hidden_norm.weight"))
+    out = tmp_path / "a" / "report"
+    shown = kconv("validate", folder, "--json", "--out", out)
+    report = Report.model_validate_json((out / "report.json").read_text())
+    assert report == Report.model_validate_json(shown.stdout)
+    text = (out / "report.md").read_text()
+    assert "2 errors, 0 warnings" in text and "Not to be served" in text
+    for finding in report.findings:
+        assert finding.rule in text and finding.message.replace("|", "\\|") in text
+
+
+def test_a_report_that_cannot_be_written_is_a_named_fault(good, tmp_path):
+    (tmp_path / "file").write_text("")
+    shown = kconv("validate", good, "--out", tmp_path / "file" / "report")
+    assert shown.exit_code == 1 and "cannot be written" in shown.stderr
+
+
+def test_a_rule_is_explained():
+    shown = kconv("validate", "--explain", "K133")
+    assert shown.exit_code == 0
+    for phrase in ("K133 lm-head-random (error)", "SGLang", "fix: ", "engines: sglang", "https://github.com/"):
+        assert phrase in shown.stdout
+    assert kconv("validate", "--explain", "lm-head-random").stdout == shown.stdout
+
+
+def test_all_rules_are_listed():
+    shown = kconv("validate", "--explain", "all")
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert len(lines) > 100 and any(line.split()[:2] == ["K133", "lm-head-random"] for line in lines)
+
+
+def test_a_rule_that_does_not_exist_is_a_named_fault():
+    shown = kconv("validate", "--explain", "K999")
+    assert shown.exit_code == 1 and "--explain all" in shown.stderr and shown.stdout == ""
+
+
+def test_an_engine_that_does_not_exist_is_misuse(good):
+    assert kconv("validate", good, "--for", "ollama").exit_code == 2
+
+
+def test_a_head_on_the_hub_is_checked_by_its_headers_alone(hub, tmp_path):
+    spec = replace(REDUCED.spec, vocab=20_000, draft_vocab=15_000)
+    folder = replace(REDUCED, spec=spec).write(tmp_path / "head")
+    size = (folder / "model.safetensors").stat().st_size
+    sha = hub.commit("org/head", folder)
+    shown = kconv("validate", "org/head", "--headers-only", "--json")
+    assert shown.exit_code == 0 and json.loads(shown.stdout)["subject"] == f"org/head@{sha}"
+    assert sum(served.sent for served in hub.served) < size / 10

@@ -1,0 +1,63 @@
+"""kconv bench drives a real vLLM: its figures are the counters, and what kconv's own chain accepts."""
+
+from __future__ import annotations
+
+import pytest
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.read import read_head
+from kconv.target.prompts import Prompt
+from kconv.tiny.text import read_corpus
+from kconv.validate.acceptance import Acceptance, Row
+from kconv.validate.bench import Wish, measure_server
+from kconv.validate.bench_offline import measure_head
+from kconv.validate.bench_suites import Suite
+from kconv.validate.engines.vllm import Serving, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+STEPS, LIMIT, WORDS = 3, 20, 12
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    """Return dialogues of two turns, from held-out text, in two categories."""
+    words = [" ".join(text.split()[begin : begin + WORDS]) for text in read_corpus().held_out for begin in (0, WORDS)]
+    turns = [text for text in words if len(text.split()) == WORDS][:16]
+    prompts = [Prompt(str(i), "", (turns[2 * i], turns[2 * i + 1])) for i in range(8)]
+    return Suite("held-out", "corpus", (("first", tuple(prompts[:4])), ("second", tuple(prompts[4:]))))
+
+
+def figure(acceptance: Acceptance, averaging: str, category: str) -> Row:
+    [row] = [r for r in acceptance.rows if r.averaging == averaging and r.category == category]
+    return row
+
+
+def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suite):
+    head = read_head(open_checkpoint(demo / "mla" / "vllm"))
+    with serve(Serving(engine_python, demo / "target", head.checkpoint.folder)) as served:
+        before = served.client.read_counters()
+        found = measure_server(served.client.url, suite, Wish(draft_tokens=STEPS, head="demo", max_tokens=LIMIT))
+        counted = served.client.read_counters().since(before)
+        # Several at a time share a batch, and are told together.
+        together = measure_server(
+            served.client.url, suite, Wish(draft_tokens=STEPS, head="demo", max_tokens=LIMIT, concurrency=4)
+        )
+
+    whole = figure(found, "micro_steps", "")
+    assert whole.drafts == counted.drafts
+    assert whole.value == pytest.approx(counted.acceptance_length, abs=1e-6)
+    assert whole.rates == pytest.approx([accepted / counted.drafts for accepted in counted.accepted_per_position])
+    assert (whole.engine, whole.prompts) == ("vllm", 8) and whole.engine_version
+    assert whole.value > 1.5
+
+    own = measure_head(head, demo / "target", suite, draft_tokens=STEPS, max_tokens=LIMIT)
+    for category in ("first", "second", ""):
+        for averaging in ("micro_steps", "macro_request"):
+            ours, theirs = figure(own, averaging, category), figure(found, averaging, category)
+            assert (ours.value, ours.drafts) == (theirs.value, theirs.drafts)
+            assert ours.interval == theirs.interval
+        assert figure(own, "micro_steps", category).rates == pytest.approx(figure(found, "micro_steps", category).rates)
+        assert figure(together, "micro_steps", category).value == pytest.approx(
+            figure(found, "micro_steps", category).value, abs=0.05
+        )

@@ -1,0 +1,55 @@
+"""A real vLLM hands out the states that transformers reports for the same tokens, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kconv.cli import main
+from kconv.target.generate import generate_greedy
+from kconv.target.model import load_target
+from kconv.target.states import capture
+from kconv.target.stored_states import open_states
+from kconv.validate.engines.states import CONNECTOR, states_options
+from kconv.validate.engines.vllm import Serving, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+SUPPORT = Path(__file__).parent.parent / "support"
+CAPTURED = (1, 3, 5)
+
+
+def test_served_states_are_those_of_transformers(engine_python, demo, tmp_path, monkeypatch):
+    target, shared, out = demo / "target", tmp_path / "shared", tmp_path / "states"
+    shared.mkdir()
+    options = states_options(CAPTURED, 7, shared)
+    # The CPU build has neither CUDA streams nor pinned memory; all else of the connector is vLLM's.
+    connect = json.loads(options["--kv-transfer-config"])
+    assert connect["kv_connector"] == CONNECTOR
+    connect |= {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "vllm_states_connector"}
+    options["--kv-transfer-config"] = json.dumps(connect)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    with serve(Serving(engine_python, target, options=options)) as served:
+        words = ["states", target, out, "--prompts", demo / "held-out.jsonl", "--captured", "1,3,5"]
+        words += ["--text-tokens", 40, "--prompt-tokens", 24, "--greedy", 12, "--dtype", "F32"]
+        words += ["--url", served.client.url, "--shared", shared]
+        done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    # What was read is cleared away.
+    assert not list(shared.glob("*.safetensors*"))
+
+    model, states = load_target(target, torch.float32), open_states(out, captured=CAPTURED)
+    assert [s.kind for s in states.sequences] == ["held-out", "greedy"] * 4
+    for index, sequence in enumerate(states.sequences):
+        found = states.read(index)
+        captured, hidden = capture(model, found.tokens[None], CAPTURED)
+        # fp32 on both sides, and another order of additions.
+        assert torch.allclose(found.captured, captured[0], atol=1e-5 * float(captured.abs().max()))
+        assert torch.allclose(found.hidden, hidden[0], atol=1e-5 * float(hidden.abs().max()))
+        if sequence.kind == "greedy":
+            [own] = generate_greedy(model, [found.tokens[:24].tolist()], 12)
+            assert found.tokens[24:].tolist() == own

@@ -1,0 +1,150 @@
+"""States through a server: what it must hand out, and what is not taken for it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kconv.errors import EngineFailed, StatesInvalid
+from kconv.target.config import read_target_config
+from kconv.target.generate import generate_greedy
+from kconv.target.model import load_target
+from kconv.target.states import capture
+from kconv.validate.engines.client import Client
+from kconv.validate.engines.states import ServedRunner, states_options
+
+IDS = [5, 9, 17, 33, 2, 8, 90]
+CAPTURED = (1, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target):
+    return load_target(tiny_target, torch.float32)
+
+
+@pytest.fixture
+def runner(stand_in, tiny_target, tmp_path) -> ServedRunner:
+    weights = load_file(tiny_target / "model.safetensors")
+    return ServedRunner(
+        Client(stand_in.url, "tiny"),
+        tmp_path,
+        read_target_config(tiny_target),
+        weights["model.norm.weight"],
+        weights["lm_head.weight"],
+        "F32",
+        patience=1.0,
+    )
+
+
+@pytest.fixture
+def hand_out(stand_in, model, tmp_path):
+    """Return a function that has the stand-in write what enters the given layers, as vLLM's connector does."""
+
+    def hand_out(layers=(2, 4, 6, 7), *, late: bool = False, off: float = 0.0, **tensors) -> None:
+        def complete(body):
+            prompt = body["prompt"]
+            streams, _ = capture(model, torch.tensor([prompt]), [layer - 1 for layer in layers])
+            states = streams[0].unflatten(1, (len(layers), -1))
+            new = generate_greedy(model, [prompt], body["max_tokens"])[0]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
+            logprob = float(logits.log_softmax(-1)[new[0]]) + off
+            held = {"token_ids": torch.tensor(prompt), "hidden_states": states.contiguous()} | tensors
+            lock = (tmp_path / "0-a.safetensors.lock").open("w")
+            if late:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+
+            def write():
+                time.sleep(0.2 * late)
+                save_file(held, tmp_path / "0-a.safetensors")
+                lock.close()
+
+            threading.Thread(target=write).start() if late else write()
+            answer = {
+                "choices": [{"token_ids": new, "logprobs": {"token_logprobs": [logprob]}}],
+                "kv_transfer_params": {"hidden_states_path": "/elsewhere/0-a.safetensors"},
+            }
+            return 200, json.dumps(answer)
+
+        stand_in.answers["/v1/completions"] = complete
+
+    return hand_out
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_inputs_of_layers_become_outputs_and_the_last_is_normed(runner, hand_out, model, tmp_path, late):
+    hand_out(late=late)
+    captured, hidden = runner.capture(torch.tensor([IDS]), CAPTURED)
+    expected, normed = capture(model, torch.tensor([IDS]), CAPTURED)
+    assert torch.equal(captured, expected)
+    assert torch.allclose(hidden, normed, atol=1e-6)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_last_layer_may_itself_be_captured(runner, hand_out, model):
+    hand_out((2, 7))
+    captured, hidden = runner.capture(torch.tensor([IDS]), (1, 6))
+    expected, normed = capture(model, torch.tensor([IDS]), (1, 6))
+    assert torch.equal(captured, expected)
+    assert torch.allclose(hidden, normed, atol=1e-6)
+
+
+def test_greedy_continuations_come_from_the_server_and_leave_no_file(runner, hand_out, model, tmp_path):
+    hand_out()
+    assert runner.extend("greedy", [IDS, IDS[:3]], 4, 0) == generate_greedy(model, [IDS, IDS[:3]], 4)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(EngineFailed, match="sampling under speculation"):
+        runner.extend("sampled", [IDS], 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"layers": (2, 4, 6)}, r"gives states \[7, 3, 64\].* where \[7, 4, 64\]"),
+        ({"token_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7])}, "gives states"),
+        ({"hidden_states": torch.zeros(7, 4, 64, dtype=torch.bfloat16)}, "computes in BF16, and F32"),
+        # Started with another layer as its last.
+        ({"layers": (2, 4, 5, 6)}, "has logprob .* by the states that it gives as its last"),
+        ({"off": 0.01}, "has logprob"),
+        ({"off": float("nan")}, "has logprob nan"),
+    ],
+)
+def test_states_of_something_else_are_refused(runner, hand_out, how, what):
+    hand_out(**how)
+    with pytest.raises(StatesInvalid, match=what):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def test_how_to_start_the_server_is_told(runner, hand_out):
+    hand_out((2, 4, 6))
+    with pytest.raises(StatesInvalid) as fault:
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+    assert '"eagle_aux_hidden_state_layer_ids": [2, 4, 6, 7]' in fault.value.fix
+
+
+def test_a_server_that_hands_out_nothing_is_told(runner, stand_in):
+    stand_in.answers["/v1/completions"] = (200, json.dumps({"choices": [{"token_ids": [3]}]}))
+    with pytest.raises(EngineFailed, match="hands out no hidden states"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def test_a_folder_that_is_not_the_servers_is_told(runner, stand_in):
+    answer = {
+        "choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}}],
+        "kv_transfer_params": {"hidden_states_path": "/there/x.safetensors"},
+    }
+    stand_in.answers["/v1/completions"] = (200, json.dumps(answer))
+    with pytest.raises(StatesInvalid, match=r"x\.safetensors was not written in 1 s"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def test_no_layer_is_asked_for_twice(tmp_path):
+    for captured, ids in (((1, 3, 5), [2, 4, 6, 7]), ((1, 6), [2, 7])):
+        config = json.loads(states_options(captured, 7, tmp_path)["--speculative-config"])
+        assert config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == ids

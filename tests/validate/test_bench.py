@@ -1,0 +1,199 @@
+"""kconv bench against three engines' shapes: the same drafts give the same figures, and faults have names."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from support.spec_server import K, serving, steps_of
+
+from kconv.errors import (
+    AcceptanceInvalid,
+    CountersDisturbed,
+    CountersMissing,
+    CountersReset,
+    DefinitionsMixed,
+    EngineFailed,
+)
+from kconv.target.prompts import Prompt
+from kconv.validate import bench_server
+from kconv.validate.bench import Wish, measure_server
+from kconv.validate.bench_counters import ACCEPTED, DRAFTED, ENGINES
+from kconv.validate.bench_suites import Suite
+
+NAMES = ["vllm", "sglang", "trtllm"]
+WRITING = tuple(Prompt(f"w{i}", "writing", (f"Write {i}.", f"Shorter, {i}.")) for i in range(5))
+CODING = tuple(Prompt(f"c{i}", "coding", (f"Code {i}.",)) for i in range(4))
+SUITE = Suite("tiny-suite", "sha256:00", (("writing", WRITING), ("coding", CODING)))
+WISH = Wish(draft_tokens=K, head="my-head")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    """The stand-in counts before it answers."""
+    for name, seconds in {"POLL_SECONDS": 0.001, "REST_SECONDS": 0.002, "LATE_SECONDS": 0.02}.items():
+        monkeypatch.setattr(bench_server, name, seconds)
+
+
+def steps(prompt: Prompt) -> list[int]:
+    """Return what each verify step over all turns of a prompt accepts."""
+    return [
+        step
+        for last in range(1, len(prompt.turns) + 1)
+        for step in steps_of([{"role": "user", "content": turn} for turn in prompt.turns[:last]])
+    ]
+
+
+def length(accepted: list[int]) -> float:
+    return 1 + sum(accepted) / len(accepted)
+
+
+def figure(acceptance, averaging: str, category: str = ""):
+    [row] = [r for r in acceptance.rows if r.averaging == averaging and r.category == category]
+    return row
+
+
+@pytest.mark.parametrize("engine", NAMES)
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concurrency):
+    with serving(engine) as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="my-head", concurrency=concurrency))
+    for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
+        row = figure(found, "micro_steps", category)
+        together = [step for prompt in prompts for step in steps(prompt)]
+        assert row.value == pytest.approx(length(together), abs=1e-6)
+        assert (row.drafts, row.prompts) == (len(together), len(prompts))
+        assert (row.engine, row.engine_version, row.target, row.temperature) == (engine, "1.2.3", "tiny {kimi}", 0.0)
+        assert row.interval is not None and row.interval.low <= row.value <= row.interval.high
+        if engine == "vllm":
+            assert row.rates == pytest.approx([sum(s > place for s in together) / len(together) for place in range(K)])
+            assert 1 + sum(row.rates) == pytest.approx(row.value, abs=1e-6)
+        else:
+            assert row.rates is None
+    both = [figure(found, "micro_steps", name).value for name, _ in SUITE.groups]
+    assert figure(found, "macro_category").value == pytest.approx(statistics.mean(both), abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
+    with serving(engine) as server:
+        found = measure_server(server.url, SUITE, WISH)
+    for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
+        expected = statistics.mean(length(steps(prompt)) for prompt in prompts)
+        row = figure(found, "macro_request", category)
+        assert row.value == pytest.approx(expected, abs=1e-6)
+        assert row.interval is not None and row.interval.over == "prompts" and row.interval.units == len(prompts)
+
+
+def test_and_not_where_several_do():
+    with serving("vllm") as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", concurrency=2))
+    assert {row.averaging for row in found.rows} == {"micro_steps", "macro_category"}
+    assert {row.interval.over for row in found.rows if row.interval} == {"groups of up to 2 prompts"}
+
+
+def test_the_second_turn_follows_the_answer_to_the_first():
+    with serving("vllm") as server:
+        measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", max_tokens=200, extra={"ignore_eos": True}))
+        asked = server.asked
+    assert len(asked) == sum(len(prompt.turns) for prompt in SUITE.prompts)
+    second = next(body for body in asked if len(body["messages"]) == 3)
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][1]["content"].startswith("w0 w1 ")
+    assert all((body["max_tokens"], body["temperature"], body["ignore_eos"]) == (200, 0.0, True) for body in asked)
+
+
+def test_looping_answers_are_seen():
+    with serving("vllm", looping=True) as looping, serving("vllm") as sane:
+        bad = measure_server(looping.url, SUITE, WISH).rows[0].sanity
+        good = measure_server(sane.url, SUITE, WISH).rows[0].sanity
+    assert bad is not None and bad.distinct_4grams < 0.5
+    assert good is not None and good.distinct_4grams == 1.0
+
+
+@pytest.mark.parametrize("plain", [None, "plain sglang"])
+def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
+    with serving("vllm") as server, serving(plain) as baseline:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
+        assert [body["messages"] for body in baseline.asked] == [body["messages"] for body in server.asked]
+    speed = found.rows[0].speed
+    assert speed is not None and speed.same_answers == 1.0
+    assert speed.speedup == pytest.approx(speed.tokens_per_second / speed.baseline_tokens_per_second)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_baseline_that_speculates_is_refused(engine):
+    with serving("vllm") as server, serving(engine) as baseline:
+        measure_server(baseline.url, SUITE, WISH)
+        with pytest.raises(DefinitionsMixed, match="baseline"):
+            measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
+
+
+@pytest.mark.parametrize("plain", [None, "plain sglang"])
+def test_a_server_without_speculation_is_named(plain):
+    with serving(plain) as server, pytest.raises(CountersMissing, match=r"without|not count"):
+        measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_counters_that_go_backwards_are_named(engine):
+    with serving(engine, restart_after=4) as server, pytest.raises(CountersReset, match="backwards"):
+        measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_more_than_k_plus_1_is_refused(engine):
+    fault = {"vllm": DefinitionsMixed, "sglang": AcceptanceInvalid, "trtllm": AcceptanceInvalid}[engine]
+    with serving(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match=r"above the 4|K is 3"):
+        measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_drafts_that_no_one_asked_for_are_named(engine):
+    with serving(engine, foreign=60) as server, pytest.raises(CountersDisturbed, match=r"counted|counts"):
+        measure_server(server.url, SUITE, WISH)
+
+
+def test_a_router_that_shows_two_engines_is_named():
+    with serving("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang"):
+        measure_server(server.url, SUITE, WISH)
+
+
+def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions():
+    with pytest.raises(DefinitionsMixed, match="no whole number"):
+        ENGINES["trtllm"].count({DRAFTED: 7.0, ACCEPTED: 3.0}, 2, 1, 1)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_another_k_than_the_servers_is_refused(engine):
+    with serving(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
+        measure_server(server.url, SUITE, Wish(draft_tokens=1, head="h"))
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(EngineFailed, match="does not answer"):
+        measure_server("http://127.0.0.1:9", SUITE, WISH)
+
+
+SILENT = (Prompt("s", "silent", ("Silence, please.",)),)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_an_answer_of_one_token_has_no_length(engine):
+    with serving(engine) as server:
+        measure_server(server.url, SUITE, WISH)
+        suite = Suite("tiny-suite", "sha256:00", (("writing", (*WRITING[:2], *SILENT)),))
+        found = measure_server(server.url, suite, WISH)
+        with pytest.raises(CountersMissing, match="no answer has more than one token"):
+            measure_server(server.url, Suite("tiny-suite", "sha256:00", (("silent", SILENT),)), WISH)
+    row = figure(found, "macro_request", "writing")
+    assert row.prompts == 2
+    assert row.value == pytest.approx(statistics.mean(length(steps(p)) for p in WRITING[:2]), abs=1e-6)
+
+
+def test_counters_that_never_rest_are_named(monkeypatch):
+    monkeypatch.setattr(bench_server, "RESTLESS_SECONDS", 0.05)
+    monkeypatch.setattr(bench_server, "REST_SECONDS", 0.5)
+    with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still move"):
+        measure_server(server.url, SUITE, WISH)

@@ -1,0 +1,63 @@
+"""What is written of the rules and the report: that it is current, and that a report is of its schema."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from support.changes import drop
+from support.faults import MLA_VLLM, Fault
+
+from kconv.checkpoint.source import Folder
+from kconv.validate.report import Report
+from kconv.validate.rules.table import all_rules
+from kconv.validate.run import Wish, validate
+
+ROOT = Path(__file__).parent.parent.parent
+SCHEMA = ROOT / "docs" / "report.schema.json"
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> dict:
+    folder = Fault("", "", MLA_VLLM, drop("fc.weight")).write(tmp_path / "head")
+    return json.loads(validate(Folder(folder), Wish(), say=lambda _: None).to_json())
+
+
+def test_the_page_and_the_schema_are_current():
+    script = [sys.executable, ROOT / "scripts" / "docs-validate", "--check"]
+    ran = subprocess.run(script, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs-validate: {ran.stdout}{ran.stderr}"
+
+
+def test_a_report_has_the_documented_keys(report):
+    assert list(report) == ["schema", "subject", "weights", "findings", "figures", "provenance"]
+    assert report["schema"] == 1
+    (finding,) = [one for one in report["findings"] if one["rule"] == "K104"]
+    assert list(finding) == ["rule", "severity", "where", "message", "fix", "engines", "seen_in"]
+    assert finding["severity"] == "error" and finding["engines"] == ["vllm-v1", "vllm-v2"]
+
+
+def test_the_schema_names_the_same_keys(report):
+    schema = json.loads(SCHEMA.read_text())
+    assert schema["properties"].keys() == report.keys()
+    assert schema["additionalProperties"] is False and schema["properties"]["schema"]["const"] == 1
+    finding = schema["$defs"]["Finding"]
+    assert finding["properties"].keys() == report["findings"][0].keys()
+    assert finding["properties"]["severity"]["enum"] == ["error", "warning", "info"]
+    assert schema["$defs"]["Figures"]["properties"].keys() == report["figures"].keys()
+
+
+@pytest.mark.parametrize("change", [{"schema": 2}, {"more": 1}, {"findings": [{"rule": "K101"}]}])
+def test_another_schema_is_refused(report, change):
+    with pytest.raises(ValidationError):
+        Report.model_validate(report | change)
+
+
+def test_the_page_explains_every_rule_and_no_other():
+    text = (ROOT / "docs" / "validate.md").read_text()
+    assert set(re.findall(r"\bK\d{3}\b", text)) == all_rules().keys()

@@ -1,0 +1,141 @@
+"""Rules against NVFP4 targets: each corruption is found by its rule, and nothing is said of a good target."""
+
+import json
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.kimi_names import linear_modules
+from support.quantized_targets import make_form
+from support.target_faults import FAULTS, K_SCALE, V_SCALE, block, both, excludes, kv_scale, side_block, write_changed
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.source import Folder
+from kconv.quantize.excludes import exclude_modules
+from kconv.quantize.inputs import data_free
+from kconv.quantize.plan import plan_quantize
+from kconv.quantize.recipe import builtin_recipes, load_recipe
+from kconv.quantize.run import quantize
+from kconv.target.config import parse_target_config
+from kconv.validate.rules.table import TARGET_RULES, all_rules
+from kconv.validate.rules.target import Excludes
+from kconv.validate.run import Wish, validate
+
+
+@pytest.fixture(scope="module")
+def good(tiny_target, tmp_path_factory):
+    """Return the folder of a good target; each is made once."""
+    made = {}
+
+    def find(recipe="nvfp4-experts", form="bf16", wrapped=False):
+        key = recipe, form, wrapped
+        if key not in made:
+            root = tmp_path_factory.mktemp("good")
+            source = open_checkpoint(make_form(tiny_target, root / "source", form, wrapped=wrapped))
+            plan = plan_quantize(source, parse_target_config(source.config), load_recipe(recipe), data_free())
+            quantize(plan, root / "out")
+            made[key] = root / "out"
+        return made[key]
+
+    return find
+
+
+def check(folder, **wish):
+    return validate(Folder(folder), Wish(**wish), say=lambda _: None).findings
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault, good, tmp_path):
+    folder = write_changed(good(fault.recipe, wrapped=fault.wrapped), tmp_path / "target", fault.change)
+    found = check(folder)
+    mine = [finding for finding in found if finding.rule == fault.rule]
+    assert mine, [finding.rule for finding in found]
+    assert all(f.severity == all_rules()[f.rule].severity and f.where and f.message and f.fix for f in mine)
+
+
+def test_every_rule_over_targets_has_a_corruption():
+    assert {rule.id for rule in TARGET_RULES} - {fault.rule for fault in FAULTS} == {"K425"}
+
+
+GOOD = [(recipe, *kind) for recipe in builtin_recipes() for kind in (("bf16", False), ("int4", True))]
+
+
+@pytest.mark.parametrize("recipe, form, wrapped", GOOD, ids=str)
+def test_of_a_good_target_nothing_is_said(recipe, form, wrapped, good):
+    assert check(good(recipe, form, wrapped)) == ()
+
+
+def published(config, tensors, side):
+    """Exclude as the published targets do: layer by layer, with the dense layer as one."""
+    entries = ["model.layers.0*", "lm_head"]
+    entries += [f"model.layers.{i}.{part}*" for i in range(1, 7) for part in ("mlp.shared_experts", "self_attn")]
+    excludes(lambda _: entries)(config, tensors, side)
+
+
+def side_gone(config, tensors, side):
+    side.clear()
+
+
+def inner_block(config, tensors, side):
+    del config["quantization_config"]
+
+
+def same_inside(config, tensors, side):
+    config["text_config"]["quantization_config"] = config["quantization_config"]
+
+
+VARIANTS = {
+    "excludes as published": (published, False, set()),
+    "scales of an FP8 KV cache": (kv_scale(K_SCALE, V_SCALE), False, set()),
+    "no KV cache": (both(block(kv_cache_scheme=None), side_block(kv_cache_quant_algo=None)), False, set()),
+    "another producer's version": (block(producer={"name": "modelopt", "version": "0.41.0"}), False, set()),
+    "no config_groups": (block(config_groups={}), False, set()),
+    "the side file alone": (inner_block, False, set()),
+    "no side file": (side_gone, False, {"K425"}),
+    "the same block in text_config too": (same_inside, True, set()),
+}
+
+
+@pytest.mark.parametrize("change, wrapped, said", VARIANTS.values(), ids=VARIANTS)
+def test_of_another_good_target_nothing_is_said_but_to_know(change, wrapped, said, good, tmp_path):
+    found = check(write_changed(good(wrapped=wrapped), tmp_path / "target", change))
+    assert {finding.rule for finding in found} == said
+    assert all(finding.severity == "info" for finding in found)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])
+def test_a_target_that_is_not_nvfp4_is_none_of_their_business(form, tiny_target, tmp_path):
+    assert check(make_form(tiny_target, tmp_path / "target", form)) == ()
+
+
+def test_headers_only_reads_no_scale(good, tmp_path):
+    double = next(fault for fault in FAULTS if fault.rule == "K440")
+    folder = write_changed(good(), tmp_path / "target", double.change)
+    assert check(folder, headers_only=True) == ()
+    assert [finding.rule for finding in check(folder)] == ["K440"]
+
+
+def test_what_only_tensorrt_llm_minds_is_not_said_for_vllm(good, tmp_path):
+    fault = next(fault for fault in FAULTS if fault.rule == "K434")
+    folder = write_changed(good(), tmp_path / "target", fault.change)
+    assert check(folder, engines=("vllm-v1",)) == ()
+
+
+@given(layers=st.integers(1, 24), experts=st.integers(1, 3), wrapped=st.booleans(), data=st.data())
+def test_what_the_quantizer_excludes_covers_just_what_it_left(layers, experts, wrapped, data):
+    modules = linear_modules("language_model." if wrapped else "", layers=layers, experts=experts)
+    inner = [name for name in modules if ".layers." in name and not name.endswith("mlp.gate")]
+    pattern = data.draw(st.sampled_from(["*.experts.*", "*.mlp.*", "*", "*.layers.1.*"]))
+    quantized = {name for name in inner if fnmatchcase(name, pattern) and not name.endswith("kv_b_proj")}
+    excluded = Excludes(tuple(exclude_modules(modules, quantized)))
+    for name in inner:
+        assert (excluded.covering(name) is None) == (name in quantized), name
+        if name not in quantized:
+            assert excluded.is_wildcard_for(name)
+
+
+def test_the_json_names_rule_and_place(good, tmp_path):
+    folder = write_changed(good(), tmp_path / "target", FAULTS[0].change)
+    said = json.loads(validate(Folder(folder), say=lambda _: None).to_json())["findings"]
+    assert said[0]["rule"] == "K401" and "more" in said[0]["message"]

@@ -1,0 +1,170 @@
+"""A quantized target against its source: nothing in a good one, and each single change found by its tensor's noise."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.quantized_targets import make_form
+from torch.nn.functional import cross_entropy
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.source import Folder
+from kconv.quantize.inputs import data_free
+from kconv.quantize.plan import plan_quantize
+from kconv.quantize.recipe import load_recipe
+from kconv.quantize.run import quantize
+from kconv.target.config import parse_target_config
+from kconv.target.model import load_target
+from kconv.tiny.text import read_corpus
+from kconv.validate.quantized import FLOOR, check_quantized
+from kconv.validate.run import validate
+
+FORMS = ("bf16", "int4", "fp8")
+EXPERT = "model.layers.2.mlp.experts.1"
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_target, tmp_path_factory):
+    """Return the folders of the tiny target in a form, and of its NVFP4; each is made once."""
+    made = {}
+
+    def find(form):
+        if form not in made:
+            root = tmp_path_factory.mktemp(form)
+            source = open_checkpoint(make_form(tiny_target, root / "source", form))
+            recipe = load_recipe("nvfp4-mlp")
+            quantize(plan_quantize(source, parse_target_config(source.config), recipe, data_free()), root / "out")
+            made[form] = root / "source", root / "out"
+        return made[form]
+
+    return find
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_good_one_has_the_noise_of_nvfp4_and_no_finding(form, pair):
+    source, out = map(open_checkpoint, pair(form))
+    findings, noise = check_quantized(out, source)
+    assert findings == []
+    assert noise.tensors == len(noise.by_tensor) == 6 * (3 * 4 + 3) + 3
+    # Measured: about 20 dB on trained weights, a little less where they lie on INT4's own grid.
+    assert FLOOR + 3 < noise.worst <= noise.median < 23
+
+
+def test_the_noise_is_what_its_definition_says(pair):
+    source, out = map(open_checkpoint, pair("bf16"))
+    name = f"{EXPERT}.up_proj.weight"
+    plain, loaded = load_target(pair("bf16")[0], torch.float32), load_target(pair("bf16")[1], torch.float32)
+    _, noise = check_quantized(out, source)
+    # Fused experts are [experts, gate rows then up rows, hidden].
+    one, other = (m.state_dict()["model.layers.2.mlp.experts.gate_up_proj"][1, 32:] for m in (plain, loaded))
+    expected = 20 * math.log10(float(one.norm() / (other - one).norm()))
+    assert noise.by_tensor[name] == pytest.approx(expected, abs=0.01)
+
+
+def scale(name, factor):
+    return lambda tensors: tensors.update({name: tensors[name] * factor})
+
+
+def swap_nibbles(tensors):
+    weight = tensors[f"{EXPERT}.up_proj.weight"]
+    tensors[f"{EXPERT}.up_proj.weight"] = (weight >> 4) | (weight << 4)
+
+
+def exchange(one, other):
+    def change(tensors):
+        for suffix in ("weight", "weight_scale", "weight_scale_2"):
+            names = f"{EXPERT}.{one}.{suffix}", f"{EXPERT}.{other}.{suffix}"
+            tensors |= {names[0]: tensors[names[1]], names[1]: tensors[names[0]]}
+
+    return change
+
+
+def double_block_scales(tensors):
+    name = f"{EXPERT}.up_proj.weight_scale"
+    tensors[name] = (tensors[name].float() * 2).clamp(max=448).to(torch.float8_e4m3fn)
+
+
+def another_expert(tensors):
+    for suffix in ("weight", "weight_scale", "weight_scale_2"):
+        tensors[f"{EXPERT}.down_proj.{suffix}"] = tensors[f"{EXPERT[:-1]}2.down_proj.{suffix}"].clone()
+
+
+def flip_signs(tensors):
+    tensors[f"{EXPERT}.down_proj.weight"] ^= 0x88
+
+
+def nudge(tensors):
+    tensors["model.norm.weight"][3] *= 1.01
+
+
+UP, GATE, DOWN = (f"{EXPERT}.{part}_proj.weight" for part in ("up", "gate", "down"))
+CHANGES = {
+    "one expert's scale doubled": (scale(f"{EXPERT}.up_proj.weight_scale_2", 2.0), "K390", {UP}),
+    "one expert's scale halved": (scale(f"{EXPERT}.up_proj.weight_scale_2", 0.5), "K390", {UP}),
+    "one expert's block scales doubled": (double_block_scales, "K390", {UP}),
+    "one nibble order swapped": (swap_nibbles, "K390", {UP}),
+    "gate and up exchanged": (exchange("gate_proj", "up_proj"), "K390", {GATE, UP}),
+    "another expert's weight": (another_expert, "K390", {DOWN}),
+    "every sign flipped": (flip_signs, "K390", {DOWN}),
+    "a scale that is NaN": (scale(f"{EXPERT}.up_proj.weight_scale_2", float("nan")), "K390", {UP}),
+    "a norm that is not the source's": (nudge, "K391", {"model.norm.weight"}),
+    "a tensor too few": (lambda tensors: tensors.pop("model.norm.weight"), "K392", {"model.norm.weight"}),
+    "a tensor too many": (lambda tensors: tensors.update(extra=torch.ones(1)), "K392", {"extra"}),
+}
+
+
+@pytest.fixture
+def spoiled(pair, tmp_path):
+    """Return a function that changes tensors of a quantized target, and returns the copy's folder."""
+
+    def make(form, change):
+        out = tmp_path / "spoiled"
+        out.mkdir()
+        tensors = load_file(next(pair(form)[1].glob("*.safetensors")))
+        change(tensors)
+        save_file(tensors, out / "model.safetensors")
+        (out / "config.json").write_bytes((pair(form)[1] / "config.json").read_bytes())
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change, rule, where", CHANGES.values(), ids=CHANGES)
+def test_a_single_change_is_found_where_it_is(form, change, rule, where, pair, spoiled):
+    source, out = pair(form)[0], spoiled(form, change)
+    findings, _ = check_quantized(open_checkpoint(out), open_checkpoint(source))
+    assert {(finding.rule, finding.where, finding.severity) for finding in findings} == {
+        (rule, name, "error") for name in where
+    }
+
+
+def test_validate_reports_the_noise_and_the_change(pair, spoiled):
+    source, good = pair("int4")
+    report = validate(Folder(good), quantized_from=open_checkpoint(source), say=lambda _: None)
+    assert report.figures.noise is not None and report.figures.noise.tensors == 93
+    assert not [finding for finding in report.findings if finding.rule.startswith("K39")]
+    assert json.loads(report.to_json())["figures"]["noise"]["worst"] > FLOOR
+    bad = validate(Folder(spoiled("int4", swap_nibbles)), quantized_from=open_checkpoint(source), say=lambda _: None)
+    assert not bad.clean and "K390" in {finding.rule for finding in bad.findings}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_perplexity_on_held_out_text_is_within_half_a_percent_of_the_sources(form, pair):
+    before, after = (perplexity(folder) for folder in pair(form))
+    assert abs(after / before - 1) < 0.005, (before, after)
+
+
+def perplexity(folder):
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
+    texts = [tokenizer.encode(text)[:128] for text in read_corpus().held_out if len(text) > 300][:120]
+    model = load_target(folder, torch.float32)
+    with torch.no_grad():
+        losses = [
+            cross_entropy(model(torch.tensor([t])).logits[0, :-1], torch.tensor(t[1:]), reduction="none") for t in texts
+        ]
+    return math.exp(float(torch.cat(losses).mean()))

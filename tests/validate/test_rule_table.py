@@ -1,0 +1,71 @@
+"""The table of rules itself: ids, sentences, threads, and that no limit of a layout is without a rule."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kconv.validate
+from kconv.cli.validate import FOR
+from kconv.errors import ConfigInvalid, HubUnreachable, UnknownRule
+from kconv.validate.rules import limits, unreadable
+from kconv.validate.rules.rule import ASKED, ENGINES
+from kconv.validate.rules.table import EVERY_RULE, HEAD_RULES, all_rules, find_rule
+
+RULES = all_rules()
+
+
+def test_no_id_and_no_name_is_given_twice():
+    rules = EVERY_RULE
+    assert len({rule.id for rule in rules}) == len({rule.name for rule in rules}) == len(rules) == len(RULES)
+
+
+def test_there_are_more_rules_over_heads_than_promised():
+    assert len(HEAD_RULES) >= 40
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_rule_is_complete(rule):
+    assert re.fullmatch(r"K\d{3}", rule.id) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", rule.name)
+    assert rule.severity in ("error", "warning", "info")
+    assert rule.sentence.endswith(".") and rule.fix.endswith(".") and len(rule.sentence) > 20
+    assert rule.engines == tuple(engine for engine in ENGINES if engine in rule.engines) or set(rule.engines) < set(
+        ENGINES
+    )
+    assert rule.seen_in == "" or rule.seen_in.startswith("https://")
+
+
+def test_every_limit_of_a_layout_has_an_id_of_its_own():
+    assert {limit.what for limit in limits.LIMITS} == limits.IDS.keys()
+    assert limits.UNNUMBERED[0] not in RULES
+
+
+def test_most_rules_say_which_thread_taught_them():
+    named = [rule for rule in HEAD_RULES if rule.seen_in]
+    assert len(named) >= 60
+
+
+def test_a_rule_is_found_by_id_and_by_name():
+    assert find_rule("K101") is find_rule("k101") is find_rule("lm-head-missing")
+    with pytest.raises(UnknownRule, match="K999"):
+        find_rule("K999")
+
+
+def test_the_command_offers_the_engines_that_rules_know():
+    assert set(FOR) == ASKED.keys()
+
+
+def test_a_fault_of_the_hub_is_no_finding():
+    assert unreadable.of_fault(ConfigInvalid("x", where="config.json", fix="y")).rule == "K008"
+    with pytest.raises(HubUnreachable):
+        unreadable.of_fault(HubUnreachable("x"))
+
+
+def test_findings_that_a_comparison_makes_are_explained_too():
+    """Ids that stand in the sources of the room, outside of the rules, are in the table."""
+    room = Path(kconv.validate.__file__).parent
+    sources = [file.read_text() for file in room.rglob("*.py") if "rules" not in file.parts]
+    made = {found for text in sources for found in re.findall(r'"(K\d{3})"', text)}
+    assert {"K301", "K304"} <= made <= RULES.keys()

@@ -1,0 +1,202 @@
+"""Rules against heads: each corruption is found by the rule it was made for, and nothing is said of a good head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.changes import P, drop, nest, put
+from support.faults import FAULTS, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, TARGET, Fault
+from support.good_heads import GOOD
+
+from kconv.checkpoint.source import Folder
+from kconv.convert.layouts import BY_NAME
+from kconv.target.config import parse_target_config
+from kconv.validate.report import Finding, Report
+from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
+from kconv.validate.rules.table import all_rules
+from kconv.validate.run import Hints, Wish, validate
+
+ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196"}  # what a launch flag must supply
+
+
+def check(folder: Path, wish: Wish) -> Report:
+    return validate(Folder(folder), wish, say=lambda _: None)
+
+
+def of(report: Report, rule: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.rule == rule]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_path: Path):
+    report = check(fault.write(tmp_path / "head"), fault.wish)
+    found = of(report, fault.rule)
+    assert found, [finding.rule for finding in report.findings]
+    assert all(f.severity == all_rules()[fault.rule].severity and f.message and f.fix for f in found)
+
+
+@pytest.mark.parametrize("good", GOOD.values(), ids=GOOD)
+def test_of_a_good_head_nothing_is_said_but_what_a_flag_must_supply(good, tmp_path: Path):
+    report = check(good.write(tmp_path / "head"), Wish(good.engines))
+    assert [f for f in report.findings if f.severity != "info"] == []
+    assert {f.rule for f in report.findings} <= ALWAYS | {"K203"}
+
+
+def test_the_corruptions_were_good_before(tmp_path: Path):
+    bases = {fault.base.name + repr(fault.base.spec): fault.base for fault in FAULTS if not fault.engines}
+    for number, base in enumerate(bases.values()):
+        wish = Wish(base.engines)
+        if any(limit.applies(base.spec, ()) for limit in BY_NAME[base.layout].limits) or base.layout == "specforge":
+            continue
+        found = check(base.write(tmp_path / str(number)), wish).findings
+        assert [f.rule for f in found if f.severity == "error"] == [
+            rule for rule in ("K186", "K191") if base.layout == "speculators" and base.spec.kind == "mla"
+        ]
+
+
+def test_there_are_as_many_as_promised():
+    assert len(FAULTS) >= 60 and len(GOOD) >= 20 and len({fault.name for fault in FAULTS}) == len(FAULTS)
+    rules = {fault.rule for fault in FAULTS}
+    assert len(rules) >= 60
+    assert {layout for layout in BY_NAME if BY_NAME[layout].write_config} <= {good.layout for good in GOOD.values()}
+
+
+def write(folder: Path, base, change) -> Path:
+    return Fault("", "", base, change).write(folder)
+
+
+def test_without_values_maps_and_weights_are_not_looked_at(tmp_path: Path):
+    def spoil(config, tensors):
+        tensors["d2t"].zero_()
+        tensors["fc.weight"][0, 0] = float("nan")
+
+    folder = write(tmp_path / "head", REDUCED, spoil)
+    assert {f.rule for f in check(folder, Wish()).findings} >= {"K174", "K201"}
+    report = check(folder, Wish(headers_only=True))
+    assert report.clean and report.weights == {} and report.provenance["headers_only"] is True
+
+
+def test_every_missing_tensor_is_named(tmp_path: Path):
+    names = ["fc.weight", f"{P}hidden_norm.weight", f"{P}mlp.up_proj.weight", "norm.weight"]
+    report = check(write(tmp_path / "head", MLA_VLLM, drop(*names)), Wish())
+    assert sorted(f.where for f in report.findings if f.severity == "error") == sorted(names)
+
+
+def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):
+    folder = write(tmp_path / "head", MODELOPT_GQA, nest())
+    for engines, rule, said in (
+        ((VLLM_V1,), "K140", True),
+        ((VLLM_V2,), "K140", False),
+        ((SGLANG,), "K140", False),
+        ((TRTLLM,), "K140", False),
+        (ASKED["vllm"], "K143", True),
+    ):
+        assert bool(of(check(folder, Wish(engines)), rule)) is said
+    (finding,) = of(check(folder, Wish(ASKED["all"])), "K140")
+    assert finding.engines == ("vllm-v1", "vllm-v2") and "v1 would feed it those of [0, 2, 4]" in finding.message
+
+
+ALL = ["vllm-v1", "vllm-v2", "sglang", "trtllm"]
+WRITTEN_FOR = {"vllm": ALL[:2], "sglang": ALL[2:3], "trtllm": ALL[3:], "modelopt": ALL[3:], "portable": ALL}
+
+
+@pytest.mark.parametrize("layout, engines", (WRITTEN_FOR | {"torchspec": ALL}).items())
+def test_without_a_wish_a_head_is_checked_for_whom_it_was_written(layout, engines, tmp_path: Path):
+    good = next(g for g in GOOD.values() if g.layout == layout and g.spec.kind == "mla")
+    assert check(good.write(tmp_path / "head"), Wish()).provenance["for"] == engines
+
+
+@pytest.mark.parametrize("layers, rules", [(9, set()), (30, {"K142"}), (None, {"K143"})])
+def test_the_targets_depth_decides_whether_a_default_is_the_heads(layers, rules, tmp_path: Path):
+    """Outputs [1, 3, 5] are ModelOpt's default of 9 layers: {1, 9 // 2 - 1, 9 - 4}."""
+    target = parse_target_config(TARGET | {"num_hidden_layers": layers}) if layers else None
+    folder = MODELOPT_GQA.write(tmp_path / "head")
+    found = check(folder, Wish((VLLM_V2,), hints=Hints(target_layers=layers), target=target))
+    assert {f.rule for f in found.findings if f.severity != "info"} == rules
+
+
+def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
+    folder = write(tmp_path / "head", MODELOPT_GQA, nest(**ids))
+    assert of(check(folder, Wish()), "K006")
+    assert check(folder, Wish(hints=Hints(captured_are="outputs"))).clean
+    told = check(folder, Wish(ASKED["vllm-v1"], hints=Hints(captured_are="inputs")))
+    assert not of(told, "K140") and told.clean
+    misread = check(folder, Wish(ASKED["vllm-v1"], hints=Hints(captured_are="outputs")))
+    assert of(misread, "K140")
+
+
+def test_a_map_of_the_first_tokens_is_no_fault_where_t2d_says_so(tmp_path: Path):
+    def first(config, tensors):
+        tensors["d2t"].zero_()
+        tensors["t2d"][:] = False
+        tensors["t2d"][:40] = True
+
+    assert check(write(tmp_path / "head", REDUCED, first), Wish()).clean
+
+
+def test_a_head_that_kconv_trained_is_not_said_to_be_normed_twice(tmp_path: Path):
+    fault = next(fault for fault in FAULTS if fault.rule == "K210")
+    folder = fault.write(tmp_path / "head")
+    (folder / "modelopt").mkdir()
+    (folder / "modelopt" / "training.json").write_text("{}")
+    assert not of(check(folder, fault.wish), "K210")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 200) | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+KEYS = sorted(BY_NAME["portable"].write_config(MLA_VLLM.spec))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("heads")
+    return {base.layout + base.spec.kind: base.write(where / str(i)) for i, base in enumerate((MLA_VLLM, GQA_VLLM))}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_a_config_says_there_is_a_report_and_an_unreadable_head_is_not_clean(data, folders):
+    folder = folders[data.draw(st.sampled_from(sorted(folders)))]
+    file = folder / "config.json"
+    before = file.read_text()
+    config = json.loads(before) | data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
+    try:
+        file.write_text(json.dumps(config))
+        report = check(folder, Wish(ASKED["all"], headers_only=True))
+        assert Report.model_validate_json(report.to_json()) == report
+        from kconv.checkpoint.folder import open_checkpoint
+        from kconv.convert.read import claim_tensors
+        from kconv.errors import KconvError
+
+        try:
+            claim_tensors(open_checkpoint(folder))
+        except KconvError:
+            assert not report.clean
+    finally:
+        file.write_text(before)
+
+
+def test_a_fault_that_no_rule_speaks_of_is_reported_all_the_same(tmp_path: Path):
+    """Also where another one finds an error of its own."""
+    change = put(num_key_value_heads=3, architectures=["Unheard"])
+    found = {f.rule: f for f in check(write(tmp_path / "head", GQA_VLLM, change), Wish()).findings}
+    assert {"K008", "K186"} <= found.keys() and "share 3" in found["K008"].message
+
+
+def test_a_layout_that_is_named_wrongly_is_no_crash(tmp_path: Path):
+    spec = next(g for g in GOOD.values() if g.name == "gqa, 2 layers, vllm")
+    report = check(spec.write(tmp_path / "head"), Wish(layout=BY_NAME["torchspec"]))
+    assert not report.clean
+
+
+def test_a_folder_that_is_not_there_is_a_finding(tmp_path: Path):
+    report = check(tmp_path / "nothing", Wish())
+    assert [f.rule for f in report.findings] == ["K001"]

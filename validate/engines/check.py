@@ -1,0 +1,244 @@
+"""A head served by a real engine, held against kconv's own chain. What belongs here: one check from start to stop.
+
+Two servers that are started for it: one without speculation, whose greedy output is the reference, and one with the
+head. A server that is reached by its address speculates already; the reference is then the target's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...checkpoint.folder import open_checkpoint
+from ...checkpoint.source import Source
+from ...convert.read import Head
+from ...errors import EngineFailed, PromptsInvalid
+from ...head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
+from ...target.config import read_target_config
+from ...target.generate import generate_greedy
+from ...target.model import load_target
+from ...target.states import run_target
+from ...target.tokenizer import Tokenizer, load_tokenizer
+from ..bench_counters import Engine
+from ..bench_server import ChatServer, connect
+from ..held_out import read_held_out
+from ..report import EngineFigures, Finding
+from ..weights import load_head
+from .client import Client
+from .counters import SpecCounters
+from .judge import judge
+from .vllm import Serving, serve
+
+Say = Callable[[str], None]
+WITHOUT, FORWARD = "the same engine without speculation", "kconv's forward of the target"
+MARGIN = 16  # tokens of context beyond what is asked for
+
+
+@dataclass(frozen=True)
+class Engined:
+    """How an engine is asked.
+
+    Attributes:
+        engine: "vllm", the one that kconv can start; or the one behind `url`, None to find out.
+        target: the target.
+        prompts: a JSONL of prompts, or a suite of the Hub at a commit.
+        python: the interpreter of an environment with vLLM in it; None where a server is reached.
+        url: the address of a server that serves the target with the head; None to start one.
+        steps: K, drafted tokens per verify step.
+        prompt_tokens: prompts are cut to this.
+        new_tokens: tokens that each is continued by.
+        trust_remote_code: whether the target's tokenizer may run code of its own.
+    """
+
+    engine: str | None
+    target: Source
+    prompts: str
+    python: Path | None = None
+    url: str | None = None
+    steps: int = 3
+    prompt_tokens: int = 32
+    new_tokens: int = 32
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class EngineFound:
+    """What an engine did: what is wrong with it, its figures, and what they were measured with."""
+
+    findings: tuple[Finding, ...]
+    figures: EngineFigures
+    provenance: dict[str, object]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What both sides are given: the target in memory, its tokenizer, and the prompts' token ids."""
+
+    folder: Path
+    model: torch.nn.Module
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a server gave: how many outputs equal the reference, and its counters."""
+
+    engine: str
+    same: int
+    drafts: int
+    accepted: int
+    per_position: tuple[int, ...] | None
+    note: str = ""
+
+
+def check_engine(head: Head, asked: Engined, say: Say) -> EngineFound:
+    """Have an engine serve a head, and compare output and counters with what kconv says they must be.
+
+    Raises:
+        EngineFailed: the engine does not start, dies, cannot be reached or answers with an error.
+        CountersMissing, CountersReset, DefinitionsMixed: its counters say nothing of this.
+        PromptsInvalid: there are no prompts, or one is too long.
+        TargetInvalid: the target cannot be read, or does not belong to the head.
+    """
+    bench = _prepare(asked, say)
+    ahead = asked.new_tokens + asked.steps - 1
+    if asked.url:
+        reference = generate_greedy(bench.model, bench.prompts, ahead)  # pyright: ignore[reportArgumentType]
+        say("asking the server")
+        served, strict, of = _reach(asked, bench, reference), False, FORWARD
+    else:
+        if asked.python is None:
+            raise EngineFailed(
+                "no environment with vLLM in it is named", fix="Give --engine-python, or --url of a running server."
+            )
+        serving = Serving(asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead))
+        say("vLLM without speculation: starting")
+        with serve(serving) as plain:
+            say("vLLM without speculation: generating")
+            reference = [plain.client.complete(prompt, ahead) for prompt in bench.prompts]
+        say("vLLM with the head: starting")
+        with serve(_with_head(serving, head)) as speculating:
+            say("vLLM with the head: generating")
+            served = _count(speculating.client, bench.prompts, reference, asked.new_tokens)
+        strict, of = True, WITHOUT
+    say("simulating the chain")
+    expected = simulate(head, bench.model, bench.folder, bench.prompts, reference, asked.steps)
+    figures = EngineFigures(
+        engine=served.engine,
+        url=asked.url or "",
+        prompts=len(bench.prompts),
+        new_tokens=asked.new_tokens,
+        steps=asked.steps,
+        same_output=served.same,
+        reference=of,
+        drafts=served.drafts,
+        accepted=served.accepted,
+        per_position=served.per_position,
+        length=1 + served.accepted / served.drafts,
+        expected_drafts=expected.drafts,
+        expected_per_position=tuple(int(count) for count in expected.accepted),
+        expected_length=expected.length,
+    )
+    about: dict[str, object] = {
+        "engine": {"name": served.engine, "note": served.note, "dtype": "float32" if strict else "the server's"}
+    }
+    return EngineFound(tuple(judge(figures, strict=strict)), figures, about)
+
+
+def simulate(
+    head: Head,
+    model,
+    target: Path,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    steps: int,
+) -> Acceptance:
+    """Return what kconv's chain of a head accepts on greedy continuations.
+
+    Args:
+        head: the head.
+        model: its target.
+        target: the target's folder.
+        prompts: token ids.
+        continuations: the target's own, `steps - 1` tokens longer than what a server is asked for, as its last
+            draft looks that far ahead.
+        steps: K.
+    """
+    drafter = load_head(head, open_checkpoint(target), read_target_config(target))
+    accepted = []
+    for prompt, output in zip(prompts, continuations, strict=True):
+        tokens = torch.tensor([[*prompt, *output]])
+        with torch.no_grad():
+            captured = run_target(model, tokens, head.spec.captured).captured
+            drafted = draft_tokens(drafter, tokens, captured, steps)[:, 0]
+        accepted.append(greedy_acceptance(drafted, tokens[0], len(prompt)))
+    return pool(accepted)
+
+
+def _prepare(asked: Engined, say: Say) -> _Bench:
+    prompts, _ = read_held_out(asked.prompts)
+    say("loading the target")
+    folder = asked.target.fetch_model()
+    tokenizer = load_tokenizer(folder, trust_remote_code=asked.trust_remote_code)
+    ids = [row for prompt in prompts if (row := tokenizer.encode(prompt.turns[0])[: asked.prompt_tokens])]
+    if not ids:
+        raise PromptsInvalid("no prompt has a token", where=asked.prompts, fix="Give prompts with text in them.")
+    return _Bench(folder, load_target(folder, torch.float32), tokenizer, ids)
+
+
+def _context(bench: _Bench, new_tokens: int) -> int:
+    return max(256, max(map(len, bench.prompts)) + new_tokens + MARGIN)
+
+
+def _with_head(serving: Serving, head: Head) -> Serving:
+    return Serving(
+        serving.python,
+        serving.target,
+        head.checkpoint.folder,
+        draft_tokens=serving.draft_tokens,
+        max_model_len=serving.max_model_len,
+    )
+
+
+def _count(
+    client: Client, prompts: Sequence[list[int]], reference: Sequence[Sequence[int]], new_tokens: int
+) -> _Served:
+    before = client.read_counters()
+    outputs = [client.complete(prompt, new_tokens) for prompt in prompts]
+    counted: SpecCounters = client.read_counters().since(before)
+    # Raises where nothing was drafted.
+    _ = counted.acceptance_length
+    same = sum(list(own[:new_tokens]) == output for own, output in zip(reference, outputs, strict=True))
+    return _Served("vllm", same, counted.drafts, counted.accepted, counted.accepted_per_position)
+
+
+def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) -> _Served:
+    server = connect(asked.url or "", None, {}, 600.0)
+    engine = server.recognise()
+    if asked.engine and engine.name != asked.engine:
+        raise EngineFailed(
+            f"{asked.engine} is asked for, and this is {engine.name}", where=server.url, fix="Check the address."
+        )
+    if engine.name == "vllm":
+        return _count(server, bench.prompts, reference, asked.new_tokens)
+    return _count_other(server, engine, asked, bench, reference)
+
+
+def _count_other(
+    server: ChatServer, engine: Engine, asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]
+) -> _Served:
+    """Ask an engine that gives no token ids: outputs are compared as text."""
+    from ..bench_counters import NOTES
+
+    before = server.rest(engine)
+    texts = [server.complete_text(prompt, asked.new_tokens) for prompt in bench.prompts]
+    found = server.rest(engine).since(before, server.url)
+    counts = engine.count(found, asked.steps, len(texts), len(texts))
+    inner = bench.tokenizer.inner
+    own = [inner.decode(list(row[: asked.new_tokens]), skip_special_tokens=True) for row in reference]
+    same = sum(text.strip() == str(theirs).strip() for text, theirs in zip(texts, own, strict=True))
+    return _Served(engine.name, same, round(counts.drafts), round(counts.accepted), None, NOTES[engine.name])

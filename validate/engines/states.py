@@ -1,0 +1,188 @@
+"""A target behind a vLLM that hands out its hidden states. What belongs here: asking for them, and their translation.
+
+vLLM 0.32's method extract_hidden_states with its ExampleHiddenStatesConnector writes a file for each request: the
+streams that *enter* the layers it was started with, `[T, layers, H]`, and tells its path in the completion
+(https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py).
+Output of layer i is what enters layer i + 1; what would enter the layer behind the last is the state before the final
+norm, which is applied here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ...checkpoint.header import read_header
+from ...checkpoint.tensors import NAMES, read_tensor
+from ...errors import EngineFailed, KconvError, StatesInvalid
+from ...target.config import TargetConfig
+from .client import SHOWN, Client
+
+WRITTEN_SECONDS, POLL_SECONDS = 120.0, 0.01
+CONNECTOR = "ExampleHiddenStatesConnector"
+# How far a logprob may be from the server's: it sums in its own order, and rounds to its dtype on the way.
+NEAR = {"F32": 1e-3, "F16": 0.05, "BF16": 0.2}
+
+
+def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[str, str]:
+    """Return the options that a vLLM must be started with to hand out the states of captured layers.
+
+    Args:
+        captured: layers, as outputs.
+        layers: the target's number of them.
+        shared: the folder that it writes to, which this machine sees too.
+    """
+    ids = [*(layer + 1 for layer in captured), *([layers] if captured[-1] + 1 < layers else [])]
+    extract = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
+    connect = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(shared)},
+    }
+    return {"--speculative-config": json.dumps(extract), "--kv-transfer-config": json.dumps(connect)}
+
+
+@dataclass(frozen=True)
+class ServedRunner:
+    """A target that a server runs; see `target.states_runner.Runner`.
+
+    Attributes:
+        client: the server, started with `states_options`.
+        shared: the folder it writes to, as seen from here.
+        config: the target's.
+        norm, lm_head: the target's final norm [H] and output matrix [V, H].
+        dtype: safetensors name of the dtype that the server computes in.
+        patience: seconds that it may take to write a file.
+    """
+
+    client: Client
+    shared: Path
+    config: TargetConfig
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+    dtype: str
+    patience: float = WRITTEN_SECONDS
+
+    def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Runner.capture`.
+
+        Raises:
+            EngineFailed: the server cannot be reached, or hands out no states.
+            StatesInvalid: the states are not those of these tokens, layers and dtype.
+        """
+        ids = tokens[0].tolist()
+        [token], file, said = self._ask(ids, 1)
+        count = len(captured) + (captured[-1] + 1 < self.config.layers)
+        states = self._read(file, ids, count, captured)
+        normed = F.rms_norm(states[:, -1].float(), (self.config.hidden,), None, float(self.config.text["rms_norm_eps"]))
+        hidden = normed.to(states.dtype) * self.norm.to(states.dtype)
+        self._hold(hidden[-1], token, said)
+        return states[:, : len(captured)].flatten(1).unsqueeze(0), hidden.unsqueeze(0)
+
+    def extend(self, kind: str, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
+        """See `Runner.extend`; greedy alone, as a draw through speculation is the engine's and not the target's.
+
+        Raises:
+            EngineFailed: the server cannot be reached, or sampled continuations are asked for.
+        """
+        if kind != "greedy":
+            raise EngineFailed(
+                "a server's sampling under speculation is not held against the target's distribution",
+                where=self.client.url,
+                fix="Leave --sampled out, or give prompts that hold sampled text already.",
+            )
+        found = []
+        for prompt in prompts:
+            tokens, file, _ = self._ask(list(prompt), length)
+            # Each request leaves a file, and nobody reads this one.
+            self._wait(file)
+            _remove(file)
+            found.append(tokens)
+        return found
+
+    def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
+        """Return new tokens, the file that the prompt's states are being written to, and the first one's logprob."""
+        tokens, answer = self.client.complete_whole(prompt, new_tokens, logprobs=0)
+        try:
+            path = answer["kv_transfer_params"]["hidden_states_path"]
+            said = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
+        except (KeyError, TypeError, IndexError, ValueError) as fault:
+            raise EngineFailed(
+                f"the server hands out no hidden states, or no logprobs: {str(answer)[:SHOWN]}",
+                where=self.client.url,
+                fix="Start vLLM with --speculative-config and --kv-transfer-config as kconv states --help shows.",
+            ) from fault
+        return tokens, self.shared / Path(str(path)).name, said
+
+    def _read(self, file: Path, ids: list[int], count: int, captured: Sequence[int]) -> torch.Tensor:
+        """Return the states of a file, `[T, count, H]`, and remove it."""
+        self._wait(file)
+        try:
+            header = read_header(file)
+            tokens, states = (read_tensor(header[name]) for name in ("token_ids", "hidden_states"))
+        except (KconvError, KeyError) as fault:
+            raise StatesInvalid(
+                f"the server's {file.name} cannot be read: {fault}", where=file, fix="Look into the server's log."
+            ) from fault
+        wanted = (len(ids), count, self.config.hidden)
+        if tokens.tolist() != ids or states.shape != wanted:
+            options = states_options(captured, self.config.layers, self.shared)
+            raise StatesInvalid(
+                f"the server gives states {list(states.shape)} of {len(tokens)} tokens where {list(wanted)} are wanted",
+                where=self.client.url,
+                fix="Start vLLM with " + " ".join(f"{name} '{value}'" for name, value in options.items()),
+            )
+        if NAMES[states.dtype] != self.dtype:
+            raise StatesInvalid(
+                f"the server computes in {NAMES[states.dtype]}, and {self.dtype} is asked for",
+                where=self.client.url,
+                fix=f"Add --dtype {NAMES[states.dtype]}.",
+            )
+        _remove(file)
+        return states
+
+    def _wait(self, file: Path) -> None:
+        """Wait until the server has let go of the lock beside a file, which it holds while it writes."""
+        lock, deadline = file.with_name(f"{file.name}.lock"), time.monotonic() + self.patience
+        while True:
+            try:
+                with lock.open() as held:
+                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if file.exists():
+                    return
+            except OSError:  # not there yet, or held
+                pass
+            if time.monotonic() > deadline:
+                raise StatesInvalid(
+                    f"{file.name} was not written in {self.patience:.0f} s",
+                    where=self.shared,
+                    fix="Give --shared the folder that the server calls shared_storage_path, as this machine sees it.",
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _hold(self, hidden: torch.Tensor, token: int, said: float) -> None:
+        """Refuse final states that do not give the server's own next token the probability that it said."""
+        logprob = float(F.linear(hidden.float(), self.lm_head.float()).log_softmax(-1)[token])
+        if not abs(logprob - said) <= NEAR[self.dtype]:
+            raise StatesInvalid(
+                f"token {token}, the server's next, has logprob {said:.4f}, and {logprob:.4f} by the states that it "
+                f"gives as its last",
+                where=self.client.url,
+                fix="Check that it serves this target, and that the last of its layer ids is the number of layers.",
+            )
+
+
+def _remove(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.with_name(f"{file.name}.lock").unlink(missing_ok=True)

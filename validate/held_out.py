@@ -1,0 +1,108 @@
+"""Prompts that a head has not seen. What belongs here: reading them, and refusing those of its own calibration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import read_json
+from ..checkpoint.manifest import MANIFEST
+from ..convert.read import Head
+from ..errors import PromptsInvalid
+from ..target.prompts import Prompt, read_prompts
+from ..target.states_record import RECORD
+from .bench_suites import SUITES, load_suite
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SHOWN = 3
+
+
+def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
+    """Read held-out prompts.
+
+    Args:
+        name: a JSONL file, or a suite of the Hub at a commit, as mt-bench@<40 hex digits>.
+
+    Returns:
+        The prompts, and the revision they are of: a commit, or a file's sha256.
+
+    Raises:
+        PromptsInvalid: they cannot be read, or a suite is named without its commit.
+        SuiteInvalid, HubRefused, HubUnreachable: see `bench_suites`.
+    """
+    suite, _, revision = name.partition("@")
+    if suite in SUITES and not Path(name).exists():
+        if not COMMIT.fullmatch(revision):
+            raise PromptsInvalid(
+                f"{name} may be other prompts tomorrow",
+                fix=f"Pin a commit of {SUITES[suite].repo}: --prompts {suite}@<40 hex digits>.",
+            )
+        found = load_suite(suite, revision=revision)
+        return found.prompts, found.revision
+    file = Path(name)
+    return read_prompts(file), f"sha256:{file_digest(file)}"
+
+
+def refuse_overlap(digests: Iterable[str], head: Head, calibrated_on: Sequence[Path]) -> None:
+    """Refuse prompts that a head was calibrated on: a figure on these says nothing of others.
+
+    Args:
+        digests: of the prompts, as `Prompt.digest` gives them; "" where a prompt's text is not known.
+        head: the head, whose own manifest may record its calibration.
+        calibrated_on: further records of its calibration: states.json, kconv.json, any JSON with prompts' digests,
+            or folders that hold one of the first two.
+
+    Raises:
+        PromptsInvalid: one stands in such a record, or a record names no digest.
+        NotACheckpoint, ConfigInvalid: a record cannot be read.
+    """
+    held_out = {digest for digest in digests if digest}
+    for file in _records(head, calibrated_on):
+        value = read_json(file)
+        own = file == head.checkpoint.folder / MANIFEST
+        known = set(_digests(value.get("calibration") if own else value))
+        if not known and not own:
+            raise PromptsInvalid(
+                "this records no prompts, so none can be held against them",
+                where=file,
+                fix="Give the states.json of what the head was calibrated on.",
+            )
+        both = sorted(held_out & known)
+        if both:
+            raise PromptsInvalid(
+                f"{len(both)} of {len(held_out)} prompts are among those that the head was calibrated on "
+                f"({', '.join(digest[:12] for digest in both[:SHOWN])})",
+                where=file,
+                fix="Give prompts that were held out, or calibrate on others.",
+            )
+
+
+def _records(head: Head, calibrated_on: Sequence[Path]) -> Iterator[Path]:
+    manifest = head.checkpoint.folder / MANIFEST
+    if manifest.exists():
+        yield manifest
+    for path in calibrated_on:
+        found = [path / name for name in (RECORD, MANIFEST) if (path / name).exists()] if path.is_dir() else [path]
+        if not found:
+            raise PromptsInvalid(
+                f"{path} holds neither {RECORD} nor {MANIFEST}", where=path, fix="Name the record of the calibration."
+            )
+        yield from found
+
+
+def _digests(value: Any) -> Iterator[str]:
+    """Yield the digests of prompts in a record: the values of "digest", and the lists of "prompts" or "digests"."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _digests(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key == "digest" and isinstance(item, str) and DIGEST.fullmatch(item):
+                yield item
+            elif key in ("prompts", "digests", "prompt_digests") and isinstance(item, list):
+                yield from (text for text in item if isinstance(text, str) and DIGEST.fullmatch(text))
+            yield from _digests(item)

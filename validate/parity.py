@@ -1,0 +1,221 @@
+"""Parity on held-out prompts: logits and acceptance of a head and its source. What belongs here: what runs on what.
+
+The target is in memory, or its states are on disk (`kconv states`) and only its embedding and lm_head are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.source import Source
+from ..checkpoint.tensors import read_tensor
+from ..convert.read import Head
+from ..errors import PromptsInvalid, StatesInvalid
+from ..head.forward import DraftHead
+from ..target.config import TargetConfig, read_target_config
+from ..target.model import load_target
+from ..target.modelopt_states import open_modelopt_states
+from ..target.prompts import Prompt, digest_prompts
+from ..target.states import States
+from ..target.states_record import RECORD
+from ..target.stored_states import StatesFolder, StoredStates, open_states
+from ..target.tokenizer import load_tokenizer
+from .held_out import read_held_out, refuse_overlap
+from .measure import Drafter, Measured, head_drafter, measure, measure_states
+from .parts import Parts
+from .texts import Batch, make_texts, stored_texts
+from .weights import load_head
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How parity is measured.
+
+    Attributes:
+        target: the target.
+        prompts: held-out prompts: a JSONL file, or a suite's name and its revision on the Hub.
+        states: stored states of the target over held-out prompts, in place of `prompts`.
+        steps: K, drafted tokens per verify step.
+        prompt_tokens: prompts are cut to this before they are continued.
+        new_tokens: length of the continuations.
+        seed: of the sampled continuations.
+        calibrated_on: what the head was calibrated on, beside what its own manifest says.
+        allow_pickle: whether ModelOpt's .pt files may be read as states.
+        trust_remote_code: whether the target's tokenizer may run code of its own.
+    """
+
+    target: Source
+    prompts: str | None = None
+    states: Path | None = None
+    steps: int = 3
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    seed: int = 0
+    calibrated_on: tuple[Path, ...] = ()
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ParityFound:
+    """What was measured, one entry a text, and what it was measured with."""
+
+    measured: tuple[Measured, ...]
+    provenance: dict[str, object]
+
+
+def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
+    """Measure a head, and its source beside it, on held-out prompts.
+
+    Raises:
+        PromptsInvalid: there are none, they cannot be read, or one is among the calibration's own.
+        StatesInvalid: the states cannot be read, or are of another target or other layers.
+        TargetInvalid: the target cannot be read, or does not belong to the head.
+    """
+    return _from_states(output, source, parity, say) if parity.states else _from_target(output, source, parity, say)
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], target: Path, limit: int, *, trust_remote_code: bool = False
+) -> list[list[int]]:
+    """Return the token ids of each prompt's first turn, as plain text, cut to `limit` tokens."""
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    return [tokenizer.encode(prompt.turns[0])[:limit] for prompt in prompts]
+
+
+def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
+    prompts, revision = read_held_out(parity.prompts or "")
+    refuse_overlap((p.digest for p in prompts), output, parity.calibrated_on)
+    say("loading the target")
+    folder = parity.target.fetch_model()
+    checkpoint, config = open_checkpoint(folder, source=parity.target.name), read_target_config(folder)
+    heads = _load_heads(output, source, checkpoint, config)
+    model = load_target(folder, torch.float32)
+    limit = parity.prompt_tokens + parity.new_tokens
+    ids = encode_prompts(prompts, folder, limit, trust_remote_code=parity.trust_remote_code)
+    named = [(row, prompt.category) for row, prompt in zip(ids, prompts, strict=True) if row]
+    say("continuing the prompts")
+    texts = make_texts(
+        model,
+        [row for row, _ in named],
+        prompt_tokens=parity.prompt_tokens,
+        new_tokens=parity.new_tokens,
+        steps=parity.steps,
+        seed=parity.seed,
+        categories=[category for _, category in named],
+    )
+    drafters, pair = _drafters(heads, parity.steps), _pair(heads)
+    measured = []
+    for text in texts:
+        say(f"measuring on {text.kind} text")
+        measured.append(
+            measure(text, model, output.spec.captured, parity.steps, drafters, compare=pair, parts=_parts(heads))
+        )
+    about = {
+        "prompts": {
+            "file": Path(parity.prompts or "").name,
+            "revision": revision,
+            "sha256_of_turns": digest_prompts(prompts),
+            "prompt_tokens": parity.prompt_tokens,
+            "new_tokens": parity.new_tokens,
+        },
+        "seed": parity.seed,
+    }
+    return ParityFound(tuple(measured), _common_provenance(parity) | about)
+
+
+def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
+    assert parity.states is not None
+    config = read_target_config(parity.target.fetch_config())
+    states = _open_states(parity.states, output, config, parity)
+    refuse_overlap((s.digest for s in states.sequences), output, parity.calibrated_on)
+    say("reading the target's embedding and lm_head")
+    ends = parity.target.open_tensors({config.embed_tokens, config.lm_head})
+    checkpoint = Checkpoint(Path(parity.target.name), config.raw, ends, parity.target.name)
+    heads = _load_heads(output, source, checkpoint, config)
+    lm_head = read_tensor(ends[config.lm_head]).float()
+
+    def run(batch: Batch) -> States:
+        rows = [states.read(place) for place in batch.places]
+        hidden = torch.stack([row.hidden for row in rows]).float()
+        return States(torch.stack([row.captured for row in rows]).float(), hidden, F.linear(hidden, lm_head))
+
+    drafters, pair = _drafters(heads, parity.steps), _pair(heads)
+    measured = []
+    for text in stored_texts(states, steps=parity.steps, vocab=config.vocab):
+        say(f"measuring on {text.kind} text")
+        measured.append(measure_states(text, run, parity.steps, drafters, compare=pair, parts=_parts(heads)))
+    return ParityFound(tuple(measured), _common_provenance(parity) | _describe_states(states))
+
+
+def _open_states(folder: Path, output: Head, config: TargetConfig, parity: Parity) -> StatesFolder:
+    if (folder / RECORD).exists() or not any(folder.rglob("*.pt")):
+        states = open_states(folder, config=config, captured=output.spec.captured)
+        _check_lm_head(states, parity.target, config)
+        return states
+    return open_modelopt_states(folder, config=config, captured=output.spec.captured, allow_pickle=parity.allow_pickle)
+
+
+def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -> None:
+    """Refuse states of a target with the same config and other weights, which its output matrix tells."""
+    from ..checkpoint.bytes import digest
+
+    own = digest(target.open_tensors({config.lm_head})[config.lm_head])
+    if own != states.record.target.lm_head_blake3:
+        raise StatesInvalid(
+            f"the states are of {states.record.target.source}, whose lm_head holds other values than {target.name}'s",
+            where=states.folder,
+            fix="Give the target that the states were made with, or make states of this one.",
+        )
+
+
+def _load_heads(output: Head, source: Head | None, target: Checkpoint, config: TargetConfig) -> dict[str, DraftHead]:
+    given = {"source": source, "output": output}
+    heads = {name: load_head(head, target, config) for name, head in given.items() if head is not None}
+    if source is not None and source.spec.captured != output.spec.captured:
+        raise PromptsInvalid(
+            f"the source reads layers {source.spec.captured} and the output {output.spec.captured}",
+            where=output.checkpoint.folder,
+            fix="Put the captured layers right (--captured-are) before the two are compared.",
+        )
+    return heads
+
+
+def _drafters(heads: dict[str, DraftHead], steps: int) -> dict[str, Drafter]:
+    return {name: head_drafter(head, steps) for name, head in heads.items()}
+
+
+def _pair(heads: dict[str, DraftHead]) -> tuple[str, str] | None:
+    return ("source", "output") if "source" in heads else None
+
+
+def _parts(heads: dict[str, DraftHead]) -> Parts | None:
+    if "source" not in heads:
+        return None
+    parts = Parts(heads["source"], heads["output"])
+    return parts if parts.comparable else None
+
+
+def _common_provenance(parity: Parity) -> dict[str, object]:
+    return {
+        "target": parity.target.name,
+        "temperature": {"sampled": 1.0, "held-out": 1.0, "greedy": 0.0},
+        "dtype": "float32",
+        "standard_errors": "over sequences; linearized ratio of accepted tokens to drafts; differences paired",
+    }
+
+
+def _describe_states(states: StatesFolder) -> dict[str, object]:
+    if isinstance(states, StoredStates):
+        record = states.record
+        about = record.model_dump(include={"prompts", "captured", "dtype", "seed", "new_tokens", "kconv"})
+        return {"states": {"folder": str(states.folder), "target": record.target.source} | about}
+    return {"states": {"folder": str(states.folder), "captured": "not in the files; taken to be the head's"}}

@@ -1,0 +1,53 @@
+"""What a comparison finds, with a source or an engine. What belongs here: what is known of such findings.
+
+The comparisons make these findings themselves, beside what they measure; the rules look for nothing on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..report import Severity
+from .rule import Found, Rule, Subject
+
+AGAIN = "Convert the source again; do not serve this output."
+QUANTIZE_AGAIN = "Quantize the target again, and give the very target that it is made from."
+
+
+class Compared(NamedTuple):
+    """A kind of finding; fields as in `Rule`."""
+
+    id: str
+    name: str
+    severity: Severity
+    sentence: str
+    fix: str
+
+
+COMPARED = (
+    Compared("K301", "manifest-broken", "error", "The folder's bytes are not those that its manifest records.", AGAIN),
+    Compared("K302", "manifest-absent", "warning", "The folder has no manifest; only its tensors can be compared with"
+             " the source's.", "Convert the head with kconv to have one."),
+    Compared("K303", "another-head", "error", "The output's config describes another head than the source's.",
+             "Convert the source again."),
+    Compared("K304", "bits-differ", "error", "A weight's bits are not the source's, and no manifest says why.", AGAIN),
+    Compared("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
+             " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
+    Compared("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
+             QUANTIZE_AGAIN),
+    Compared("K392", "tensor-not-the-sources", "error", "A tensor of the source is missing, or one is there that the"
+             " source has not, or the two cannot be compared.", QUANTIZE_AGAIN),
+    Compared("K701", "output-changed", "error", "An engine's greedy output with speculation is not its output without:"
+             " speculation may not change a token.", "Do not serve this; look for the engine's own fault first."),
+    Compared("K702", "counts-differ", "error", "An engine accepted other numbers of drafts than kconv's own chain of"
+             " the same head: it reads the head otherwise than its config says.",
+             "Compare the captured layers, RoPE and norms that the engine's log speaks of with the head's."),
+)  # fmt: skip
+
+
+def _nothing(_: Subject) -> Iterator[Found]:
+    return iter(())
+
+
+RULES: tuple[Rule[Any], ...] = tuple(Rule(*compared, check=_nothing) for compared in COMPARED)

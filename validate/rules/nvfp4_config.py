@@ -1,0 +1,273 @@
+"""What a target's config says of NVFP4. What belongs here: its blocks against each other and against the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...quantize.formats import GROUP_SIZE
+from .rule import TRTLLM, Found, rule
+from .target import BLOCK, LAYER, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
+
+ALGORITHMS = ("NVFP4", WEIGHT_ONLY)
+IGNORE = "Write an entry for each module in full, or for each layer's part closed by *, e.g. model.layers.1.self_attn*."
+MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
+
+
+@rule(
+    "K420",
+    "nvfp4-unstated",
+    "error",
+    "Weights are NVFP4, and neither config.json nor hf_quant_config.json says so: engines take packed bytes for"
+    " weights.",
+    fix="Write quantization_config and hf_quant_config.json; kconv quantize writes both.",
+)
+def nvfp4_unstated(subject: TargetSubject) -> Iterator[Found]:
+    if subject.packed and not subject.block and not subject.side:
+        yield Found("config.json", f"{len(subject.packed):,} modules are NVFP4")
+
+
+@rule(
+    "K421",
+    "nvfp4-stale",
+    "error",
+    "The config says NVFP4, and no tensor is packed: engines look for scales that are not there.",
+    fix="Remove quantization_config and hf_quant_config.json; they are of another export.",
+)
+def nvfp4_stale(subject: TargetSubject) -> Iterator[Found]:
+    if subject.is_nvfp4 and not subject.packed:
+        yield Found(f"config.json: {BLOCK}", f"says {subject.block.get('quant_algo')}")
+
+
+@rule(
+    "K422",
+    "stale-text-block",
+    "error",
+    "A quantization_config of the format before is left in text_config: engines that look there first read NVFP4 as"
+    " INT4 or FP8.",
+    fix="Remove quantization_config from text_config; it belongs at the root.",
+)
+def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
+    block = subject.text_block
+    if subject.packed and block and dict(block) != dict(subject.root_block):
+        named = block.get("quant_method") or block.get("quant_algo")
+        yield Found(f"config.json: text_config.{BLOCK}", f"says {named!r}, and the weights are NVFP4")
+
+
+@rule(
+    "K423",
+    "algorithm-unknown",
+    "error",
+    "The weights are NVFP4, and the config says another method, another algorithm or another group size.",
+    fix='Write quant_method "modelopt", quant_algo "NVFP4" or "W4A16_NVFP4", and groups of 16.',
+    seen_in=f"{MODELOPT}#L793-L824",
+)
+def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
+    if not subject.packed:
+        return
+    for where, block in (("config.json", subject.root_block), (SIDE_FILE, subject.side)):
+        if not block:
+            continue
+        algorithm, method = block.get("quant_algo"), block.get("quant_method", "modelopt")
+        if algorithm not in ALGORITHMS:
+            yield Found(f"{where}: quant_algo", f"is {algorithm!r}")
+        if where == "config.json" and not str(method).startswith(("modelopt", "nvfp4")):
+            yield Found(f"{where}: quant_method", f"is {method!r}")
+        for size in _sizes(block):
+            if size != GROUP_SIZE:
+                yield Found(f"{where}: group_size", f"is {size!r}, and NVFP4's groups are of {GROUP_SIZE}")
+
+
+@rule(
+    "K424",
+    "side-file-differs",
+    "error",
+    "hf_quant_config.json and config.json's quantization_config differ: TensorRT-LLM goes by the one, vLLM by the"
+    " other.",
+    fix="Write both from one recipe; kconv quantize does.",
+)
+def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
+    one, other = subject.root_block, subject.side
+    if not one or not other:
+        return
+    if one.get("quant_algo") != other.get("quant_algo"):
+        yield Found(
+            f"{SIDE_FILE}: quant_algo", f"{other.get('quant_algo')!r}, and config.json {one.get('quant_algo')!r}"
+        )
+    mine, its = ({bare(entry) for entry in entries_of(block)} for block in (one, other))
+    if mine != its:
+        entry = sorted(mine ^ its)[0]
+        yield Found(f"{SIDE_FILE}: exclude_modules", f"{len(mine ^ its)} entries stand in one only, e.g. {entry!r}")
+    if _kv(one) != _kv(other):
+        yield Found(f"{SIDE_FILE}: kv_cache_quant_algo", f"{_kv(other)}, and config.json's scheme is {_kv(one)}")
+
+
+@rule(
+    "K425",
+    "side-file-missing",
+    "info",
+    "There is no hf_quant_config.json; older TensorRT-LLM reads no other block.",
+    fix="Write hf_quant_config.json too; kconv quantize does.",
+    engines=(TRTLLM,),
+)
+def side_file_missing(subject: TargetSubject) -> Iterator[Found]:
+    if subject.packed and subject.block and not subject.side and not subject.checkpoint.headers_only:
+        yield Found(SIDE_FILE, "is not there")
+
+
+@rule(
+    "K426",
+    "kv-scheme-unknown",
+    "error",
+    "The KV cache's scheme is none that engines know for NVFP4 targets: FP8, or nothing.",
+    fix='Write kv_cache_scheme {"dynamic": false, "num_bits": 8, "type": "float"}, or leave it out.',
+)
+def kv_scheme_unknown(subject: TargetSubject) -> Iterator[Found]:
+    for where, block in ((f"config.json: {BLOCK}", subject.root_block), (SIDE_FILE, subject.side)):
+        if subject.packed and _kv(block) not in ("FP8", "none"):
+            yield Found(where, f"the KV cache's scheme is {_kv(block)}")
+
+
+@rule(
+    "K427",
+    "kv-scales-unstated",
+    "warning",
+    "The target has scales for its KV cache, and its config states no quantized one: engines leave them out.",
+    fix='State it (kv_cache_scheme, kv_cache_quant_algo "FP8"), or drop k_scale and v_scale.',
+)
+def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
+    if subject.packed and _kv(subject.block) == "none":
+        names = [name for name in subject.tensors if name.endswith((".k_scale", ".v_scale"))]
+        if names:
+            yield Found(names[0], f"one of {len(names)} scales of the KV cache")
+
+
+@rule(
+    "K430",
+    "unquantized-not-excluded",
+    "error",
+    "A linear module is neither packed nor excluded: engines build an NVFP4 layer for it, and find no scales.",
+    fix=IGNORE,
+    seen_in="https://github.com/vllm-project/vllm/issues/45102",
+)
+def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
+    if subject.packed and subject.block:
+        for module in subject.plain:
+            if subject.covered[module] is None:
+                yield Found(module, "is not quantized, and no entry of ignore covers it")
+
+
+@rule(
+    "K431",
+    "packed-but-excluded",
+    "error",
+    "A packed module is covered by an exclude: engines build a plain layer for it, and take packed bytes for weights.",
+    fix=IGNORE,
+    seen_in="https://github.com/vllm-project/vllm/issues/45102",
+)
+def packed_but_excluded(subject: TargetSubject) -> Iterator[Found]:
+    for module, entry in _packed_and_covered(subject):
+        if not _collides(entry, module):
+            yield Found(module, f"is NVFP4, and {entry!r} covers it")
+
+
+@rule(
+    "K432",
+    "exclude-collision",
+    "error",
+    "An exclude that was meant for one layer covers others, as model.layers.1* covers layers 10 to 19.",
+    fix=IGNORE,
+    seen_in=f"{MODELOPT}#L187-L222",
+)
+def exclude_collision(subject: TargetSubject) -> Iterator[Found]:
+    told = set()
+    for module, entry in _packed_and_covered(subject):
+        if _collides(entry, module) and entry not in told:
+            told.add(entry)
+            yield Found(f"config.json: {BLOCK}.ignore", f"{entry!r} covers {module}, which is NVFP4")
+
+
+@rule(
+    "K433",
+    "exclude-kv-b-proj",
+    "error",
+    "An exclude matches the bare word kv_b_proj, which TensorRT-LLM tests by itself: it then looks for FP8 scales of a"
+    " plain kv_b_proj, and fails or reads it wrongly.",
+    fix="Name each layer's kv_b_proj in full, e.g. model.layers.0.self_attn.kv_b_proj.",
+    engines=(TRTLLM,),
+)
+def exclude_kv_b_proj(subject: TargetSubject) -> Iterator[Found]:
+    for where, block in ((f"config.json: {BLOCK}.ignore", subject.root_block), (SIDE_FILE, subject.side)):
+        for entry in entries_of(block):
+            plain_kv_b = any(module.endswith(".kv_b_proj") for module in subject.plain)
+            if subject.packed and plain_kv_b and fnmatchcase("kv_b_proj", entry):
+                yield Found(where, f"{entry!r} matches kv_b_proj")
+
+
+@rule(
+    "K434",
+    "exclude-part-of-name",
+    "error",
+    "A module is excluded by a part of its name only, which vLLM takes and TensorRT-LLM does not: it wants wildcards.",
+    fix=IGNORE,
+    engines=(TRTLLM,),
+)
+def exclude_part_of_name(subject: TargetSubject) -> Iterator[Found]:
+    if not subject.packed:
+        return
+    for module in subject.plain:
+        entry = subject.covered[module]
+        if entry is not None and not subject.excludes.is_wildcard_for(module):
+            yield Found(module, f"is covered by {entry!r} only")
+
+
+def _packed_and_covered(subject: TargetSubject) -> Iterator[tuple[str, str]]:
+    for module in subject.packed:
+        entry = subject.covered[module]
+        if entry is not None:
+            yield module, entry
+
+
+def _collides(entry: str, module: str) -> bool:
+    """Say whether an entry ends in a layer's number, and the module is of another layer."""
+    meant, own = re.search(r"layers\.(\d+)\*?$", entry), LAYER.search(module)
+    return bool(meant and own and meant[1] != own[1])
+
+
+def _kv(block: Mapping[str, Any]) -> str:
+    """Return what a block says of the KV cache in one word, whichever of its two shapes it has."""
+    scheme, algorithm = block.get("kv_cache_scheme"), block.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        bits, kind = scheme.get("num_bits"), scheme.get("type")
+        return "FP8" if (bits, kind) == (8, "float") else f"{bits} bits of {kind}"
+    return str(scheme or algorithm or "none")
+
+
+def _sizes(block: Mapping[str, Any]) -> Iterator[object]:
+    if "group_size" in block:
+        yield block["group_size"]
+    groups = block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        for part in ("weights", "input_activations"):
+            numbers = group.get(part) if isinstance(group, Mapping) else None
+            if isinstance(numbers, Mapping) and "group_size" in numbers:
+                yield numbers["group_size"]
+
+
+RULES = (
+    nvfp4_unstated,
+    nvfp4_stale,
+    stale_text_block,
+    algorithm_unknown,
+    side_file_differs,
+    side_file_missing,
+    kv_scheme_unknown,
+    kv_scales_unstated,
+    unquantized_not_excluded,
+    packed_but_excluded,
+    exclude_collision,
+    exclude_kv_b_proj,
+    exclude_part_of_name,
+)

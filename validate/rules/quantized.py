@@ -1,0 +1,120 @@
+"""Quantized heads. What belongs here: scales, the config that says how to read them, and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...convert.quantized import CONFIG_KEY, SIDE_FILE, has_scales
+from ...errors import ConfigInvalid, LayoutCannot, TensorMissing
+from ...head.contract import FLOATS
+from ...head.spec import Gqa
+from .head import HeadSubject
+from .rule import TRTLLM, VLLM, Found, rule
+
+NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@rule(
+    "K197",
+    "quantization-unstated",
+    "error",
+    "Weights are stored with scales, and no config says how to read them: engines take packed bytes for weights.",
+    fix="Export the head again, with quantization_config or hf_quant_config.json.",
+    seen_in="https://github.com/vllm-project/vllm/issues/45102",
+)
+def quantization_unstated(subject: HeadSubject) -> Iterator[Found]:
+    if isinstance(subject.fault, ConfigInvalid) and has_scales(subject.tensors) and SIDE_FILE in subject.fault.what:
+        yield Found("config.json", subject.fault.what)
+
+
+@rule(
+    "K198",
+    "quantization-stale",
+    "error",
+    "The config says that the head is quantized, and no tensor has scales: engines look for scales that are not there.",
+    fix="Remove quantization_config; it is the target's, or of another export.",
+    seen_in="https://github.com/vllm-project/vllm/issues/45102",
+)
+def quantization_stale(subject: HeadSubject) -> Iterator[Found]:
+    if subject.config.get(CONFIG_KEY) is not None and not has_scales(subject.tensors):
+        yield Found(f"config.json: {CONFIG_KEY}", "stated, beside unquantized weights")
+
+
+@rule(
+    "K199",
+    "scale-missing",
+    "error",
+    "A quantized weight lacks a scale without which it cannot be read.",
+    fix="Export the head again.",
+)
+def scale_missing(subject: HeadSubject) -> Iterator[Found]:
+    fault = subject.fault
+    if isinstance(fault, TensorMissing) and has_scales([fault.where]) and not subject.breaches:
+        yield Found(fault.where, fault.what, fault.fix)
+
+
+@rule(
+    "K200",
+    "quantized-otherwise",
+    "error",
+    "A weight is quantized in a format that kconv does not know, or fused with others and quantized at once.",
+    fix="Give the unquantized head, or one that was quantized with its linears apart.",
+)
+def quantized_otherwise(subject: HeadSubject) -> Iterator[Found]:
+    if isinstance(subject.fault, LayoutCannot) and subject.holds("*_scale*"):
+        yield Found(subject.fault.where, subject.fault.what, subject.fault.fix)
+
+
+@rule(
+    "K208",
+    "dtype-not-stated-one",
+    "warning",
+    "The config states another dtype than most weights have: TensorRT-LLM casts to the stated one, and from bfloat16 to"
+    " float16 large values become Inf.",
+    fix="Set torch_dtype (and dtype) to the weights' own.",
+)
+def dtype_not_stated_one(subject: HeadSubject) -> Iterator[Found]:
+    for key in ("torch_dtype", "dtype"):
+        stated = NAMES.get(str(subject.flat.get(key)).removeprefix("torch."))
+        if subject.spec and stated and stated != subject.spec.dtype:
+            yield Found(f"config.json: {key}", f"{subject.flat[key]}, and most weights are {subject.spec.dtype}")
+
+
+@rule(
+    "K209",
+    "dtypes-mixed",
+    "info",
+    "Weights are of several float dtypes; engines cast each to the target's.",
+    fix="Nothing to do; kconv's conversions cast with --dtype where one wants.",
+)
+def dtypes_mixed(subject: HeadSubject) -> Iterator[Found]:
+    dtypes = sorted({info.dtype for info in subject.tensors.values() if info.dtype in FLOATS})
+    if len(dtypes) > 1 and not has_scales(subject.tensors):
+        yield Found("config.json", ", ".join(dtypes))
+
+
+@rule(
+    "K211",
+    "kv-cache-inherited",
+    "info",
+    "The target's KV cache is quantized, and the draft inherits that: a GQA head's attention backend may not have it.",
+    fix="In vLLM set kv_cache_dtype in speculative_config; in TensorRT-LLM look at the log's line on the draft.",
+    engines=(*VLLM, TRTLLM),
+    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py",
+)
+def kv_cache_inherited(subject: HeadSubject) -> Iterator[Found]:
+    stated = (subject.target.quantization or {}) if subject.target else {}
+    scheme = stated.get("kv_cache_scheme") or stated.get("kv_cache_quant_algo")
+    if scheme and subject.spec and isinstance(subject.spec.attention, Gqa):
+        yield Found("config.json", f"the target's KV cache is {scheme!r}, and the head is {subject.spec.kind.upper()}")
+
+
+RULES = (
+    quantization_unstated,
+    quantization_stale,
+    scale_missing,
+    quantized_otherwise,
+    dtype_not_stated_one,
+    dtypes_mixed,
+    kv_cache_inherited,
+)

@@ -1,0 +1,129 @@
+"""What a rule is. What belongs here: its type, what it looks at, and running a table of rules over a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ...checkpoint.folder import Checkpoint
+from ...checkpoint.header import TensorInfo
+from ..report import Finding, Severity
+
+VLLM_V1, VLLM_V2, SGLANG, TRTLLM = "vllm-v1", "vllm-v2", "sglang", "trtllm"
+ENGINES = (VLLM_V1, VLLM_V2, SGLANG, TRTLLM)
+# vLLM has two model runners, which look for the captured layers in different places.
+VLLM = (VLLM_V1, VLLM_V2)
+# What a user asks for, and the engines that it means.
+ASKED: Mapping[str, tuple[str, ...]] = {"vllm": VLLM, **{engine: (engine,) for engine in ENGINES}, "all": ENGINES}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One place where a rule was broken.
+
+    Attributes:
+        where: the tensor, key or file.
+        message: what was found, one sentence with its figures.
+        fix: what to do, where it is not the rule's own.
+    """
+
+    where: str
+    message: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What rules look at: a checkpoint, and for whom.
+
+    Attributes:
+        checkpoint: its config and headers.
+        engines: who will serve it; names of `ENGINES`.
+        with_values: whether weights may be read; rules that need them are not run otherwise.
+    """
+
+    checkpoint: Checkpoint
+    engines: frozenset[str] = frozenset(ENGINES)
+    with_values: bool = True
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json, as it is."""
+        return self.checkpoint.config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Header entries by name."""
+        return self.checkpoint.tensors
+
+
+S = TypeVar("S", bound=Subject)
+Check = Callable[[S], Iterable[Found]]
+
+
+@dataclass(frozen=True)
+class Rule(Generic[S]):
+    """Something that must not be, and what is known about it.
+
+    Attributes:
+        id: e.g. "K101"; never given to another rule.
+        name: e.g. "lm-head-missing".
+        severity: "error" where an engine that was asked for would fail or serve wrong numbers; "warning" where
+            only the target or a user could decide; "info" for what a launch flag must supply.
+        sentence: what goes wrong.
+        fix: what to do.
+        check: yields each place where it is so.
+        engines: the engines concerned; empty for all, and for kconv itself.
+        seen_in: the public thread or the line of code that taught the rule.
+        values: whether it reads weights.
+    """
+
+    id: str
+    name: str
+    severity: Severity
+    sentence: str
+    fix: str
+    check: Check[S]
+    engines: tuple[str, ...] = ()
+    seen_in: str = ""
+    values: bool = False
+
+    def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
+        """Return what was found in a report's shape, about those of its engines that were asked for."""
+        asked = frozenset(asked)
+        return Finding(
+            rule=self.id,
+            severity=self.severity,
+            where=found.where,
+            message=found.message,
+            fix=found.fix or self.fix,
+            engines=tuple(engine for engine in self.engines if engine in asked),
+            seen_in=self.seen_in,
+        )
+
+
+def rule(
+    id: str,
+    name: str,
+    severity: Severity,
+    sentence: str,
+    *,
+    fix: str,
+    engines: tuple[str, ...] = (),
+    seen_in: str = "",
+    values: bool = False,
+) -> Callable[[Check[S]], Rule[S]]:
+    """Make a rule of the function that follows; see `Rule` for the arguments."""
+    return lambda check: Rule(id, name, severity, sentence, fix, check, engines, seen_in, values)
+
+
+def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
+    """Run those rules that concern an engine that was asked for, and that read no more than they may."""
+    for one in rules:
+        if one.engines and not subject.engines.intersection(one.engines):
+            continue
+        if one.values and not subject.with_values:
+            continue
+        for found in one.check(subject):
+            yield one.finding(found, subject.engines)

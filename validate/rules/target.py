@@ -1,0 +1,188 @@
+"""A target as rules look at it. What belongs here: its modules, its config blocks, and which modules these exclude."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from typing import Any
+
+from ...checkpoint.folder import read_json
+from ...checkpoint.header import TensorInfo
+from ...errors import KconvError
+from ...quantize.formats import TENSORS
+from .rule import Subject
+
+BLOCK, SIDE_FILE = "quantization_config", "hf_quant_config.json"
+SCALES = tuple(suffix for suffix in TENSORS if suffix != "weight")
+MARK = "weight_scale_2"
+FLOATS = ("BF16", "F16", "F32")
+WEIGHT_ONLY = "W4A16_NVFP4"
+# Where engines cut a wrapper's names, those of entries and of modules alike.
+PREFIXES = ("language_model.", "model.")
+EXPERT = re.compile(r"\.experts\.\d+\.")
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def bare(name: str) -> str:
+    """Return a module's name, or an entry's, without a wrapper's prefixes."""
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+@dataclass(frozen=True)
+class Excludes:
+    """The entries of `ignore` or `exclude_modules`, as two engines read them.
+
+    vLLM tests an entry as a name, a part of a name and a wildcard:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222
+    TensorRT-LLM tests it as a wildcard on the name and on each of its parents.
+    """
+
+    entries: tuple[str, ...]
+
+    def covering(self, module: str) -> str | None:
+        """Return an entry that covers a module for either engine."""
+        found = self._any.search(bare(module)) if self.entries else None
+        return self.entries[int(str(found.lastgroup)[1:])] if found else None
+
+    def is_wildcard_for(self, module: str) -> bool:
+        """Say whether an entry covers a module for TensorRT-LLM."""
+        return bool(self.entries) and any(self._whole.fullmatch(name) for name in (module, *_parents(module)))
+
+    @cached_property
+    def _any(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"(?P<e{i}>{_reading(entry)})" for i, entry in enumerate(self.entries)))
+
+    @cached_property
+    def _whole(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"(?:{translate(bare(e))})|(?:{translate(e)})" for e in self.entries))
+
+
+def _reading(entry: str) -> str:
+    entry = bare(entry)
+    # The mapper of a wrapped model makes "x" and "x.*" of "x*", and "x" is then tested as a part of a name.
+    stem = entry.removesuffix("*")
+    return re.escape(stem) if stem and not set(stem) & set("*?[") else f"^{translate(entry)}"
+
+
+def _parents(module: str) -> list[str]:
+    parts = bare(module).split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+
+
+@dataclass(frozen=True)
+class TargetSubject(Subject):
+    """A target, and what its config and its headers say of quantization."""
+
+    @cached_property
+    def root_block(self) -> Mapping[str, Any]:
+        """config.json's quantization_config, empty if there is none."""
+        return _object(self.config.get(BLOCK))
+
+    @cached_property
+    def text_block(self) -> Mapping[str, Any]:
+        """The quantization_config inside text_config, empty if there is none."""
+        return _object(_object(self.config.get("text_config")).get(BLOCK))
+
+    @cached_property
+    def side(self) -> Mapping[str, Any]:
+        """What hf_quant_config.json says of quantization, empty if there is none."""
+        file = self.checkpoint.folder / SIDE_FILE
+        try:
+            there = not self.checkpoint.headers_only and file.exists()
+            return _object(read_json(file).get("quantization")) if there else {}
+        except KconvError:
+            return {}
+
+    @cached_property
+    def block(self) -> Mapping[str, Any]:
+        """What vLLM goes by: the config's own block, of the root or of the text model, else the side file's."""
+        return self.root_block or self.text_block or self.side
+
+    @cached_property
+    def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """Every module that has a part of NVFP4: its tensors by suffix."""
+        found: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in self.tensors.items():
+            base, _, suffix = name.rpartition(".")
+            if suffix in SCALES or (suffix == "weight" and info.dtype == "U8"):
+                found.setdefault(base, {})[suffix] = info
+        for base, parts in found.items():
+            weight = self.tensors.get(f"{base}.weight")
+            if weight is not None:
+                parts["weight"] = weight
+        return found
+
+    @cached_property
+    def packed(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """Those of them whose weight is NVFP4."""
+        return {base: parts for base, parts in self.modules.items() if MARK in parts or _dtype(parts) == "U8"}
+
+    @cached_property
+    def plain(self) -> tuple[str, ...]:
+        """The linear modules that engines would take for NVFP4 unless they are excluded, and that are not."""
+        found = []
+        for name, info in self.tensors.items():
+            base, _, suffix = name.rpartition(".")
+            last = base.rpartition(".")[2]
+            linear = last.endswith(("_proj", "_proj_with_mqa")) and "layers." in base
+            if (
+                suffix == "weight"
+                and info.dtype in FLOATS
+                and (linear or last == "lm_head")
+                and base not in self.packed
+            ):
+                found.append(base)
+        return tuple(found)
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether its tensors or its config say that it is."""
+        return bool(self.packed) or "NVFP4" in str(self.block.get("quant_algo"))
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether its config says that activations stay as they are."""
+        groups = [_object(group) for group in _object(self.block.get("config_groups")).values()]
+        unread = bool(groups) and all(group.get("input_activations") is None for group in groups)
+        return self.block.get("quant_algo") == WEIGHT_ONLY or unread
+
+    @cached_property
+    def excludes(self) -> Excludes:
+        """The entries of the block that vLLM goes by."""
+        return Excludes(entries_of(self.block))
+
+    def cover(self, modules: Iterable[str]) -> Mapping[str, str | None]:
+        """Return the entry that covers each module; experts of a layer are looked up once."""
+        one_by_one = any("experts." in entry and re.search(r"experts\.\d", entry) for entry in self.excludes.entries)
+        known: dict[str, str | None] = {}
+        found = {}
+        for module in modules:
+            key = module if one_by_one else EXPERT.sub(".experts.0.", module)
+            if key not in known:
+                known[key] = self.excludes.covering(key)
+            found[module] = known[key]
+        return found
+
+    @cached_property
+    def covered(self) -> Mapping[str, str | None]:
+        """The entry that covers each linear module."""
+        return self.cover([*self.packed, *self.plain])
+
+
+def entries_of(block: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the entries of a block, under either of the names that they go by."""
+    listed = block.get("ignore", block.get("exclude_modules"))
+    return tuple(entry for entry in listed if isinstance(entry, str)) if isinstance(listed, list) else ()
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _dtype(parts: Mapping[str, TensorInfo]) -> str:
+    return parts["weight"].dtype if "weight" in parts else ""

@@ -1,0 +1,145 @@
+"""Values. What belongs here: weights that cannot be right, or look as if they were never trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from ...checkpoint.manifest import MANIFEST
+from ...head.contract import FLOATS
+from .head import HeadSubject
+from .rule import Found, Rule, rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAMPLED_ROWS = 2048
+# Where kconv's own trainer, whose decoder norms the hidden state once, leaves its record; see train.decoder.
+TRAINED_BY_KCONV = "modelopt/training.json"
+
+
+@rule(
+    "K201",
+    "not-finite",
+    "error",
+    "Values are NaN or Inf: the head drafts noise, or brings the target's batch down with it.",
+    fix="Export the head again from a checkpoint of before the loss broke.",
+    values=True,
+)
+def not_finite(subject: HeadSubject) -> Iterator[Found]:
+    for name, values in subject.values.items():
+        if values.not_finite:
+            yield Found(name, f"{values.not_finite} of {prod(subject.tensors[name].shape)} values are NaN or Inf")
+
+
+@rule(
+    "K202",
+    "all-zero",
+    "error",
+    "Every value of a weight is zero: the tensor was never filled.",
+    fix="Export the head again; this tensor was never filled.",
+    seen_in="https://github.com/vllm-project/speculators/issues/358",
+    values=True,
+)
+def all_zero(subject: HeadSubject) -> Iterator[Found]:
+    for name, values in subject.values.items():
+        if values.zero and not name.endswith(".bias"):
+            yield Found(name, "every value is zero")
+
+
+def _vector(subject: HeadSubject, name: str) -> Tensor | None:
+    from ...checkpoint.tensors import read_tensor
+
+    info = subject.tensors.get(name)
+    return read_tensor(info).float() if info and info.dtype in FLOATS and len(info.shape) == 1 else None
+
+
+@rule(
+    "K203",
+    "norm-of-ones",
+    "info",
+    "The weight of a norm is one throughout: as it is initialised, and as an engine fills it where it is missing.",
+    fix="Nothing to do if the norm was not trained; else export the head again.",
+    seen_in="https://github.com/vllm-project/speculators/issues/1114",
+    values=True,
+)
+def norm_of_ones(subject: HeadSubject) -> Iterator[Found]:
+    for slot, name in subject.slots.items():
+        weight = _vector(subject, name) if "norm" in slot else None
+        if weight is not None and weight.numel() > 1 and bool((weight == 1).all()):
+            yield Found(name, f"all {weight.numel()} values are 1")
+
+
+@rule(
+    "K204",
+    "lm-head-untrained",
+    "warning",
+    "lm_head looks as an initializer leaves it, independent numbers of one distribution: acceptance would be 1.00.",
+    fix="Compare its rows with the target's; a trained lm_head is one that was copied from it or grew from there.",
+    seen_in="https://github.com/sgl-project/sglang/issues/27829",
+    values=True,
+)
+def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
+    from ...checkpoint.rows import read_rows
+    from .spread import measure_spread, spread_ids
+
+    info = subject.tensors.get("lm_head.weight")
+    if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):
+        return
+    rows = spread_ids(info.shape[0], SAMPLED_ROWS)
+    spread = measure_spread(read_rows(info, rows))
+    if spread is not None and spread.is_initial:
+        yield Found(
+            info.name,
+            f"norms of rows and columns spread as those of independent numbers do ({spread.rows:.2f} and"
+            f" {spread.columns:.2f} times), kurtosis {spread.kurtosis:.2f}",
+        )
+
+
+@rule(
+    "K205",
+    "rows-never-filled",
+    "warning",
+    "Rows of lm_head are zero: their tokens have the logit 0, which is not minus infinity, and are drafted.",
+    fix="Leave the rows out with d2t, or fill them so that they never win (kconv vocab HEAD OUT --expand).",
+    values=True,
+)
+def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
+    from ...checkpoint.rows import row_blocks
+
+    info = subject.tensors.get("lm_head.weight")
+    if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):
+        return
+    empty = sum(int((block == 0).all(1).sum()) for block in row_blocks(info))
+    if 0 < empty < info.shape[0]:
+        yield Found(info.name, f"{empty} of {info.shape[0]} rows are zero")
+
+
+@rule(
+    "K210",
+    "normed-twice",
+    "warning",
+    "ModelOpt 0.47 trains a head whose hidden state has gone through the embedding's norm before its own; engines norm"
+    " it once. The two differ where input_layernorm's weights do.",
+    fix="Train with kconv, or with a ModelOpt that norms once; measure the acceptance in an engine before you release.",
+    seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80",
+    values=True,
+)
+def normed_twice(subject: HeadSubject) -> Iterator[Found]:
+    folder = subject.checkpoint.folder
+    of_kconv = (folder / TRAINED_BY_KCONV).exists() or (folder / MANIFEST).exists()
+    if subject.layout is None or subject.layout.name != "modelopt" or of_kconv:
+        return
+    name = subject.slots.get("0.input_layernorm", "")
+    weight = _vector(subject, name)
+    if weight is None or not bool(weight.isfinite().all()) or weight.numel() < 2:
+        return
+    # A constant weight only scales what hidden_norm norms again.
+    spread = float(weight.std() / weight.mean().abs().clamp_min(1e-12))
+    if spread > 0.01:
+        yield Found(name, f"its weights spread by {spread:.1%} of their mean, by which the two functions differ")
+
+
+WEIGHTS: tuple[Rule[HeadSubject], ...] = (not_finite, all_zero)
+RULES = (*WEIGHTS, norm_of_ones, lm_head_untrained, rows_never_filled, normed_twice)
