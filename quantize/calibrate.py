@@ -1,0 +1,141 @@
+"""A target run layer by layer from its disk, for what its modules read. What belongs here: the walk.
+
+One layer is in memory at a time, and what flows between two: [tokens, hidden] in the dtype of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import create_causal_mask
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.rows import read_rows
+from ..errors import InputScalesInvalid
+from ..target.config import TargetConfig
+from ..target.model import build_target, check_tensors, fill
+from ..target.source_formats import stored_weights
+from .calibration import Calibration, Prompts, identify
+
+Advance = Callable[[int, int], None]
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def calibrate(
+    target: Checkpoint,
+    config: TargetConfig,
+    sequences: Sequence[torch.Tensor],
+    prompts: Prompts,
+    *,
+    dtype: torch.dtype,
+    advance: Advance = lambda done, total: None,
+) -> Calibration:
+    """Return the largest magnitude at the input of each linear module of the decoder.
+
+    Experts of a layer share theirs, as ModelOpt has it: one that met few tokens would have too small a scale.
+
+    Args:
+        target: in any form that is read.
+        config: its config.
+        sequences: token ids, [T] each.
+        prompts: what these are, for the record.
+        dtype: to compute in.
+        advance: called with the layers done and their number.
+
+    Raises:
+        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
+        SourceFormatUnknown, TensorShape: it is quantized in a way that is not read.
+        InputScalesInvalid: there is no token, or a module was never run.
+    """
+    if not sum(map(len, sequences)):
+        raise InputScalesInvalid("there is no token to calibrate on", fix="Give prompts that are not empty.")
+    stored = stored_weights(target, config)
+    with torch.device("meta"):
+        model = build_target(config, dtype)
+    # Each linear by itself: other implementations fuse all experts into one operation, which hides their inputs.
+    model.config._experts_implementation = "eager"
+    check_tensors(model, target, config, stored)
+    rotary = DeepseekV3RotaryEmbedding(model.config)
+    hidden = [read_rows(target.tensors[config.embed_tokens], ids).to(dtype).unsqueeze(0) for ids in sequences]
+    found: dict[str, float] = {}
+    for i, layer in enumerate(model.model.layers):
+        base = f"model.layers.{i}"
+        with _resident(layer), torch.no_grad():
+            state = layer.state_dict(prefix=f"{base}.")
+            fill(state, stored, config.prefix)
+            watch = _Watch(state)
+            with watch:
+                for j, states in enumerate(hidden):
+                    hidden[j] = _run(layer, states, model.config, rotary)
+        found |= watch.amaxes(base)
+        advance(i + 1, config.layers)
+    return Calibration(target=identify(target, config), prompts=prompts, input_amax=found)
+
+
+@contextmanager
+def _resident(layer: torch.nn.Module) -> Iterator[None]:
+    layer.to_empty(device="cpu")
+    try:
+        yield
+    finally:
+        layer.to("meta")
+
+
+def _run(layer: Any, states: torch.Tensor, config: Any, rotary: torch.nn.Module) -> torch.Tensor:
+    positions = torch.arange(states.shape[1]).unsqueeze(0)
+    mask = create_causal_mask(
+        config=config, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=positions
+    )
+    return layer(
+        states,
+        attention_mask=mask,
+        position_ids=positions,
+        position_embeddings=rotary(states, position_ids=positions),
+        use_cache=False,
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every linear operation, and knows by the place of the weight in memory which module it is.
+
+    Args:
+        state: a layer's tensors by name, in memory.
+    """
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._groups: dict[str, tuple[str, ...]] = {}
+        self._places: dict[int, str] = {}
+        self._seen: dict[str, float] = {}
+        for name, tensor in state.items():
+            base, _, last = name.rpartition(".")
+            if tensor.dim() == 3:
+                self._groups[name] = tuple(f"{base}.{e}.{part}" for e in range(len(tensor)) for part in FUSED[last])
+                self._places |= {expert.data_ptr(): name for expert in tensor}
+            elif tensor.dim() == 2 and base.endswith(("_proj", "_proj_with_mqa")):
+                self._groups[name] = (base,)
+                self._places[tensor.data_ptr()] = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            group = self._places.get(args[1].data_ptr())
+            if group is not None and args[0].numel():
+                largest = float(args[0].abs().max())
+                before = self._seen.get(group, 0.0)
+                self._seen[group] = before if largest <= before else largest  # NaN stays
+        return func(*args, **(kwargs or {}))
+
+    def amaxes(self, layer: str) -> dict[str, float]:
+        """Return the largest magnitude that each module of the layer read."""
+        unseen = sorted(self._groups.keys() - self._seen.keys())
+        if unseen:
+            raise InputScalesInvalid(
+                f"nothing was seen of {len(unseen)} modules of {layer}, among them {unseen[0]}",
+                fix="Give more prompts; if it stays, this transformers runs the layer in a way that is not known here.",
+            )
+        return {module: self._seen[group] for group, modules in self._groups.items() for module in modules}

@@ -1,0 +1,136 @@
+"""What stands beside the weights of the output. What belongs here: config, copies, index and manifest."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import INDEX
+from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
+from ..target.source_formats import SIDE_CONFIG
+from .excludes import exclude_modules
+from .formats import hf_quant_config, quantization_config
+from .plan import QuantizePlan
+from .record import Workplace
+
+# Written anew, or of the source's weights alone.
+NOT_COPIED = ("config.json", INDEX, SIDE_CONFIG, MANIFEST, "README.md", ".gitattributes")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# Blocks of another quantization, which a reader would believe.
+STALE = ("quantization_config", "compression_config")
+# What the published NVFP4 targets call a wrapped text model, and every engine builds it as.
+TEXT_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
+
+
+def finish(plan: QuantizePlan, place: Workplace) -> Path:
+    """Write what stands beside the weights, once they are all there.
+
+    Returns:
+        The manifest's file.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    folder = place.files
+    files = [_copy(file, folder) for file in copied_files(plan.source.folder)]
+    config, side = quantized_config(plan)
+    files.append(_write(folder / SIDE_CONFIG, side))
+    weight_map: dict[str, str] = {}
+    for unit in plan.units:
+        weight_map |= {name: unit.file for name, _, _ in unit.outputs()}
+    index = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
+    files.append(_write(folder / INDEX, index))
+    files.append(_write(folder / "config.json", config))
+    return _write_manifest(plan, place, files)
+
+
+def copied_files(source: Path) -> list[Path]:
+    """Return the files of a target's folder that are copied: tokenizer, code, licence, generation config."""
+    return sorted(
+        file
+        for file in source.iterdir()
+        if file.is_file() and file.name not in NOT_COPIED and not file.name.endswith(WEIGHTS)
+    )
+
+
+def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json and hf_quant_config.json of the output."""
+    config = copy.deepcopy(plan.source.config)
+    text = config.get("text_config")
+    for part in (config, text):
+        for key in STALE:
+            if isinstance(part, dict):
+                part.pop(key, None)
+    if isinstance(text, dict) and text.get("model_type") in TEXT_MODEL_TYPES:
+        text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
+    excludes = exclude_modules(plan.linear, {module.name for module in plan.modules})
+    said = {"weight_only": plan.recipe.weight_only, "kv_cache": plan.recipe.kv_cache, "exclude": excludes}
+    config["quantization_config"] = quantization_config(**said)
+    return config, hf_quant_config(**said)
+
+
+def _copy(file: Path, folder: Path) -> FileRecord:
+    made = folder / file.name
+    shutil.copyfile(file, made)
+    return FileRecord(name=made.name, size=made.stat().st_size, sha256=file_digest(made))
+
+
+def _write(file: Path, value: dict[str, Any]) -> FileRecord:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
+
+
+def _write_manifest(plan: QuantizePlan, place: Workplace, files: list[FileRecord]) -> Path:
+    """Write kconv.json with the tensors of one file at a time: a large target has half a million of them."""
+    records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
+    count = sum(prod(shape) for shape in _logical_shapes(plan))
+    manifest = Manifest(
+        exact=False,
+        source=plan.source.source,
+        source_layout=plan.form,
+        layout="nvfp4",
+        spec={
+            "kind": "target",
+            "recipe": plan.recipe.model_dump(mode="json"),
+            "input_scale": "none" if plan.recipe.weight_only else plan.inputs.description,
+            "quantized_modules": len(plan.modules),
+            "plan": plan.key,
+        },
+        captured_by="",
+        parameters=count,
+        parameters_by_origin=Parameters(trained=0, copied_from_target=0, unknown=count),
+        tensors=(),
+        files=(*records, *files),
+    )
+    before, hole, after = manifest.model_dump_json(indent=1, by_alias=True).partition('"tensors": []')
+    assert hole
+    file = place.files / MANIFEST
+    with file.open("w", encoding="utf-8") as out:
+        out.write(f'{before}"tensors": [')
+        for i, text in enumerate(_tensor_texts(plan, place)):
+            out.write((",\n  " if i else "\n  ") + text)
+        out.write(f"\n ]{after}\n")
+    return file
+
+
+def _head(place: Workplace, file: str) -> dict[str, Any]:
+    return json.loads(place.record(file).read_bytes())
+
+
+def _tensor_texts(plan: QuantizePlan, place: Workplace) -> Iterator[str]:
+    for unit in plan.units:
+        for step in _head(place, unit.file)["tensors"]:
+            yield json.dumps(step, ensure_ascii=False)
+
+
+def _logical_shapes(plan: QuantizePlan) -> Iterator[tuple[int, ...]]:
+    for unit in plan.units:
+        yield from (module.weight.shape for module in unit.modules)
+        yield from (weight.shape for weight in unit.dequantized)
+        yield from (info.shape for info in unit.carried)

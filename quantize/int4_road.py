@@ -1,0 +1,192 @@
+"""INT4 to NVFP4 without the numbers between. What belongs here: the road that looks the result up.
+
+A group of sixteen INT4 values shares one bf16 scale, so its NVFP4 is decided by that scale and by the largest
+magnitude among its nibbles, the level, of which there are nine. For each pair the packer itself is asked, once, what
+becomes of each of the sixteen nibbles; a group is then sixteen look-ups, which a processor does in one instruction
+(int4.c). The bits are the packer's by construction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..target.int4 import Int4
+from .formats import GROUP_SIZE
+from .native import load_native
+from .pack import Packed, pack
+
+# The magnitude of each nibble's value, nibble - 8, and of the larger of both in a byte.
+MAGNITUDES = np.abs(np.arange(16) - 8).astype(np.uint8)
+BYTES = np.arange(256)
+LARGER = np.maximum(MAGNITUDES[BYTES & 15], MAGNITUDES[BYTES >> 4])
+LEVELS = 9
+
+
+class Loops(Protocol):
+    """The two loops over all groups."""
+
+    def levels(self, halves: np.ndarray) -> np.ndarray:
+        """Return the level of each group, [n], of halves [n, 8]."""
+        ...
+
+    def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
+        """Return nibbles [n, 8] and e4m3 scales [n] of halves [n, 8] with scales' bits [n / groups per scale]."""
+        ...
+
+
+class Tables:
+    """What NVFP4 makes of INT4 under one weight_scale_2, as far as it was asked.
+
+    Attributes:
+        slots: [65536] first row of each scale's bits in the other two; -1 where it was not asked yet.
+        codes: [rows, 16] what becomes of each nibble, for a scale and a level.
+        scales: [rows] bits of the e4m3 scale.
+    """
+
+    def __init__(self, weight_scale_2: float) -> None:
+        self._weight_scale_2 = weight_scale_2
+        self.slots = np.full(1 << 16, -1, np.int32)
+        self.codes = np.empty((0, 16), np.uint8)
+        self.scales = np.empty(0, np.uint8)
+
+    def learn(self, bits: np.ndarray) -> None:
+        """Ask the packer for the scales that were not seen before."""
+        unknown = np.unique(bits[self.slots[bits] < 0])
+        if not unknown.size:
+            return
+        self.slots[unknown] = len(self.codes) + np.arange(unknown.size, dtype=np.int32) * LEVELS
+        scales = torch.from_numpy(unknown).view(torch.bfloat16)
+        # For each scale and level the sixteen values, those above the level left out: [scales, levels, 16].
+        values = torch.arange(16).sub(8).repeat(LEVELS, 1)
+        values[values.abs() > torch.arange(LEVELS).unsqueeze(-1)] = 0
+        rows = (values.bfloat16() * scales[:, None, None]).reshape(-1, GROUP_SIZE)
+        made = pack(rows, self._weight_scale_2)
+        halves = made.weight.numpy()
+        self.codes = np.concatenate([self.codes, np.stack([halves & 15, halves >> 4], axis=-1).reshape(-1, 16)])
+        self.scales = np.concatenate([self.scales, made.weight_scale.view(torch.uint8).numpy().reshape(-1)])
+
+
+class Int4Packer:
+    """Packs the INT4 weights that share one weight_scale_2.
+
+    Args:
+        weight_scale_2: of the NVFP4 weights.
+        loops: how; None for the fastest that there is.
+    """
+
+    def __init__(self, weight_scale_2: float, loops: Loops | None = None) -> None:
+        self._tables = Tables(weight_scale_2)
+        self._loops = loops or fastest()
+
+    def pack(self, packed: torch.Tensor, scale: torch.Tensor) -> Packed:
+        """Return rows of an INT4 weight as NVFP4, bit for bit as the packer makes them of the dequantized rows.
+
+        Args:
+            packed: I32 [rows, in/8], as stored.
+            scale: bf16 [rows, in/group], all finite; the group is a multiple of sixteen.
+        """
+        rows = packed.shape[0]
+        halves = packed.contiguous().view(torch.uint8).numpy().reshape(-1, GROUP_SIZE // 2)
+        bits = scale.contiguous().view(torch.uint16).numpy().reshape(-1)
+        self._tables.learn(bits)
+        nibbles, scales = self._loops.pack(halves, bits, self._tables)
+        return Packed(
+            torch.from_numpy(nibbles).view(rows, -1),
+            torch.from_numpy(scales).view(torch.float8_e4m3fn).view(rows, -1),
+        )
+
+
+def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
+    """Return the largest magnitude of an INT4 weight as its dequantized values have it; NaN for scales that are."""
+    weight.check()
+    loops = loops or fastest()
+    largest = 0.0
+    for packed, scale in weight.packed_blocks():
+        halves = packed.view(torch.uint8).numpy().reshape(-1, GROUP_SIZE // 2)
+        levels = loops.levels(halves).reshape(scale.numel(), -1).max(axis=1)
+        # In the scale's dtype, as the product is rounded there; rounding keeps the order.
+        top = (torch.from_numpy(levels).to(scale.dtype) * scale.reshape(-1)).abs().max()
+        if not torch.isfinite(scale).all():
+            return float("nan")
+        largest = max(largest, float(top))
+    return largest
+
+
+def fits(weight: Int4) -> bool:
+    """Say whether a weight can go this road."""
+    return weight.dtype == "BF16" and weight.group % GROUP_SIZE == 0
+
+
+class NumpyLoops:
+    """The loops without a compiler."""
+
+    def levels(self, halves: np.ndarray) -> np.ndarray:
+        """Return the level of each group."""
+        larger = LARGER[halves]
+        for half in (4, 2, 1):  # several times as fast as a reduction over a short dim
+            larger = np.maximum(larger[:, :half], larger[:, half:])
+        return larger[:, 0]
+
+    def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
+        """Return nibbles and scales, by a table over both nibbles of a byte."""
+        rows = np.repeat(tables.slots[bits], len(halves) // len(bits)) + self.levels(halves)
+        both = tables.codes[:, BYTES & 15] | (tables.codes[:, BYTES >> 4] << 4)
+        return both.reshape(-1)[rows[:, None] * np.int32(256) + halves], tables.scales[rows]
+
+
+class NativeLoops:
+    """The loops of int4.c."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._levels, self._pack = library.int4_levels, library.int4_pack
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._levels.argtypes = [pointer, size, pointer]
+        self._pack.argtypes = [pointer, pointer, size, size, *[pointer] * 5]
+        self._levels.restype = self._pack.restype = None
+
+    def levels(self, halves: np.ndarray) -> np.ndarray:
+        """Return the level of each group."""
+        found = np.empty(len(halves), np.uint8)
+        self._levels(halves.ctypes.data, len(halves), found.ctypes.data)
+        return found
+
+    def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
+        """Return nibbles and scales."""
+        nibbles, scales = np.empty_like(halves), np.empty(len(halves), np.uint8)
+        self._pack(
+            halves.ctypes.data,
+            bits.ctypes.data,
+            len(bits),
+            len(halves) // len(bits),
+            tables.slots.ctypes.data,
+            tables.codes.ctypes.data,
+            tables.scales.ctypes.data,
+            nibbles.ctypes.data,
+            scales.ctypes.data,
+        )
+        return nibbles, scales
+
+
+@cache
+def fastest() -> Loops:
+    """Return int4.c's loops, if there is a compiler and they agree with numpy's; else those."""
+    library = load_native("int4.c")
+    if library is None:
+        return NumpyLoops()
+    native, plain = NativeLoops(library), NumpyLoops()
+    random = np.random.default_rng(0)
+    halves = random.integers(0, 256, (512, 8)).astype(np.uint8)
+    halves[:256] = np.arange(256)[:, None] & 0xFF  # every level, the lowest among them
+    bits = random.integers(0x3C00, 0x3C40, 256).astype(np.uint16)
+    tables = Tables(2.0**-12)
+    tables.learn(bits)
+    agree = np.array_equal(native.levels(halves), plain.levels(halves)) and all(
+        np.array_equal(*both)
+        for both in zip(native.pack(halves, bits, tables), plain.pack(halves, bits, tables), strict=True)
+    )
+    return native if agree else plain

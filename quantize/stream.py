@@ -1,0 +1,216 @@
+"""One file of the output, made from start to end. What belongs here: amax first, then bytes as they are packed.
+
+A file is read twice: its fused groups share a scale that is known only after all of them were seen, and the scales
+stand at the front of the file. The second time it comes from the page cache, where a file of `plan.SHARD` fits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ..checkpoint.bytes import Entry, Written, digest, stream, write_safetensors
+from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
+from ..checkpoint.tensors import entry
+from ..checkpoint.values import Values
+from ..errors import TensorValue
+from ..target.int4 import Int4
+from ..target.stored import Stored
+from .int4_road import Int4Packer, amax_int4, fits
+from .pack import Packed, amax, pack, scale_2
+from .record import UnitRecord, Workplace
+from .units import Group, Module, Unit
+
+Advance = Callable[[int], None]
+
+
+def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = lambda _: None) -> UnitRecord:
+    """Make one file of the output, and record it.
+
+    Args:
+        unit: what it is made of.
+        place: where it is made; it takes its name only when it is whole.
+        inputs: where the input scales come from, for the manifest.
+        advance: called with the number of source bytes that were dealt with since the last call.
+
+    Raises:
+        TensorValue: a weight is zero throughout, or holds NaN or Inf.
+        CorruptHeader, NotACheckpoint: the source cannot be read.
+        OSError: the file cannot be written.
+    """
+    scales = {}
+    digests = {}
+    for group in unit.groups:
+        scale = shared_scale(group)
+        scales |= {module.name: scale for module in group.modules}
+        for module in group.modules:
+            digests |= {info.name: digest(info) for info in module.weight.infos}
+    for weight in unit.dequantized:
+        digests |= {info.name: digest(info) for info in weight.infos}
+    jobs = [_Job(module, scales[module.name], advance) for module in unit.modules]
+    entries = [
+        *(made for job in jobs for made in job.entries()),
+        *(_dequantized(weight, advance) for weight in unit.dequantized),
+        *(_carried(info, advance) for info in unit.carried),
+    ]
+    temporary = place.files / f"{unit.file}.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    try:
+        written = write_safetensors(temporary, entries, check=_finite)
+        with temporary.open("rb") as whole:
+            os.fsync(whole.fileno())
+        temporary.replace(place.files / unit.file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    record = _record(unit, written, digests, inputs)
+    place.write(record)
+    return record
+
+
+def largest(weight: Stored) -> float:
+    """Return a weight's amax, as the packer's scale_2 wants it.
+
+    Raises:
+        TensorValue: it is zero, NaN or infinite.
+    """
+    if isinstance(weight, Int4) and fits(weight):
+        found = amax_int4(weight)
+    else:
+        found = 0.0
+        for block in weight.blocks():
+            part = float(amax(block))
+            found = part if not part <= found else found  # NaN stays
+            if math.isnan(found):
+                break
+    if not 0 < found < math.inf:
+        raise TensorValue(
+            f"{weight.name} is zero throughout" if found == 0 else f"{weight.name} holds NaN or Inf",
+            where=weight.infos[0].file,
+            fix="Fetch the shard again, or keep this module out of the recipe (keep: ...).",
+        )
+    return found
+
+
+def shared_scale(group: Group) -> float:
+    """Return the weight_scale_2 of a fused group, from the largest amax of its modules.
+
+    Raises:
+        TensorValue: see `largest`.
+    """
+    return float(scale_2(max(largest(module.weight) for module in group.modules)))
+
+
+def pack_stored(weight: Stored, weight_scale_2: float) -> Iterator[Packed]:
+    """Yield a stored weight as NVFP4, in consecutive blocks of rows."""
+    if isinstance(weight, Int4) and fits(weight):
+        packer = Int4Packer(weight_scale_2)
+        yield from (packer.pack(packed, scale) for packed, scale in weight.packed_blocks())
+    else:
+        yield from (pack(block, weight_scale_2) for block in weight.blocks())
+
+
+@dataclass
+class _Job:
+    """A module on its way: its nibbles are packed when their turn comes, its scales wait for theirs."""
+
+    module: Module
+    scale: float
+    advance: Advance
+    _block_scales: list[torch.Tensor] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        """Return one entry for each tensor of the module."""
+        makers = {
+            "weight": self._weight,
+            "weight_scale": self._weight_scale,
+            "weight_scale_2": lambda: _scalar(self.scale),
+            "input_scale": lambda: _scalar(self.module.input_scale),
+        }
+        return [
+            Entry(name, dtype, shape, makers[name.removeprefix(f"{self.module.name}.")])
+            for name, (dtype, shape) in self.module.outputs.items()
+        ]
+
+    def _weight(self) -> Iterator[memoryview]:
+        self._block_scales = []
+        for part in pack_stored(self.module.weight, self.scale):
+            self._block_scales.append(part.weight_scale)
+            yield _bytes(part.weight)
+        self.advance(sum(info.size for info in self.module.weight.infos))
+
+    def _weight_scale(self) -> Iterator[memoryview]:
+        # Its name follows the weight's, and its dtype is as wide: `write_safetensors` asks for it next.
+        taken, self._block_scales = self._block_scales, []
+        for part in taken:
+            yield _bytes(part)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+
+def _scalar(value: float | None) -> list[memoryview]:
+    return [_bytes(torch.tensor([value], dtype=torch.float32))]
+
+
+def _dequantized(weight: Stored, advance: Advance) -> Entry:
+    def chunks() -> Iterator[bytes | memoryview]:
+        for block in weight.blocks():
+            yield from entry(weight.name, block).chunks()
+        advance(sum(info.size for info in weight.infos))
+
+    return Entry(weight.name, weight.dtype, weight.shape, chunks)
+
+
+def _carried(info: TensorInfo, advance: Advance) -> Entry:
+    def chunks() -> Iterator[memoryview]:
+        for chunk in stream(info):
+            yield chunk
+            advance(len(chunk))
+
+    return Entry(info.name, info.dtype, info.shape, chunks)
+
+
+def _finite(name: str, values: Values) -> None:
+    if values.not_finite:
+        raise TensorValue(
+            f"{values.not_finite:,} values of {name} are NaN or Inf",
+            where=name,
+            fix="Fetch the shard again; compare its sha256 with the publisher's.",
+        )
+
+
+def _record(unit: Unit, written: Written, digests: dict[str, str], inputs: str) -> UnitRecord:
+    made: dict[str, tuple[Action, tuple[TensorInfo, ...], str]] = {}
+    for module in unit.modules:
+        for name in module.outputs:
+            suffix = name.removeprefix(f"{module.name}.")
+            sources = module.weight.infos if suffix == "weight" else ()
+            reason = {"weight": f"NVFP4 of {module.weight.form}", "input_scale": inputs}.get(suffix, "with its weight")
+            made[name] = ("added" if suffix == "input_scale" else "quantized", sources, reason)
+    for weight in unit.dequantized:
+        made[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot stand beside NVFP4")
+    for info in unit.carried:
+        made[info.name] = ("carried", (info,), "")
+    steps = []
+    for name, dtype, shape in unit.outputs():
+        action, sources, reason = made[name]
+        blake3 = written.digests[name]
+        steps.append(
+            StepRecord(
+                action=action,
+                output=TensorRecord(name=name, dtype=dtype, shape=shape, blake3=blake3),
+                sources=tuple(
+                    # What was carried has the very bytes that were hashed on their way.
+                    TensorRecord(name=i.name, dtype=i.dtype, shape=i.shape, blake3=digests.get(i.name, blake3))
+                    for i in sources
+                ),
+                reason=reason,
+            )
+        )
+    return UnitRecord(file=FileRecord(name=unit.file, size=written.size, sha256=written.sha256), tensors=tuple(steps))

@@ -1,0 +1,98 @@
+"""Calibration layer by layer: the amaxes of the whole model, from every form; and a command that hands them on."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.cli import main
+from kconv.errors import InputScalesInvalid
+from kconv.quantize.calibrate import calibrate
+from kconv.quantize.calibration import Prompts, read_calibration
+from kconv.target.config import parse_target_config
+from kconv.target.model import load_target
+
+PROMPTS = Prompts(sha256="0" * 64, count=2, tokens=0)
+
+
+def sequences(count=3):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 200, (17 + 5 * i,), generator=generator) for i in range(count)]
+
+
+def run(folder, ids, dtype=torch.float32):
+    source = open_checkpoint(folder)
+    return calibrate(source, parse_target_config(source.config), ids, PROMPTS, dtype=dtype)
+
+
+@pytest.mark.parametrize("form, wrapped", [("bf16", False), ("int4", True), ("fp8", False)])
+def test_the_amaxes_are_those_that_hooks_see_in_the_whole_model(form, wrapped, forms):
+    folder = forms(form, wrapped=wrapped)
+    found = run(folder, sequences()).input_amax
+    model, seen = load_target(folder, torch.float32), {}
+
+    def hook(name):
+        def see(module, inputs):
+            seen[name] = max(seen.get(name, 0.0), float(inputs[0].abs().max()))
+
+        return see
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            module.register_forward_pre_hook(hook(name))
+        elif name.endswith(".experts"):
+            module.register_forward_pre_hook(hook(f"{name}.0.gate_proj"))
+    with torch.no_grad():
+        for ids in sequences():
+            model(ids.unsqueeze(0))
+    assert len(seen) > 40 and seen.keys() <= found.keys()
+    for name, amax in seen.items():
+        assert found[name] == pytest.approx(amax, rel=1e-5), name
+    assert len({found[f"model.layers.2.mlp.experts.{e}.down_proj"] for e in range(4)}) == 1
+
+
+def test_only_one_layer_is_ever_in_memory(forms, monkeypatch):
+    from kconv.quantize import calibrate as module
+
+    layers, resident = [], []
+    run_layer = module._run
+
+    def watched(layer, *rest):
+        if layer not in layers:
+            layers.append(layer)
+        resident.append(sum(next(one.parameters()).device.type == "cpu" for one in layers))
+        return run_layer(layer, *rest)
+
+    monkeypatch.setattr(module, "_run", watched)
+    run(forms("bf16"), sequences(1))
+    assert len(layers) == 7 and set(resident) == {1}
+
+
+def test_without_a_token_there_is_nothing_to_calibrate_on(forms):
+    with pytest.raises(InputScalesInvalid, match="no token"):
+        run(forms("bf16"), [torch.tensor([], dtype=torch.long)])
+
+
+def test_a_layer_that_runs_in_another_way_is_named(forms, monkeypatch):
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.T)
+    with pytest.raises(InputScalesInvalid, match=r"nothing was seen of \d+ modules of model.layers.0"):
+        run(forms("bf16"), sequences(1))
+
+
+def test_the_command_writes_what_quantize_takes(forms, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "calibration.json"
+    prompts.write_text('{"prompt": "Return the sum of two numbers."}\n{"prompt": "A list of names."}\n')
+    words = ["calibrate", str(forms("int4")), str(out), "--prompts", str(prompts), "--tokens", "12"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    calibration = read_calibration(out)
+    assert calibration.prompts.count == 2 and 2 < calibration.prompts.tokens <= 24
+    made = tmp_path / "made"
+    words = ["quantize", str(forms("int4")), str(made), "--recipe", "nvfp4-experts", "--input-scale", str(out)]
+    done = CliRunner().invoke(main, [*words, "--jobs", "1"])
+    assert done.exit_code == 0, done.output
+    assert "calibrated on 2 prompts" in json.loads((made / "kconv.json").read_text())["spec"]["input_scale"]
+    again = CliRunner().invoke(main, ["calibrate", str(forms("int4")), str(out), "--prompts", str(prompts)])
+    assert again.exit_code == 1 and "already there" in again.output

@@ -1,0 +1,120 @@
+"""Input scales: ModelOpt's arithmetic of a calibration's amax, and only of this target's calibration."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.quantized_targets import make_form
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import read_manifest
+from kconv.errors import InputScalesInvalid
+from kconv.quantize.calibration import Calibration, Prompts, identify, write_calibration
+from kconv.quantize.inputs import data_free, from_calibration
+from kconv.quantize.plan import plan_quantize
+from kconv.quantize.recipe import load_recipe
+from kconv.quantize.run import quantize
+from kconv.target.config import parse_target_config
+
+LAYER = "model.layers.2.mlp.experts"
+
+
+def opened(folder):
+    checkpoint = open_checkpoint(folder)
+    return checkpoint, parse_target_config(checkpoint.config)
+
+
+@pytest.fixture
+def calibrated(forms, tmp_path):
+    """Return a function that writes a calibration of the tiny target, with some amax changed."""
+
+    def make(change=lambda amax: None):
+        checkpoint, config = opened(forms("bf16"))
+        names = [n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith("_proj.weight")]
+        amax = {name: 1.0 + i / 8 for i, name in enumerate(sorted(names))}
+        change(amax)
+        prompts = Prompts(sha256="0" * 64, count=3, tokens=99)
+        held = Calibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
+        write_calibration(tmp_path / "calibration.json", held)
+        return tmp_path / "calibration.json", amax
+
+    return make
+
+
+@pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_calibration_is_of_every_form_of_its_target(form, wrapped, forms, calibrated):
+    file, amax = calibrated()
+    checkpoint, config = opened(forms(form, wrapped=wrapped))
+    scales = from_calibration(file, checkpoint, config)
+    name = f"{LAYER}.1.down_proj"
+    found = scales.scales([config.prefix + name])[config.prefix + name]
+    assert found == pytest.approx(amax[name] / (6 * 448), rel=1e-7)
+    assert "calibrated on 3 prompts" in scales.description
+
+
+def test_fused_modules_share_the_larger(forms, calibrated):
+    file, amax = calibrated()
+    gate, up = f"{LAYER}.1.gate_proj", f"{LAYER}.1.up_proj"
+    scales = from_calibration(file, *opened(forms("bf16"))).scales([gate, up])
+    assert scales[gate] == scales[up] == pytest.approx(max(amax[gate], amax[up]) / (6 * 448), rel=1e-7)
+
+
+def test_an_expert_without_tokens_takes_its_layers_largest(forms, calibrated):
+    name = f"{LAYER}.1.down_proj"
+    file, amax = calibrated(lambda amax: amax.pop(name))
+    scales = from_calibration(file, *opened(forms("bf16"))).scales([name])
+    largest = max(value for other, value in amax.items() if other.startswith(LAYER) and other.endswith("down_proj"))
+    assert scales[name] == pytest.approx(largest / (6 * 448), rel=1e-7)
+
+
+def test_the_scales_reach_the_output_and_are_said_there(forms, calibrated, tmp_path):
+    file, amax = calibrated()
+    checkpoint, config = opened(forms("int4"))
+    inputs = from_calibration(file, checkpoint, config)
+    quantize(plan_quantize(checkpoint, config, load_recipe("nvfp4-experts"), inputs), tmp_path / "out")
+    made = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    name = f"{LAYER}.3.down_proj"
+    assert made[f"{name}.input_scale"].item() == pytest.approx(amax[name] / (6 * 448), rel=1e-7)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.spec["input_scale"] == inputs.description
+    assert {s.reason for s in manifest.tensors if s.output.name.endswith("input_scale")} == {inputs.description}
+
+
+def test_a_calibration_of_another_model_is_named(tiny_target, calibrated, tmp_path):
+    other = make_form(tiny_target, tmp_path / "other", "bf16")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1  # the same dims, trained otherwise
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(InputScalesInvalid, match="of another target: its norm differ"):
+        from_calibration(calibrated()[0], *opened(other))
+
+
+def test_a_module_that_was_not_calibrated_is_named(forms, calibrated):
+    name = "model.layers.0.mlp.up_proj"
+    file, _ = calibrated(lambda amax: amax.pop(name))
+    with pytest.raises(InputScalesInvalid, match=f"no amax of {name}"):
+        from_calibration(file, *opened(forms("bf16"))).scales([name])
+
+
+def test_an_amax_that_cannot_be_is_named(forms, calibrated):
+    name = "model.layers.0.mlp.up_proj"
+    file, _ = calibrated(lambda amax: amax.update({name: 0.0}))
+    with pytest.raises(InputScalesInvalid, match=f"the amax of {name} is 0.0"):
+        from_calibration(file, *opened(forms("bf16"))).scales([name])
+
+
+@pytest.mark.parametrize("text", ["", "[]", json.dumps({"schema": 2}), json.dumps({"input_amax": {}})])
+def test_a_file_that_is_no_calibration_is_named(text, forms, tmp_path):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(InputScalesInvalid, match="no calibration"):
+        from_calibration(tmp_path / "c.json", *opened(forms("bf16")))
+
+
+def test_a_missing_file_is_named(forms, tmp_path):
+    with pytest.raises(InputScalesInvalid, match="cannot be read"):
+        from_calibration(tmp_path / "c.json", *opened(forms("bf16")))
+
+
+def test_data_free_is_one_for_all():
+    assert data_free().scales(["a", "b"]) == {"a": 1.0, "b": 1.0}

@@ -1,0 +1,20 @@
+"""Memory that does not grow with the checkpoint, on Kimi-K2's own expert shapes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent.parent / "scripts" / "bench-quantize"
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_is_the_same_for_half_the_checkpoint_and_below_two_gib(tmp_path):
+    command = [sys.executable, str(BENCH), "--gb", "2", "--dir", str(tmp_path), "--json"]
+    runs = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["runs"]
+    half, whole = runs[0], runs[1]
+    assert whole["gb"] > 1.9 * half["gb"] > 1.8
+    assert max(run["peak"] for run in runs) < 2048
+    assert abs(whole["peak"] - half["peak"]) < 48

@@ -1,0 +1,64 @@
+"""Recipes: what each takes, and that a wrong one is named."""
+
+import pytest
+
+from kconv.errors import RecipeInvalid
+from kconv.quantize.recipe import builtin_recipes, load_recipe, parse_recipe
+
+EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
+SHARED = "model.layers.3.mlp.shared_experts.down_proj"
+DENSE = "model.layers.0.mlp.up_proj"
+ATTENTION = "model.layers.3.self_attn.o_proj"
+LATENT = "model.layers.3.self_attn.kv_a_proj_with_mqa"
+KV_B = "model.layers.3.self_attn.kv_b_proj"
+NEVER = ("lm_head", "model.embed_tokens", "model.layers.3.mlp.gate", "model.layers.61.eh_proj")
+
+TAKES = {
+    "nvfp4-experts": {EXPERT},
+    "nvfp4-mlp": {EXPERT, SHARED, DENSE},
+    "nvfp4": {EXPERT, SHARED, DENSE, ATTENTION, LATENT},
+    "nvfp4-weight-only": {EXPERT},
+}
+
+
+def test_the_package_has_these_recipes_each_under_its_own_name():
+    assert builtin_recipes().keys() == TAKES.keys()
+    assert all(load_recipe(name).name == name and load_recipe(name).about for name in TAKES)
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_a_recipe_takes_what_its_published_model_has_in_nvfp4(name):
+    recipe = load_recipe(name)
+    asked = {EXPERT, SHARED, DENSE, ATTENTION, LATENT, KV_B, *NEVER}
+    assert {module for module in asked if recipe.takes(module)} == TAKES[name]
+    assert recipe.weight_only == (name == "nvfp4-weight-only")
+
+
+def test_a_file_is_a_recipe_too_and_no_pattern_reaches_the_router(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nquantize: ['*']\nkeep: ['*.o_proj']\n")
+    recipe = load_recipe(str(file))
+    assert recipe.takes(KV_B) and recipe.takes(EXPERT)
+    assert not any(map(recipe.takes, (ATTENTION, *NEVER)))
+
+
+WRONG = {
+    "an unknown key": ("name: x\nquantise: [a]\nquantize: [b]\n", "wrong at quantise"),
+    "no patterns": ("name: x\nquantize: []\n", "wrong at quantize"),
+    "no name": ("quantize: [a]\n", "wrong at name"),
+    "another cache": ("name: x\nquantize: [a]\nkv_cache: int4\n", "wrong at kv_cache"),
+    "a list": ("- name: x\n", "wrong at its top"),
+    "no YAML": ("name: [x\n", "no YAML"),
+}
+
+
+@pytest.mark.parametrize("text, phrase", WRONG.values(), ids=WRONG)
+def test_a_wrong_recipe_is_named(text, phrase):
+    with pytest.raises(RecipeInvalid, match=phrase):
+        parse_recipe(text)
+
+
+def test_a_recipe_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(RecipeInvalid, match="no recipe 'nvfp5'") as fault:
+        load_recipe("nvfp5")
+    assert "nvfp4-experts" in fault.value.fix

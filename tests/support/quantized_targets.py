@@ -1,0 +1,131 @@
+"""The tiny target in the forms that Kimi targets are published in: bf16, INT4 in groups, FP8 in blocks; wrapped too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+# As Kimi-K2.5 has it: the routed experts alone are INT4.
+INT4_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+                "actorder": None, "dynamic": False, "block_structure": None, "observer": "minmax",
+            },
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}  # fmt: skip
+# As Kimi-K2-Instruct has it.
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+FORMS = ("bf16", "int4", "fp8")
+
+
+def make_form(source: Path, folder: Path, form: str, *, wrapped: bool = False, shards: int = 1) -> Path:
+    """Write a plain fp32 target in another form.
+
+    Args:
+        source: the target.
+        folder: what to make.
+        form: one of `FORMS`.
+        wrapped: as Kimi-K2.5 is: text_config, the `language_model.` prefix, and a vision tower beside.
+        shards: files, with an index if more than one.
+    """
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype"] = "bfloat16"
+    if form == "int4":
+        config["quantization_config"] = INT4_CONFIG
+    if form == "fp8":
+        config["quantization_config"] = FP8_CONFIG
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        made |= _store(name, tensor, form)
+    if wrapped:
+        made = {f"language_model.{name}": tensor for name, tensor in made.items()}
+        made["vision_tower.patch_embed.proj.weight"] = torch.randn(48, 32).bfloat16()
+        made["mm_projector.proj.0.weight"] = torch.randn(32, 48).bfloat16()
+        text = config | {"_name_or_path": ""}
+        config = {
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "model_type": "kimi_k25",
+            "text_config": text,
+            "vision_config": {"mm_hidden_size": 48},
+        }
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copyfile(file, folder / file.name)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_shards(made, folder, shards)
+    return folder
+
+
+def write_shards(tensors: dict[str, torch.Tensor], folder: Path, shards: int) -> None:
+    """Write tensors into one file, or cut in order of names into several with an index."""
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(tensors)
+    step = -(-len(names) // shards)
+    weight_map = {}
+    for i in range(shards):
+        part = names[i * step : (i + 1) * step]
+        file = f"model-{i + 1:05d}-of-{shards:06d}.safetensors"
+        save_file({name: tensors[name].contiguous() for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _store(name: str, tensor: torch.Tensor, form: str) -> dict[str, torch.Tensor]:
+    if name.endswith("e_score_correction_bias"):
+        return {name: tensor}
+    base = name.removesuffix(".weight")
+    linear = base.endswith(("_proj", "_proj_with_mqa"))
+    if form == "int4" and ".experts." in name:
+        return {f"{base}.{suffix}": part for suffix, part in quantize_int4(tensor).items()}
+    if form == "fp8" and linear:
+        weight, scale = quantize_fp8(tensor)
+        return {name: weight, f"{base}.weight_scale_inv": scale}
+    return {name: tensor.bfloat16()}
+
+
+def quantize_int4(weight: torch.Tensor, group: int = 32) -> dict[str, torch.Tensor]:
+    """Return a matrix in compressed-tensors' pack-quantized form, made by compressed-tensors itself."""
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scale = (weight.unflatten(-1, (-1, group)).abs().amax(-1) / 7.5).clamp(min=1e-8).bfloat16()
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = {"weight": weight.bfloat16(), "weight_scale": scale}
+    made = PackedQuantizationCompressor.compress(state, scheme)
+    return {suffix: made[suffix].contiguous() for suffix in ("weight_packed", "weight_scale", "weight_shape")}
+
+
+def quantize_fp8(weight: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in FP8, and the float32 scale of each block of 128 by 128."""
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // block) * block, -(-columns // block) * block)
+    padded[:rows, :columns] = weight
+    tiles = padded.unflatten(0, (-1, block)).unflatten(-1, (-1, block))
+    scale = tiles.abs().amax((1, 3)) / 448
+    made = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return made.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale

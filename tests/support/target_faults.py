@@ -1,0 +1,228 @@
+"""Good NVFP4 targets with one thing wrong each, and the rule that each was made for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Json, Tensors = dict[str, Any], dict[str, torch.Tensor]
+Change = Callable[[Json, Tensors, Json], None]
+LAYER = "model.layers.2"
+EXPERT, ATTENTION = f"{LAYER}.mlp.experts.1", f"{LAYER}.self_attn"
+UP, GATE = f"{EXPERT}.up_proj", f"{EXPERT}.gate_proj"
+INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+@dataclass(frozen=True)
+class TargetFault:
+    """One thing wrong with a good NVFP4 target.
+
+    Attributes:
+        name: what was done to it.
+        rule: the rule that must find it.
+        change: does it, to config.json, the tensors and hf_quant_config.json in place.
+        recipe: of the good one.
+        wrapped: the good one is as Kimi-K2.5 is, with text_config and a vision tower.
+    """
+
+    name: str
+    rule: str
+    change: Change
+    recipe: str = "nvfp4-experts"
+    wrapped: bool = False
+
+
+def write_changed(good: Path, folder: Path, change: Change) -> Path:
+    """Write a good target with a change into a folder; an emptied config file is left out."""
+    shutil.copytree(good, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "kconv.json"))
+    tensors: Tensors = {}
+    for file in sorted(good.glob("*.safetensors")):
+        tensors |= load_file(file)
+    config_file, side_file = folder / "config.json", folder / "hf_quant_config.json"
+    config, side = json.loads(config_file.read_text()), json.loads(side_file.read_text())
+    change(config, tensors, side)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config_file.write_text(json.dumps(config))
+    side_file.write_text(json.dumps(side)) if side else side_file.unlink()
+    return folder
+
+
+def drop(name: str) -> Change:
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        del tensors[name]
+
+    return change
+
+
+def edit(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda config, tensors, side: tensors.update({name: how(tensors[name])})
+
+
+def fill(name: str, value: float) -> Change:
+    return edit(name, lambda tensor: torch.full_like(tensor, value))
+
+
+def excludes(how: Callable[[list[str]], list[str]]) -> Change:
+    """Return the change of the excludes, in both files."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        changed = how(config["quantization_config"]["ignore"])
+        config["quantization_config"]["ignore"] = side["quantization"]["exclude_modules"] = changed
+
+    return change
+
+
+def without(part: str) -> Change:
+    return excludes(lambda entries: [entry for entry in entries if part not in entry])
+
+
+def block(**keys: Any) -> Change:
+    return lambda config, tensors, side: config["quantization_config"].update(keys)
+
+
+def side_block(**keys: Any) -> Change:
+    return lambda config, tensors, side: side["quantization"].update(keys)
+
+
+def both(*changes: Change) -> Change:
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        for one in changes:
+            one(config, tensors, side)
+
+    return change
+
+
+def unpack(*modules: str) -> Change:
+    """Return the change that puts a plain weight in the place of packed ones."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        for module in modules:
+            rows, halves = tensors[f"{module}.weight"].shape
+            for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
+                tensors.pop(f"{module}.{suffix}", None)
+            tensors[f"{module}.weight"] = torch.ones(rows, halves * 2).bfloat16()
+
+    return change
+
+
+def pack(module: str) -> Change:
+    """Return the change that puts NVFP4 in the place of a plain weight."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        rows, columns = tensors[f"{module}.weight"].shape
+        tensors[f"{module}.weight"] = torch.ones(rows, columns // 2, dtype=torch.uint8)
+        tensors[f"{module}.weight_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+        tensors |= {f"{module}.{suffix}": torch.tensor([1.0]) for suffix in ("weight_scale_2", "input_scale")}
+
+    return change
+
+
+def layer_ten(config: Json, tensors: Tensors, side: Json) -> None:
+    """Make a layer 10 of layer 6, leave layer 1 as it was before, and exclude it by a number without an end."""
+    experts = {n.rpartition(".")[0] for n in tensors if n.startswith("model.layers.1.mlp.experts.")}
+    unpack(*experts)(config, tensors, side)
+    for name in [name for name in tensors if name.startswith("model.layers.6.")]:
+        tensors[name.replace("layers.6.", "layers.10.")] = tensors.pop(name)
+    renamed = [entry.replace("layers.6.", "layers.10.") for entry in config["quantization_config"]["ignore"]]
+    excludes(lambda _: [e for e in renamed if "layers.1." not in e] + ["model.layers.1*"])(config, tensors, side)
+
+
+def no_input_scales(config: Json, tensors: Tensors, side: Json) -> None:
+    for name in [name for name in tensors if name.endswith(".input_scale")]:
+        del tensors[name]
+
+
+def no_blocks(config: Json, tensors: Tensors, side: Json) -> None:
+    del config["quantization_config"]
+    side.clear()
+
+
+def unpack_all(config: Json, tensors: Tensors, side: Json) -> None:
+    unpack(*[n.removesuffix(".weight_scale_2") for n in tensors if n.endswith(".weight_scale_2")])(
+        config, tensors, side
+    )
+
+
+def stale_text(config: Json, tensors: Tensors, side: Json) -> None:
+    config["text_config"]["quantization_config"] = INT4
+
+
+def root_gone(config: Json, tensors: Tensors, side: Json) -> None:
+    del config["quantization_config"]
+    config["text_config"]["quantization_config"] = INT4
+
+
+def left_over(config: Json, tensors: Tensors, side: Json) -> None:
+    tensors[f"{UP}.weight_packed"] = torch.ones(4, 4, dtype=torch.int32)
+
+
+def kv_scale(*names: str) -> Change:
+    return lambda config, tensors, side: tensors.update({name: torch.tensor(1.0) for name in names})
+
+
+K_SCALE, V_SCALE = f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale"
+NO_KV = both(block(kv_cache_scheme=None), side_block(kv_cache_quant_algo=None))
+FAULTS = (
+    TargetFault("every input_scale lost", "K401", no_input_scales),
+    TargetFault("one input_scale lost", "K401", drop(f"{UP}.input_scale")),
+    TargetFault("block scales lost", "K402", drop(f"{UP}.weight_scale")),
+    TargetFault("weight_scale_2 lost", "K402", drop(f"{UP}.weight_scale_2")),
+    TargetFault("a packed weight lost", "K402", drop(f"{UP}.weight")),
+    TargetFault("block scales in float32", "K403", edit(f"{UP}.weight_scale", torch.Tensor.float)),
+    TargetFault("weight_scale_2 in bf16", "K403", edit(f"{UP}.weight_scale_2", torch.Tensor.bfloat16)),
+    TargetFault("packed bytes as signed ones", "K403", edit(f"{UP}.weight", lambda t: t.view(torch.int8))),
+    TargetFault("block scales of groups of 32", "K404", edit(f"{UP}.weight_scale", lambda t: t[:, ::2])),
+    TargetFault("block scales transposed", "K404", edit(f"{UP}.weight_scale", lambda t: t.T)),
+    TargetFault("four weight_scale_2", "K404", edit(f"{UP}.weight_scale_2", lambda t: t.reshape(1).repeat(4))),
+    TargetFault("a packed weight cut to half its columns", "K405",
+                both(edit(f"{UP}.weight", lambda t: t[:, ::2]), edit(f"{UP}.weight_scale", lambda t: t[:, ::2]))),
+    TargetFault("up packed, gate not", "K406", both(unpack(GATE), excludes(lambda e: [*e, GATE]))),
+    TargetFault("q_a packed, kv_a not", "K406",
+                both(unpack(f"{ATTENTION}.kv_a_proj_with_mqa"),
+                     excludes(lambda e: [*e, f"{ATTENTION}.kv_a_proj_with_mqa"])), "nvfp4"),
+    TargetFault("a router packed", "K407", pack(f"{LAYER}.mlp.gate")),
+    TargetFault("lm_head packed", "K408", both(pack("lm_head"), without("lm_head"))),
+    TargetFault("INT4's bytes left beside", "K409", left_over),
+    TargetFault("kv_b_proj packed", "K410", pack(f"{ATTENTION}.kv_b_proj"), "nvfp4"),
+    TargetFault("a k_scale without its v_scale", "K411", kv_scale(K_SCALE)),
+    TargetFault("both config blocks lost", "K420", no_blocks),
+    TargetFault("the config of an NVFP4 target beside plain weights", "K421", unpack_all),
+    TargetFault("INT4's block left in text_config", "K422", stale_text, wrapped=True),
+    TargetFault("INT4's block in text_config alone", "K422", root_gone, wrapped=True),
+    TargetFault("quant_algo FP8", "K423", both(block(quant_algo="FP8"), side_block(quant_algo="FP8"))),
+    TargetFault("quant_method of another library", "K423", block(quant_method="compressed-tensors")),
+    TargetFault("groups of 32 in the side file", "K423", side_block(group_size=32)),
+    TargetFault("the algorithm in one file only", "K424", side_block(quant_algo="W4A16_NVFP4")),
+    TargetFault("an exclude in one file only", "K424", side_block(exclude_modules=["lm_head"])),
+    TargetFault("the KV cache's format in one file only", "K424", side_block(kv_cache_quant_algo=None)),
+    TargetFault("a KV cache in four bits", "K426", block(kv_cache_scheme={"num_bits": 4, "type": "float"})),
+    TargetFault("scales of a KV cache that nothing speaks of", "K427", both(kv_scale(K_SCALE, V_SCALE), NO_KV)),
+    TargetFault("attention not excluded", "K430", without("self_attn")),
+    TargetFault("lm_head not excluded", "K430", without("lm_head")),
+    TargetFault("experts excluded", "K431", excludes(lambda e: [*e, f"{LAYER}.mlp.experts*"])),
+    TargetFault("everything excluded", "K431", excludes(lambda e: ["*"])),
+    TargetFault("layer 1 excluded as model.layers.1*, with a layer 10", "K432", layer_ten),
+    TargetFault("*kv_b_proj excluded", "K433", excludes(lambda e: [*e, "*kv_b_proj"])),
+    TargetFault("*kv_b_proj* excluded, attention packed", "K433", excludes(lambda e: [*e, "*kv_b_proj*"]), "nvfp4"),
+    TargetFault("attention excluded by a part of its name", "K434",
+                excludes(lambda e: [*[x for x in e if "self_attn" not in x], "self_attn"])),
+    TargetFault("up's weight_scale_2 doubled", "K440", edit(f"{UP}.weight_scale_2", lambda t: t * 2)),
+    TargetFault("q_a's weight_scale_2 halved", "K440", edit(f"{ATTENTION}.q_a_proj.weight_scale_2", lambda t: t / 2),
+                "nvfp4"),
+    TargetFault("gate's input_scale another than up's", "K441", fill(f"{GATE}.input_scale", 0.5)),
+    TargetFault("weight_scale_2 zero", "K442", fill(f"{EXPERT}.down_proj.weight_scale_2", 0.0)),
+    TargetFault("weight_scale_2 NaN", "K442", fill(f"{EXPERT}.down_proj.weight_scale_2", float("nan"))),
+    TargetFault("input_scale Inf", "K442", fill(f"{EXPERT}.down_proj.input_scale", float("inf"))),
+    TargetFault("a negative input_scale", "K442", fill(f"{EXPERT}.down_proj.input_scale", -1.0)),
+    TargetFault("block scales zero throughout", "K443", fill(f"{UP}.weight_scale", 0.0)),
+    TargetFault("a block scale NaN", "K443",
+                edit(f"{UP}.weight_scale", lambda t: t.view(torch.uint8).clone().index_fill_(1, torch.tensor(0), 0xFF)
+                     .view(torch.float8_e4m3fn))),
+)  # fmt: skip
