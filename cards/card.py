@@ -1,131 +1,223 @@
-"""The model card of a converted head. What belongs here: README.md from the manifest and a validation report."""
+"""The model card of a head. What belongs here: README.md and what goes with it, from evidence alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..checkpoint.manifest import Manifest, read_manifest
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.staging import refuse_existing
-from ..convert.launch import serve_command
-from ..errors import LayoutCannot, ReportInvalid
-from ..validate.report import AcceptanceFigures, Report
+from ..errors import LayoutCannot, OutputExists, ReportInvalid
+from ..validate.acceptance import Acceptance
+from ..validate.report import Report
+from .evidence import Evidence, Said, cell
+from .facts import SUBCARDS, Facts
+from .front_matter import front_matter
+from .licences.files import find_texts, licence_files
+from .plots import draw_bars
+from .quickstart import starts
+from .sections import ENGINES, answer, attribution, changed, conversion, known, measured, sanity
+from .tables import Table, table_of
 
-CARD = "README.md"
-ENGINES = {
-    "vllm": "vLLM's layout",
-    "trtllm": "TensorRT-LLM's layout",
-    "sglang": "SGLang's layout",
-    "portable": "a layout that TensorRT-LLM, vLLM and SGLang all load",
-}
-TAGS = ["eagle3", "speculative-decoding", "draft-model"]
+CARD, CHART = "README.md", "acceptance.png"
+STYLES = ("short", "compact", "nvidia")
+SUBCARD_TITLES = {
+    "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """What no file of a converted head says.
+class Card:
+    """A card, not yet written.
 
     Attributes:
-        base_model: hub id of the target; the card names none if empty.
-        license: hub licence identifier; "unknown" where the user does not say, as a licence is never guessed.
+        text: of README.md.
+        files: texts of the files that go with it, by name: licences and a notice.
+        missing: what it asked for and nobody said: dotted name, and the question.
+        table: its acceptance figures, None where there are none.
     """
 
-    base_model: str = ""
-    license: str = "unknown"
+    text: str
+    files: Mapping[str, str]
+    missing: Mapping[str, str]
+    table: Table | None
 
 
-def write_card(folder: Path, report: Report | None, facts: CardFacts) -> Path:
-    """Write a head's README.md.
+def gather(
+    folder: Path,
+    report: Report | None,
+    facts: Facts,
+    acceptance: Sequence[Acceptance] = (),
+    licence_files: Sequence[Path] = (),
+    target: Path | None = None,
+    source: Path | None = None,
+) -> Evidence:
+    """Put together what is known about a head.
 
     Args:
-        folder: an output of kconv.
-        report: its validation report; acceptance is stated from it alone.
+        folder: an output of kconv, or any folder where facts name the head.
+        report: its validation report.
         facts: what the user adds.
-
-    Returns:
-        The file written.
+        acceptance: figures about it.
+        licence_files: licence texts, beside those of the source's and the target's folder.
+        target: a folder with the target's licence.
+        source: a folder with the source's; the one that the manifest names if None.
 
     Raises:
-        OutputExists: the folder has a README.md already.
+        NotACheckpoint: kconv did not make the folder, and no facts name the head.
         LayoutCannot: the head is in a trainer's layout, which no engine serves.
         ReportInvalid: the report is of other bytes than the folder's, or not clean.
+        LicenceUnknown: a licence file is none that kconv knows.
     """
-    manifest = read_manifest(folder)
-    refuse_existing(folder / CARD)
-    if manifest.layout not in ENGINES:
-        raise LayoutCannot(
-            f"the head is in {manifest.layout}'s layout, which no engine serves",
-            where=folder,
-            fix="Convert it first (kconv to-portable, to-vllm, to-trtllm, to-sglang), then write that folder's card.",
-        )
+    manifest = None
+    if (folder / MANIFEST).exists() or not facts.name:
+        manifest = read_manifest(folder)
+        if manifest.layout not in ENGINES:
+            raise LayoutCannot(
+                f"the head is in {manifest.layout}'s layout, which no engine serves",
+                where=folder,
+                fix="Convert it first (kconv to-portable, to-vllm, to-trtllm, to-sglang), then write its card.",
+            )
+        for found in acceptance:
+            _refuse_foreign(found.weights, manifest, found.head)
     if report is not None:
-        _refuse_foreign(report, manifest)
+        _refuse_report(report, manifest)
+    targets = find_texts([target]) if target else ()
+    if targets and not facts.licence.target:
+        # What lies in the target's folder says under which licence it stands.
+        own = facts.licence.model_copy(update={"target": targets[0].licence.id})
+        facts = facts.model_copy(update={"licence": own})
+    source = source or (Path(manifest.source) if manifest else folder)
+    texts = find_texts([source, *([target] if target else [])], licence_files)
+    return Evidence(folder, facts, manifest, report, tuple(acceptance), texts)
+
+
+def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = False, chart: bool = True) -> Card:
+    """Make a card, and write nothing.
+
+    Args:
+        evidence: about the head.
+        style: one of `STYLES`.
+        model_index: whether figures go into the front matter too.
+        chart: whether a chart goes with the figures.
+    """
     environment = Environment(
-        loader=PackageLoader("kconv.cards", "."), undefined=StrictUndefined, keep_trailing_newline=True
+        loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    text = environment.get_template("card.md.jinja").render(_facts(folder, manifest, report, facts))
-    (folder / CARD).write_text(text)
+    environment.filters["cell"] = cell
+    facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
+    files = licence_files(
+        evidence.licences,
+        evidence.texts,
+        about=evidence.name,
+        attribution=facts.licence.attribution,
+        changed=changed(manifest),
+    )
+    table = table_of(evidence.acceptance, facts.expected)
+    link = ""
+    if evidence.licence_is_named:
+        own = evidence.licences[0]
+        link = own.file if any(text.licence.id == own.id for text in evidence.texts) else own.url
+    values = {
+        "front_matter": front_matter(evidence, link=link, model_index=model_index),
+        "name": evidence.name,
+        "facts": facts,
+        "manifest": manifest,
+        "said": said,
+        "listed": said.listed,
+        "licences": evidence.licences,
+        "attribution": attribution(evidence),
+        "files": list(files),
+        "starts": starts(evidence),
+        "table": table,
+        "chart": CHART if chart and table and _bars(table) else "",
+        "sane": [line for file in evidence.acceptance for line in sanity(file.rows)],
+        "subcards": list(SUBCARD_TITLES.items()),
+        "labels": SUBCARDS,
+        "answer": lambda card, row: answer(said, card, row),
+        **conversion(manifest),
+        **measured(evidence.report),
+    }
+    text = environment.get_template(f"{style}.md.jinja").render(values)
+    return Card("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, table)
+
+
+def write_card(
+    folder: Path, report: Report | None, facts: Facts, *, style: str = "short", acceptance: Sequence[Acceptance] = ()
+) -> Path:
+    """Write a head's README.md with what is known; see `gather` and `write` for what can go wrong."""
+    evidence = gather(folder, report, facts, acceptance)
+    return write(folder, make_card(evidence, style, chart=bool(acceptance)))
+
+
+def write(folder: Path, card: Card) -> Path:
+    """Write a card and what goes with it into a folder.
+
+    Returns:
+        The card's file.
+
+    Raises:
+        OutputExists: there is a README.md already, or a licence or notice of another text.
+        MissingExtra: its chart takes matplotlib, which is not installed.
+    """
+    refuse_existing(folder / CARD)
+    for name, text in card.files.items():
+        file = folder / name
+        if file.exists() and file.read_text() != text:
+            raise OutputExists(
+                f"{file} is there and says something else", fix="Delete it, or keep it and leave no other."
+            )
+    if f"]({CHART})" in card.text and card.table:
+        refuse_existing(folder / CHART)
+        draw_chart(folder / CHART, card.table)
+    for name, text in card.files.items():
+        (folder / name).write_text(text)
+    (folder / CARD).write_text(card.text)
     return folder / CARD
 
 
-def _facts(folder: Path, manifest: Manifest, report: Report | None, facts: CardFacts) -> dict[str, Any]:
-    figures = report.figures if report else None
-    front: dict[str, Any] = {"license": facts.license, "library_name": "kconv", "pipeline_tag": "text-generation"}
-    if facts.base_model:
-        front |= {"base_model": [facts.base_model], "base_model_relation": "finetune"}
-    identical = figures.identical if figures else None
-    return {
-        "front_matter": yaml.safe_dump(front | {"tags": TAGS}, sort_keys=False),
-        "name": folder.resolve().name,
-        "kind": manifest.spec["kind"].upper(),
-        "parameters": f"{manifest.parameters:,}",
-        "dtype": manifest.spec["dtype"],
-        "engine": ENGINES[manifest.layout],
-        "base_model": facts.base_model,
-        "command": serve_command(manifest.layout),
-        "captured": manifest.spec["captured"],
-        "captured_by": manifest.captured_by,
-        "source": manifest.source,
-        "source_layout": manifest.source_layout,
-        "kconv": manifest.kconv,
-        "exactness": _exactness(manifest),
-        "verified": None if identical is None else ("identical, bit by bit" if identical else "NOT identical"),
-        "texts": figures.texts if figures else (),
-        "rows": _rows(figures.acceptance) if figures else [],
-        "steps": figures.acceptance[0].steps if figures and figures.acceptance else 0,
-        "precision": report.provenance.get("dtype", "") if report else "",
-    }
+def draw_chart(file: Path, table: Table) -> None:
+    """Draw a table's figures as bars."""
+    bars = _bars(table)
+    tops = [row.draft_tokens + 1.0 for own in table.rows for row in own if row.draft_tokens]
+    labels = list(dict.fromkeys(label for own in bars.values() for label in own))
+    series = [(name, [own.get(label) for label in labels]) for name, own in bars.items()]
+    draw_bars(file, "Acceptance length per category (bonus token included)", labels, series, max(tops, default=None))
 
 
-def _exactness(manifest: Manifest) -> str:
-    """Say what became of the weights' bytes: kept, but for the tensors that were added or computed."""
-    changes = [f"{step.output.name} {step.action}" for step in manifest.tensors if step.reason]
-    if not changes:
-        return "exact: every weight has the source's bytes"
-    return f"{'exact' if manifest.exact else '**not exact**'}; all have the source's bytes but {', '.join(changes)}"
+def _bars(table: Table) -> dict[str, dict[str, float]]:
+    """Return what is drawn: of each column of acceptance lengths, the figures by what they are about."""
+    several = len({row.dataset for own in table.rows for row in own}) > 1
+    drawn: dict[str, dict[str, float]] = {}
+    for column, own in zip(table.columns, table.rows, strict=False):
+        for row in own:
+            if row.metric == "al_incl_bonus":
+                label = " ".join(filter(None, (row.dataset if several or not row.category else "", row.category)))
+                drawn.setdefault(column, {})[label] = row.value
+    return drawn
 
 
-def _rows(acceptance: tuple[AcceptanceFigures, ...]) -> list[tuple[str, list[str]]]:
-    rows: dict[str, list[str]] = {}
-    for figure in acceptance:
-        error = f" ± {figure.standard_error:.3f}" if figure.standard_error is not None else ""
-        rows.setdefault(figure.drafter, []).append(f"{figure.length:.3f}{error}")
-    return list(rows.items())
-
-
-def _refuse_foreign(report: Report, manifest: Manifest) -> None:
-    ours = {file.name: file.sha256 for file in manifest.files if file.name in report.weights}
-    if ours != report.weights:
-        raise ReportInvalid(
-            "the report is of other weights than this folder's",
-            where=report.subject,
-            fix="Run kconv validate on this folder and give its report.",
-        )
+def _refuse_report(report: Report, manifest: Manifest | None) -> None:
+    if manifest is not None:
+        _refuse_foreign(report.weights, manifest, report.subject)
     if not report.clean:
         raise ReportInvalid(
             "the report holds errors", where=report.subject, fix="Mend what kconv validate found, then write the card."
         )
+
+
+def _refuse_foreign(weights: Mapping[str, str], manifest: Manifest, subject: str) -> None:
+    if weights and {file.name: file.sha256 for file in manifest.files if file.name in weights} != weights:
+        raise ReportInvalid(
+            "the report is of other weights than this folder's",
+            where=subject,
+            fix="Run kconv validate or kconv bench on this folder and give what it writes.",
+        )
+
+
+def _single(lines: Sequence[str]) -> list[str]:
+    """Keep one of several empty lines that follow each other."""
+    return [line for at, line in enumerate(lines) if line.strip() or not at or lines[at - 1].strip()]

@@ -3,25 +3,86 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from .options import FOLDER
+from ..checkpoint.source import Source
+from .options import FOLDER, PATH_OR_ID
+
+if TYPE_CHECKING:
+    from ..cards.facts import Facts
 
 
-@click.command(short_help="Write a converted head's README.md.")
+@click.command(short_help="Write a head's README.md, its licences and its notice.")
 @click.argument("head", type=FOLDER)
 @click.option("--report", type=FOLDER, help="report.json of kconv validate, for the acceptance table.")
+@click.option("--acceptance", multiple=True, type=FOLDER, help="acceptance.json of kconv bench, or quoted; repeatable.")
+@click.option("--facts", "facts_file", type=FOLDER, help="YAML with what no file of the head says.")
+@click.option("--style", type=click.Choice(["short", "compact", "nvidia"]), default="short", show_default=True,
+              help="Which sections, in which order.")  # fmt: skip
 @click.option("--base-model", default="", help="Hub id of the target.")
-@click.option("--license", "licence", default="unknown", show_default=True, help="Hub licence identifier.")
-def card(head: Path, report: Path | None, base_model: str, licence: str) -> None:
-    """Write HEAD's model card from its manifest and a validation report.
+@click.option("--license", "licence", default="unknown", show_default=True, help="The head's licence, by kconv's id.")
+@click.option("--license-file", "licence_files", multiple=True, type=FOLDER, help="A licence's text; repeatable.")
+@click.option("--target", type=PATH_OR_ID, help="The target, for its licence.")
+@click.option("--source", type=PATH_OR_ID, help="What HEAD was made from, for its licence, if it is not at hand.")
+@click.option("--model-index", is_flag=True, help="Put the figures into the front matter too.")
+@click.option("--no-chart", "chart", is_flag=True, default=True, flag_value=False, help="Draw no chart.")
+@click.option("--missing", is_flag=True, help="List what the card asks for and nobody said; write nothing.")
+@click.option("--check", is_flag=True, help="Check HEAD's card and licences; write nothing.")
+def card(
+    head: Path, report: Path | None, acceptance: tuple[Path, ...], facts_file: Path | None, style: str,
+    base_model: str, licence: str, licence_files: tuple[Path, ...], target: Source | None,
+    source: Source | None, model_index: bool,
+    chart: bool, missing: bool, check: bool,
+) -> None:  # fmt: skip
+    """Write HEAD's model card from its manifest, reports, figures and facts; what none of them says stands as that.
+
+    Licence texts are copied from the source, the target and --license-file. A folder that kconv did
+    not make has a card where the facts name the head. With --missing or --check, exit 1 if something is.
 
     \b
-    Example:
+    Examples:
       kconv card my-head-vllm --report report/report.json --base-model moonshotai/Kimi-K2.6
+      kconv card my-head-vllm --style nvidia --facts facts.yaml --acceptance acceptance.json --license-file LICENSE
     """
-    from ..cards.card import CardFacts, write_card
+    from ..cards.card import gather, make_card, write
+    from ..cards.licences.checks import check_folder
+    from ..validate.acceptance import read_acceptance
     from ..validate.report import read_report
 
-    click.echo(write_card(head, read_report(report) if report else None, CardFacts(base_model, licence)))
+    facts = _facts(facts_file, base_model, licence)
+    if check:
+        found = check_folder(head, facts)
+        for finding in found:
+            click.echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}")
+        click.echo(f"{head}: " + (f"{len(found)} finding(s)" if found else "nothing found"))
+        raise SystemExit(1 if any(finding.severity == "error" for finding in found) else 0)
+    evidence = gather(
+        head,
+        read_report(report) if report else None,
+        facts,
+        [read_acceptance(file) for file in acceptance],
+        licence_files,
+        target.fetch_licence() if target else None,
+        source.fetch_licence() if source else None,
+    )
+    made = make_card(evidence, style, model_index=model_index, chart=chart)
+    if missing:
+        for name, asked in made.missing.items():
+            click.echo(f"{name}: {asked}" if asked else name)
+        raise SystemExit(1 if made.missing else 0)
+    click.echo(write(head, made))
+    for finding in check_folder(head, facts):
+        click.echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}", err=True)
+
+
+def _facts(file: Path | None, base_model: str, licence: str) -> Facts:
+    """Return the facts of a file, with what the command line says put in their place."""
+    from ..cards.facts import Facts, read_facts
+    from ..cards.licences.licence import by_id
+
+    facts = read_facts(file) if file else Facts()
+    if licence != "unknown":
+        facts = facts.model_copy(update={"licence": facts.licence.model_copy(update={"id": by_id(licence).id})})
+    return facts.model_copy(update={"base_model": base_model}) if base_model else facts

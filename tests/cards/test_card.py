@@ -10,7 +10,8 @@ import yaml
 from huggingface_hub import ModelCard
 from support.heads import MLA, random_slots, write_head
 
-from kconv.cards.card import CardFacts, write_card
+from kconv.cards.card import write_card
+from kconv.cards.facts import Facts, LicenceFacts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
@@ -39,7 +40,7 @@ def report(folder: Path, findings=()):
 
 
 def test_the_hubs_own_card_class_reads_it(output):
-    facts = CardFacts(base_model="moonshotai/Kimi-K2.6", license="mit")
+    facts = Facts(base_model="moonshotai/Kimi-K2.6", licence=LicenceFacts(id="mit"))
     card = ModelCard.load(write_card(output, report(output), facts))
     assert card.data.license == "mit"
     assert card.data.base_model == ["moonshotai/Kimi-K2.6"]
@@ -47,20 +48,20 @@ def test_the_hubs_own_card_class_reads_it(output):
 
 
 def test_it_states_acceptance_with_its_definition(output):
-    text = write_card(output, report(output), CardFacts()).read_text()
+    text = write_card(output, report(output), Facts()).read_text()
     assert "| output | 2.518 ± 0.021 |" in text
     assert "3 drafted tokens, the bonus token included" in text
     assert "identical, bit by bit" in text
 
 
 def test_it_claims_no_acceptance_that_was_not_measured(output):
-    text = write_card(output, None, CardFacts()).read_text()
+    text = write_card(output, None, Facts()).read_text()
     assert "Not measured" in text
     assert "±" not in text
 
 
 def test_a_licence_is_never_guessed(output):
-    front = write_card(output, None, CardFacts()).read_text().split("---")[1]
+    front = write_card(output, None, Facts()).read_text().split("---")[1]
     assert yaml.safe_load(front)["license"] == "unknown"
     assert "base_model" not in yaml.safe_load(front)
 
@@ -68,34 +69,34 @@ def test_a_licence_is_never_guessed(output):
 def test_a_report_of_other_bytes_is_refused(output, tmp_path):
     other = write_head(tmp_path / "other", by_name("vllm"), MLA, random_slots(MLA, seed=3))
     with pytest.raises(ReportInvalid, match="other weights"):
-        write_card(output, report(other), CardFacts())
+        write_card(output, report(other), Facts())
     assert not (output / "README.md").exists()
 
 
 def test_a_report_with_errors_is_refused(output):
     finding = Finding(rule="K201", severity="error", where="fc.weight", message="m", fix="f")
     with pytest.raises(ReportInvalid, match="errors"):
-        write_card(output, report(output, [finding]), CardFacts())
+        write_card(output, report(output, [finding]), Facts())
 
 
 def test_an_existing_card_is_not_overwritten(output):
     (output / "README.md").write_text("mine")
     with pytest.raises(OutputExists):
-        write_card(output, None, CardFacts())
+        write_card(output, None, Facts())
     assert (output / "README.md").read_text() == "mine"
 
 
 def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     with pytest.raises(NotACheckpoint, match="kconv did not make it"):
-        write_card(head, None, CardFacts())
+        write_card(head, None, Facts())
 
 
 @pytest.mark.parametrize("layout", ["vllm", "trtllm", "sglang", "portable"])
 def test_every_layout_that_is_written_has_a_card(tmp_path, layout):
     head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), MLA, random_slots(MLA))))
     execute(plan(head, by_name(layout)), tmp_path / "out")
-    text = write_card(tmp_path / "out", None, CardFacts()).read_text()
+    text = write_card(tmp_path / "out", None, Facts()).read_text()
     assert "exact: every weight has the source's bytes" in text
 
 
@@ -103,6 +104,6 @@ def test_a_weight_that_was_rounded_is_named(tmp_path):
     spec = replace(MLA, dtype="F32")
     head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
     execute(plan(head, by_name("vllm"), Wishes(dtype="BF16")), tmp_path / "out")
-    text = write_card(tmp_path / "out", None, CardFacts()).read_text()
+    text = write_card(tmp_path / "out", None, Facts()).read_text()
     assert "**not exact**" in text
     assert "fc.weight cast" in text

@@ -1,0 +1,104 @@
+"""What a card is made from. What belongs here: the evidence, and a look-up that notes what nobody said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.manifest import Manifest
+from ..validate.acceptance import Acceptance
+from ..validate.report import Report
+from .facts import Facts, question
+from .licences.files import Text
+from .licences.licence import LICENCES, UNNAMED, Licence
+
+NOT_STATED = "not stated"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that is known about a head.
+
+    Attributes:
+        folder: where it lies; None where there are facts alone.
+        facts: what the user adds.
+        manifest: how kconv made it; None of a head that kconv did not make.
+        report: its validation report.
+        acceptance: measured and quoted figures.
+        texts: licence texts at hand.
+    """
+
+    folder: Path | None = None
+    facts: Facts = field(default_factory=Facts)
+    manifest: Manifest | None = None
+    report: Report | None = None
+    acceptance: tuple[Acceptance, ...] = ()
+    texts: tuple[Text, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the card is headed with."""
+        return self.facts.name or (self.folder.resolve().name if self.folder else NOT_STATED)
+
+    @property
+    def licences(self) -> tuple[Licence, ...]:
+        """The head's own licence and the target's, as far as they are stated."""
+        stated = (self.facts.licence.id, self.facts.licence.target)
+        return tuple(dict.fromkeys(LICENCES[name] for name in stated if name))
+
+    @property
+    def licence_is_named(self) -> bool:
+        """Whether the head's licence is stated and has a name."""
+        return self.facts.licence.id not in (None, UNNAMED)
+
+
+@dataclass
+class Said:
+    """Looks facts up for a template, and notes those that nobody said.
+
+    Attributes:
+        facts: where to look.
+        known: what is known beside them, by the same dotted names.
+        missing: dotted names of what a card asked for and did not find, in the order it asked.
+    """
+
+    facts: Facts
+    known: Mapping[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, path: str) -> str:
+        """Return a fact as text, what else is known of it, or "not stated"."""
+        value, known = self._find(path), self.known.get(path)
+        if value in (None, "", ()) and known in (None, ""):
+            self.missing.setdefault(path, question(Facts, path))
+            return NOT_STATED
+        return cell(known if value in (None, "", ()) else value)
+
+    def listed(self, path: str) -> Sequence[Any]:
+        """Return the entries of a list, none where nobody gave one."""
+        value = self._find(path)
+        if not value:
+            self.missing.setdefault(path, question(Facts, path))
+            return ()
+        return value
+
+    def subcard(self, card: str, row: str) -> str:
+        """Return a subcard's row, "not stated" where nobody filled it."""
+        value = self.facts.subcards.get(card, {}).get(row)
+        if value is None:
+            self.missing.setdefault(f"subcards.{card}.{row}", "")
+            return NOT_STATED
+        return cell(value)
+
+    def _find(self, path: str) -> Any:
+        value: Any = self.facts
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
+
+
+def cell(value: object) -> str:
+    """Return a text as one line that neither ends a table's cell nor its line."""
+    return " ".join(str(value).replace("|", "\\|").split())

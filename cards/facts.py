@@ -1,0 +1,235 @@
+"""What no file of a head says. What belongs here: the schema of a facts file, field by field what a card asks for.
+
+Every field may be left out; a card then says so, and `kconv card --missing` asks for it. Nothing is filled in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from ..errors import FactsInvalid
+from .licences.licence import LICENCES
+
+Engine = Literal["vllm", "trtllm", "sglang"]
+# YAML reads 2.0 and 2026-06-03 as a number and a date; on a card they are what was written, as text.
+Words = Annotated[str, BeforeValidator(lambda value: value if isinstance(value, str) else str(value))]
+
+EXPLAINABILITY = {
+    "intended_task": "Intended Task/Domain", "model_type": "Model Type", "intended_users": "Intended Users",
+    "output": "Output", "how_it_works": "Describe how the model works",
+    "impacted_groups": "Name the adversely impacted groups this has been tested to deliver comparable outcomes "
+    "regardless of",
+    "limitations": "Technical Limitations & Mitigation",
+    "quality_standards": "Verified to have met prescribed NVIDIA quality standards",
+    "performance_metrics": "Performance Metrics", "known_risks": "Potential Known Risk", "licensing": "Licensing",
+}  # fmt: skip
+BIAS = {
+    "participation": "Participation considerations from adversely impacted groups protected classes in model design "
+    "and testing",
+    "measures": "Measures taken to mitigate against unwanted bias",
+}
+SAFETY = {
+    "application_fields": "Model Application Field(s)", "life_critical": "Describe the life critical impact "
+    "(if present)", "use_restrictions": "Use Case Restrictions",
+    "dataset_restrictions": "Model and Dataset Restrictions",
+}  # fmt: skip
+PRIVACY = {
+    "personal_data_generatable": "Generatable or reverse engineerable personal data?",
+    "consent": "Was consent obtained for any personal data used?",
+    "personal_data_used": "Personal data used to create this model?",
+    "dataset_reviews": "How often is dataset reviewed?",
+    "user_interactions": "Was data from user interactions with the AI model (e.g. user input and prompts) used to "
+    "train the model?",
+    "provenance": "Is there provenance for all datasets used in training?",
+    "labeling_law": "Does data labeling (annotation, metadata) comply with privacy laws?",
+    "subject_requests": "Is data compliant with data subject requests for data correction or removal, if such a "
+    "request was made?",
+    "policy": "Applicable NVIDIA Privacy Policy",
+}
+SUBCARDS = {"explainability": EXPLAINABILITY, "bias": BIAS, "safety": SAFETY, "privacy": PRIVACY}
+# What NVIDIA alone can say of a head, whoever writes the card.
+NOT_OURS = {"quality_standards"}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(_Part):
+    """A title and where it leads."""
+
+    title: Words
+    url: Words
+
+
+class LicenceFacts(_Part):
+    """Under which terms the head stands."""
+
+    id: Words | None = Field(default=None, description="its licence, by kconv's id for it")
+    target: Words | None = Field(default=None, description="the target's licence, whose weights a head may hold")
+    attribution: Words | None = Field(default=None, description="the name that the target's licence asks to show")
+    as_published: Words | None = Field(default=None, description="how the publisher states it")
+    acknowledged: bool = Field(default=False, description="whether an unnamed licence is taken knowingly")
+
+    @field_validator("id", "target")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None and value not in LICENCES:
+            raise ValueError(f"{value!r} is no licence that kconv knows; it knows {', '.join(LICENCES)}")
+        return value
+
+
+class Architecture(_Part):
+    """What the head is, as far as its files are not at hand."""
+
+    type: Words | None = Field(default=None, description="e.g. Transformers")
+    network: Words | None = Field(default=None, description="whose decoder layer it is, e.g. DeepSeek V3")
+    attention: Words | None = Field(default=None, description="MLA, GQA or MHA")
+    parameters: Words | None = Field(default=None, description="their number, as published")
+
+
+class Channel(_Part):
+    """What goes in, or comes out."""
+
+    types: Words | None = Field(default=None, description="e.g. Text")
+    formats: Words | None = Field(default=None, description="e.g. String")
+    parameters: Words | None = Field(default=None, description="e.g. One-Dimensional (1D)")
+    other: Words | None = Field(default=None, description="e.g. the context length")
+
+
+class Runtime(_Part):
+    """What it runs on."""
+
+    engines: Words | None = Field(default=None, description="engines that it was published for")
+    hardware: Words | None = Field(default=None, description="e.g. NVIDIA Blackwell")
+    systems: Words | None = Field(default=None, description="e.g. Linux")
+    tested_on: Words | None = Field(default=None, description="hardware that it was tested on")
+
+
+class Dataset(_Part):
+    """A data set, for training or for evaluation."""
+
+    name: Words
+    id: Words | None = Field(default=None, description="hub id")
+    url: Words | None = None
+    size: Words | None = None
+    modality: Words | None = None
+    collection: Words | None = None
+    labeling: Words | None = None
+    properties: Words | None = None
+
+
+class Training(_Part):
+    """How it was trained."""
+
+    framework: Words | None = Field(default=None, description="what trained it, with its version")
+    method: Words | None = Field(default=None, description="in a sentence")
+    datasets: tuple[Dataset, ...] = Field(default=(), description="what it was trained on")
+    samples: Words | None = Field(default=None, description="how many")
+    tokens: Words | None = Field(default=None, description="how many")
+    partition: Words | None = Field(default=None, description="e.g. training 100 %")
+    context: Words | None = Field(default=None, description="longest sequence it was trained on")
+    cluster: Words | None = Field(default=None, description="machines in all")
+    trainer: Words | None = Field(default=None, description="machines that trained")
+    inference: Words | None = Field(default=None, description="machines that ran the target")
+    initialized_from: Words | None = Field(default=None, description="the checkpoint it began from")
+    iterations: Words | None = Field(default=None, description="steps")
+    learning_rate: Words | None = Field(default=None, description="with its schedule")
+    duration: Words | None = Field(default=None, description="how long")
+
+
+class Serve(_Part):
+    """How an engine is told about it, beside what every head needs."""
+
+    requires: Words | None = Field(default=None, description="the engine's version")
+    arguments: tuple[Words, ...] = ()
+    unsupported: Words | None = Field(default=None, description="why it cannot be served there")
+
+
+class Facts(_Part):
+    """A facts file.
+
+    Attributes:
+        sources: where these facts were read.
+        expected: what tables of acceptance were looked for; what is not there is "not published".
+        subcards: keys as in `SUBCARDS`.
+    """
+
+    name: Words | None = Field(default=None, description="hub id of the head")
+    publisher: Words | None = Field(default=None, description="who publishes it")
+    summary: Words | None = Field(default=None, description="what it is, in your own words")
+    base_model: Words | None = Field(default=None, description="hub id of the target")
+    source_head: Words | None = Field(default=None, description="hub id of the head it was made from")
+    use: Words | None = Field(default=None, description="whether commercial use is allowed, as published")
+    licence: LicenceFacts = Field(default=LicenceFacts(), description="its terms")
+    geography: Words | None = Field(default=None, description="where it may be deployed")
+    use_case: Words | None = Field(default=None, description="who would use it for what")
+    released: Words | None = Field(default=None, description="when and where")
+    references: tuple[Link, ...] = Field(default=(), description="what to read about it")
+    architecture: Architecture = Architecture()
+    input: Channel = Channel()
+    output: Channel = Channel()
+    runtime: Runtime = Runtime()
+    version: Words | None = Field(default=None, description="its version")
+    training: Training = Training()
+    evaluation: tuple[Dataset, ...] = Field(default=(), description="what it was evaluated on")
+    why: tuple[Words, ...] = Field(default=(), description="why this kind of head for this target")
+    performance_note: Words | None = Field(default=None, description="how its published figures were made")
+    requirements: tuple[Words, ...] = Field(default=(), description="what serving it takes")
+    serve: dict[Engine, Serve] = {}
+    benchmark_command: Words | None = Field(default=None, description="how to repeat its benchmark")
+    ethics: Words | None = Field(default=None, description="your own ethical considerations")
+    citation: Words | None = Field(default=None, description="BibTeX")
+    languages: tuple[Words, ...] = ()
+    tags: tuple[Words, ...] = ()
+    library: Words | None = Field(default=None, description="the library it was made with, for the Hub")
+    pipeline_tag: Words = "text-generation"
+    expected: dict[str, tuple[Words, ...]] = {}
+    subcards: dict[str, dict[str, Words]] = {}
+    sources: tuple[Link, ...] = ()
+
+    @field_validator("subcards")
+    @classmethod
+    def _rows_exist(cls, value: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        for card, rows in value.items():
+            if card not in SUBCARDS:
+                raise ValueError(f"there is no subcard {card!r}; there are {', '.join(SUBCARDS)}")
+            unknown = rows.keys() - SUBCARDS[card].keys()
+            if unknown:
+                raise ValueError(f"{card} has no {', '.join(sorted(unknown))}; it has {', '.join(SUBCARDS[card])}")
+        return value
+
+
+def read_facts(file: Path) -> Facts:
+    """Read a facts file in YAML.
+
+    Raises:
+        FactsInvalid: it is missing, no YAML, or has a key that does not exist or a value that cannot be.
+    """
+    try:
+        value = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return Facts.model_validate({} if value is None else value)
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise FactsInvalid(f"{where}: {first['msg']}", where=file, fix="Mend this key of the facts file.") from fault
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
+        raise FactsInvalid(
+            f"{file.name} cannot be read: {fault}", where=file, fix="Give a YAML file in UTF-8."
+        ) from fault
+
+
+def question(facts: type[BaseModel], path: str) -> str:
+    """Return what a field asks for, by its dotted name, "" of one that has no words of its own."""
+    model: Any = facts
+    words = ""
+    for name in path.split("."):
+        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        if field is None:
+            return words
+        words, model = field.description or "", field.annotation
+    return words

@@ -1,0 +1,261 @@
+"""What a head's folder owes to those whose work is in it. What belongs here: the checks L1 to L9, as findings.
+
+An engineering reading of the licences, no legal advice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ...validate.report import Finding, Severity
+from ..evidence import Evidence
+from ..facts import Facts
+from ..front_matter import source_head
+from .files import NOTICE, Text, find_texts
+from .licence import LICENCES, UNNAMED, Licence, attribution_in, copyright_in, digest_text
+
+CARD = "README.md"
+NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
+MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
+FRONT = re.compile(r"\A---\r?\n(?P<yaml>.*?)\r?\n---\r?\n", re.DOTALL)
+# Data sets whose prompts are another's, and the files that prompts come in.
+PROMPT_FILES = (".jsonl", ".parquet")
+KEPT_PROMPTS = "SPEED-Bench"
+ENDORSED = (
+    r"verified to have met prescribed nvidia quality standards:?\s*\|\s*yes",
+    r"(endorsed|certified|approved|verified|sponsored) by (nvidia|moonshot)",
+    r"official (nvidia|moonshot( ai)?) (release|model|head)",
+    r"in partnership with (nvidia|moonshot)",
+)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder as the checks see it.
+
+    Attributes:
+        path: where it lies.
+        card: README.md's text, "" where there is none.
+        front: its front matter, empty where there is none that can be read.
+        notice: NOTICE's text.
+        texts: licence texts in it.
+        manifest: how kconv made it; None where it did not.
+        facts: what its owner says.
+    """
+
+    path: Path
+    card: str
+    front: Mapping[str, Any]
+    notice: str
+    texts: tuple[Text, ...]
+    manifest: Manifest | None
+    facts: Facts
+
+    @property
+    def source(self) -> str:
+        """The hub id of the head it was made from, or is; "" where none is known."""
+        evidence = Evidence(self.path, self.facts, self.manifest)
+        return source_head(evidence) or ("" if self.manifest else self.facts.name or "")
+
+    @property
+    def licence(self) -> str:
+        """The head's licence by kconv's id, as its owner or its card states it; "" where neither does."""
+        stated = str(self.facts.licence.id or self.front.get("license_name") or self.front.get("license"))
+        return stated if stated in LICENCES else ""
+
+    @property
+    def bases(self) -> list[str]:
+        """What the card lists as base models."""
+        bases = self.front.get("base_model") or []
+        return [bases] if isinstance(bases, str) else list(bases)
+
+    @property
+    def target(self) -> str:
+        """The hub id of the target, "" where none is known."""
+        return self.facts.base_model or next((base for base in self.bases if base != self.source), "")
+
+    def text_of(self, licence: Licence) -> Text | None:
+        """Return the text of a licence that lies in the folder."""
+        return next((text for text in self.texts if text.licence.id == licence.id), None)
+
+
+Found = tuple[Severity, str, str, str]
+"""Severity, where, message, fix."""
+
+
+def _nvidia(folder: Folder) -> Iterator[Found]:
+    licence = LICENCES["nvidia-open-model-license"]
+    if not (NVIDIA_HEAD.fullmatch(folder.source) or folder.licence == licence.id):
+        return
+    text = folder.text_of(licence)
+    fix = f"Put a copy of {licence.url} into the folder: kconv card DIR --license-file FILE."
+    if text is None:
+        yield "error", licence.file, f"a head under the {licence.title} goes with a copy of the agreement", fix
+    elif digest_text(text.text) not in licence.digests:
+        message = "the agreement is another edition than those that kconv knows, or was changed"
+        yield "warning", text.origin.name, message, f"Compare it with {licence.url}."
+    if licence.notice not in folder.notice.splitlines():
+        yield "error", NOTICE, f'it lacks the line "{licence.notice}"', "Write it with kconv card."
+
+
+def _front(folder: Folder) -> Iterator[Found]:
+    stated = folder.front.get("license")
+    if not stated or stated == "unknown":
+        yield "error", CARD, "its front matter states no licence", "State it: kconv card DIR --license ID."
+    elif stated == "other":
+        for key in ("license_name", "license_link"):
+            if not folder.front.get(key):
+                yield "error", CARD, f"license: other without {key}", "Name the licence and give its text."
+    link = str(folder.front.get("license_link") or "")
+    if link and "://" not in link and not (folder.path / link).is_file():
+        yield "error", CARD, f"license_link leads to {link}, which is not there", "Put the licence's text there."
+
+
+def _target(folder: Folder) -> Iterator[Found]:
+    stated = LICENCES.get(folder.facts.licence.target or "")
+    licence = stated or (LICENCES["modified-mit"] if MOONSHOT.fullmatch(folder.target) else None)
+    if licence is None or not licence.text or licence.id == UNNAMED:
+        return
+    copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
+    severity: Severity = "error" if copied else "warning"
+    why = f"holds {copied:,} of its target's parameters" if copied else "was trained on its target's answers"
+    text = folder.text_of(licence)
+    if text is None:
+        yield (
+            severity,
+            licence.file,
+            f"the head {why}, and the target's licence is not in the folder",
+            ("Give it: kconv card DIR --target TARGET, or --license-file FILE."),
+        )
+    elif copyright_in(text.text) is None:
+        yield severity, text.origin.name, "the target's licence lacks its copyright line", "Copy the file whole."
+    name = attribution_in(text.text) if text else folder.facts.licence.attribution
+    if licence.attribution and (not name or f'"{name}"' not in folder.notice):
+        said = f'"{name}"' if name else "the name that the target's licence asks for"
+        yield severity, NOTICE, f"it does not say that large products show {said}", "Write it with kconv card."
+
+
+def _unnamed(folder: Folder) -> Iterator[Found]:
+    if folder.licence == UNNAMED and not (folder.texts or folder.facts.licence.acknowledged):
+        yield (
+            "error",
+            CARD,
+            "the head's publisher names no licence, so what may be done with it is not known",
+            ("Ask the publisher and give the text with --license-file, or say so in the facts: licence.acknowledged."),
+        )
+
+
+def _notice_kept(folder: Folder) -> Iterator[Found]:
+    licence = LICENCES.get(folder.licence)
+    if licence is None or licence.id not in ("mit", "apache-2.0"):
+        return
+    text = folder.text_of(licence)
+    if text is None:
+        yield (
+            "error",
+            licence.file,
+            f"the {licence.title} asks that its text goes along",
+            "Give it with --license-file.",
+        )
+    elif licence.id == "mit" and copyright_in(text.text) is None:
+        yield "error", text.origin.name, "the licence lacks its copyright line", "Copy the file whole."
+
+
+def _changes(folder: Folder) -> Iterator[Found]:
+    manifest = folder.manifest
+    if manifest is None:
+        return
+    for what in (f"kconv {manifest.kconv}", manifest.source, MANIFEST):
+        if what not in folder.card:
+            yield (
+                "error",
+                CARD,
+                f"it does not say that the files were changed: {what} is not named",
+                ("Write it with kconv card."),
+            )
+
+
+def _prompts(folder: Folder) -> Iterator[Found]:
+    if KEPT_PROMPTS not in folder.card:
+        return
+    for file in sorted(folder.path.rglob("*")):
+        if file.suffix in PROMPT_FILES:
+            yield (
+                "error",
+                str(file.relative_to(folder.path)),
+                f"{KEPT_PROMPTS}'s licence keeps prompts in",
+                ("Take the file out of the folder."),
+            )
+
+
+def _bases(folder: Folder) -> Iterator[Found]:
+    # A head that kconv did not make has no source but itself.
+    for what, name in (("target", folder.facts.base_model), ("source", folder.source if folder.manifest else None)):
+        if name and name not in folder.bases:
+            yield "error", CARD, f"base_model does not list the {what}, {name}", "Write it with kconv card."
+    if not folder.bases:
+        yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID."
+
+
+def _endorsement(folder: Folder) -> Iterator[Found]:
+    for pattern in ENDORSED:
+        found = re.search(pattern, folder.card, re.IGNORECASE)
+        if found:
+            yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Say what you did yourself."
+
+
+CHECKS: Mapping[str, Callable[[Folder], Iterator[Found]]] = {
+    "L1": _nvidia, "L2": _front, "L3": _target, "L4": _unnamed, "L5": _notice_kept, "L6": _changes, "L7": _prompts,
+    "L8": _bases, "L9": _endorsement,
+}  # fmt: skip
+
+
+def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
+    """Check what a folder says of licences and origins.
+
+    Args:
+        path: a head's folder with its card.
+        facts: what its owner says beside it.
+
+    Returns:
+        Findings, worst first; none where all is in order.
+
+    Raises:
+        ManifestMismatch: kconv.json is there and not of the schema.
+    """
+    card = _read(path / CARD)
+    folder = Folder(
+        path=path,
+        card=card,
+        front=_front_matter(card),
+        notice=_read(path / NOTICE),
+        texts=find_texts([path]),
+        manifest=read_manifest(path) if (path / MANIFEST).exists() else None,
+        facts=facts or Facts(),
+    )
+    found = [
+        Finding(rule=rule, severity=severity, where=where, message=message, fix=fix)
+        for rule, check in CHECKS.items()
+        for severity, where, message, fix in check(folder)
+    ]
+    return tuple(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
+
+
+def _front_matter(card: str) -> Mapping[str, Any]:
+    found = FRONT.match(card)
+    try:
+        value = yaml.safe_load(found["yaml"]) if found else None
+    except yaml.YAMLError:
+        value = None
+    return value if isinstance(value, dict) else {}
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""

@@ -1,0 +1,111 @@
+"""The acceptance that a release must reach. What belongs here: its schema, its recipe, what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...errors import RecipeInvalid
+from ...validate.acceptance import OVERALL, Acceptance, Metric
+from ...validate.report import Report
+from ..facts import Facts
+
+# The recipe that made a folder lies in it, and is published with it.
+RECIPE = "release.yaml"
+KEY, FACTS = "min_acceptance", "facts"
+Part = TypeVar("Part", bound=BaseModel)
+
+
+class Floor(BaseModel):
+    """What a head must reach to be published; every part of it has to be said.
+
+    Attributes:
+        metric: as acceptance.json names it.
+        suite: the dataset that it is measured on, as acceptance.json names it; or, of a validation report, the kind
+            of text: "held-out", "sampled" or "greedy".
+        category: of the suite; the whole of it if empty.
+        at_least: the least figure, in the metric's unit.
+        max_loss: the largest loss of acceptance length against the head's source, as a share of the source's.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    metric: Metric
+    suite: str = Field(min_length=1)
+    category: str = OVERALL
+    at_least: float = Field(gt=0)
+    max_loss: float = Field(ge=0, lt=1)
+
+    @property
+    def name(self) -> str:
+        """The metric and what it is over, e.g. "al_incl_bonus on MT-Bench"."""
+        return f"{self.metric} on {self.suite}{f' ({self.category})' if self.category else ''}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A figure that can be held against a floor: its value, and which file says it."""
+
+    value: float
+    where: str
+
+
+def read_floor(folder: Path) -> Floor | None:
+    """Return the floor that the recipe in a folder states; None where there is no recipe, or none in it.
+
+    Raises:
+        RecipeInvalid: the recipe is no YAML mapping, or its floor is not of the schema.
+    """
+    return _read_part(folder, KEY, Floor)
+
+
+def recipe_facts(folder: Path) -> Facts | None:
+    """Return the facts that the recipe in a folder states; None where there is no recipe, or none in it.
+
+    Raises:
+        RecipeInvalid: the recipe is no YAML mapping, or its facts are not of the schema.
+    """
+    return _read_part(folder, FACTS, Facts)
+
+
+def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
+    file = folder / RECIPE
+    if not file.exists():
+        return None
+    try:
+        held = yaml.safe_load(file.read_bytes())
+        stated = held.get(key) if isinstance(held, dict) else None
+        return None if stated is None else schema.model_validate(stated)
+    except (yaml.YAMLError, ValidationError) as fault:
+        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "it is no YAML"
+        raise RecipeInvalid(
+            f"{RECIPE} cannot be read: {what}", where=f"{file}: {key}", fix="Put it right there."
+        ) from fault
+
+
+def find_measurements(floor: Floor, report: Report | None, acceptance: Acceptance | None) -> list[Measurement]:
+    """Return every figure about the head that the floor speaks of; what is quoted from elsewhere does not count."""
+    found = [
+        Measurement(row.value, "acceptance.json")
+        for row in (acceptance.rows if acceptance else ())
+        if (row.metric, row.dataset, row.category) == (floor.metric, floor.suite, floor.category)
+        and row.measured_by == "self"
+    ]
+    if report is not None and floor.metric == "al_incl_bonus" and not floor.category:
+        found += [
+            Measurement(row.length, "report.json")
+            for row in report.figures.acceptance
+            if row.drafter == "output" and row.text == floor.suite
+        ]
+    return found
+
+
+def largest_loss(report: Report) -> float | None:
+    """Return the largest loss of acceptance length against the source, as a share; None where none was measured."""
+    sources = {row.text: row.length for row in report.figures.acceptance if row.drafter == "source"}
+    losses = [-p.length_difference / sources[p.text] for p in report.figures.parity if p.text in sources]
+    return max(losses, default=None)

@@ -1,0 +1,227 @@
+"""The gate that a release passes or not. What belongs here: the checks, each a function that returns findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from ...errors import KconvError, PublishRefused
+from ...validate.report import Finding
+from ..licences.checks import CHECKS as LICENCE_CHECKS
+from ..licences.checks import check_folder
+from .allow import Allowance
+from .floor import find_measurements, largest_loss
+from .release import CARD, IMAGES, REPORT, Candidate
+
+# What tokens of the Hub and of the places that keep code look like.
+SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
+TEXT = (".md", ".json", ".yaml", ".yml", ".txt", ".sh", ".py", "")
+# The licence checks see to the licence and the base models.
+NEEDED = ("library_name", "pipeline_tag")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of the gate.
+
+    Attributes:
+        rule: its id.
+        says: what holds where it finds nothing.
+        fix: what to do.
+        find: yields what is wrong: where, and one sentence.
+        allowable: whether --allow may let it pass.
+    """
+
+    rule: str
+    says: str
+    fix: str
+    find: Callable[[Candidate], Iterable[tuple[str, str]]]
+    allowable: bool = True
+
+    def run(self, candidate: Candidate) -> Iterator[Finding]:
+        """Yield what the check finds."""
+        for where, message in self.find(candidate):
+            yield Finding(rule=self.rule, severity="error", where=where, message=message, fix=self.fix)
+
+
+def _manifest(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    try:
+        assert candidate.manifest
+    except KconvError as fault:
+        yield fault.where or str(candidate.folder), fault.what
+
+
+def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    for name in candidate.unaccounted:
+        yield name, "nothing accounts for this file: it is not the manifest's, nor a part of a release"
+
+
+def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    for name, file in candidate.files.items():
+        if file.is_symlink() or not file.is_file():
+            yield name, "it is no plain file; what it leads to is not the folder's own"
+
+
+def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.report is None:
+        yield REPORT, "there is no validation report"
+
+
+def _report_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.report is not None and candidate.report.weights != candidate.weights:
+        yield REPORT, "the report is of other weights than this folder's"
+
+
+def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    for finding in candidate.report.findings if candidate.report else ():
+        if finding.severity == "error":
+            yield finding.where, f"validation found {finding.rule}: {finding.message}"
+
+
+def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.report is None:
+        return
+    figures = candidate.report.figures
+    if candidate.manifest.exact and figures.identical is not True:
+        yield REPORT, "the weights are said to be the source's, and were not compared with them"
+    if not candidate.manifest.exact and not figures.parity:
+        yield REPORT, "the weights are not the source's, and how far they are from it was not measured"
+
+
+def _floor_named(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.floor is None:
+        yield "min_acceptance", "nobody has said which acceptance this head must reach"
+
+
+def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if (floor := candidate.floor) is None:
+        return
+    found = find_measurements(floor, candidate.report, candidate.acceptance)
+    if not found:
+        yield floor.suite, f"{floor.name} was not measured on these weights"
+    for one in found:
+        if not one.value >= floor.at_least:
+            yield one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least:g}"
+
+
+def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.floor is None or candidate.report is None:
+        return
+    if candidate.manifest.exact and candidate.report.figures.identical:
+        return
+    loss = largest_loss(candidate.report)
+    if loss is None:
+        yield REPORT, "the loss of acceptance against the source was not measured"
+    elif not loss <= candidate.floor.max_loss:
+        yield REPORT, f"{loss:.2%} of the source's acceptance is lost; {candidate.floor.max_loss:.2%} may be"
+
+
+def _acceptance_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.acceptance and candidate.acceptance.weights not in ({}, candidate.weights):
+        yield "acceptance.json", "the acceptance was measured on other weights than this folder's"
+
+
+def _acceptance_says(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if candidate.acceptance and not candidate.acceptance.weights:
+        yield "acceptance.json", "it does not say which weights the acceptance was measured on"
+
+
+def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    if not candidate.card:
+        yield CARD, "there is no card"
+        return
+    front = read_front_matter(candidate.card)
+    if front is None:
+        yield CARD, "the card has no front matter that can be read"
+        return
+    for key in NEEDED:
+        if not front.get(key):
+            yield f"{CARD}: {key}", f"the card does not say its {key}"
+    for image in IMAGES.findall(candidate.card):
+        if "://" not in image and image not in candidate.files:
+            yield CARD, f"the card shows {image}, which is not in the folder"
+
+
+def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    for name, file in candidate.files.items():
+        if file.suffix in TEXT and file.is_file() and SECRET.search(file.read_bytes()):
+            yield name, "it holds what looks like an access token"
+
+
+MANIFEST_HOLDS = Check(
+    "P101", "Every byte is the one that the manifest records.", "Convert again; kconv verify tells more.", _manifest,
+    allowable=False,
+)  # fmt: skip
+VALIDATE = "Run kconv validate on this folder, with --source, --target and --prompts."
+CHECKS = (
+    Check("P102", "Every file is the manifest's or a known part of a release.", "Take it out.", _unaccounted),
+    Check("P103", "Every file is a plain one.", "Put the file itself there.", _links, allowable=False),
+    Check("P104", "There is a validation report.", VALIDATE, _report),
+    Check("P105", "The report is of these very weights.", VALIDATE, _report_of_these, allowable=False),
+    Check("P106", "The report holds no error.", "Mend what kconv validate found.", _report_clean),
+    Check("P107", "The weights are the source's, or how far they are from it was measured.", VALIDATE, _nothing_lost),
+    Check(
+        "P108", "A floor is named, with its metric and suite.",
+        "Put min_acceptance into the recipe, or give --min-acceptance with --suite and --max-loss.", _floor_named,
+    ),
+    Check("P109", "The acceptance reaches the floor.", "Train on, or measure with kconv bench.", _floor_reached),
+    Check("P110", "No more acceptance is lost against the source than may be.", VALIDATE, _loss),
+    Check(
+        "P111", "The acceptance was measured on these very weights.", "Run kconv bench on this folder.",
+        _acceptance_of_these, allowable=False,
+    ),
+    Check("P112", "The acceptance says on which weights.", "Run kconv bench with the head at hand.", _acceptance_says),
+    Check("P113", "The card is complete.", "Write it again: kconv card, which lists what is missing.", _card),
+    Check("P114", "No file holds an access token.", "Take it out, and revoke the token.", _secrets, allowable=False),
+)  # fmt: skip
+
+
+def read_front_matter(card: str) -> dict | None:
+    """Return the metadata at the head of a card; None where there is none that can be read."""
+    parts = card.split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return None
+    try:
+        held = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def judge(candidate: Candidate) -> list[Finding]:
+    """Return what the checks and the licence checks find in a folder; where the manifest does not hold, that alone."""
+    broken = list(MANIFEST_HOLDS.run(candidate))
+    if broken:
+        return broken
+    found = [finding for check in CHECKS for finding in check.run(candidate)]
+    return [*found, *check_folder(candidate.folder, candidate.facts)]
+
+
+def allowable() -> frozenset[str]:
+    """Return the ids of the checks that an allowance may let pass."""
+    return frozenset({check.rule for check in CHECKS if check.allowable} | LICENCE_CHECKS.keys())
+
+
+def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> list[tuple[Finding, Allowance]]:
+    """Return the findings that allowances let pass, each with its allowance.
+
+    Raises:
+        PublishRefused: a finding of severity "error" is left, or an allowance is of a rule that nothing overrides.
+    """
+    by_rule = {allowance.rule: allowance for allowance in allowances}
+    never = {check.rule for check in (MANIFEST_HOLDS, *CHECKS) if not check.allowable}
+    errors = [finding for finding in findings if finding.severity == "error"]
+    left = [finding for finding in errors if finding.rule not in by_rule or finding.rule in never]
+    if left:
+        lines = "".join(f"\n  {f.rule} {f.where}: {f.message}\n       {f.fix}" for f in left)
+        may = sorted({finding.rule for finding in left} - never)
+        raise PublishRefused(
+            f"{len(left)} check(s) speak against publishing this folder:{lines}",
+            fix=f"Mend these, or give a reason that the card will state: --allow {may[0]} --why TEXT"
+            if may
+            else "Mend these; no reason overrides them.",
+        )
+    return [(finding, by_rule[finding.rule]) for finding in errors]

@@ -1,0 +1,163 @@
+"""A folder as it is to be published. What belongs here: which of its files go, and their hashes on both sides.
+
+The Hub knows a weight file by its sha256, and a small one by git's id of its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+
+from ...checkpoint.bytes import file_digest
+from ...checkpoint.manifest import MANIFEST, Manifest, verify
+from ...errors import KconvError, NotACheckpoint
+from ...validate.acceptance import ACCEPTANCE, Acceptance, read_acceptance
+from ...validate.report import Report, read_report
+from ..facts import Facts
+from .floor import RECIPE, Floor
+
+CARD, REPORT = "README.md", "report.json"
+# What may lie beside a head's own files: the card and its pictures, licences, and the evidence.
+BESIDE = (
+    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, "acceptance-*.json", "*.png", "LICENSE*", "LICENCE*",
+    "NOTICE*", "THIRD_PARTY*",
+)  # fmt: skip
+IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file of a release.
+
+    Attributes:
+        name: its path in the repository.
+        content: where it is, or what is in it.
+        size: bytes.
+        sha256: of its bytes.
+    """
+
+    name: str
+    content: Path | bytes
+    size: int
+    sha256: str
+
+    @cached_property
+    def blob_id(self) -> str:
+        """Git's id of the file."""
+        data = self.content.read_bytes() if isinstance(self.content, Path) else self.content
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that is to be published, with what the gate judges it by.
+
+    Attributes:
+        folder: an output of kconv, with its card.
+        report: a validation report.
+        acceptance: an acceptance.json.
+        floor: what its acceptance must reach.
+        beside: further files by the name that they are published under.
+        facts: what no file says.
+    """
+
+    folder: Path
+    report: Report | None
+    acceptance: Acceptance | None
+    floor: Floor | None
+    beside: Mapping[str, Path] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest, after every byte was held against it; see `verify` for its faults."""
+        return verify(self.folder)
+
+    @cached_property
+    def weights(self) -> dict[str, str]:
+        """The sha256 of each weight file, as the manifest has it."""
+        return {file.name: file.sha256 for file in self.manifest.files if file.name.endswith(".safetensors")}
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """What would be published, by name."""
+        found = {str(p.relative_to(self.folder)): p for p in self.folder.rglob("*") if not p.is_dir()}
+        return dict(sorted((found | self.beside).items()))
+
+    @cached_property
+    def unaccounted(self) -> list[str]:
+        """The files that neither the manifest records nor a release may hold."""
+        recorded = {file.name for file in self.manifest.files}
+        return [n for n in self.files if n not in recorded and not any(fnmatch(n, p) for p in BESIDE)]
+
+    @cached_property
+    def card(self) -> str:
+        """README.md's text, empty where there is none."""
+        file = self.folder / CARD
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+
+def open_candidate(
+    folder: Path, report: Path | None, acceptance: Path | None, floor: Floor | None, facts: Facts | None = None
+) -> Candidate:
+    """Gather what a folder is judged by: its own report.json and acceptance.json where no others are named.
+
+    Args:
+        folder: what is to be published.
+        report, acceptance: evidence that lies elsewhere.
+        floor: what the acceptance must reach.
+        facts: what no file says; the licence checks heed it.
+
+    Raises:
+        NotACheckpoint: a file that was named is not there.
+        ReportInvalid, AcceptanceInvalid: one of them is not of its schema.
+    """
+    if not folder.is_dir():
+        raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card has written to.")
+    beside = {REPORT: report, ACCEPTANCE: acceptance}
+    beside = {name: file for name, file in beside.items() if file is not None}
+    found = {name: beside.get(name, folder / name) for name in (REPORT, ACCEPTANCE)}
+    return Candidate(
+        folder,
+        read_report(found[REPORT]) if report or found[REPORT].exists() else None,
+        read_acceptance(found[ACCEPTANCE]) if acceptance or found[ACCEPTANCE].exists() else None,
+        floor,
+        beside,
+        facts or Facts(),
+    )
+
+
+def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
+    """Return what is published of a candidate that has passed the gate.
+
+    Args:
+        candidate: the folder.
+        card: README.md as it is published, which may say more than the folder's.
+
+    Raises:
+        KconvError: a file cannot be read.
+    """
+    recorded = {file.name: file for file in candidate.manifest.files}
+    made = []
+    try:
+        for name, file in candidate.files.items():
+            if name == CARD:
+                data = card.encode()
+                made.append(Upload(name, data, len(data), hashlib.sha256(data).hexdigest()))
+            elif name in recorded and name not in candidate.beside:
+                made.append(Upload(name, file, recorded[name].size, recorded[name].sha256))
+            else:
+                made.append(Upload(name, file, file.stat().st_size, file_digest(file)))
+    except OSError as fault:
+        raise KconvError(f"a file cannot be read: {fault.strerror}", where=fault.filename) from fault
+    return tuple(made)
+
+
+def digest_release(files: tuple[Upload, ...]) -> str:
+    """Return 16 hex digits that name these very files."""
+    return hashlib.sha256("".join(f"{f.sha256}  {f.name}\n" for f in files).encode()).hexdigest()[:16]

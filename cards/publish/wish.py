@@ -1,0 +1,63 @@
+"""How a folder is to be published. What belongs here: the wish, and when it cannot be met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import HubMoved, PublishRefused
+from .remote import Seen
+
+MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a folder is to be published.
+
+    Attributes:
+        repo: org/name.
+        tag: what to call this release; no tag if empty.
+        revision: the branch to commit to.
+        private: whether the repository must not be public.
+        public: whether to make it public once everything was read back; as it is if neither is asked for.
+        create_pr: whether to open a pull request in place of moving the branch.
+        expect_parent: the commit that the branch must be on; any if empty.
+    """
+
+    repo: str
+    tag: str = ""
+    revision: str = MAIN
+    private: bool = False
+    public: bool = False
+    create_pr: bool = False
+    expect_parent: str = ""
+
+
+def refuse_contradictions(wish: Wish) -> None:
+    """Raise PublishRefused for a wish that cannot be."""
+    if wish.create_pr and (wish.tag or wish.revision != MAIN or wish.public):
+        raise PublishRefused(
+            "a pull request is against the main branch, and is neither tagged nor made public before it is merged",
+            fix="Leave out the tag, the revision and --public; publish with the tag once it is merged.",
+        )
+    if wish.private and wish.public:
+        raise PublishRefused("a repository cannot be both private and public", fix="Choose one of the two.")
+
+
+def refuse_public(wish: Wish, seen: Seen) -> None:
+    """Raise PublishRefused where the repository is public and must not be."""
+    if wish.private and not seen.private:
+        raise PublishRefused(
+            f"{wish.repo} is public, and a private repository was asked for",
+            fix="Make it private in its settings, or leave out --private.",
+        )
+
+
+def refuse_moved(wish: Wish, parent: str) -> None:
+    """Raise HubMoved where the branch is not on the commit that the wish expects."""
+    if wish.expect_parent and parent != wish.expect_parent:
+        raise HubMoved(
+            f"{wish.repo} is on {parent[:10]}, not on {wish.expect_parent[:10]}",
+            where=wish.revision,
+            fix="See what was committed meanwhile, then expect the new parent.",
+        )

@@ -1,0 +1,139 @@
+"""What the evidence says, for a card's sections. What belongs here: words and figures made of manifest and report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
+from ..validate.acceptance import Row
+from ..validate.report import AcceptanceFigures, Report
+from .evidence import NOT_STATED, Evidence, Said
+from .facts import NOT_OURS
+from .licences.licence import attribution_in
+
+ENGINES = {
+    "vllm": "vLLM's layout",
+    "trtllm": "TensorRT-LLM's layout",
+    "sglang": "SGLang's layout",
+    "portable": "a layout that TensorRT-LLM, vLLM and SGLang all load",
+}
+
+
+def known(manifest: Manifest | None) -> dict[str, str]:
+    """Return what a manifest says that a facts file would, by the facts' dotted names."""
+    if manifest is None:
+        return {}
+    found = {
+        "architecture.attention": f"{manifest.spec['kind'].upper()}",
+        "runtime.engines": ENGINES[manifest.layout],
+    }
+    training = manifest.training or {}
+    recipe = training.get("recipe", {})
+    if libraries := training.get("libraries"):
+        found["training.framework"] = ", ".join(f"{name} {version}" for name, version in libraries.items())
+    if tokens := training.get("tokens", {}).get("counted"):
+        found["training.tokens"] = f"{tokens:,}"
+    if start := training.get("started_from"):
+        found["training.initialized_from"] = start
+    if {"steps", "lr", "schedule", "seq"} <= recipe.keys():
+        found["training.iterations"] = f"{recipe['steps']:,}"
+        found["training.learning_rate"] = f"{recipe['lr']:g}, {recipe['schedule']}"
+        found["training.context"] = f"{recipe['seq']} tokens"
+    return found
+
+
+def conversion(manifest: Manifest | None) -> dict[str, Any]:
+    """Return what a manifest says, for the templates."""
+    if manifest is None:
+        empty = dict.fromkeys(("kind", "dtype", "engine", "exactness", "copied", "approximation"), "")
+        return empty | {"captured": ()}
+    origin = manifest.parameters_by_origin
+    parts = [
+        f"{manifest.parameters:,}: {origin.trained:,} trained",
+        f"{origin.copied_from_target:,} copied from the target",
+    ]
+    if origin.unknown:
+        parts.append(f"{origin.unknown:,} of which it is not known")
+    return {
+        "kind": f"{manifest.spec['kind'].upper()} attention",
+        "parameters": ", ".join(parts),
+        "copied": f"{origin.copied_from_target:,}" if origin.copied_from_target else "",
+        "dtype": manifest.spec["dtype"],
+        "engine": ENGINES[manifest.layout],
+        "captured": manifest.spec["captured"],
+        "exactness": _exactness(manifest),
+        "approximation": _approximation(manifest.conversion) if manifest.conversion else "",
+    }
+
+
+def measured(report: Report | None) -> dict[str, Any]:
+    """Return what a validation report says, for the templates."""
+    if report is None:
+        return {"verified": "", "texts": (), "rows": (), "steps": 0, "precision": ""}
+    figures = report.figures
+    whole = [row for row in figures.acceptance if not row.category]
+    return {
+        "verified": {None: "", True: "identical, bit by bit", False: "NOT identical"}[figures.identical],
+        "texts": figures.texts,
+        "rows": _rows(whole),
+        "steps": whole[0].steps if whole else 0,
+        "precision": report.provenance.get("dtype", NOT_STATED),
+    }
+
+
+def _approximation(record: ConversionRecord) -> str:
+    """Say how an attention was turned into the other kind, and what it measured on texts that were held out."""
+    numbers = {name: value for name, value in record.held_out.items() if isinstance(value, int | float)}
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in numbers.items())
+    healed = f", healed for {record.heal_steps} steps" if record.heal_steps else ""
+    return f"**approximate**: {record.method} (calibrated on {record.calibration}{healed}); held out: {figures}"
+
+
+def _exactness(manifest: Manifest) -> str:
+    """Say what became of the weights' bytes: kept, but for the tensors that were added or computed."""
+    changes = [f"{step.output.name} {step.action}" for step in manifest.tensors if step.reason]
+    if not changes:
+        return "exact: every weight has the source's bytes"
+    return f"{'exact' if manifest.exact else '**not exact**'}; all have the source's bytes but {', '.join(changes)}"
+
+
+def changed(manifest: Manifest | None) -> str:
+    """Say that the files were changed, "" of a head that kconv did not make."""
+    if manifest is None:
+        return ""
+    return (
+        f"Modified: kconv {manifest.kconv} wrote these files from {manifest.source} ({manifest.source_layout} layout); "
+        f"{MANIFEST} lists each tensor with its digests."
+    )
+
+
+def attribution(evidence: Evidence) -> str:
+    """Return the name that the target's licence asks to show, in quotes."""
+    names = [attribution_in(text.text) for text in evidence.texts if text.licence.attribution]
+    return next((f'"{name}"' for name in (*names, evidence.facts.licence.attribution) if name), NOT_STATED)
+
+
+def answer(said: Said, card: str, row: str) -> str:
+    """Return what stands in a subcard's row."""
+    # Whoever writes a card with kconv is not NVIDIA's quality assurance.
+    return "Not evaluated by kconv" if row in NOT_OURS else said.subcard(card, row)
+
+
+def sanity(rows: Sequence[Row]) -> list[str]:
+    """Say what the answers were like that figures were measured on."""
+    for row in rows:
+        if row.sanity and not row.category:
+            return [
+                f"Answers: {row.sanity.mean_tokens:.0f} tokens on average, {row.sanity.cut:.0%} cut at the limit, "
+                f"{row.sanity.distinct_4grams:.0%} of their 4-grams distinct."
+            ]
+    return []
+
+
+def _rows(acceptance: Sequence[AcceptanceFigures]) -> list[tuple[str, list[str]]]:
+    rows: dict[str, list[str]] = {}
+    for figure in acceptance:
+        error = f" ± {figure.standard_error:.3f}" if figure.standard_error is not None else ""
+        rows.setdefault(figure.drafter, []).append(f"{figure.length:.3f}{error}")
+    return list(rows.items())

@@ -1,0 +1,109 @@
+"""Facts are typed: what does not exist is refused, what nobody said is asked for, and words stay as they were."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kconv.cards.card import STYLES, make_card
+from kconv.cards.evidence import Evidence
+from kconv.cards.facts import SUBCARDS, Facts, read_facts
+from kconv.errors import FactsInvalid
+
+
+def read(tmp_path: Path, text: str) -> Facts:
+    (tmp_path / "facts.yaml").write_text(text)
+    return read_facts(tmp_path / "facts.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("licnce: {id: mit}", "licnce"),
+        ("training: {gpus: 8}", "training.gpus"),
+        ("licence: {id: gpl-3.0}", "no licence that kconv knows"),
+        ("subcards: {ethics: {}}", "no subcard 'ethics'"),
+        ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
+        ("training: [", "cannot be read"),
+        ("- a list", "the file"),
+    ],
+)
+def test_a_facts_file_that_is_none_is_named(tmp_path, text, what):
+    with pytest.raises(FactsInvalid, match=re.escape(what)):
+        read(tmp_path, text)
+
+
+def test_a_facts_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FactsInvalid, match="cannot be read"):
+        read_facts(tmp_path / "facts.yaml")
+
+
+def test_an_engine_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FactsInvalid, match=r"serve\.llamacpp"):
+        read(tmp_path, "serve: {llamacpp: {}}")
+
+
+@pytest.mark.parametrize("text", ["one | two", "one\ntwo\n\n# three", "| a | b |"])
+def test_words_do_not_break_a_table(text):
+    facts = Facts(name="org/head", subcards={"bias": {"measures": text}})
+    made, plain = (make_card(Evidence(facts=f), "nvidia").text for f in (facts, Facts(name="org/head")))
+    assert len(made.splitlines()) == len(plain.splitlines())
+    [line] = [line for line in made.splitlines() if line.startswith("| Measures")]
+    assert line.replace("\\|", "").count("|") == 3
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert read(tmp_path, "") == Facts()
+
+
+def test_words_stay_as_they_were_written(tmp_path):
+    facts = read(tmp_path, "released: 2026-06-03\nversion: 1.0\ntraining: {iterations: 9279, samples: '48K'}\n")
+    assert (facts.released, facts.version) == ("2026-06-03", "1.0")
+    assert (facts.training.iterations, facts.training.samples) == ("9279", "48K")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_nobody_said_is_asked_for_by_name_and_stands_as_that(style):
+    card = make_card(Evidence(facts=Facts(name="org/head")), style)
+    assert ("license: unknown" in card.text) and "org/head" in card.text
+    for name in card.missing:
+        assert name.startswith("subcards.") or all(card.missing[name].split()), name
+    # What is told is asked for no longer.
+    if style != "short":
+        assert "summary" in card.missing and "base_model" in card.missing
+        told = make_card(Evidence(facts=Facts(name="org/head", summary="A head.", base_model="org/target")), style)
+        assert card.missing.keys() - told.missing.keys() == {"summary", "base_model"}
+        assert card.text.count("not stated") > told.text.count("not stated")
+
+
+def test_the_nvidia_style_asks_for_every_subcard():
+    missing = make_card(Evidence(facts=Facts(name="org/head")), "nvidia").missing
+    rows = {f"subcards.{card}.{row}" for card, rows in SUBCARDS.items() for row in rows}
+    # But for what only NVIDIA could say.
+    assert rows - missing.keys() == {"subcards.explainability.quality_standards"}
+
+
+def test_a_quality_claim_is_not_taken_from_facts_either():
+    facts = Facts(name="org/head", subcards={"explainability": {"quality_standards": "Yes"}})
+    text = make_card(Evidence(facts=facts), "nvidia").text
+    assert "| Verified to have met prescribed NVIDIA quality standards | Not evaluated by kconv |" in text
+
+
+def test_commands_bear_the_heads_and_the_targets_names_and_arguments():
+    facts = Facts.model_validate(
+        {
+            "name": "org/head",
+            "base_model": "org/target",
+            "serve": {
+                "vllm": {"requires": "vLLM >= 1", "arguments": ["--tensor-parallel-size 8"]},
+                "sglang": {"unsupported": "Not there yet."},
+            },
+        }
+    )
+    text = make_card(Evidence(facts=facts), "compact").text
+    assert "vllm serve org/target \\\n    --tensor-parallel-size 8 \\\n" in text
+    assert '{"model": "org/head", "method": "eagle3", "num_speculative_tokens": 3}' in text
+    assert "Requires vLLM >= 1." in text
+    assert "**SGLang**\n\nNot there yet." in text and "launch_server" not in text

@@ -1,0 +1,115 @@
+"""`kconv bench`: what it writes and prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from support.heads import MLA, random_slots, write_head
+from support.spec_server import serving
+
+from kconv.cli import main
+from kconv.convert.layouts import by_name
+from kconv.target.config import read_target_config
+from kconv.validate import bench_server
+from kconv.validate.acceptance import read_acceptance
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    """The stand-in counts before it answers."""
+    for name, seconds in {"POLL_SECONDS": 0.001, "REST_SECONDS": 0.002, "LATE_SECONDS": 0.02}.items():
+        monkeypatch.setattr(bench_server, name, seconds)
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    rows = [
+        {"question_id": f"{category}{i}", "category": category, "turns": [f"{category} {i}?", "Shorter."]}
+        for category in ("math", "coding")
+        for i in range(3)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_a_server_is_measured_and_the_key_is_whole(suite, tmp_path):
+    head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
+    out = tmp_path / "out" / "acceptance.json"
+    with serving("vllm") as server:
+        result = run(
+            "--url", server.url + "/v1", "--head", head, "--suite", suite, "--out", out, "--precision", "NVFP4",
+            "--target-name", "moonshotai/Kimi-K2.6", "--reasoning", "off", "--max-tokens", 200,
+            "--extra", '{"top_p": 1}',
+        )  # fmt: skip
+        assert all(body["top_p"] == 1 for body in server.asked)
+    assert result.exit_code == 0, result.output
+    found = read_acceptance(out)
+    assert found.head == str(head) and set(found.weights) == {"model.safetensors"}
+    row = found.rows[0]
+    assert (row.target, row.precision, row.reasoning) == ("moonshotai/Kimi-K2.6", "NVFP4", "off")
+    assert (row.dataset, row.max_tokens, row.engine) == ("prompts.jsonl", 200, "vllm")
+    assert row.revision is not None and row.revision.startswith("sha256:")
+    for said in ("math", "coding", "all", "steps", "requests", "distinct 4-grams", row.shown):
+        assert said in " ".join(result.stdout.split())
+
+
+def test_what_is_printed_as_json_is_the_file(suite, tmp_path):
+    out = tmp_path / "acceptance.json"
+    with serving("sglang") as server:
+        result = run("--url", server.url, "--head", tmp_path, "--suite", suite, "--out", out, "--categories", "math",
+                     "--json")  # fmt: skip
+    assert result.stdout == out.read_text()
+    assert {row.category for row in read_acceptance(out).rows} == {"math", ""}
+
+
+def test_a_head_is_measured_without_a_server(tiny_target, suite, tmp_path):
+    config = read_target_config(tiny_target)
+    spec = replace(MLA, hidden=config.hidden, target_hidden=config.hidden, vocab=config.vocab, draft_vocab=config.vocab)
+    head = write_head(tmp_path / "head", by_name("vllm"), spec, random_slots(spec))
+    out = tmp_path / "acceptance.json"
+    result = run(
+        "--head", head, "--target", tiny_target, "--suite", suite, "--out", out, "--max-tokens", 8, "--limit", 1,
+        "--draft-tokens", 2,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    row = read_acceptance(out).rows[0]
+    assert (row.engine, row.draft_tokens, row.precision, row.category) == ("kconv", 2, "float32", "math")
+    assert row.target == str(tiny_target) and row.prompts == 1
+
+
+def test_a_fault_leaves_no_file(suite, tmp_path):
+    out = tmp_path / "acceptance.json"
+    with serving(None) as server:
+        result = run("--url", server.url, "--head", tmp_path, "--suite", suite, "--out", out)
+    assert result.exit_code == 1 and "does not count" in result.stderr
+    assert not out.exists()
+
+
+def test_a_missing_category_is_named(suite, tmp_path):
+    result = run("--url", "http://127.0.0.1:9", "--head", tmp_path, "--suite", suite, "--categories", "math,stem",
+                 "--out", tmp_path / "a.json")  # fmt: skip
+    assert result.exit_code == 1 and "no prompt of the category stem" in result.stderr
+
+
+def test_an_output_that_is_there_is_kept(suite, tmp_path):
+    result = run("--url", "http://127.0.0.1:9", "--head", tmp_path, "--suite", suite, "--out", suite)
+    assert result.exit_code == 1 and "already there" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--url", "http://x"), ("--head", "h"), ("--url", "http://x", "--head", "h", "--extra", "[1]")],
+    ids=["nothing", "no head", "neither server nor target", "extra is no object"],
+)
+def test_misuse_is_exit_2(suite, tmp_path, arguments):
+    result = run(*arguments, "--suite", suite, "--out", tmp_path / "a.json")
+    assert result.exit_code == 2 and "Usage:" in result.stderr

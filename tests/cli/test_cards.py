@@ -1,0 +1,138 @@
+"""`kconv card`: what it writes, what it lists, what it checks, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from huggingface_hub import ModelCard
+from support.heads import MLA, random_slots, write_head
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.cli import main
+from kconv.convert.execute import execute
+from kconv.convert.layouts import by_name
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+
+FIGURE = {
+    "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
+    "engine": "vllm", "engine_version": "0.32.0", "dataset": "MT-Bench", "prompts": 80, "date": "2026-11-21",
+    "measured_by": "self",
+}  # fmt: skip
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    source = write_head(tmp_path / "source", by_name("trtllm"), MLA, random_slots(MLA))
+    execute(plan(read_head(open_checkpoint(source)), by_name("portable")), tmp_path / "head")
+    return tmp_path / "head"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["card", *map(str, arguments)])
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+def acceptance(tmp_path: Path, **changes) -> Path:
+    return write(tmp_path / "acceptance.json", json.dumps({"head": "h", "rows": [FIGURE]} | changes))
+
+
+def test_a_card_of_every_kind_of_evidence(head, tmp_path):
+    facts = write(tmp_path / "facts.yaml", "name: org/head\nsummary: A head.\nlicence: {id: apache-2.0}\n")
+    licence = write(tmp_path / "text", "Apache License\nVersion 2.0, January 2004\n")
+    result = run(
+        head, "--style", "nvidia", "--facts", facts, "--acceptance", acceptance(tmp_path), "--license-file", licence,
+        "--base-model", "moonshotai/Kimi-K2.6", "--model-index",
+    )  # fmt: skip
+    assert (result.exit_code, result.stdout) == (0, f"{head / 'README.md'}\n"), result.output
+    # What the checks still find is told, and not on stdout.
+    assert "warning L3 LICENSE-TARGET" in result.stderr
+    card = ModelCard.load(head / "README.md")
+    assert (card.data.license, card.data.base_model) == ("apache-2.0", ["moonshotai/Kimi-K2.6"])
+    [figure] = card.data.eval_results
+    assert (figure.metric_type, figure.metric_value, figure.dataset_name) == ("acceptance_length", 2.5, "MT-Bench")
+    assert "| all | MT-Bench | 80 | 2.500 |" in card.text and "![Acceptance" in card.text
+    assert {"LICENSE", "NOTICE", "acceptance.png"} < {file.name for file in head.iterdir()}
+    assert CliRunner().invoke(main, ["verify", str(head)]).exit_code == 0
+
+
+@pytest.mark.parametrize("engine", ["vllm serve", "trtllm-serve", "sglang.launch_server"])
+def test_the_quick_start_is_the_launch_files(head, tmp_path, engine):
+    run(head, "--style", "compact", "--facts", write(tmp_path / "facts.yaml", "name: org/head\n"))
+    text = (head / "README.md").read_text()
+    assert engine in text and "org/head" in text
+    written = (head / "serve-trtllm.yaml").read_text().replace("PATH_OR_ID_OF_THIS_HEAD", "org/head")
+    assert "\n".join(line for line in written.splitlines() if not line.startswith("#")) in text
+
+
+def test_what_is_missing_is_listed_and_nothing_written(head):
+    result = run(head, "--style", "nvidia", "--missing")
+    assert result.exit_code == 1
+    assert "summary: what it is, in your own words" in result.stdout.splitlines()
+    assert not (head / "README.md").exists()
+
+
+def test_a_head_that_kconv_did_not_make_has_a_card_where_facts_name_it(tmp_path):
+    (tmp_path / "head").mkdir()
+    assert run(tmp_path / "head").exit_code == 1
+    facts = write(tmp_path / "facts.yaml", "name: nvidia/Kimi-K2.6-Eagle3\n")
+    assert run(tmp_path / "head", "--facts", facts, "--style", "nvidia").exit_code == 0
+
+
+def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
+    before = sorted(head.iterdir())
+    result = run(head, "--check")
+    assert result.exit_code == 1 and "error L2 README.md" in result.stdout and sorted(head.iterdir()) == before
+    licence = write(tmp_path / "text", "Apache License\nVersion 2.0, January 2004\n")
+    arguments = (head, "--license", "apache-2.0", "--base-model", "org/target", "--no-chart")
+    assert run(*arguments, "--license-file", licence).exit_code == 0
+    result = run(*arguments, "--check")
+    assert (result.exit_code, result.stdout) == (0, f"{head}: nothing found\n")
+
+
+def test_licences_are_fetched_from_the_hub(head, tmp_path, hub):
+    kimi = "Modified MIT License\nCopyright (c) 2025 Moonshot AI\nPermission is hereby granted, free of charge ... "
+    kimi += 'prominently display "Kimi K9" on the user interface'
+    apache = "Apache License\nVersion 2.0, January 2004\n"
+    for repo, text in {"moonshotai/Kimi": kimi, "org/source": apache}.items():
+        hub.commit(repo, {"LICENSE": text.encode(), "config.json": b"{}", "model.safetensors": b""})
+    result = run(head, "--target", "moonshotai/Kimi", "--source", "org/source", "--license", "apache-2.0")
+    assert result.exit_code == 0, result.output
+    assert (head / "LICENSE").read_text().startswith("Apache") and "Kimi K9" in (head / "LICENSE-TARGET").read_text()
+    assert '"Kimi K9"' in (head / "NOTICE").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--license", "gpl-3.0"), "no data about a licence 'gpl-3.0'"),
+        (("--facts", "nowhere.yaml"), "cannot be read"),
+        (("--acceptance", "nowhere.json"), "there is no nowhere.json"),
+        (("--license-file", "nowhere"), "cannot be read as text"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_written(head, arguments, what):
+    result = run(head, *arguments)
+    assert result.exit_code == 1 and what in result.stderr and "Traceback" not in result.output
+    assert not (head / "README.md").exists() and not (head / "NOTICE").exists()
+
+
+def test_figures_of_other_weights_are_refused(head, tmp_path):
+    result = run(head, "--acceptance", acceptance(tmp_path, weights={"model.safetensors": "0" * 64}))
+    assert result.exit_code == 1 and "other weights" in result.stderr
+
+
+def test_an_acceptance_above_k_plus_1_is_refused(head, tmp_path):
+    result = run(head, "--acceptance", acceptance(tmp_path, rows=[FIGURE | {"value": 4.5}]))
+    assert result.exit_code == 1 and "not within 1 and 4" in result.stderr
+
+
+def test_an_unknown_style_is_misuse(head):
+    assert run(head, "--style", "glossy").exit_code == 2

@@ -1,0 +1,185 @@
+"""A stand-in for a speculating server on loopback: chat completions, and counters in the shape of three engines.
+
+It shows what kconv makes of counters, and nothing of what an engine does. Shapes: vLLM 0.32's /metrics, SGLang
+0.5.23's /metrics, TensorRT-LLM's /prometheus/metrics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+K = 3
+LABELS = {
+    "vllm": 'engine="0",model_name="tiny {kimi}"',
+    "sglang": 'engine_type="unified",model_name="tiny",moe_ep_rank="0",pp_rank="0",tp_rank="0"',
+    "trtllm": 'engine_type="trtllm",model_name="tiny"',
+}
+METRICS = {"vllm": "/metrics", "sglang": "/metrics", "trtllm": "/prometheus/metrics"}
+VERSION_PATHS = ("/version", "/server_info")
+VERSIONS = {"vllm": ("/version",), "sglang": ("/server_info",), "trtllm": ("/version",)}
+
+
+def steps_of(messages: list[dict[str, str]]) -> list[int]:
+    """Return how many drafted tokens each verify step of an answer accepts: the same for the same dialogue."""
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    digest = hashlib.sha256(json.dumps(asked).encode()).digest()
+    return [byte % (K + 1) for byte in digest[: 4 + digest[0] % 20]]
+
+
+@dataclass
+class SpecServer:
+    """What it counted, and what goes wrong.
+
+    Attributes:
+        engine: whose shapes it shows; None for a server without speculation, "router" for two at once.
+        requests, generated: answered requests, and tokens in them.
+        steps: accepted tokens of every verify step so far, in any order.
+        asked: the bodies of the requests.
+        inflate: added to the accepted tokens of each request: more than a chain can accept.
+        foreign: tokens of verify steps counted with each request, that no one here asked for.
+        restart_after: counters begin again after so many requests.
+        looping: answers repeat themselves.
+    """
+
+    engine: str | None
+    requests: int = 0
+    generated: int = 0
+    steps: list[int] = field(default_factory=list)
+    asked: list[dict] = field(default_factory=list)
+    inflate: int = 0
+    foreign: int = 0
+    restart_after: int = 0
+    looping: bool = False
+    port: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def chat(self, body: dict) -> dict:
+        """Answer a dialogue, and count."""
+        steps = [] if body["messages"][0]["content"].startswith("Silence") else steps_of(body["messages"])
+        tokens = min(1 + sum(steps) + len(steps), body["max_tokens"])
+        with self.lock:
+            self.asked.append(body)
+            if self.restart_after and self.requests == self.restart_after:
+                self.requests = self.generated = 0
+                self.steps.clear()
+            self.requests += 1
+            self.generated += tokens + self.inflate
+            self.steps += [*steps, *([0] * self.foreign)]
+        words = ["again"] * tokens if self.looping else [f"w{i}" for i in range(tokens)]
+        choice = {"message": {"role": "assistant", "content": " ".join(words)}, "finish_reason": "stop"}
+        return {"choices": [choice], "usage": {"completion_tokens": tokens}}
+
+    def metrics(self, path: str) -> str:
+        """Return a page of counters, "" where there is none."""
+        shown = ("vllm", "sglang") if self.engine == "router" else (self.engine or "plain",)
+        pages = [_PAGES[name](self) for name in shown if METRICS.get(name, "/metrics") == path]
+        return "".join(pages)
+
+
+def _vllm(server: SpecServer) -> str:
+    labels, accepted = LABELS["vllm"], sum(server.steps) + server.inflate * server.requests
+    lines = [
+        "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
+        "# TYPE vllm:spec_decode_num_drafts_total counter",
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(len(server.steps))}",
+        f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(K * len(server.steps))}",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(accepted)}",
+    ]
+    for place in range(K):
+        count = sum(step > place for step in server.steps) + (server.inflate * server.requests if not place else 0)
+        lines.append(
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {float(count)}'
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _sglang(server: SpecServer) -> str:
+    labels = LABELS["sglang"]
+    verify = len(server.steps)
+    return (
+        f"sglang:num_running_reqs{{{labels}}} 0.0\n"
+        f"sglang:spec_accept_length{{{labels}}} 2.5\n"
+        f"sglang:generation_tokens_total{{{labels}}} {float(server.generated)}\n"
+        f"sglang:num_requests_total{{{labels}}} {float(server.requests + server.foreign * server.requests)}\n"
+        + (f"sglang:spec_verify_calls_total{{{labels}}} {float(verify)}\n" if verify else "")
+    )
+
+
+def _trtllm(server: SpecServer) -> str:
+    labels, accepted = LABELS["trtllm"], sum(server.steps) + server.inflate * server.requests
+    return (
+        f"trtllm_request_success_total{{{labels}}} {float(server.requests)}\n"
+        f"trtllm_spec_decode_num_draft_tokens_total{{{labels}}} {float(K * len(server.steps))}\n"
+        f"trtllm_spec_decode_num_accepted_tokens_total{{{labels}}} {float(accepted)}\n"
+        f"trtllm_spec_decode_acceptance_length{{{labels}}} 2.5\n"
+    )
+
+
+def _plain(server: SpecServer) -> str:
+    return f'vllm:num_requests_running{{engine="0"}} 0.0\nvllm:request_success_total{{engine="0"}} {server.requests}\n'
+
+
+def _plain_sglang(server: SpecServer) -> str:
+    server = SpecServer("sglang", server.requests, server.generated)
+    return _sglang(server)
+
+
+_PAGES = {
+    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "plain": _plain, "plain sglang": _plain_sglang,
+}  # fmt: skip
+
+
+@contextmanager
+def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
+    """Start a stand-in, and stop it in the end."""
+    server = SpecServer(engine, **faults)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def _send(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            page = server.metrics(self.path)
+            if page:
+                self._send(200, page)
+            elif self.path == "/v1/models":
+                self._send(200, json.dumps({"data": [{"id": "tiny {kimi}"}]}))
+            elif self.path in VERSIONS.get(server.engine or "", VERSION_PATHS):
+                self._send(200, json.dumps({"version": "1.2.3"}))
+            else:
+                self._send(404, "{}")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._send(200, json.dumps(server.chat(body)))
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.port = listening.server_address[1]
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        listening.shutdown()
+        listening.server_close()
+        thread.join()
