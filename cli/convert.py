@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.source import Folder, Source
+from .attention import convert, converting, take_attention
 from .options import FOLDER, PATH_OR_ID, open_head, open_headers, reading
 
 if TYPE_CHECKING:
@@ -28,11 +29,19 @@ def _writes(layout: str, form: str) -> click.Command:
         Example:
           kconv to-{layout} my-head my-head-{layout}
           kconv to-{layout} my-head my-head-{layout} --target my-target --drop-shared
+
+        With --attention the head gets the other attention: an approximation, fitted to --target's states, healed, and
+        measured on held-out text. The manifest states what it kept.
+
+        \b
+        Example:
+          kconv to-{layout} my-head my-head-mla --attention mla --target my-target --states my-states
         """,
     )
     @click.argument("head", type=PATH_OR_ID)
     @click.argument("out", type=FOLDER)
     @reading
+    @converting
     @click.option("--drop-shared", is_flag=True, help="Leave out what equals --target's, byte for byte.")
     @click.option("--dtype", type=click.Choice(["bfloat16"]), help="Round the weights to this dtype; not exact.")
     @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -41,6 +50,12 @@ def _writes(layout: str, form: str) -> click.Command:
         head: Source, out: Path, drop_shared: bool, dtype: str | None, dry_run: bool, as_json: bool, **hints: Any
     ) -> None:
         target: Source | None = hints["target"]
+        wanted = take_attention(hints)
+        if wanted is not None:
+            if target is None or drop_shared or dtype or dry_run:
+                raise click.UsageError("--attention needs --target, and takes no --drop-shared, --dtype or --dry-run")
+            convert(head, out, layout, wanted, target, hints, as_json=as_json)
+            return
         if drop_shared and target is None:
             raise click.UsageError("--drop-shared needs --target, to compare with")
         from ..checkpoint.staging import refuse_existing
@@ -48,7 +63,8 @@ def _writes(layout: str, form: str) -> click.Command:
         from ..convert.execute import execute
         from ..convert.layouts import by_name
         from ..convert.plan import Wishes, plan
-        from .output import print_manifest, print_plan, progress
+        from .head_output import print_manifest, print_plan
+        from .output import progress
 
         refuse_existing(out)
         rounded = DTYPES[dtype] if dtype else ""
@@ -110,4 +126,5 @@ def verify(out: Path, source: Source | None) -> None:
 
     manifest = verify_manifest(out, source.open_weights() if source else None)
     sides = "both sides" if source else "the output"
-    click.echo(f"{out}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
+    shown = click.format_filename(out)
+    click.echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")

@@ -229,3 +229,45 @@ def test_a_path_that_is_not_utf8_is_converted(head, tmp_path):
     assert done.exception is None and done.exit_code == 0
     odd.rename(head)
     assert read_bytes(tmp_path / "out") == read_bytes(head)
+
+
+def test_an_output_whose_path_is_not_utf8_is_written_and_verified(head, tmp_path):
+    """As a process: a test's own stdout would take what a terminal's refuses."""
+    out = tmp_path / os.fsdecode(b"o\xff")
+    for command in (["to-trtllm", head, out], ["verify", out], ["inspect", out]):
+        done = run(*command)
+        assert (done.returncode, done.stderr) == (0, "")
+    # Under a name that the safetensors library takes.
+    assert read_bytes(out.rename(tmp_path / "renamed")) == read_bytes(head)
+    assert kconv("to-vllm", head, tmp_path / "next", "--target", os.fsdecode(b"gone\xff")).exit_code == 1
+
+
+def test_inspect_names_the_source(head):
+    assert f"source      {head}" in kconv("inspect", head).stdout
+
+
+def test_what_is_not_for_a_terminal_is_not_folded(head, tmp_path):
+    """A name that is cut at the eightieth column cannot be searched for."""
+    for command in (["inspect", head], ["to-trtllm", head, tmp_path / "out", "--dry-run"]):
+        shown = run(*command).stdout
+        assert "layers.0.self_attn.kv_a_proj_with_mqa.weight" in shown and "…" not in shown
+
+
+def test_a_conversion_says_what_it_dropped_and_why(tmp_path):
+    spec = replace(GQA, draft_vocab=64)
+    head = write_head(tmp_path / "head", VLLM, spec, random_slots(spec))
+    # A name in which a console would look for its markup.
+    extra = {"[/bold].rotary_emb.inv_freq": torch.ones(4), "d2t": torch.zeros(64, dtype=torch.int64)}
+    _edit(head, lambda tensors: tensors.update(extra))
+    shown = kconv("to-trtllm", head, tmp_path / "out", "--dry-run")
+    assert shown.exit_code == 0 and "dropped: engines compute RoPE's frequencies" in shown.stdout
+    done = kconv("to-trtllm", head, tmp_path / "out")
+    assert "d2t dropped: a full vocabulary needs no map" in done.stdout
+    assert "[/bold].rotary_emb.inv_freq dropped: " in done.stdout and "byte for byte" in done.stdout
+
+
+def test_a_conversion_that_rounds_says_so(tmp_path):
+    spec = replace(GQA, dtype="F32")
+    head = write_head(tmp_path / "head", VLLM, spec, random_slots(spec))
+    done = kconv("to-trtllm", head, tmp_path / "out", "--dtype", "bfloat16")
+    assert "fc.weight cast: F32 rounded to the nearest BF16" in done.stdout and "not all the source's" in done.stdout

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.header import byte_size
 from kconv.checkpoint.tensors import TORCH
 from kconv.convert.layout import Layout, stored
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
+
+from .safetensors_bytes import entry, write_raw
 
 YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 MLA = HeadSpec(
@@ -90,6 +94,21 @@ def write_head(
         config = layout.write_config(spec)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_sparse(folder: Path, layout: Layout, spec: HeadSpec, config: dict, without: tuple[str, ...] = ()) -> int:
+    """Write a head of any size, all zeros that take no disk, and return the number of bytes that it claims."""
+    header, at = {}, 0
+    for name, row in stored(layout, spec).items():
+        if name not in without:
+            end = at + byte_size(row.expected.dtypes[0], row.expected.shape)
+            header[name] = entry(row.expected.dtypes[0], list(row.expected.shape), at, end)
+            at = end
+    folder.mkdir()
+    write_raw(folder / "model.safetensors", header)
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size + at)
+    (folder / "config.json").write_text(json.dumps(config))
+    return at
 
 
 def read_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -46,6 +46,31 @@ partial_ropes = st.builds(Rope, _POSITIVE, scalings, st.sampled_from([1.0, 0.5, 
 
 
 @st.composite
+def uneven_specs(draw: st.DrawFn) -> HeadSpec:
+    """A head of one or two layers whose attention is not as wide as its hidden state, with fewer key-value heads."""
+    kv_heads, groups, head_dim = draw(st.integers(1, 3)), draw(st.integers(2, 3)), draw(_EVEN)
+    attention = draw(mla) if draw(st.booleans()) else Gqa(kv_heads * groups, kv_heads, head_dim)
+    is_mla = isinstance(attention, Mla)
+    width = attention.heads * (attention.v_head_dim if is_mla else head_dim)
+    hidden, vocab = draw(_DIM.filter(lambda dim: dim != width)), draw(st.integers(2, 24))
+    return HeadSpec(
+        attention=attention,
+        hidden=hidden,
+        target_hidden=draw(st.sampled_from([hidden, hidden + 1])),
+        intermediate=draw(_DIM),
+        layers=draw(st.integers(1, 2)),
+        vocab=vocab,
+        draft_vocab=draw(st.sampled_from([vocab, vocab - 1, 1])),
+        rope=draw(mla_ropes if is_mla else gqa_ropes),
+        captured=tuple(sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=4)))),
+        eps=1e-5,
+        dtype=draw(st.sampled_from(["BF16", "F16", "F32"])),
+        max_positions=draw(st.integers(1, 262144)),
+        norms=draw(st.sampled_from([Norms(), Norms(fc=True), Norms(output=True), Norms(before_fc=True)])),
+    )
+
+
+@st.composite
 def portable_specs(draw: st.DrawFn) -> HeadSpec:
     """A head that TensorRT-LLM and vLLM can both hold; the width of its attention is not its hidden width."""
     is_mla = draw(st.booleans())

@@ -2,9 +2,10 @@
 
     python vllm_drafts.py request.json answer.json
 
-The request is {"llm": keyword arguments of vllm.LLM, "steps": K, "new_tokens": N, "prompts": lists of token ids,
-"heads": folder or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
-prompt}, or {"error": text}. A server counts what was accepted, which of a head of random weights is next to nothing.
+The request is {"llm": keyword arguments of vllm.LLM, "steps": K, "new_tokens": N, "look_ahead": how many tokens more
+are generated without a head (0 if absent), "prompts": lists of token ids, "heads": folder or null by name}. The answer
+gives by name {"outputs": ids per prompt, "drafts": K ids per draft per prompt, "counters": what the engine counted
+meanwhile, by its names}, or {"error": text}. In one process a head takes seconds, where a server takes half a minute.
 """
 
 from __future__ import annotations
@@ -28,8 +29,15 @@ def note(self, *args, **kwargs):
     return tokens
 
 
+def counters(llm: LLM) -> dict[str, list[float]]:
+    """Return the engine's counters of speculation; a plain one as a list of one."""
+    found = {m.name: m for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode")}
+    return {name: list(m.values) if hasattr(m, "values") else [m.value] for name, m in found.items()}
+
+
 def generate(request: dict, head: str | None) -> dict:
-    settings = dict(request["llm"])
+    # Without its statistics an engine in one's own process counts nothing.
+    settings = {"disable_log_stats": False} | request["llm"]
     if head:
         settings["speculative_config"] = {
             "model": head,
@@ -37,13 +45,21 @@ def generate(request: dict, head: str | None) -> dict:
             "num_speculative_tokens": request["steps"],
         }
     llm = LLM(**settings)
-    sampling = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True)
+    # Without a head some tokens more, where a head's last drafts are looked up.
+    new_tokens = request["new_tokens"] + (0 if head else request.get("look_ahead", 0))
+    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    before = counters(llm)
     answer: dict = {"outputs": [], "drafts": []}
     for prompt in request["prompts"]:
         drafted.clear()
         [completion] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs
         answer["outputs"].append(list(completion.token_ids))
         answer["drafts"].append(list(drafted))
+    # Of heads that were served before in this process the counters may go on.
+    answer["counters"] = {
+        name: [now - then for now, then in zip(values, before.get(name, [0] * len(values)), strict=True)]
+        for name, values in counters(llm).items()
+    }
     return answer
 
 

@@ -1,0 +1,73 @@
+"""A head with other attention weights. What belongs here: taking a head's attention out and putting another in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...errors import LayoutCannot
+from ...head.forward import DraftHead
+from ...head.slots import needs
+from ...head.spec import Gqa, HeadSpec, Mla, Rope
+from .moments import working_dtype
+
+GQA_SLOTS = tuple(f"0.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+MLA_SLOTS = tuple(
+    f"0.{name}"
+    for name in (
+        "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention with its weights.
+
+    Attributes:
+        dims: what it is.
+        rope: its rotary embedding.
+        weights: by slot name, `GQA_SLOTS` or `MLA_SLOTS`.
+    """
+
+    dims: Gqa | Mla
+    rope: Rope
+    weights: Mapping[str, Tensor]
+
+
+def attention_of(head: DraftHead) -> Attention:
+    """Return a head's attention, in the dtype that it is worked on in."""
+    slots = MLA_SLOTS if isinstance(head.spec.attention, Mla) else GQA_SLOTS
+    dtype = working_dtype(2 * head.spec.hidden)
+    return Attention(head.spec.attention, head.spec.rope, {slot: head.weights[slot].to(dtype) for slot in slots})
+
+
+def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
+    """Return a head whose attention is another one, and whose other weights are the same."""
+    spec = replace(head.spec, attention=attention.dims, rope=attention.rope)
+    dtype = head.weights["fc"].dtype
+    known = needs(spec)
+    kept = {name: weight for name, weight in head.weights.items() if name in known}
+    return DraftHead(spec, kept | {name: weight.to(dtype) for name, weight in attention.weights.items()})
+
+
+def check_convertible(spec: HeadSpec) -> None:
+    """Refuse heads whose attention has parts that the other kind has no place for.
+
+    Raises:
+        LayoutCannot: the head has more than one layer, or biases.
+    """
+    if spec.layers != 1:
+        raise LayoutCannot(
+            f"the head has {spec.layers} layers, and attention is converted for heads of one",
+            where="num_hidden_layers",
+            fix="Serve this head with its own attention.",
+        )
+    if isinstance(spec.attention, Gqa) and spec.attention.bias:
+        raise LayoutCannot(
+            "the head's attention has biases, and engines drop those of an MLA head without a word",
+            where="attention_bias",
+            fix="Serve this head with its own attention.",
+        )

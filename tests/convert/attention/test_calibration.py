@@ -1,0 +1,60 @@
+"""What a conversion is calibrated on: parts that do not overlap, and refusals that name the figure."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kconv.convert.attention.calibration import check_calibration, count_rows, digest_rows
+from kconv.convert.attention.trace import STEPS, trace
+from kconv.errors import CalibrationInvalid
+
+
+def test_no_batch_is_in_two_parts_and_each_is_in_one(make_calibration, gqa_spec):
+    calibration = make_calibration(gqa_spec, batches=23)
+    parts = [calibration.indices(part) for part in ("fit", "choose", "held-out")]
+    assert sorted(i for part in parts for i in part) == list(range(23))
+    assert [len(part) for part in parts] == [19, 2, 2]
+
+
+def test_rows_are_those_that_are_traced(make_head, make_calibration, gqa_spec):
+    head, calibration = make_head(gqa_spec), make_calibration(gqa_spec, batches=3)
+    traced = list(trace(head, calibration.batches))
+    assert count_rows(calibration.batches, STEPS) == sum(len(step.rows) for step in traced)
+    assert [step.is_first for step in traced] == [True, False, False] * 3
+    assert [int(step.positions[0]) for step in traced[:3]] == [0, 1, 2]
+
+
+def test_too_few_rows_are_refused_with_what_would_do(make_calibration, gqa_spec):
+    with pytest.raises(CalibrationInvalid, match=r"48 rows are too few to fit 32 inputs .* 128 are the least") as fault:
+        check_calibration(make_calibration(gqa_spec, batches=10, rows=1, length=6), gqa_spec, STEPS)
+    assert "54 tokens" in fault.value.fix
+
+
+def test_enough_rows_in_too_few_batches_leave_nothing_to_measure_on(make_calibration, gqa_spec):
+    with pytest.raises(CalibrationInvalid, match="in at least 10 batches"):
+        check_calibration(make_calibration(gqa_spec, batches=4, rows=8), gqa_spec, STEPS)
+
+
+@pytest.mark.parametrize("other", [{"target_hidden": 14}, {"captured": (1, 3)}, {"vocab": 29, "draft_vocab": 29}])
+def test_states_of_another_target_are_refused(make_calibration, gqa_spec, other):
+    calibration = make_calibration(replace(gqa_spec, **other))
+    with pytest.raises(CalibrationInvalid, match=r"the head reads 3 layers of 12, 36 in all"):
+        check_calibration(calibration, gqa_spec, STEPS)
+
+
+def test_the_digest_is_of_the_tokens_in_their_order(make_calibration, gqa_spec):
+    one, other = make_calibration(gqa_spec), make_calibration(gqa_spec)
+    assert digest_rows(one) == digest_rows(other)
+    turned = replace(other, batches=list(reversed(other.batches)))
+    assert digest_rows(turned) != digest_rows(one)
+    other.batches[3].tokens[0, 0] += 1
+    assert digest_rows(other) != digest_rows(one)
+    assert len(bytes.fromhex(digest_rows(one))) == 32
+
+
+def test_the_targets_logits_are_those_of_its_lm_head(make_calibration, gqa_spec):
+    calibration = make_calibration(gqa_spec)
+    batch = calibration.batches[0]
+    expected = batch.hidden[1, 2] @ calibration.lm_head[5]
+    torch.testing.assert_close(calibration.logits(batch)[1, 2, 5], expected)

@@ -1,0 +1,156 @@
+"""`--attention` from the command line: a head is written, its manifest says what it is, and others read it so."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.heads import random_slots, write_head
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import read_manifest, verify
+from kconv.cli import main
+from kconv.convert.layouts import by_name
+from kconv.convert.read import read_head
+from kconv.errors import CalibrationInvalid, ConversionInaccurate, KconvError, LayoutCannot
+from kconv.head.spec import Gqa, HeadSpec, Mla, Rope
+from kconv.validate.structure import check_source, check_values, is_identical
+
+SPEC = HeadSpec(
+    attention=Gqa(4, kv_heads=2, head_dim=16),
+    hidden=64,
+    target_hidden=64,
+    intermediate=96,
+    layers=1,
+    vocab=512,
+    draft_vocab=512,
+    rope=Rope(10000.0),
+    captured=(1, 3, 5),
+    eps=1e-5,
+    dtype="BF16",
+    max_positions=1024,
+)
+LATENT = replace(SPEC, attention=Mla(2, 32, 32, 32, 16, 32), rope=Rope(50000.0))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Heads of random weights that share the tiny target's embedding."""
+    root = tmp_path_factory.mktemp("heads")
+    for name, spec in (("gqa", SPEC), ("mla", LATENT), ("narrow", replace(SPEC, captured=(1, 3)))):
+        slots = random_slots(spec, without=("embed_tokens",))
+        slots = {n: (w * 0.1 if w.ndim == 2 else w * 0.1 + 1.0).to(w.dtype) for n, w in slots.items()}
+        write_head(root / name, by_name("vllm"), spec, slots)
+    return root
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """Words in a random order: enough of them for the width of a tiny head."""
+    words = [w for line in (main.help or "").split("\n") for w in line.split()]
+    order = torch.randint(len(words), (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": " ".join(words[i] for i in order)}) + "\n")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def short_gauges(monkeypatch):
+    monkeypatch.setattr("kconv.convert.attention.latent.GAUGE_STEPS", 20)
+
+
+def run(*arguments, fails: type[KconvError] | None = None) -> str:
+    """Run kconv; a named fault comes out as exit code 1."""
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    if fails is None:
+        assert result.exit_code == 0, result.output
+    else:
+        assert result.exit_code == 1 and "fix:" in result.output, result.output
+    return result.output
+
+
+def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
+    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--keep", 0, "--heal", 2)
+    shown = run("to-vllm", heads / "gqa", tmp_path / "mla", "--attention", "mla", *asked)
+    assert "approximate: keeps" in shown and "held-out sequences of up to 32 tokens" in shown
+    source, output = (read_head(open_checkpoint(folder)) for folder in (heads / "gqa", tmp_path / "mla"))
+    # The engine's dims, whatever the head has use for; and no bias anywhere.
+    assert isinstance(output.spec.attention, Mla)
+    assert (output.spec.attention.kv_lora_rank, output.spec.attention.qk_rope_head_dim) == (512, 64)
+    assert output.spec.attention.q_lora_rank > 0
+    assert not [name for name in output.checkpoint.tensors if name.endswith(".bias")]
+
+    manifest = verify(tmp_path / "mla", source.checkpoint)
+    record = manifest.conversion
+    assert not manifest.exact and record is not None
+    assert "approximate" in record.method and record.heal_steps == 2 and record.rows > 0
+    assert len(record.calibration_sha256) == 64 and record.calibration == "prompts.jsonl"
+    assert record.held_out["kept"] > 0 and record.held_out["sequences"] >= 8
+    actions = {step.output.name: step.action for step in manifest.tensors}
+    assert actions["layers.0.self_attn.kv_b_proj.weight"] == "converted"
+    assert actions["lm_head.weight"] in ("carried", "renamed")
+    assert check_source(output, source) == [] and check_values(output) == []
+    assert not is_identical(output, [])
+
+    shown = run("to-sglang", tmp_path / "mla", tmp_path / "back", "--attention", "mha", *asked, "--head-dim", 192)
+    back = read_head(open_checkpoint(tmp_path / "back"))
+    assert back.spec.attention == Gqa(4, 4, 192)
+    assert check_source(back, output) == []
+
+
+def test_healing_none_leaves_all_but_the_attention(heads, prompts, tiny_target, tmp_path):
+    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--keep", 0, "--heal", 0)
+    shown = run("to-vllm", heads / "mla", tmp_path / "out", "--attention", "mha", "--json", *asked)
+    tensors = json.loads(shown[shown.index("{") :])["tensors"]
+    converted = {t["output"]["name"].split(".")[-2] for t in tensors if t["action"] == "converted"}
+    assert converted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert read_manifest(tmp_path / "out").conversion is not None
+
+
+def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
+    out = tmp_path / "out"
+    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
+    shown = run("to-vllm", heads / "gqa", out, "--attention", "mla", "--keep", 1, *asked, fails=ConversionInaccurate)
+    assert "of the original's acceptance length" in shown and "--keep" in shown
+    shown = run("to-vllm", heads / "mla", out, "--attention", "mla", *asked, fails=LayoutCannot)
+    assert "is MLA already" in shown
+    few = tmp_path / "few.jsonl"
+    few.write_text(json.dumps({"prompt": "A prompt of some few words is no text to fit on, " * 4}) + "\n")
+    shown = run(
+        "to-vllm", heads / "gqa", out, "--attention", "mla", "--target", tiny_target, "--prompts", few,
+        "--context", 16, fails=CalibrationInvalid,
+    )  # fmt: skip
+    assert "rows are too few to fit 128 inputs" in shown
+    assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
+
+
+def test_stored_states_give_what_running_the_target_gives(heads, prompts, tiny_target, tmp_path):
+    run("states", tiny_target, tmp_path / "states", "--prompts", prompts, "--captured", "1,3,5", "--text-tokens", 8)
+    shown = run(
+        "to-vllm", heads / "gqa", tmp_path / "out", "--attention", "mla", "--target", tiny_target,
+        "--states", tmp_path / "states", fails=CalibrationInvalid,
+    )  # fmt: skip
+    assert "rows are too few" in shown
+    shown = run(
+        "to-vllm", heads / "narrow", tmp_path / "out", "--attention", "mla", "--target", heads / "gqa",
+        "--states", tmp_path / "states", fails=KconvError,
+    )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--attention", "mla"),
+        ("--attention", "mla", "--target", "t"),
+        ("--attention", "mla", "--target", "t", "--prompts", "p", "--states", "s"),
+        ("--attention", "mla", "--target", "t", "--prompts", "p", "--drop-shared"),
+        ("--attention", "mla", "--target", "t", "--prompts", "p", "--head-dim", "192"),
+        ("--heal", "3"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(heads, tmp_path, arguments):
+    given = [str(tmp_path) if a == "t" else a for a in arguments]
+    result = CliRunner().invoke(main, ["to-vllm", str(heads / "gqa"), str(tmp_path / "out"), *given])
+    assert result.exit_code == 2, result.output

@@ -1,0 +1,73 @@
+"""Heads that were really trained keep their acceptance: in bytes, where a latent of 32 holds what 128 KV dims say.
+
+The same target and heads as scripts/bench-attention makes; trained once, then found in the cache.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.attention.assemble_mla import Shape
+from kconv.convert.attention.calibration import Batch, Calibration
+from kconv.convert.attention.heal import heal
+from kconv.convert.attention.held_out import compare
+from kconv.convert.attention.swap import with_attention
+from kconv.convert.attention.to_mla import convert_to_mla
+from kconv.convert.read import read_head
+from kconv.head.spec import Gqa
+from kconv.target.config import read_target_config
+from kconv.target.model import load_target
+from kconv.target.states import run_target
+from kconv.target.tokenizer import load_tokenizer
+from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import DEMO
+from kconv.tiny.target import make_target
+from kconv.tiny.text import read_corpus
+from kconv.tiny.tokenizer import pack
+from kconv.train.batches import cut_windows
+from kconv.train.recipe import TINY_GQA
+from kconv.train.trainer import head_key, train_head
+from kconv.validate.weights import load_head
+
+pytestmark = pytest.mark.slow
+
+RECIPE = replace(
+    TINY_GQA, attention=Gqa(8, 2, 32), optimizer="adamw", lr=3e-3, rest_lr=3e-3, steps=400, batches=200
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bed():
+    """Return a trained head, states of training text, and batches of held-out text."""
+    folder = make_target(replace(DEMO, vocab_size=259, steps=250), cache_root())
+    tokenizer, corpus = load_tokenizer(folder).inner, read_corpus()
+    text, held = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
+    out = cache_root() / f"head-{head_key(folder, RECIPE, text, held)}"
+    train_head(folder, out, RECIPE, text, held)
+    head = load_head(read_head(open_checkpoint(out)), open_checkpoint(folder), read_target_config(folder))
+    model = load_target(folder, torch.float32)
+
+    def states(stream, batches):
+        found = []
+        for tokens in cut_windows(stream, 96, 8 * batches, seed=1).split(8):
+            ran = run_target(model, tokens, RECIPE.captured)
+            found.append(Batch(tokens, ran.captured, ran.hidden))
+        return found
+
+    return head, Calibration(states(text, 60), model.lm_head.weight.detach(), "docstrings"), states(held, 12)
+
+
+def test_gqa_to_mla_keeps_99_percent_and_healing_does_not_lose_it(bed):
+    head, calibration, held_out = bed
+    attention, found = convert_to_mla(head, calibration, Shape(latent=32, rotary=16, q_lora_rank=128))
+    start = with_attention(head, attention)
+    unhealed = compare(head, start, calibration, held_out)
+    # Each head turns 16 pairs, MLA 8: the fastest 8 as they are.
+    assert found.ladder == "high" and found.ladder_errors["high"] < found.ladder_errors["stride"]
+    assert unhealed.kept >= 0.99
+    assert unhealed.kept_error < 0.002
+    healed = compare(head, heal(head, start, calibration, 50), calibration, held_out)
+    assert healed.kept >= 0.995
+    assert healed.kept > unhealed.kept
