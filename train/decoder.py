@@ -1,6 +1,6 @@
 """ModelOpt's draft decoders, made to train what engines serve. What belongs here: the layers, and patching them in.
 
-ModelOpt 0.47 builds a head from a decoder layer class of its choice. Three things about that choice are mended,
+ModelOpt 0.47 builds a head from a decoder layer class of its choice. Four things about that choice are mended,
 each without touching a weight's name or shape:
 
 * `kimik2` downloads a decoder from the hub, without a revision, and runs it; with transformers 5 it does not
@@ -10,6 +10,7 @@ each without touching a weight's name or shape:
   (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1082-L1098);
   transformers leaves them at 1e-6 whatever the config says
   (https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/modeling_deepseek_v3.py#L382-L390).
+* RoPE's frequencies stay float32 (`ExactRotary`).
 * The hidden state is normed once. ModelOpt norms the embedding (`input_layernorm`) and the hidden state
   (`hidden_norm`) in a hook before the first attention, but leaves `input_layernorm` in the layer as well, so the
   hook is handed a hidden state that has gone through the embedding's norm. Engines hand it the residual stream.
@@ -19,7 +20,7 @@ each without touching a weight's name or shape:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,12 +52,29 @@ class GqaLayer(_ServedOrder, LlamaDecoderLayer):  # pyright: ignore[reportIncomp
     """Llama's decoder layer as `eagle_decoder_type: llama` uses it."""
 
 
+class ExactRotary(DeepseekV3RotaryEmbedding):
+    """RoPE whose frequencies stay float32, as engines keep them.
+
+    ModelOpt casts the whole head to the target's dtype, buffers included; frequencies in bf16 are off by up to one
+    part in 512, which is several radians at position 4,096.
+    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L399
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExactRotary:
+        kept = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, exact in kept.items():
+            # Only the device may change.
+            setattr(self, name, exact.to(getattr(self, name).device))
+        return self
+
+
 class MlaLayer(_ServedOrder, DeepseekV3DecoderLayer):
     """DeepSeek-V3's decoder layer as `eagle_decoder_type: kimik2` uses it; RoPE is DeepSeek's interleaved one."""
 
     def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.rotary_emb = DeepseekV3RotaryEmbedding(config)
+        self.rotary_emb = ExactRotary(config)
         attention: Any = self.self_attn
         attention.q_a_layernorm.variance_epsilon = config.rms_norm_eps
         attention.kv_a_layernorm.variance_epsilon = config.rms_norm_eps

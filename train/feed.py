@@ -26,7 +26,10 @@ class States(Protocol):
     """Where a row's states come from."""
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return captured [B, T, A * H] and final [B, T, H] states of rows [B], whose ids are [B, T]."""
+        """Return captured [B, T, A * H] and final [B, T, H] states of rows [B], whose ids are [B, T].
+
+        They may be on any device: the trainer moves what is not on its own.
+        """
         ...
 
 

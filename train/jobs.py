@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..checkpoint.tensors import TORCH
 from ..convert.read import Head
@@ -18,6 +21,8 @@ from .named import complete
 from .prepare import place_sequences, prepare_dialogues
 from .recipe import EagleRecipe
 from .run import Job
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ def online_job(
     recipe = complete(values, config, len(prepared.text.ids), start.spec if start else None)
 
     def states() -> tuple[States, States]:
-        model = load_target(target, TORCH[recipe.dtype])
+        model: Any = load_target(target, TORCH[recipe.dtype])
+        model.to(_own_device())
         return Online(model, recipe.captured), Online(model, recipe.captured)
 
     job = Job(target, recipe, prepared.text, prepared.unseen, states, prepared.facts, start=start)
@@ -92,6 +98,11 @@ def offline_job(
 
     job = Job(target, recipe, text.rows, unseen.rows, states, facts, start=start)
     return replace(job, specials=tuple(tokenizer.specials))
+
+
+def _own_device() -> torch.device:
+    """Return where transformers' Trainer will train, before there is one: the process's own GPU, if it has any."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
 
 
 def _seq(values: Mapping[str, Any]) -> int:

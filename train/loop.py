@@ -29,8 +29,9 @@ from ..head.spec import HeadSpec
 from .feed import Batch, Feed
 from .module import WEIGHTS, EagleModel
 from .optimizer import make_optimizer
+from .order import EpochOrder
 from .recipe import EagleRecipe
-from .watch import draft_head, head_state, look
+from .watch import draft_head, head_state, look, whole_tensor
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps in all, and the step's loss in nats."""
@@ -99,6 +100,10 @@ class EagleTrainer(Trainer):
             self.optimizer = make_optimizer(trained.eagle_module, self.recipe)
         return self.optimizer
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
+        assert isinstance(self.train_dataset, Feed), "it is what __init__ was given"
+        return EpochOrder(len(self.train_dataset), self.recipe.seed)
+
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ModelOpt's loss over the draft steps: soft cross-entropy to the target, decayed."""
         return model(**inputs).loss
@@ -130,23 +135,26 @@ class EagleTrainer(Trainer):
         return logged
 
     def whole(self, build: Callable[[], EagleModel]) -> EagleModel:
-        """Return ModelOpt's model with the whole head in it.
+        """Return ModelOpt's model with the whole head in it, on the CPU; training is over then.
 
         Args:
             build: makes a model to put it into, where the trained one is spread over processes.
         """
         state = self.gathered
         if state is None:
-            return self.accelerator.unwrap_model(self.model).eval()  # pyright: ignore[reportReturnType]
+            # What writes a head reads it on the CPU.
+            return self.accelerator.unwrap_model(self.model).cpu().eval()  # pyright: ignore[reportReturnType]
         model = build()
         model.eagle_module.load_state_dict(state)
         return model.eval()
 
     def _gather(self) -> dict[str, Tensor] | None:
         """Return the whole head where it is spread over processes, else None."""
-        model: Any = self.model
-        spread = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        return _own(self.accelerator.get_state_dict(model)) if spread else None
+        state = head_state(self.accelerator.unwrap_model(self.model))
+        if not any(isinstance(tensor, DTensor) for tensor in state.values()):
+            return None
+        # accelerate's get_state_dict gives it to the first process alone, and all of them look.
+        return {name: whole_tensor(tensor) for name, tensor in state.items()}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
@@ -197,7 +205,7 @@ def _arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments
         )
     sharding = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     try:
-        return TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(work),
             max_steps=recipe.steps,
             per_device_train_batch_size=1,  # of batches
@@ -217,7 +225,8 @@ def _arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments
             disable_tqdm=True,
             log_level="error",
             remove_unused_columns=False,
-            dataloader_pin_memory=cuda,
+            # Batches are put together in this process, where pinning is one copy more, and fails on online states.
+            dataloader_pin_memory=False,
             use_cpu=not cuda,
             ddp_backend="gloo" if "RANK" in os.environ and not cuda else None,
             ddp_find_unused_parameters=False,
@@ -226,3 +235,6 @@ def _arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments
         )
     except ValueError as fault:
         raise RecipeInvalid(f"transformers' Trainer refuses this recipe: {fault}") from fault
+    # One process trains on one GPU; on several the Trainer would fall back to DataParallel. torchrun is for those.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments

@@ -32,7 +32,6 @@ from ..convert.read import Head, read_head, read_slot
 from ..errors import RecipeInvalid
 from ..target.config import read_target_config
 from ..target.ends import load_ends
-from .batches import map_draft_vocab
 from .checkpoints import claim, drop_broken, newest
 from .curves import draw_curves
 from .feed import Feed, States
@@ -40,6 +39,7 @@ from .loop import EagleTrainer, Pace, Progress
 from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
 from .recipe import EagleRecipe, check_recipe
 from .watch import spec_of
+from .windows import map_draft_vocab
 
 MODULE, REPORT, CURVES, UNTRAINED = "modelopt", "training.json", "curves.png", "untrained.json"
 # Raise it with each change to train/ that alters what a recipe makes.
@@ -177,7 +177,7 @@ def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str
         folder: the folder to make.
     """
     model = trainer.whole(lambda: build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe))
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     export_module(model, folder, job.recipe)
     (folder / MODULE).mkdir()
     save_module(model, folder / MODULE, job.recipe)

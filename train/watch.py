@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..convert.layout import stored
 from ..convert.layouts import by_name
@@ -52,17 +53,20 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
     """Return kconv's forward over the weights that a head has now.
 
     Args:
-        state: of ModelOpt's `eagle_module`.
-        model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target.
+        state: of ModelOpt's `eagle_module`, whole.
+        model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target; its
+            device is the head's.
         spec: the head's.
     """
-    weights = {"embed_tokens": model._base_model_embeddings.weight, "lm_head": model._base_model_lm_head.weight}
+    shared = {"embed_tokens": model._base_model_embeddings.weight, "lm_head": model._base_model_lm_head.weight}
+    weights = {slot: whole_tensor(weight) for slot, weight in shared.items()}
+    device = weights["lm_head"].device
     known = needs(spec)
     for name, row in stored(by_name("modelopt"), spec).items():
         if name in state:
             parts = row.move.unpack(state[name], [known[slot].shape for slot in row.slots])
             weights |= dict(zip(row.slots, parts, strict=True))
-    return DraftHead(spec, {slot: weight.detach() for slot, weight in weights.items()})
+    return DraftHead(spec, {slot: weight.detach().to(device) for slot, weight in weights.items()})
 
 
 @torch.no_grad()
@@ -108,6 +112,11 @@ def head_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of ModelOpt's `eagle_module`, under its own names."""
     eagle: nn.Module = model.eagle_module  # pyright: ignore[reportAssignmentType]
     return {name: tensor.detach() for name, tensor in eagle.state_dict().items()}
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be spread over processes (FSDP2) whole; each process has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -124,6 +124,20 @@ def test_latent_norms_take_the_configs_eps(eps):
         torch.testing.assert_close(norm(x), rms_norm(x, norm, eps))
 
 
+def test_frequencies_stay_exact_when_the_head_is_cast_or_moved():
+    """Engines turn by float32 frequencies; in bf16 these would be off by radians within the context."""
+    config = make_config("kimik2")
+    layer = MlaLayer(config, 0).to(torch.bfloat16)
+    exact = DeepseekV3RotaryEmbedding(config)
+    assert layer.mlp.gate_proj.weight.dtype == torch.bfloat16
+    assert not torch.equal(exact.inv_freq.bfloat16().float(), exact.inv_freq)  # else nothing is shown
+    assert torch.equal(layer.rotary_emb.inv_freq, exact.inv_freq)
+    x, positions = torch.zeros(1, 3, HIDDEN), torch.tensor([[0, 5, 200]])
+    for ours, theirs in zip(layer.rotary_emb(x, positions), exact(x, positions), strict=True):
+        assert torch.equal(ours, theirs)
+    assert layer.to("meta").rotary_emb.inv_freq.device.type == "meta"
+
+
 def test_the_patch_is_taken_back():
     before = hf_eagle._setup_kimi_k2_decoder, hf_eagle.LlamaDecoderLayer
     with served_decoders():

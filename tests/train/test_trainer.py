@@ -14,7 +14,7 @@ SHORT = dataclasses.replace(TEST_GQA, batches=2, steps=4, batch=2, seq=16, warmu
 def test_training_lowers_the_held_out_loss(trained):
     before, after = trained.report["untrained"], trained.report["trained"]
     assert after["loss"] < before["loss"] - 0.5
-    assert len(after["accuracy"]) == trained.recipe.ttt_steps
+    assert all(f"top1_{step}" in after for step in range(1, trained.recipe.ttt_steps + 1))
 
 
 def test_the_untrained_loss_is_that_of_a_guess(train_few):
@@ -70,11 +70,11 @@ def test_the_key_names_recipe_target_and_texts(tiny_target, text, held_out, tmp_
     assert len({key, *changed}) == 5
 
 
-def test_a_loss_that_is_no_number_stops_the_work_and_leaves_nothing(tiny_target, text, held_out, tmp_path):
+def test_a_loss_that_is_no_number_stops_the_work_and_leaves_no_head(tiny_target, text, held_out, tmp_path):
     recipe = dataclasses.replace(SHORT, lr=1e30)
-    with pytest.raises(TrainingFailed, match="loss is nan at step"):
+    with pytest.raises(TrainingFailed, match=r"loss is \w+ at step|hold NaN or Inf"):
         train_head(tiny_target, tmp_path / "head", recipe, text, held_out)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "head").exists()
 
 
 def test_a_text_that_is_too_short_is_refused_before_anything_is_made(tiny_target, text, held_out, tmp_path):

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconv.errors import RecipeInvalid
-from kconv.target.states import run_target
-from kconv.train.batches import Batches, cut_windows, map_draft_vocab
+from kconv.train.windows import cut_windows, map_draft_vocab
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 20), st.integers(0, 5))
@@ -20,23 +19,6 @@ def test_windows_are_cut_from_the_text_and_do_not_overlap(seq, count, more, seed
 def test_more_windows_than_the_text_holds_are_refused():
     with pytest.raises(RecipeInvalid, match="11 windows of 9 tokens, and the text holds 10"):
         cut_windows(torch.arange(98), 9, 11, seed=0)
-
-
-def test_batches_hold_the_targets_states_and_run_it_once(target, text):
-    tokens = text[:96].view(2, 2, 24)
-    batches = Batches(target, list(tokens), (1, 3, 5))
-    runs = []
-    hook = target.register_forward_hook(lambda *_: runs.append(1))
-    inner = target.model.register_forward_hook(lambda *_: runs.append(1))
-    first, again = batches.get(1), batches.get(1)
-    hook.remove()
-    inner.remove()
-    assert len(runs) == 1
-    expected = run_target(target, tokens[1], (1, 3, 5))
-    assert torch.equal(first[0], tokens[1])
-    torch.testing.assert_close(first[1]["aux_hidden_states"], expected.captured)
-    torch.testing.assert_close(first[1]["base_model_hidden_states"], expected.hidden)
-    assert again[1] is first[1]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=200), st.data())

@@ -1,4 +1,4 @@
-"""What a head is trained on: a text, and the target's states over it. What belongs here: cutting and capturing."""
+"""A plain text to train on. What belongs here: cutting it into windows, and choosing a draft vocabulary by it."""
 
 from __future__ import annotations
 
@@ -6,42 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM
 
 from ..errors import RecipeInvalid
 from ..head.vocab import keep_most_frequent, offsets
-from ..target.states import run_target
-from .module import offline_inputs
-
-
-class Batches:
-    """Batches of a text, with the target's states over each.
-
-    The target is run over a batch when it is asked for first; its states are kept, as a later pass over the
-    text needs the same ones. They take `(A + 1) * hidden` numbers per token.
-
-    Args:
-        target: a whole target.
-        tokens: the batches, each `[B, T]`.
-        captured: the layers that the head reads.
-    """
-
-    def __init__(self, target: DeepseekV3ForCausalLM, tokens: Sequence[Tensor], captured: Sequence[int]) -> None:
-        self._target, self._tokens, self._captured = target, tokens, captured
-        self._states: dict[int, dict[str, Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def get(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return one batch's tokens `[B, T]` and the target's states, as ModelOpt's offline forward takes them."""
-        tokens = self._tokens[index]
-        if index not in self._states:
-            kept = offline_inputs(run_target(self._target, tokens, self._captured))
-            # The widest part by far, which ModelOpt computes again from the final states.
-            del kept["base_model_logits"]
-            self._states[index] = kept
-        return tokens, self._states[index]
 
 
 def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
