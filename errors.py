@@ -129,3 +129,83 @@ class CountersMissing(KconvError):
 
 class CountersReset(KconvError):
     """Counters that went backwards: the server was restarted between two readings."""
+
+
+class StatesInvalid(KconvError):
+    """Stored hidden states that cannot be read, are damaged, or are of another target, capture or prompts."""
+
+
+class AcceptanceInvalid(KconvError):
+    """An acceptance.json that is not of the schema, repeats a row, or holds a figure that cannot be."""
+
+
+class DefinitionsMixed(KconvError):
+    """Figures of different definitions that would be put together, or a server that counts in two ways."""
+
+
+class SuiteInvalid(KconvError):
+    """A suite of prompts that lacks a category, or whose prompts are placeholders."""
+
+
+class FactsInvalid(KconvError):
+    """A facts file of a card with a key that does not exist or a value that cannot be."""
+
+
+class LicenceUnknown(KconvError):
+    """A licence that kconv has no data about, or whose text is nowhere to be copied from."""
+
+
+class SourceFormatUnknown(KconvError):
+    """A target stored in a quantized format that kconv cannot read, or only in part."""
+
+
+class WorkerFailed(KconvError):
+    """A process that was given a part of the work ended without doing it."""
+
+
+class TrainingDataInvalid(KconvError):
+    """Training data that cannot be read, is of no known form, or holds nothing to train on."""
+
+
+class PublishRefused(KconvError):
+    """A folder that the gate does not let through, or a repository that it cannot be published to as asked."""
+
+
+class HubMoved(KconvError):
+    """The repository is not as it was expected: its branch moved on, or the tag is there with other files."""
+
+
+class ReadBackFailed(KconvError):
+    """What the Hub gives back is not what was uploaded."""
+
+
+class CalibrationInvalid(KconvError):
+    """States that a conversion cannot be calibrated on: of another target than the head's, or too few."""
+
+
+class ConversionInaccurate(KconvError):
+    """A converted attention that loses more on held-out text than was allowed."""
+
+
+class UnknownRule(KconvError):
+    """No rule of validation has that id or name."""
+
+
+class ReleaseBusy(KconvError):
+    """A release's folder in which another run is at work."""
+
+
+class ReleaseStateInvalid(KconvError):
+    """A release's folder whose record cannot be read, or a step whose input was never made."""
+
+
+class InputScalesInvalid(KconvError):
+    """A calibration file that cannot be read, is of another target, or lacks a module that is quantized."""
+
+
+class CountersDisturbed(KconvError):
+    """Counters that count what was not asked for here, or never rest: someone else is using the server."""
+
+
+class ComparisonUnfit(KconvError):
+    """A head that would be held against a target or the other way round, or a measure that a target has not."""

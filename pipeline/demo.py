@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from ..cards.card import CardFacts, write_card
+from ..cards.card import write_card
+from ..cards.facts import Facts
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import verify
 from ..checkpoint.staging import refuse_existing, staged
@@ -34,7 +35,8 @@ from ..tiny.tokenizer import pack
 from ..train.module import load_module
 from ..train.original import run_module
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
-from ..train.trainer import MODULE, head_key, train_head
+from ..train.run import MODULE
+from ..train.trainer import head_key, train_head
 from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.report import Report
 from ..validate.run import figures, make_report
@@ -196,7 +198,7 @@ def _prove(folder: Path, bench: _Bench, recipe: DemoRecipe) -> Made:
     provenance = {"target": "target", "prompts": "held-out.jsonl", "seed": recipe.seed, "dtype": "float32"}
     report = make_report(converted, check_values(converted) + held, figures(identical, measured), provenance)
     (folder / "report.json").write_text(report.to_json())
-    write_card(folder / "vllm", report, CardFacts())
+    write_card(folder / "vllm", report, Facts())
     return Made(folder.name, folder, report, _same_head(source, returned))
 
 

@@ -84,5 +84,5 @@ def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tenso
         target = load_target(target_folder, TORCH[recipe.dtype])
         return Online(target, recipe.captured), Online(target, recipe.captured)
 
-    rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
-    return Job(target_folder, recipe, *rows, states)
+    text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
+    return Job(target_folder, recipe, text_rows, unseen_rows, states)

@@ -227,6 +227,7 @@ class Report(_Record):
     Attributes:
         subject: the folder that was validated, as named by the user.
         weights: sha256 of each weight file, so that a report is of these very bytes.
+        config: sha256 of config.json, where it was on this machine; the same weights under another are another head.
         findings: worst first.
         figures: what was measured.
         provenance: what it was measured with: versions, target, prompts and their hash, seed, date.
@@ -235,6 +236,7 @@ class Report(_Record):
     schema_version: Literal[1] = Field(default=1, alias="schema")
     subject: str
     weights: dict[str, str] = {}
+    config: str = ""
     findings: tuple[Finding, ...] = ()
     figures: Figures = Figures()
     provenance: dict[str, Any] = {}

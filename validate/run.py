@@ -18,6 +18,7 @@ from ..convert.layout import Layout
 from ..convert.read import Head
 from ..errors import KconvError
 from ..target.config import TargetConfig
+from .kinds import is_target, refuse_unfit
 from .report import Figures, Finding, Report
 from .rules.head import HeadSubject, engines_of
 from .rules.rule import ENGINES, run_rules
@@ -77,6 +78,10 @@ def validate(
     Returns:
         The report. Faults of the checkpoint are findings in it, also where it cannot be read; faults of what else
         the user gave are raised.
+
+    Raises:
+        ComparisonUnfit: a target is to be held against a head or the other way round, or a target's acceptance
+            is asked for.
     """
     wish = wish or Wish()
     say("reading headers" if wish.headers_only else "reading every weight")
@@ -85,7 +90,9 @@ def validate(
             checkpoint = subject.open_headers() if wish.headers_only else subject.open_weights()
     except KconvError as fault:
         return _report(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
-    if is_target(checkpoint) and wish.layout is None:
+    whole = is_target(checkpoint) and wish.layout is None
+    refuse_unfit(checkpoint, whole, source, quantized_from, measured=bool(parity or engined))
+    if whole:
         return _check_target(checkpoint, wish, quantized_from, say)
     rules = HeadSubject(
         checkpoint,
@@ -102,7 +109,8 @@ def validate(
     identical, measured = None, ()
     if rules.head is None:
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
-        return _report(checkpoint.source, _digests(checkpoint, wish), findings, Figures(), provenance)
+        about = _digests(checkpoint, wish)
+        return _report(checkpoint.source, about, findings, Figures(), provenance, _config(checkpoint))
     if source is not None:
         from .structure import check_source, is_identical
 
@@ -124,7 +132,8 @@ def validate(
         findings += witness.findings
         all_figures = all_figures.model_copy(update={"engine": witness.figures})
         provenance |= witness.provenance
-    return _report(checkpoint.source, _digests(checkpoint, wish), findings, all_figures, provenance)
+    about = _digests(checkpoint, wish)
+    return _report(checkpoint.source, about, findings, all_figures, provenance, _config(checkpoint))
 
 
 @contextmanager
@@ -139,21 +148,15 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# Names that a target has and no head: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
-TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
-
-
-def is_target(checkpoint: Checkpoint) -> bool:
-    """Say whether a checkpoint is a target, and no head."""
-    if "eagle_config" in checkpoint.config or any(name.endswith("fc.weight") for name in checkpoint.tensors):
-        return False
-    return any(name.startswith(TARGET_LAYERS) for name in checkpoint.tensors)
-
-
 def _check_target(checkpoint: Checkpoint, wish: Wish, source: Checkpoint | None, say: Say) -> Report:
     engines = wish.engines or ENGINES
     subject = TargetSubject(checkpoint, frozenset(engines), not wish.headers_only)
-    provenance = {"for": list(engines), "checked": "target", "headers_only": wish.headers_only}
+    provenance: dict[str, object] = {
+        "for": list(engines),
+        "for_by": "asked" if wish.engines else "every engine",
+        "checked": "target",
+        "headers_only": wish.headers_only,
+    }
     findings = list(run_rules(TARGET_RULES, subject))
     noise = None
     if source is not None:
@@ -166,7 +169,8 @@ def _check_target(checkpoint: Checkpoint, wish: Wish, source: Checkpoint | None,
             findings += held
         except KconvError as fault:
             findings.append(from_fault(fault, rule="K392"))
-    return _report(checkpoint.source, _digests(checkpoint, wish), findings, Figures(noise=noise), provenance)
+    about = _digests(checkpoint, wish)
+    return _report(checkpoint.source, about, findings, Figures(noise=noise), provenance, _config(checkpoint))
 
 
 def _written_for(rules: HeadSubject) -> HeadSubject:
@@ -193,7 +197,14 @@ def _digests(checkpoint: Checkpoint, wish: Wish) -> dict[str, str]:
 
 def make_report(head: Head, findings: Sequence[Finding], figures: Figures, provenance: Mapping[str, object]) -> Report:
     """Return the report on a head: findings worst first, and the digests of the weights they are about."""
-    return _report(head.checkpoint.source, _digests(head.checkpoint, Wish()), findings, figures, provenance)
+    about = head.checkpoint
+    return _report(about.source, _digests(about, Wish()), findings, figures, provenance, _config(about))
+
+
+def _config(checkpoint: Checkpoint) -> str:
+    """Return the sha256 of a checkpoint's config.json; empty where it is not on this machine."""
+    file = checkpoint.folder / "config.json"
+    return file_digest(file) if file.is_file() else ""
 
 
 def _report(
@@ -202,12 +213,14 @@ def _report(
     findings: Iterable[Finding],
     figures: Figures,
     provenance: Mapping[str, object],
+    config: str = "",
 ) -> Report:
     worst_first = sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
     stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": version("torch")}
     return Report(
         subject=subject,
         weights=dict(weights),
+        config=config,
         findings=tuple(worst_first),
         figures=figures,
         provenance=stamp | dict(provenance),

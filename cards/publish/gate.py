@@ -71,8 +71,13 @@ def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _report_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.report is not None and candidate.report.weights != candidate.weights:
+    if candidate.report is None:
+        return
+    if candidate.report.weights != candidate.weights:
         yield REPORT, "the report is of other weights than this folder's"
+    configs = [file.sha256 for file in candidate.manifest.files if file.name == "config.json"]
+    if candidate.report.config not in configs:
+        yield REPORT, "the report is of another config.json than this folder's"
 
 
 def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -160,7 +165,10 @@ CHECKS = (
     Check("P102", "Every file is the manifest's or a known part of a release.", "Take it out.", _unaccounted),
     Check("P103", "Every file is a plain one.", "Put the file itself there.", _links, allowable=False),
     Check("P104", "There is a validation report.", VALIDATE, _report),
-    Check("P105", "The report is of these very weights.", VALIDATE, _report_of_these, allowable=False),
+    Check(
+        "P105", "The report is of these very weights and this config.json.", VALIDATE, _report_of_these,
+        allowable=False,
+    ),
     Check("P106", "The report holds no error.", "Mend what kconv validate found.", _report_clean),
     Check("P107", "The weights are the source's, or how far they are from it was measured.", VALIDATE, _nothing_lost),
     Check(

@@ -87,7 +87,7 @@ class Candidate:
     def files(self) -> dict[str, Path]:
         """What would be published, by name."""
         found = {str(p.relative_to(self.folder)): p for p in self.folder.rglob("*") if not p.is_dir()}
-        return dict(sorted((found | self.beside).items()))
+        return dict(sorted({**found, **self.beside}.items()))
 
     @cached_property
     def unaccounted(self) -> list[str]:

@@ -79,6 +79,10 @@ BROKEN = {
     "a link to elsewhere": ("P103", link_out),
     "no report": ("P104", lambda f: (f / "report.json").unlink() or write_acceptance(f, dataset="sampled")),
     "a report of another head": ("P105", foreign_report),
+    "a report of the same weights under another config": (
+        "P105", lambda f: edit(f / "report.json", config="0" * 64),
+    ),
+    "a report that does not say under which config": ("P105", lambda f: edit(f / "report.json", config="")),
     "a report of no weights": ("P105", lambda f: write_report(f, weights={})),
     "a report of one file more": ("P105", lambda f: write_report(f, weights={"model.safetensors": "0" * 64})),
     "a report with an error": ("P106", lambda f: write_report(f, findings=[ERROR])),
@@ -132,6 +136,12 @@ def test_what_is_broken_is_found_by_its_check(folder, rule, break_it):
     assert {rule} | ALONG.get(rule, set()) >= set(found(folder))
     with pytest.raises(PublishRefused, match=rule):
         prepare(candidate(folder))
+
+
+def test_the_documentation_lists_every_check():
+    page = (Path(__file__).parent.parent.parent / "docs" / "release.md").read_text()
+    for check in (MANIFEST_HOLDS, *CHECKS):
+        assert f"| {check.rule} | {check.says} | {'yes' if check.allowable else 'never'} |" in page
 
 
 def test_every_check_is_broken_by_something():

@@ -305,6 +305,14 @@ def test_what_lasts_is_named_and_leaves_nothing_unproven_under_the_tag(hub, fold
     assert holds(hub, folder) and not hub.repos[REPO].private
 
 
+@pytest.mark.parametrize("status, fault", [(400, HubUnreachable), (404, HubRefused), (409, HubMoved), (412, HubMoved)])
+def test_a_commit_that_the_hub_does_not_take_is_named(hub, folder, status, fault):
+    hub.fail("POST .*/commit/", refusal(status))
+    with pytest.raises(fault):
+        publish(folder)
+    assert hub.repos[REPO].tags == {} and len(hub.repos[REPO].commits) == 1
+
+
 def test_an_expired_token_is_named(hub, folder):
     hub.tokens = set()
     with pytest.raises(HubRefused, match="may have expired"):

@@ -35,7 +35,7 @@ def test_the_page_and_the_schema_are_current():
 
 
 def test_a_report_has_the_documented_keys(report):
-    assert list(report) == ["schema", "subject", "weights", "findings", "figures", "provenance"]
+    assert list(report) == ["schema", "subject", "weights", "config", "findings", "figures", "provenance"]
     assert report["schema"] == 1
     (finding,) = [one for one in report["findings"] if one["rule"] == "K104"]
     assert list(finding) == ["rule", "severity", "where", "message", "fix", "engines", "seen_in"]

@@ -1,0 +1,113 @@
+"""`kconv publish`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import FOLDER
+
+if TYPE_CHECKING:
+    from ..cards.publish.floor import Floor
+
+
+@click.command(short_help="Put a finished folder on the Hub, if nothing speaks against it.")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.argument("repo", metavar="REPO")
+@click.option("--tag", default="", help="Tag of this release, given once every file was read back.")
+@click.option("--private", is_flag=True, help="Refuse a repository that is public.")
+@click.option("--public", is_flag=True, help="Make it public once everything was read back; a new one is private.")
+@click.option("--revision", default="main", show_default=True, help="Branch to commit to.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request in place of moving the branch.")
+@click.option("--expect-parent", default="", metavar="SHA", help="Refuse if the branch is on another commit.")
+@click.option("--report", type=FOLDER, help="report.json of kconv validate; DIR's own otherwise.")
+@click.option("--acceptance", type=FOLDER, help="acceptance.json of kconv bench; DIR's own otherwise.")
+@click.option("--facts", type=FOLDER, help="The card's facts file, for the licence checks; else the recipe's.")
+@click.option("--min-acceptance", type=click.FloatRange(min=0, min_open=True), help="The floor; else the recipe's.")
+@click.option("--metric", default="al_incl_bonus", show_default=True, help="What the floor is of.")
+@click.option("--suite", help="What it is measured on, e.g. MT-Bench, or a report's text, e.g. sampled.")
+@click.option("--max-loss", type=click.FloatRange(0, 1, max_open=True), help="Largest loss against the source (share).")
+@click.option("--allow", "rules", multiple=True, metavar="RULE", help="Let a check pass; needs --why.")
+@click.option("--why", "reasons", multiple=True, metavar="TEXT", help="The reason, which the card will state.")
+@click.option("--dry-run", is_flag=True, help="Run the gate, look at the repository, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done, or would be, as JSON.")
+def publish(
+    folder: Path,
+    repo: str,
+    tag: str,
+    private: bool,
+    public: bool,
+    revision: str,
+    create_pr: bool,
+    expect_parent: str,
+    report: Path | None,
+    acceptance: Path | None,
+    facts: Path | None,
+    min_acceptance: float | None,
+    metric: str,
+    suite: str | None,
+    max_loss: float | None,
+    rules: tuple[str, ...],
+    reasons: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Publish DIR, a head with its card, as the repository REPO (org/name) of the Hub.
+
+    Refused unless the manifest holds, the report is clean and of these very weights, the acceptance reaches the
+    floor, and the card and its licences are complete. Then: one commit, every file read back and compared, the tag.
+    A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf auth login, or,
+    where HF_OIDC_RESOURCE is set, from the CI job's identity.
+
+    \b
+    Example:
+      kconv publish my-release my-org/my-head --tag v1 --min-acceptance 2.5 --suite MT-Bench --max-loss 0.01
+      kconv publish my-release my-org/my-head --tag v1 --dry-run
+    """
+    if len(rules) != len(reasons):
+        raise click.UsageError("each --allow needs a --why, and each --why an --allow")
+    stated = _floor(min_acceptance, metric, suite, max_loss)
+    from ..cards.facts import read_facts
+    from ..cards.publish.allow import Allowance
+    from ..cards.publish.floor import read_floor, recipe_facts
+    from ..cards.publish.gate import allowable
+    from ..cards.publish.release import open_candidate
+    from ..cards.publish.run import prepare, preview
+    from ..cards.publish.run import publish as run
+    from ..cards.publish.wish import Wish
+    from .output import status
+    from .release_output import print_published
+
+    if unknown := set(rules) - allowable():
+        known = ", ".join(sorted(allowable()))
+        raise click.UsageError(f"--allow {', '.join(sorted(unknown))}: what can be let pass is {known}")
+    floor = read_floor(folder)
+    said = read_facts(facts) if facts else recipe_facts(folder)
+    if stated and floor:
+        raise click.UsageError(f"{folder}'s recipe states the floor; leave out --min-acceptance")
+    allowances = [Allowance(rule, why) for rule, why in zip(rules, reasons, strict=True)]
+    wish = Wish(repo, tag, revision, private, public, create_pr, expect_parent)
+    with status("publishing") as say:
+        say("checking every byte")
+        release = prepare(open_candidate(folder, report, acceptance, stated or floor, said), allowances)
+        made = (preview if dry_run else run)(release, wish, say)
+    print_published(release, made, dry_run=dry_run, as_json=as_json)
+
+
+def _floor(least: float | None, metric: str, suite: str | None, max_loss: float | None) -> Floor | None:
+    if least is None:
+        if suite is not None or max_loss is not None:
+            raise click.UsageError("--suite and --max-loss belong to --min-acceptance")
+        return None
+    if suite is None or max_loss is None:
+        raise click.UsageError("--min-acceptance needs --suite, which it is measured on, and --max-loss")
+    from pydantic import ValidationError
+
+    from ..cards.publish.floor import Floor
+
+    try:
+        return Floor.model_validate({"metric": metric, "suite": suite, "at_least": least, "max_loss": max_loss})
+    except ValidationError as fault:
+        raise click.UsageError(f"the floor cannot be: {fault.errors()[0]['msg']}") from fault

@@ -1,0 +1,155 @@
+"""A release looked at before it is run. What belongs here: which steps would run, the disk, and licences."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cards.licences.checks import check_folder
+from ..cards.licences.files import PATTERNS, find_texts
+from ..cards.licences.licence import LICENCES
+from ..errors import OutputFailed, ReleaseStateInvalid
+from ..validate.report import Finding
+from .inputs import Found, find_inputs, fingerprint, needed
+from .kinds import Card, StepBase
+from .recipe import Release
+from .release import Selection, why_run
+from .sizes import estimate
+from .state import State, read_state
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What would become of a step.
+
+    Attributes:
+        name, do: which step.
+        runs: whether it would run; None where that hangs on what an earlier one makes.
+        why: why it would, or what it waits for.
+        size: bytes that it would write; None where that is not known yet.
+        heavy: whether it is no work for a hosted CI machine.
+    """
+
+    name: str
+    do: str
+    runs: bool | None
+    why: str
+    size: int | None
+    heavy: bool
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What running a release would do.
+
+    Attributes:
+        steps: those that are meant, in order.
+        needed: bytes of disk that it takes, as far as they are known; `whole` says whether all are.
+        free: bytes that are free.
+        findings: what the licence checks will say, as far as can be told by now.
+    """
+
+    steps: tuple[Planned, ...]
+    needed: int
+    whole: bool
+    free: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def heavy(self) -> bool:
+        """Whether a step that may run asks for a machine of one's own."""
+        return any(step.heavy and step.runs is not False for step in self.steps)
+
+
+def preview_release(release: Release, text: str, root: Path, selection: Selection) -> Preview:
+    """Say what running a release would do; nothing is written, and no weight is downloaded.
+
+    Raises:
+        RecipeInvalid: a step that the selection names is not there.
+        KconvError: an input cannot be read, or a hub id not be resolved.
+    """
+    meant = selection.takes(release)
+    state = read_state(root)
+    pending: set[str] = set()
+    steps, findings = [], []
+    for name, step in release.steps.items():
+        if not meant[name]:
+            continue
+        planned, found = _plan(name, step, release, text, root, state, pending)
+        if planned.runs is not False:
+            pending.add(name)
+        steps.append(planned)
+        if isinstance(step, Card):
+            findings += _licences(step, found, release, root / name, planned)
+    sizes = [step.size for step in steps if step.runs is not False]
+    return Preview(
+        tuple(steps),
+        needed=sum(size for size in sizes if size is not None),
+        whole=None not in sizes,
+        free=free_bytes(root),
+        findings=tuple(findings),
+    )
+
+
+def check_disk(preview: Preview, root: Path) -> None:
+    """Raise OutputFailed where a release is known to need more disk than is free."""
+    if preview.needed > preview.free:
+        raise OutputFailed(
+            f"the steps take {preview.needed / 1e9:.2f} GB{'' if preview.whole else ' at least'}, "
+            f"and {preview.free / 1e9:.2f} GB are free",
+            where=root.absolute().parent,
+            fix="Free some space, or choose an --out on another disk.",
+        )
+
+
+def free_bytes(root: Path) -> int:
+    """Return the bytes that are free where a release will be."""
+    at = root.absolute()
+    return shutil.disk_usage(next(parent for parent in (at, *at.parents) if parent.exists())).free
+
+
+def _plan(
+    name: str, step: StepBase, release: Release, text: str, root: Path, state: State, pending: set[str]
+) -> tuple[Planned, Found | None]:
+    waits = [other for other in needed(step) if other in pending]
+    if waits:
+        why = f"waits for {', '.join(waits)}"
+        return Planned(name, step.kind, None, why, estimate(step, None), step.HEAVY), None
+    try:
+        found = find_inputs(name, step, root, state)
+    except ReleaseStateInvalid as fault:
+        return Planned(name, step.kind, None, fault.what, None, step.HEAVY), None
+    # What was never made runs whatever its inputs hold, and these may take long to digest.
+    own = fingerprint(step, found, release, text) if name in state.steps else ""
+    why = why_run(name, root, state, own)
+    size = estimate(step, found) if why else 0
+    return Planned(name, step.kind, bool(why), why, size, step.HEAVY), found
+
+
+def _licences(step: Card, found: Found | None, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
+    """Yield what the licence checks say of a card's folder; or, before there is one, what they will miss."""
+    if planned.runs is False:
+        yield from check_folder(out, release.facts)
+        return
+    facts = release.facts
+    if not facts.licence.id:
+        yield _missing("L2", "facts.licence.id", "nobody has said under which licence the head stands")
+    if not facts.base_model:
+        yield _missing("L8", "facts.base_model", "nobody has said what the head's target is")
+    if found is None:
+        return
+    folders = [s.fetch_licence() for field in ("source", "target") for s in found.inputs.get(field, ())]
+    texts = find_texts(folders, [Path(file) for file in found.words.get("licence_files", ())])
+    at_hand = {one.licence.id for one in texts}
+    for rule, licence in (("L1", facts.licence.id), ("L3", facts.licence.target)):
+        wanted = LICENCES.get(licence or "")
+        if wanted and wanted.marks and wanted.text and wanted.id not in at_hand:
+            at = ", ".join(PATTERNS)
+            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, licence_files)")
+
+
+def _missing(rule: str, where: str, message: str) -> Finding:
+    fix = "State it in the recipe, or give the file; kconv publish refuses the folder otherwise."
+    return Finding(rule=rule, severity="error", where=where, message=message, fix=fix)

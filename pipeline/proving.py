@@ -1,0 +1,175 @@
+"""Steps that prove and publish. What belongs here: each of these calls what its command calls.
+
+A function makes its job's `out`, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cards.publish.floor import RECIPE
+from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.source import Source
+from ..checkpoint.staging import staged
+from ..errors import ReportInvalid
+from .job import Job, open_step_head
+from .kinds import Bench, Card, Publish, Reading, Validate
+
+if TYPE_CHECKING:
+    from ..cards.publish.allow import Allowance
+    from ..cards.publish.release import Candidate
+    from ..cards.publish.wish import Wish
+
+PUBLISHED = "published.json"
+SHOWN = 5
+
+
+def validate(step: Validate, job: Job) -> None:
+    """Check a head or a target; the report is there even where it says that something is wrong."""
+    from ..convert.captured import Hints
+    from ..convert.layouts import by_name
+    from ..target.config import read_target_config
+    from ..validate.markdown import write_report
+    from ..validate.parity import Parity
+    from ..validate.rules.rule import ASKED
+    from ..validate.run import Wish, is_target
+    from ..validate.run import validate as run
+
+    target, source, said = job.maybe("target"), job.maybe("source"), step.reading
+    config = read_target_config(target.fetch_config()) if target else None
+    hints = Hints(
+        said.captured, said.captured_are, config.layers if config else None, said.max_positions,
+        said.norm_before_residual,
+    )  # fmt: skip
+    wish = Wish(
+        ASKED[step.engines] if step.engines else None, by_name(said.layout) if said.layout else None, hints, config
+    )
+    opened = source.open_weights() if source else None
+    quantized_from = opened if opened and is_target(opened) else None
+    original = open_step_head(source, Reading(), target) if source and not quantized_from else None
+    prompts = job.word("prompts")
+    parity = (
+        Parity(target, prompts, steps=step.steps, prompt_tokens=step.prompt_tokens, new_tokens=step.new_tokens)
+        if target and prompts
+        else None
+    )
+    report = run(job.source("head"), wish, source=original, quantized_from=quantized_from, parity=parity, say=job.say)
+    with staged(job.out) as folder:
+        write_report(report, folder)
+    if not report.clean:
+        errors = [f for f in report.findings if f.severity == "error"]
+        lines = "".join(f"\n  {f.rule} {f.where}: {f.message}" for f in errors[:SHOWN])
+        more = f"\n  and {len(errors) - SHOWN} more" if len(errors) > SHOWN else ""
+        raise ReportInvalid(
+            f"validation found {len(errors)} error(s) in {report.subject}:{lines}{more}",
+            where=job.out,
+            fix="Mend what they name; the report there says how.",
+        )
+
+
+def bench(step: Bench, job: Job) -> None:
+    """Measure acceptance on a server, or by kconv's own forward."""
+    from ..validate.acceptance import ACCEPTANCE
+    from ..validate.bench_suites import load_suite
+
+    head, target = job.source("head"), job.maybe("target")
+    suite = load_suite(job.word("suite") or step.suite, limit=step.limit)
+    if step.url:
+        from ..validate.bench import Wish, measure_server
+
+        wish = Wish(
+            draft_tokens=step.draft_tokens, head=head.name, concurrency=step.concurrency, max_tokens=step.max_tokens,
+            temperature=step.temperature, target=step.target_name, precision=step.precision,
+            weights=_weights(head),
+        )  # fmt: skip
+        found = measure_server(step.url, suite, wish, job.say)
+    else:
+        from ..validate.bench_offline import measure_head
+
+        assert target is not None, "the recipe's check asks for it"
+        found = measure_head(
+            open_step_head(head, step.reading, target), target.fetch_model(), suite, draft_tokens=step.draft_tokens,
+            max_tokens=step.max_tokens, temperature=step.temperature, target_name=step.target_name or target.name,
+            say=job.say,
+        )  # fmt: skip
+    with staged(job.out) as folder:
+        (folder / ACCEPTANCE).write_text(found.to_json())
+
+
+def write_card(step: Card, job: Job) -> None:
+    """Put a head, its evidence, its licences and its card into one folder, which can be published."""
+    from ..cards.card import gather, make_card, write
+    from ..cards.licences.files import PATTERNS
+    from ..validate.acceptance import ACCEPTANCE, read_acceptance
+    from ..validate.report import read_report
+
+    target, source, reports = job.maybe("target"), job.maybe("source"), job.files("report")
+    files = job.files("licence_files")
+    if source:
+        at = source.fetch_licence()
+        files += sorted({file for pattern in PATTERNS for file in at.glob(pattern)})
+    acceptance = job.files("acceptance")
+    head = job.source("head").open_weights().folder
+    with staged(job.out) as folder:
+        for record in read_manifest(head).files:
+            _link(head / record.name, folder / record.name)
+        _link(head / MANIFEST, folder / MANIFEST)
+        for report in reports:
+            shutil.copyfile(report, folder / "report.json")
+        for number, file in enumerate(acceptance):
+            shutil.copyfile(file, folder / (f"acceptance-{number}.json" if number else ACCEPTANCE))
+        (folder / RECIPE).write_text(job.recipe, encoding="utf-8")
+        evidence = gather(
+            folder,
+            read_report(reports[0]) if reports else None,
+            # A card is named after its folder otherwise, which has a name of chance while it is made.
+            job.facts if job.facts.name else job.facts.model_copy(update={"name": job.title}),
+            [read_acceptance(file) for file in acceptance],
+            files,
+            target.fetch_licence() if target else None,
+        )
+        write(folder, make_card(evidence, step.style, model_index=step.model_index, chart=step.chart))
+
+
+def publish(step: Publish, job: Job) -> None:
+    """Publish a folder, and keep the record of what is on the Hub."""
+    from ..cards.publish.run import prepare
+    from ..cards.publish.run import publish as run
+
+    candidate, allowances, wish = publication(step, job)
+    made = run(prepare(candidate, allowances), wish, job.say)
+    with staged(job.out) as folder:
+        # What was done this time is no part of the outcome: a second run of the step finds it done.
+        outcome = {k: v for k, v in asdict(made).items() if k not in ("done", "uploaded", "deleted")}
+        (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n")
+
+
+def publication(step: Publish, job: Job) -> tuple[Candidate, list[Allowance], Wish]:
+    """Return what a step publishes, what it lets pass, and where to."""
+    from ..cards.publish.allow import Allowance
+    from ..cards.publish.release import open_candidate
+    from ..cards.publish.wish import Wish
+
+    folder = job.source("folder").fetch_config()
+    candidate = open_candidate(folder, None, None, job.floor, job.facts)
+    wish = Wish(step.repo, step.tag, step.revision, step.private, step.public, step.create_pr, step.expect_parent)
+    return candidate, [Allowance(one.rule, one.why) for one in step.allow], wish
+
+
+def _weights(head: Source) -> dict[str, str]:
+    from ..checkpoint.bytes import file_digest
+
+    return {file.name: file_digest(file) for file in head.open_weights().files}
+
+
+def _link(file: Path, to: Path) -> None:
+    """Give a file a second name, or a copy where the disk cannot; nothing changes a step's output in place."""
+    try:
+        os.link(file, to)
+    except OSError:
+        shutil.copyfile(file, to)

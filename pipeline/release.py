@@ -1,0 +1,223 @@
+"""A release carried out, from where it stands. What belongs here: which steps run, in order, and what is remembered.
+
+A step runs where its output is missing or changed, or its fingerprint is another than the one that made it. As that
+is made of its inputs' contents, a step whose inputs come out the same again is not run again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from ..cards.publish.floor import RECIPE
+from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.staging import PARTIAL, writing
+from ..errors import KconvError, OutputExists, RecipeInvalid
+from .inputs import Found, find_inputs, fingerprint
+from .job import Job, Say
+from .kinds import StepBase
+from .recipe import Release
+from .state import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
+from .steps import carry_out
+
+Status = Literal["made", "unchanged", "left out", "failed", "not reached"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which steps of a recipe are meant.
+
+    Attributes:
+        first: the step to begin with; those before are taken as they are.
+        only: the one step to run.
+        without: names or kinds of steps to leave out.
+    """
+
+    first: str = ""
+    only: str = ""
+    without: tuple[str, ...] = ()
+
+    def takes(self, release: Release) -> dict[str, bool]:
+        """Return for each step whether it is meant.
+
+        Raises:
+            RecipeInvalid: a step that is named is not in the recipe.
+        """
+        names = list(release.steps)
+        kinds = {step.kind for step in release.steps.values()}
+        for name in filter(None, (self.first, self.only, *self.without)):
+            if name not in names and not (name in self.without and name in kinds):
+                raise RecipeInvalid(f"the recipe has no step {name}", fix=f"Its steps are {', '.join(names)}.")
+        begin = names.index(self.first) if self.first else 0
+        return {
+            name: (not self.only or name == self.only)
+            and number >= begin
+            and not {name, release.steps[name].kind} & set(self.without)
+            for number, name in enumerate(names)
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step: its name, its kind, how it ended, why it ran, seconds, and bytes of its output."""
+
+    name: str
+    do: str
+    status: Status
+    why: str = ""
+    seconds: float = 0.0
+    size: int = 0
+
+
+def run_release(
+    release: Release, text: str, root: Path, selection: Selection, say: Say, told: Callable[[Outcome], None]
+) -> None:
+    """Carry out a release, from where it stands.
+
+    Args:
+        release, text: the recipe and its text, which is kept in the output.
+        root: the folder of the release; made, or gone on with.
+        selection: which steps.
+        say: told what is going on.
+        told: told what became of each step; of those after a failed one too.
+
+    Raises:
+        RecipeInvalid: a step that the selection names is not there.
+        ReleaseBusy, ReleaseStateInvalid: another run is at work there, or its record cannot be read.
+        OutputExists: there is something that no run made.
+        KconvError: a step failed; those before it are kept, and the next call goes on from it.
+    """
+    meant = selection.takes(release)
+    _refuse_foreign(root)
+    with locked(root):
+        state = read_state(root)
+        state.kconv = version("kconv")
+        with writing(root / RECIPE):
+            (root / RECIPE).write_text(text, encoding="utf-8")
+        steps = iter(release.steps.items())
+        for name, step in steps:
+            if not meant[name]:
+                told(Outcome(name, step.kind, "left out"))
+                continue
+            try:
+                told(_take(name, step, release, text, root, state, say))
+            except BaseException as fault:
+                why = fault.what if isinstance(fault, KconvError) else type(fault).__name__
+                log(root, "failed", step=name, fault=str(fault) if isinstance(fault, KconvError) else why)
+                told(Outcome(name, step.kind, "failed", why))
+                for left, other in steps:
+                    told(Outcome(left, other.kind, "not reached"))
+                raise
+
+
+def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
+    """Return why a step has to run; empty where its output stands as it was made of these very inputs."""
+    record = state.steps.get(name)
+    if record is None:
+        return "never made"
+    if record.status != "done":
+        return "stopped by a fault" if record.status == "failed" else "interrupted"
+    if record.fingerprint != mark_now:
+        return "its inputs or its parameters changed"
+    now = mark_folder(root / name, record.files) if (root / name).is_dir() else {}
+    if not now:
+        return "its output is gone"
+    if _contents(now) != _contents(record.files):
+        return "its output was changed"
+    record.files = now
+    return ""
+
+
+def _take(name: str, step: StepBase, release: Release, text: str, root: Path, state: State, say: Say) -> Outcome:
+    """Run a step, or find that it need not be run."""
+    found = find_inputs(name, step, root, state)
+    own = fingerprint(step, found, release, text)
+    why = why_run(name, root, state, own)
+    if not why:
+        write_state(root, state)
+        return Outcome(name, step.kind, "unchanged", size=_size(state.steps[name].files))
+    _clear(name, step, root, state)
+    state.steps[name] = Done(status="running", fingerprint=own)
+    write_state(root, state)
+    log(root, "begin", step=name, do=step.kind, why=why, fingerprint=own, inputs=found.digests)
+    begin = time.monotonic()
+    try:
+        carry_out(step, _job(name, found, release, text, root, say))
+    except KconvError as fault:
+        state.steps[name] = Done(status="failed", fingerprint=own, fault=str(fault))
+        write_state(root, state)
+        raise
+    seconds = round(time.monotonic() - begin, 1)
+    files = _mark_output(root / name)
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    state.steps[name] = Done(status="done", fingerprint=own, files=files, seconds=seconds, at=at)
+    write_state(root, state)
+    log(root, "made", step=name, seconds=seconds, files={path: one.sha256 for path, one in files.items()})
+    return Outcome(name, step.kind, "made", why, seconds, _size(files))
+
+
+def _job(name: str, found: Found, release: Release, text: str, root: Path, say: Say) -> Job:
+    return Job(
+        root / name,
+        release.name,
+        found.inputs,
+        found.words,
+        release.facts,
+        release.min_acceptance,
+        text,
+        lambda words: say(f"{name}: {words}"),
+    )
+
+
+def _refuse_foreign(root: Path) -> None:
+    if root.exists() and (not root.is_dir() or (any(root.iterdir()) and not (root / RECIPE).exists())):
+        raise OutputExists(
+            f"{root} is there, and no kconv run made it", fix="Choose another --out, or delete it if it is not needed."
+        )
+
+
+def _clear(name: str, step: StepBase, root: Path, state: State) -> None:
+    """Take away what an earlier run of a step left; what somebody else put there is refused."""
+    out, record = root / name, state.steps.get(name)
+    with writing(out):
+        if out.exists():
+            foreign = ["it"] if record is None else []
+            if record is not None and record.status == "done":
+                foreign = sorted(mark_folder(out, record.files).keys() - record.files.keys())
+            if foreign:
+                raise OutputExists(
+                    f"{name} has to be made again, and {', '.join(foreign)} in its place is not a run's own",
+                    where=out,
+                    fix="Put it elsewhere, then run the recipe again.",
+                )
+            shutil.rmtree(out)
+        if not step.RESUMES:
+            for left in root.glob(f"{PARTIAL}{name}-????????"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _mark_output(out: Path) -> dict[str, Mark]:
+    """Digest a step's output; what kconv's manifest has digested a moment ago is not read again."""
+    recorded = {f.name: f for f in read_manifest(out).files} if (out / MANIFEST).exists() else {}
+
+    def known(file: Path) -> Iterator[Mark]:
+        record, stat = recorded.get(str(file.relative_to(out))), file.stat()
+        if record and record.size == stat.st_size:
+            yield Mark(size=stat.st_size, mtime_ns=stat.st_mtime_ns, sha256=record.sha256)
+
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    return {str(file.relative_to(out)): mark(file, next(known(file), None)) for file in files}
+
+
+def _contents(marks: dict[str, Mark]) -> dict[str, str]:
+    return {name: one.sha256 for name, one in marks.items()}
+
+
+def _size(marks: dict[str, Mark]) -> int:
+    return sum(one.size for one in marks.values())

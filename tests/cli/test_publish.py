@@ -1,0 +1,135 @@
+"""`kconv publish` as a user runs it: what it prints, its exit codes, and that no token is ever shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from support.hub_repos import Reply, refusal
+from support.releases import FLOOR, write_release, write_report
+
+from kconv.cli import main
+
+TOKEN, REPO = "hf_aVerySecretTokenOfNobody", "org/head"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_release(tmp_path / "head")
+
+
+@pytest.fixture(autouse=True)
+def _(hub, monkeypatch):
+    hub.tokens = {TOKEN}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+def kconv(*arguments):
+    ran = CliRunner().invoke(main, ["publish", *map(str, arguments)], catch_exceptions=False)
+    assert TOKEN not in ran.output + ran.stderr
+    return ran
+
+
+def test_it_publishes_and_says_so(hub, folder):
+    ran = kconv(folder, REPO, "--tag", "v1", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["commit"] == hub.repos[REPO].tags["v1"] and told["done"][-1] == "tagged v1"
+    again = kconv(folder, REPO, "--tag", "v1")
+    assert again.exit_code == 0 and "nothing to do" in again.stdout
+
+
+def test_a_dry_run_shows_the_files(hub, folder):
+    ran = kconv(folder, REPO, "--tag", "v1", "--dry-run")
+    assert ran.exit_code == 0 and hub.repos == {}
+    assert all(path.name in ran.stdout for path in folder.iterdir())
+    assert "nothing was changed" in ran.stdout
+
+
+def test_what_speaks_against_it_is_listed_with_what_to_do(hub, folder):
+    write_report(folder, identical=None)
+    (folder / "README.md").unlink()
+    ran = kconv(folder, REPO)
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert "P107" in ran.stderr and "P113" in ran.stderr and "--allow " in ran.stderr
+    assert hub.served == []
+
+
+def test_what_is_allowed_stands_on_the_published_card(hub, folder):
+    (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": FLOOR | {"at_least": 2.6}}))
+    ran = kconv(folder, REPO, "--allow", "P109", "--why", "a first try", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    assert json.loads(ran.stdout)["allowed"][0]["why"] == "a first try"
+    card = hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]["README.md"].decode()
+    assert "a first try" in card
+
+
+def test_a_floor_can_be_named_where_the_folder_states_none(hub, folder):
+    (folder / "release.yaml").unlink()
+    floor = ["--min-acceptance", "2.4", "--suite", "sampled", "--max-loss", "0.01"]
+    assert "P108" in kconv(folder, REPO).stderr
+    assert kconv(folder, REPO, *floor, "--dry-run").exit_code == 0
+    assert "below the floor" in kconv(folder, REPO, "--min-acceptance", "2.9", *floor[2:]).stderr
+
+
+MISUSE = {
+    "a reason is missing": ["--allow", "P109"],
+    "a rule is missing": ["--why", "because"],
+    "no such rule": ["--allow", "P999", "--why", "because"],
+    "a floor without a suite": ["--min-acceptance", "2"],
+    "a suite without a floor": ["--suite", "MT-Bench"],
+    "no such metric": ["--min-acceptance", "2", "--suite", "x", "--max-loss", "0", "--metric", "speed"],
+    "a floor of nothing": ["--min-acceptance", "0", "--suite", "x", "--max-loss", "0"],
+    "a second floor": ["--min-acceptance", "2", "--suite", "x", "--max-loss", "0"],
+}
+
+
+@pytest.mark.parametrize("options", MISUSE.values(), ids=MISUSE)
+def test_misuse_is_exit_2(hub, folder, options):
+    ran = kconv(folder, REPO, *options)
+    assert ran.exit_code == 2 and "Usage:" in ran.stderr and hub.served == []
+
+
+def test_no_token_is_shown_by_a_program_of_its_own_whatever_the_hub_answers(hub, folder, tmp_path):
+    """With the library's own logs at their loudest, and an upload whose address is signed."""
+    env = os.environ | {"HF_TOKEN": TOKEN, "HF_HUB_VERBOSITY": "info"}
+    program = [sys.executable, "-c", "from kconv.cli import main; main()", "publish", str(folder), REPO, "--tag", "v1"]
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*program, *options], capture_output=True, text=True, env=env, cwd=tmp_path)
+
+    hub.fail("POST .*/tag/", refusal(401, message="Invalid credentials in Authorization header"))
+    hub.fail("PUT /lfs/", Reply(503), times=1)
+    refused = run()
+    hub.faults.clear()
+    published = run("--json")
+    assert (refused.returncode, published.returncode) == (1, 0), refused.stderr + published.stderr
+    assert "may have expired" in refused.stderr and "Traceback" not in refused.stderr
+    shown = refused.stdout + refused.stderr + published.stdout + published.stderr
+    assert TOKEN not in shown and "Signature" not in shown
+    files = hub.repos[REPO].commits[hub.repos[REPO].tags["v1"]]
+    assert not [name for name, data in files.items() if TOKEN.encode() in data]
+
+
+def test_a_trusted_publisher_needs_no_token(hub, folder, tmp_path):
+    """The exchange that a CI job makes: its own identity for a token of one repository, which has to exist."""
+    hub.publisher, hub.tokens = ("a-job's-identity", "hf_jwt_OfTheJob"), set()
+    env = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    env |= {"HF_OIDC_RESOURCE": REPO, "HF_OIDC_ID_TOKEN": "a-job's-identity"}
+    program = [sys.executable, "-c", "from kconv.cli import main; main()", "publish", str(folder), REPO, "--tag", "v1"]
+    run = lambda: subprocess.run(program, capture_output=True, text=True, env=env, cwd=tmp_path)  # noqa: E731
+    absent = run()
+    assert absent.returncode == 1 and "cannot create a repository" in absent.stderr, absent.stderr
+    hub.commit(REPO, {".gitattributes": b""})
+    published = run()
+    assert published.returncode == 0, published.stderr
+    assert hub.repos[REPO].tags
+    for ran in (absent, published):
+        assert "hf_jwt_OfTheJob" not in ran.stdout + ran.stderr

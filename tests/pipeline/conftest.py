@@ -1,0 +1,5 @@
+"""The Hub's stand-in, as a fixture."""
+
+from support.hub import hub
+
+__all__ = ["hub"]

@@ -1,0 +1,61 @@
+"""A small release for tests: a head of random weights, converted, checked, carded and published, without training."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support.heads import MLA, random_slots, write_head
+from support.releases import LICENCE
+
+from kconv.convert.layouts import by_name
+from kconv.pipeline.recipe import parse_release
+from kconv.pipeline.release import Outcome, Selection, run_release
+
+SPEC = replace(MLA, dtype="F32")
+TOKEN, REPO = "hf_aVerySecretTokenOfNobody", "org/head"
+ACCEPTANCE = {
+    "metric": "al_incl_bonus", "value": 2.61, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
+    "engine": "vllm", "engine_version": "0.99", "dataset": "MT-Bench", "prompts": 80, "date": "2026-01-01",
+    "measured_by": "self",
+}  # fmt: skip
+
+
+def write_inputs(folder: Path) -> dict[str, Any]:
+    """Write what a release starts from, and return its recipe as plain values."""
+    source = write_head(folder / "source", by_name("trtllm"), SPEC, random_slots(SPEC))
+    (source / "LICENSE").write_text(LICENCE)
+    return {
+        "name": "a-release",
+        "min_acceptance": {"metric": "al_incl_bonus", "suite": "MT-Bench", "at_least": 2.5, "max_loss": 0.01},
+        "facts": {"base_model": "org/target", "licence": {"id": "mit"}},
+        "steps": {
+            "vllm": {"do": "convert", "head": str(source), "layout": "vllm"},
+            "trtllm": {"do": "convert", "head": "$vllm", "layout": "trtllm"},
+            "sglang": {"do": "convert", "head": "$vllm", "layout": "sglang"},
+            "report": {"do": "validate", "head": "$vllm", "source": str(source)},
+            "card": {
+                "do": "card", "head": "$vllm", "report": "$report/report.json", "source": str(source),
+                "acceptance": [str(folder / "acceptance.json")], "chart": False,
+            },
+            "publish": {"do": "publish", "folder": "$card", "repo": REPO, "tag": "v1"},
+        },
+    }  # fmt: skip
+
+
+def changed(values: dict[str, Any], step: str, **parameters: Any) -> dict[str, Any]:
+    """Return a recipe with other parameters of one step."""
+    values = copy.deepcopy(values)
+    values["steps"][step] |= parameters
+    return values
+
+
+def carry_out(values: dict[str, Any], root: Path, **selection: Any) -> dict[str, Outcome]:
+    """Carry out a recipe, and return what became of each step; a fault is raised."""
+    outcomes: list[Outcome] = []
+    text = yaml.safe_dump(values, sort_keys=False)
+    run_release(parse_release(text), text, root, Selection(**selection), lambda _: None, outcomes.append)
+    return {outcome.name: outcome for outcome in outcomes}

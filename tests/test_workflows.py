@@ -1,0 +1,134 @@
+"""The workflows: what they may do, what they run, and that this is there; and what linters say of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from kconv.cli import main
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+# Workflow and job: what it may do beside reading the repository.
+MORE = {("release", "publish"): {"id-token": "write"}}
+PINNED = re.compile(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$")
+COMMAND = re.compile(r"(?:\.venv/bin/)?kconv ([a-z-]+)([^\n>|)]*)")
+
+
+def read(file: Path) -> dict[str, Any]:
+    held = yaml.safe_load(file.read_text())
+    return held | {"on": held.pop(True, held.get("on"))}  # YAML reads the key `on` as true
+
+
+WORKFLOWS = {file.stem: read(file) for file in FILES}
+JOBS = [(name, job, held) for name, flow in WORKFLOWS.items() for job, held in flow["jobs"].items()]
+RUNS = [(name, job, step["run"]) for name, job, held in JOBS for step in held["steps"] if "run" in step]
+SCRIPTS = [(file.name, text) for file in (ROOT / "scripts" / "release-check",) for text in [file.read_text()]]
+
+
+def test_there_are_the_three():
+    assert set(WORKFLOWS) == {"ci", "wheel", "release"}
+
+
+@pytest.mark.parametrize("name, job, held", JOBS, ids=[f"{n}.{j}" for n, j, _ in JOBS])
+def test_a_job_may_do_no_more_than_it_has_to(name, job, held):
+    assert WORKFLOWS[name]["permissions"] == {}
+    assert held["permissions"] == {"contents": "read"} | MORE.get((name, job), {})
+    assert held["timeout-minutes"] > 0
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_each_action_is_pinned_to_a_commit_that_is_named(file):
+    uses = [line.strip().removeprefix("- ") for line in file.read_text().splitlines() if "uses:" in line]
+    assert uses and all(PINNED.match(line) for line in uses), uses
+
+
+def test_one_action_has_one_commit():
+    pins = {(m[1], m[2]) for file in FILES for m in re.finditer(r"uses: ([\w./-]+)@(\w+)", file.read_text())}
+    assert len(pins) == len({action for action, _ in pins}) > 2
+
+
+def test_no_checkout_leaves_a_token_behind():
+    for _, _, held in JOBS:
+        for step in held["steps"]:
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False
+
+
+def test_a_release_by_hand_is_a_dry_run_unless_that_is_switched_off():
+    release = WORKFLOWS["release"]
+    assert release["on"].keys() == {"release", "workflow_dispatch"}
+    dry_run = release["on"]["workflow_dispatch"]["inputs"]["dry_run"]
+    assert (dry_run["type"], dry_run["default"]) == ("boolean", True)
+    assert "inputs.dry_run" in release["jobs"]["publish"]["env"]["DRY_RUN"]
+
+
+def test_only_the_job_behind_the_gate_sees_a_secret():
+    for name, job, held in JOBS:
+        text = yaml.safe_dump(held)
+        assert ("secrets." in text) == ("HF_OIDC_RESOURCE" in text) == ((name, job) == ("release", "publish"))
+    assert WORKFLOWS["release"]["jobs"]["publish"]["environment"] == "huggingface"
+
+
+def test_the_runner_follows_from_the_plan():
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert "needs.plan.outputs.runner" in jobs["build"]["runs-on"] and jobs["publish"]["needs"] == ["plan", "build"]
+
+
+@pytest.mark.parametrize("name, job, text", RUNS, ids=[f"{n}.{j}.{k}" for k, (n, j, _) in enumerate(RUNS)])
+def test_nothing_of_a_caller_is_put_into_a_command(name, job, text):
+    assert "${{" not in text
+
+
+@pytest.mark.parametrize("where, text", [*((n, t) for n, _, t in RUNS), *SCRIPTS])
+def test_each_command_and_option_is_there(where, text):
+    for command, rest in COMMAND.findall(text.replace('"${options[@]}"', "--tag --dry-run --public")):
+        if command in ("is",):
+            continue
+        known = main.commands[command]
+        options = {name for p in known.params if isinstance(p, click.Option) for name in p.opts}
+        asked = {word for word in shlex.split(rest.replace('"', "")) if word.startswith("--")}
+        assert asked <= options, (where, command, asked - options)
+
+
+def test_the_release_runs_both_commands():
+    told = "\n".join(text for name, _, text in RUNS if name == "release")
+    assert {command for command, _ in COMMAND.findall(told)} == {"run", "verify", "publish"}
+
+
+@pytest.mark.parametrize("name, job, text", RUNS, ids=[f"{n}.{j}.{k}" for k, (n, j, _) in enumerate(RUNS)])
+def test_each_script_and_test_is_there(name, job, text):
+    for script in re.findall(r"(?:^|\s)(scripts/[\w-]+)", text):
+        assert os.access(ROOT / script, os.X_OK), script
+    for test in re.findall(r"tests/[\w/]+\.py", text):
+        assert (ROOT / test).exists(), test
+
+
+def test_the_local_check_runs_what_the_workflow_runs():
+    told = (ROOT / "scripts" / "release-check").read_text()
+    shared = {command for name, _, text in RUNS if name == "release" for command, _ in COMMAND.findall(text)}
+    assert shared <= {command for command, _ in COMMAND.findall(told)}
+
+
+def lint(program: str, *arguments: str) -> None:
+    ran = subprocess.run(
+        [str(Path(sys.executable).parent / program), *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_they_are_of_githubs_schema():
+    lint("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, FILES))
+
+
+def test_an_audit_finds_nothing():
+    lint("zizmor", "--offline", "--quiet", "--no-progress", *map(str, FILES))
