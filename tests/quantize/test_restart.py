@@ -108,9 +108,9 @@ def test_killed_at_random_and_restarted_it_makes_the_same_bytes(forms, quiet, tm
     out = tmp_path / "out"
     killed = 0
     for turn in range(40):
-        # Each file takes a tenth of a second, so that kills fall into every phase of making one.
-        work = start(source, out, jobs=1 + turn % 2, slow=0.1)
-        wanted = made_in(tmp_path) + moments.randint(1, 5)
+        # Each file takes its time, so that kills fall into every phase of making one, and into several of a dozen.
+        work = start(source, out, jobs=1 + turn % 2, slow=0.4)
+        wanted = made_in(tmp_path) + moments.randint(1, 2)
         while work.poll() is None and made_in(tmp_path) < wanted:
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.2))
