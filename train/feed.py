@@ -94,10 +94,13 @@ class Feed(Dataset[Batch]):
         mask: [N, T] bool, which tokens count in the loss.
         batch: rows per batch; rows that fill no whole batch are left out.
         states: the target's, over these rows.
+        dtype: what the states are given in, whatever they were stored in.
     """
 
-    def __init__(self, ids: Tensor, mask: Tensor, batch: int, states: States) -> None:
-        self._ids, self._mask, self._batch, self._states = ids, mask, batch, states
+    def __init__(
+        self, ids: Tensor, mask: Tensor, batch: int, states: States, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
 
     def __len__(self) -> int:
         return len(self._ids) // self._batch
@@ -109,5 +112,8 @@ class Feed(Dataset[Batch]):
         return {
             "input_ids": ids,
             "loss_mask": self._mask[rows],
-            "base_model_outputs": {"aux_hidden_states": captured, "base_model_hidden_states": hidden},
+            "base_model_outputs": {
+                "aux_hidden_states": captured.to(self._dtype),
+                "base_model_hidden_states": hidden.to(self._dtype),
+            },
         }

@@ -228,6 +228,7 @@ def _arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments
             # Batches are put together in this process, where pinning is one copy more, and fails on online states.
             dataloader_pin_memory=False,
             use_cpu=not cuda,
+            bf16=recipe.compute == "BF16",
             ddp_backend="gloo" if "RANK" in os.environ and not cuda else None,
             ddp_find_unused_parameters=False,
             fsdp=pace.shard or None,  # pyright: ignore[reportArgumentType]

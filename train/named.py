@@ -102,7 +102,6 @@ def _of_head(spec: HeadSpec) -> dict[str, Any]:
         "rope": asdict(spec.rope),
         "eps": spec.eps,
         "draft_vocab": spec.draft_vocab if spec.draft_vocab != spec.vocab else None,
-        "dtype": spec.dtype,
     }
 
 

@@ -40,7 +40,9 @@ class EagleRecipe:
         warmup: steps.
         accumulate: batches whose gradients make one step.
         seed: of the weights and of the order of the windows.
-        dtype: of weights and training, as safetensors names it.
+        dtype: of the weights that are trained, as safetensors names it. In BF16 a step below 1/256 of a weight is
+            lost: a gain of 1.0 stays 1.0 at usual rates.
+        compute: of the matrix products over them (autocast), and of the head that comes out; None for `dtype`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -65,6 +67,7 @@ class EagleRecipe:
     accumulate: int = 1
     seed: int = 0
     dtype: Literal["F32", "BF16"] = "F32"
+    compute: Literal["BF16"] | None = None
 
     @property
     def decoder(self) -> Literal["kimik2", "llama"]:

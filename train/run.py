@@ -27,7 +27,7 @@ from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
 from ..convert.layout import stored
 from ..convert.layouts import by_name
-from ..convert.plan import plan
+from ..convert.plan import Wishes, plan
 from ..convert.read import Head, read_head, read_slot
 from ..errors import RecipeInvalid
 from ..target.config import read_target_config
@@ -108,7 +108,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
             shutil.rmtree(export, ignore_errors=True)
             report = leave(job, trainer, work, export)
             head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
-            fill(plan(head, by_name("trtllm")), folder, training=report)
+            fill(plan(head, by_name("trtllm"), Wishes(dtype=job.recipe.compute or "")), folder, training=report)
             shutil.move(export / MODULE, folder / MODULE)
             if (work / "runs").exists():
                 shutil.move(work / "runs", folder / MODULE / "tensorboard")
@@ -129,10 +129,10 @@ def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
-    looked_at = LOOK_BATCHES * recipe.batch
+    looked_at, dtype = LOOK_BATCHES * recipe.batch, TORCH[recipe.dtype]
     feeds = (
-        Feed(job.text.ids, job.text.mask, recipe.batch // world, states),
-        Feed(job.unseen.ids[:looked_at], job.unseen.mask[:looked_at], recipe.batch, unseen),
+        Feed(job.text.ids, job.text.mask, recipe.batch // world, states, dtype),
+        Feed(job.unseen.ids[:looked_at], job.unseen.mask[:looked_at], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work)

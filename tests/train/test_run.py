@@ -131,6 +131,16 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
     assert all(torch.isfinite(w).all() for w in load_file(kept / "eagle_module.safetensors").values())
 
 
+def test_products_in_bf16_move_weights_that_bf16_would_not(make_job, tmp_path):
+    recipe = dataclasses.replace(GQA, compute="BF16", optimizer="adamw", lr=1e-4, rest_lr=1e-4)
+    out = train(make_job(recipe), tmp_path / "head")
+    assert read_head(open_checkpoint(out)).spec.dtype == "BF16"
+    gain = load_file(out / "modelopt" / "eagle_module.safetensors")["norm.weight"]
+    assert gain.dtype == torch.float32
+    assert (gain != 1).all()
+    assert (gain.bfloat16() == 1).any()
+
+
 @pytest.mark.parametrize("layout", ["vllm", "sglang"])
 def test_training_goes_on_from_a_head_of_any_layout(make_job, unstopped, tmp_path, layout):
     execute(plan(read_head(open_checkpoint(unstopped)), by_name(layout)), tmp_path / "start")
