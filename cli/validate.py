@@ -74,9 +74,10 @@ def validate(
     measuring.check(target)
     if headers_only and (measuring.wanted or source):
         raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
+    from ..validate.kinds import is_target
     from ..validate.markdown import write_report
     from ..validate.rules.rule import ASKED
-    from ..validate.run import Wish, is_target
+    from ..validate.run import Wish
     from ..validate.run import validate as run
     from .output import print_report, status
 

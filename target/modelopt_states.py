@@ -17,7 +17,7 @@ import torch
 from ..errors import StatesInvalid
 from .config import TargetConfig
 from .states_record import SequenceRecord
-from .stored_states import MODELOPT, Stored
+from .stored_states import MODELOPT, StoredSequence
 
 KEYS = ("input_ids", "hidden_states", "aux_hidden_states")
 
@@ -44,7 +44,7 @@ class ModelOptStates:
         """See `StatesFolder.read_tokens`."""
         return self.read(index).tokens
 
-    def read(self, index: int) -> Stored:
+    def read(self, index: int) -> StoredSequence:
         """See `StatesFolder.read`."""
         return _read(self.files[index], self.config, self.layers)
 
@@ -86,7 +86,7 @@ def open_modelopt_states(
     return ModelOptStates(folder, files, config, len(captured), sequences)
 
 
-def _read(file: Path, config: TargetConfig, layers: int) -> Stored:
+def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
     try:
         # Mapped, so that asking for a file's length does not read its states.
         values: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -110,7 +110,7 @@ def _read(file: Path, config: TargetConfig, layers: int) -> Stored:
     mask = values.get("loss_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape):
         raise _invalid(file, "has a loss_mask of another length")
-    return Stored(tokens.long(), captured, hidden, None if mask is None else mask.bool())
+    return StoredSequence(tokens.long(), captured, hidden, None if mask is None else mask.bool())
 
 
 def _invalid(file: Path, what: str) -> StatesInvalid:

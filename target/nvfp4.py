@@ -74,7 +74,7 @@ def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.T
     Returns:
         float32 [rows, columns].
     """
-    values = PAIRS[packed.int()].view(*scale.shape, GROUP)
+    values = PAIRS.to(packed.device)[packed.int()].view(*scale.shape, GROUP)
     return values.mul_((scale.float() * scale_2).unsqueeze(-1)).view(packed.shape[0], -1)
 
 

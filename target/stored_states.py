@@ -20,7 +20,7 @@ MODELOPT = "*.pt"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSequence:
     """One sequence with the target's states over it.
 
     Attributes:
@@ -57,7 +57,7 @@ class StatesFolder(Protocol):
         """
         ...
 
-    def read(self, index: int) -> Stored:
+    def read(self, index: int) -> StoredSequence:
         """Read one sequence.
 
         Raises:
@@ -90,7 +90,7 @@ class StoredStates:
         """See `StatesFolder.read_tokens`."""
         return self._part(index, "input_ids")
 
-    def read(self, index: int) -> Stored:
+    def read(self, index: int) -> StoredSequence:
         """See `StatesFolder.read`."""
         tokens, hidden = self._part(index, "input_ids"), self._part(index, "hidden_states", self.record.target.hidden)
         layers = len(self.record.captured)
@@ -98,7 +98,7 @@ class StoredStates:
         if self.columns != tuple(range(layers)):
             captured = captured.unflatten(1, (layers, -1))[:, list(self.columns)].flatten(1)
         masked = self.record.sequences[index].kind != "held-out"
-        return Stored(tokens, captured, hidden, self._part(index, "loss_mask") if masked else None)
+        return StoredSequence(tokens, captured, hidden, self._part(index, "loss_mask") if masked else None)
 
     def _part(self, index: int, name: str, *width: int) -> torch.Tensor:
         """Read one tensor of a sequence, [T, *width]."""

@@ -23,8 +23,8 @@ from kconv.tiny.target import kimi_config, make_target
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 
-# A recipe of a few steps: what it learns does not matter, where it is written does.
-QUICK = dataclasses.replace(TEST, steps=2, batch=1, seq=16, kv_lora_rank=32, qk_rope_head_dim=16)
+# A recipe of a few steps and two layers: what it learns does not matter, where it is written does.
+QUICK = dataclasses.replace(TEST, num_hidden_layers=2, steps=2, batch=1, seq=64, kv_lora_rank=32, qk_rope_head_dim=16)
 
 
 def read(folder, name):

@@ -6,11 +6,15 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
 from torch.nn.functional import cross_entropy
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
+from kconv.convert.layouts import by_name
+from kconv.convert.read import read_head
+from kconv.errors import ComparisonUnfit
 from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
@@ -18,6 +22,7 @@ from kconv.quantize.run import quantize
 from kconv.target.config import parse_target_config
 from kconv.target.model import load_target
 from kconv.tiny.text import read_corpus
+from kconv.validate.parity import Parity
 from kconv.validate.quantized import FLOOR, check_quantized
 from kconv.validate.run import validate
 
@@ -149,6 +154,18 @@ def test_validate_reports_the_noise_and_the_change(pair, spoiled):
     assert json.loads(report.to_json())["figures"]["noise"]["worst"] > FLOOR
     bad = validate(Folder(spoiled("int4", swap_nibbles)), quantized_from=open_checkpoint(source), say=lambda _: None)
     assert not bad.clean and "K390" in {finding.rule for finding in bad.findings}
+
+
+def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
+    source, good = pair("bf16")
+    heads = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
+    quiet = {"say": lambda _: None}
+    with pytest.raises(ComparisonUnfit, match="this is a target, and its --source is a head"):
+        validate(Folder(good), source=read_head(open_checkpoint(heads)), **quiet)
+    with pytest.raises(ComparisonUnfit, match="this is a head, and its --source is a target"):
+        validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
+    with pytest.raises(ComparisonUnfit, match="acceptance is a head's"):
+        validate(Folder(good), parity=Parity(Folder(source), "held-out.jsonl"), **quiet)
 
 
 @pytest.mark.parametrize("form", FORMS)

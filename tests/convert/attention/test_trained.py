@@ -26,7 +26,7 @@ from kconv.tiny.recipe import DEMO
 from kconv.tiny.target import make_target
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
-from kconv.train.batches import cut_windows
+from kconv.train.windows import cut_windows
 from kconv.train.recipe import TINY_GQA
 from kconv.train.trainer import head_key, train_head
 from kconv.validate.weights import load_head
