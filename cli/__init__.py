@@ -1,45 +1,56 @@
-"""The command line: parse, call one function, print. What belongs here: the click group, and its one error handler.
+"""The command line: parse, call one function, print. What belongs here: the list of commands.
 
 Modules of this room import nothing heavy at their top, so that `kconv --help` answers at once.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import click
 
-from ..errors import KconvError
-from . import cards, convert, demo, inspect, validate, vocab
+from . import (
+    bench,
+    calibrate,
+    cards,
+    compare,
+    completion,
+    convert,
+    demo,
+    inspect,
+    publish,
+    quantize,
+    run,
+    states,
+    synth,
+    train,
+    validate,
+    vocab,
+)
+from .group import FIRST, Kconv
+from .versions import version_option
 
 
-class Kconv(click.Group):
-    """The group, with the one place where a named fault becomes a message and exit code 1."""
+@click.group(
+    cls=Kconv,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@version_option
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Eagle3 draft heads for Kimi-K2 targets, from the trainer to the engines.
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KconvError as fault:
-            click.secho("error: ", fg="red", bold=True, err=True, nl=False)
-            click.echo(str(fault), err=True)
-            sys.exit(1)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-
-@click.group(cls=Kconv, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="kconv")
-def main() -> None:
-    """Eagle3 draft heads for Kimi-K2 targets: convert, validate, describe.
+    HEAD and TARGET are a folder or a hub id, org/name[@revision]. Start with kconv demo; kconv COMMAND --help has
+    examples. Exit code 0: done and proven; 1: a named fault, nothing written; 2: usage.
 
     \b
-    Start here:
-      kconv demo                        a tiny Kimi, two trained heads, and proof
-      kconv inspect HEAD                what a head is
-      kconv to-vllm HEAD OUT            the same head in vLLM's layout
+    Example:
+      kconv inspect nvidia/Kimi-K2.6-Eagle3
+      kconv to-vllm nvidia/Kimi-K2.6-Eagle3 my-head
+      kconv validate my-head --source nvidia/Kimi-K2.6-Eagle3
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(FIRST, err=True)
+        ctx.exit(2)
 
 
 for command in (
@@ -50,8 +61,18 @@ for command in (
     convert.to_sglang,
     convert.to_portable,
     convert.verify,
+    states.states,
+    train.train,
+    synth.synth,
     validate.validate,
     vocab.vocab,
+    calibrate.calibrate,
+    quantize.quantize,
+    bench.bench,
+    compare.compare,
     cards.card,
+    publish.publish,
+    run.run,
+    completion.completion,
 ):
     main.add_command(command)

@@ -27,14 +27,7 @@ def demo(out: Path) -> None:
     from ..checkpoint.staging import refuse_existing
 
     refuse_existing(out)
-    try:
-        from ..pipeline.demo import run_demo
-    except ImportError as fault:
-        from ..errors import MissingExtra
-
-        raise MissingExtra(
-            f"the demo trains, and {fault.name} is not installed", fix="pip install 'kconv[optimize]'"
-        ) from fault
+    from ..pipeline.demo import run_demo
     from ..tiny.cache import cache_root
     from .output import print_demo
 

@@ -24,6 +24,6 @@ def inspect(head: Source, as_json: bool, **hints: Any) -> None:
       kconv inspect my-head
       kconv inspect nvidia/Kimi-K2.6-Eagle3
     """
-    from .output import print_head
+    from .head_output import print_head
 
     print_head(open_headers(head, **hints), as_json=as_json)

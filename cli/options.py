@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..checkpoint.source import Source, resolve
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
+    from ..convert.captured import Hints
+    from ..convert.layout import Layout
     from ..convert.read import Head
+    from ..target.config import TargetConfig
 
 FOLDER = click.Path(path_type=Path)
 
@@ -21,6 +25,10 @@ class PathOrId(click.ParamType):
     """A path, or a hub id org/name[@revision]; resolved here, so that one command sees one commit."""
 
     name = "PATH_OR_ID"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete paths."""
+        return [CompletionItem(incomplete, type="file")]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Source:
         return resolve(value) if isinstance(value, str) else value
@@ -79,8 +87,15 @@ def open_headers(source: Source, **options: Any) -> Head:
     return _read(source.open_headers(), **options)
 
 
-def _read(
-    checkpoint: Checkpoint,
+def _read(checkpoint: Checkpoint, **options: Any) -> Head:
+    from ..convert.read import claim_tensors, read_head
+
+    layout, hints, _ = read_options(**options)
+    read = claim_tensors if checkpoint.headers_only else read_head
+    return read(checkpoint, layout=layout, hints=hints)
+
+
+def read_options(
     *,
     layout: str | None = None,
     captured: tuple[int, ...] | None = None,
@@ -88,16 +103,13 @@ def _read(
     max_positions: int | None = None,
     norm_before_residual: bool | None = None,
     target: Source | None = None,
-) -> Head:
+) -> tuple[Layout | None, Hints, TargetConfig | None]:
+    """Return what the options of `reading` say: the layout, the hints, and the target's config where one was given."""
     from ..convert.captured import Hints
     from ..convert.layouts import by_name
-    from ..convert.read import claim_tensors, read_head
     from ..target.config import read_target_config
 
-    layers = read_target_config(target.fetch_config()).layers if target else None
-    read = claim_tensors if checkpoint.headers_only else read_head
-    return read(
-        checkpoint,
-        layout=by_name(layout) if layout else None,
-        hints=Hints(captured, captured_are, layers, max_positions, norm_before_residual),
-    )
+    config = read_target_config(target.fetch_config()) if target else None
+    layers = config.layers if config else None
+    hints = Hints(captured, captured_are, layers, max_positions, norm_before_residual)
+    return (by_name(layout) if layout else None), hints, config

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
-from ..checkpoint.manifest import Manifest
-from ..convert.plan import Plan
-from ..convert.read import Head
 from ..validate.report import AcceptanceFigures, Report
 
 if TYPE_CHECKING:
     from ..pipeline.demo import Made
+    from ..target.states_record import StatesRecord
+    from ..validate.rules.rule import Rule
+
+
+# Columns of a line that goes to a file or a pipe; longer than any of kconv's.
+UNFOLDED = 400
 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar over bytes on stderr; the yielded function advances it."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.update(task, advance=count)
 
@@ -38,70 +50,31 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def print_head(head: Head, *, as_json: bool) -> None:
-    """Print what a head is."""
-    spec, infos = head.spec, list(head.checkpoint.tensors.values())
-    parameters = sum(prod(i.shape) for i in infos if i.dtype not in ("I64", "I32", "BOOL"))
+def print_states(record: StatesRecord, out: Path, *, as_json: bool) -> None:
+    """Print what states were written."""
     if as_json:
-        tensors = [{"name": i.name, "dtype": i.dtype, "shape": i.shape, "bytes": i.size} for i in infos]
-        print_json(
-            {
-                "source": head.checkpoint.source,
-                "layout": head.layout.name,
-                "spec": asdict(spec) | {"kind": spec.kind},
-                "captured_by": head.read.captured.how,
-                "parameters": parameters,
-                "tensors": tensors,
-            }
-        )
+        click.echo(record.to_json(), nl=False)
         return
-    facts = {
-        "layout": f"{head.layout.name} ({head.layout.engine})",
-        "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
-        "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
-        "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
-        "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
-        "captured": f"outputs of layers {list(spec.captured)} ({head.read.captured.how})",
-        "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
-        "weights": f"{len(infos)} tensors, {parameters:,} parameters, {spec.dtype}",
-    }
-    grid = Table.grid(padding=(0, 2))
-    for name, fact in facts.items():
-        grid.add_row(f"[bold]{name}", fact)
-    tensors = Table("tensor", "dtype", "shape", "bytes", box=None, header_style="bold")
-    for info in infos:
-        tensors.add_row(info.name, info.dtype, " x ".join(map(str, info.shape)), f"{info.size:,}")
-    Console().print(grid, "", tensors)
+    kinds = [sequence.kind for sequence in record.sequences]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    size = sum(shard.size for shard in record.shards) / 1e6
+    click.echo(f"{out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}")
+    click.echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
 
 
-def print_plan(plan: Plan, *, as_json: bool) -> None:
-    """Print what a conversion would do."""
-    if as_json:
-        steps = [{"tensor": s.name, "action": s.action, "from": [x.info.name for x in s.sources]} for s in plan.steps]
-        print_json({"layout": plan.layout.name, "steps": steps, "dropped": plan.dropped, "config": plan.config})
-        return
-    table = Table("from", "to", "action", box=None, header_style="bold")
-    for step in plan.steps:
-        table.add_row(", ".join(s.info.name for s in step.sources), step.name, step.action)
-    for name, why in plan.dropped.items():
-        table.add_row(name, "", f"dropped: {why}")
-    Console().print(table)
+def wide_console() -> Console:
+    """Return a console on stdout whose lines are not folded where no terminal limits them, so that grep finds names."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNFOLDED)
 
 
-def print_manifest(manifest: Manifest, out: Path, *, as_json: bool) -> None:
-    """Print what a conversion did."""
-    if as_json:
-        click.echo(manifest.model_dump_json(indent=2, by_alias=True))
-        return
-    actions = [step.action for step in manifest.tensors]
-    counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
-    click.echo(f"{out}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
-    click.echo(f"captured layers: {manifest.captured_by}")
-    click.echo(f"next: kconv validate {out} --source {manifest.source}")
-
-
-def _dims(value: Any) -> str:
-    return " ".join(f"{name}={v}" for name, v in vars(value).items() if v is not None)
+@contextmanager
+def steps_bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
+    """Show a bar over training steps on stderr; the yielded function takes steps done, steps in all, and the loss."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        task = bars.add_task(title, total=None, note="")
+        yield lambda done, steps, loss: bars.update(task, completed=done, total=steps, note=f"loss {loss:.3f}")
 
 
 @contextmanager
@@ -116,10 +89,11 @@ def print_report(report: Report, *, as_json: bool) -> None:
     if as_json:
         click.echo(report.to_json(), nl=False)
         return
-    console, figures = Console(), report.figures
+    console, figures = wide_console(), report.figures
     for finding in report.findings:
-        console.print(f"[bold]{finding.severity} {finding.rule}[/] {finding.where}: {finding.message}", highlight=False)
-        console.print(f"  fix: {finding.fix}", highlight=False)
+        said = escape(f"{finding.where}: {finding.message}")
+        console.print(f"[bold]{finding.severity} {finding.rule}[/] {said}", highlight=False)
+        console.print(f"  fix: {escape(finding.fix)}", highlight=False)
     if figures.acceptance:
         console.print(acceptance_table(report), "")
     for parity in figures.parity:
@@ -129,10 +103,45 @@ def print_report(report: Report, *, as_json: bool) -> None:
             f"top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}",
             highlight=False,
         )
+    if figures.engine:
+        by = figures.engine
+        console.print(
+            f"{by.engine}: {by.same_output} of {by.prompts} outputs equal, {by.drafts} drafts, acceptance length "
+            f"{by.length:.4f}; kconv's chain gives {by.expected_drafts} drafts and {by.expected_length:.4f}",
+            highlight=False,
+        )
+    if figures.noise is not None and figures.noise.median is not None:
+        noise = figures.noise
+        console.print(
+            f"{noise.tensors:,} tensors in NVFP4: signal over noise {noise.median:.1f} dB in the middle, "
+            f"{noise.worst:.1f} dB at worst ({noise.worst_tensor})",
+            highlight=False,
+        )
     if figures.identical is not None:
         console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
-    errors = sum(finding.severity == "error" for finding in report.findings)
-    console.print(f"{report.subject}: " + ("no errors" if report.clean else f"{errors} error(s)"), highlight=False)
+    if engines := report.provenance.get("for"):
+        console.print(f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'asked')})", highlight=False)
+    errors, warnings = (sum(f.severity == s for f in report.findings) for s in ("error", "warning"))
+    verdict = ("no errors" if report.clean else f"{errors} error(s)") + (f", {warnings} warning(s)" if warnings else "")
+    console.print(escape(f"{report.subject}: {verdict}"), highlight=False)
+
+
+def print_rule(rule: Rule) -> None:
+    """Print what a rule is about."""
+    click.echo(f"{rule.id} {rule.name} ({rule.severity})")
+    click.echo(f"  {rule.sentence}")
+    facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
+    for name, fact in facts.items():
+        if fact:
+            click.echo(f"  {name}: {fact}")
+
+
+def print_rules(rules: Mapping[str, Rule]) -> None:
+    """Print every rule in a line."""
+    table = Table("rule", "name", "severity", "engines", "what goes wrong", box=None, header_style="bold")
+    for rule in rules.values():
+        table.add_row(rule.id, rule.name, rule.severity, ", ".join(rule.engines) or "all", escape(rule.sentence))
+    wide_console().print(table)
 
 
 def acceptance_table(report: Report, title: str = "") -> Table:
@@ -181,3 +190,13 @@ def print_demo(out: Path, made: Sequence[Made]) -> None:
 
 def _size(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e6:.1f} MB"
+
+
+def print_trained(training: Mapping[str, Any], out: Path) -> None:
+    """Print what a training run came to."""
+    before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
+    table = Table("held out", "untrained", "trained", box=None, header_style="bold")
+    for key, name in (("loss", "loss, nats"), ("acceptance", f"acceptance length, sampled, K={steps}")):
+        table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    Console().print(table)
+    click.echo(f"\nnext: kconv to-vllm {out} {out}-vllm")

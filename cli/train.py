@@ -69,13 +69,8 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
     from ..checkpoint.staging import refuse_existing
 
     refuse_existing(out)
-    try:
-        from ..train.loop import Pace
-        from ..train.run import train as run
-    except ImportError as fault:
-        from ..errors import MissingExtra
-
-        raise MissingExtra(f"{fault.name} is not installed", fix="pip install 'kconv[optimize]'") from fault
+    from ..train.loop import Pace
+    from ..train.run import train as run
     from .output import print_trained, steps_bar
 
     job = _job(target, recipe, data, states, options)

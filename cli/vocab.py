@@ -39,8 +39,9 @@ def vocab(
     """Examine HEAD's draft vocabulary, exit 1 if anything is wrong with it; or write OUT with another.
 
     Says whether d2t holds offsets or absolute ids, in which order and with which faults, and whether t2d
-    agrees; with --target also which special tokens are lost and whether the rows are the target's (a hub id is
-    downloaded whole); with --text the share of the text's tokens that the head can draft.
+    agrees; with --target also which special tokens are lost and whether the rows are the target's (of a hub
+    id only its tokenizer and lm_head are downloaded); with --text the share of the text's tokens that the
+    head can draft.
 
     \b
     Example:
@@ -52,7 +53,7 @@ def vocab(
     """
     asked = {name: value for name in OPERATIONS if (value := options.pop(name))}
     target, name = options.pop("target"), options.pop("layout")
-    _check_usage(asked, out, text, target)
+    _check_usage(asked, out, text, target, trust=trust_remote_code)
     from ..checkpoint.staging import refuse_existing
     from ..convert.layouts import by_name
     from .output import print_json, status
@@ -75,7 +76,9 @@ def vocab(
     sys.exit(1 if report.faults else 0)
 
 
-def _check_usage(asked: dict[str, Any], out: Path | None, text: Path | None, target: Source | None) -> None:
+def _check_usage(
+    asked: dict[str, Any], out: Path | None, text: Path | None, target: Source | None, *, trust: bool
+) -> None:
     if len(asked) > 1:
         raise click.UsageError("one operation at a time, not " + " and ".join(map(_flag, asked)))
     if asked and out is None:
@@ -88,6 +91,8 @@ def _check_usage(asked: dict[str, Any], out: Path | None, text: Path | None, tar
         raise click.UsageError("--prune needs --text, whose most frequent tokens are kept")
     if text and not target:
         raise click.UsageError("--text needs --target, for its tokenizer")
+    if trust and target and not target.pinned:
+        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
 
 
 def _flag(operation: str) -> str:
@@ -95,9 +100,12 @@ def _flag(operation: str) -> str:
 
 
 def _read_target(target: Source | None, *, trust: bool) -> Vocabulary | None:
+    if target is None:
+        return None
+    # Here, as it imports transformers, which takes seconds.
     from ..target.vocabulary import read_vocabulary
 
-    return read_vocabulary(target.fetch_model(), trust_remote_code=trust) if target else None
+    return read_vocabulary(target, trust_remote_code=trust)
 
 
 def _examine(checkpoint: Checkpoint, layout: Layout | None, known: Vocabulary | None, text: Path | None) -> VocabReport:
@@ -143,14 +151,15 @@ def _write(plan: Plan, out: Path, *, as_json: bool) -> None:
     if as_json:
         click.echo(manifest.model_dump_json(indent=2, by_alias=True))
         return
-    click.echo(f"{out}: {plan.spec.draft_vocab} of {plan.spec.vocab} tokens, {len(manifest.tensors)} tensors")
+    shown = click.format_filename(out)
+    click.echo(f"{shown}: {plan.spec.draft_vocab} of {plan.spec.vocab} tokens, {len(manifest.tensors)} tensors")
     for step in manifest.tensors:
         if step.reason:
             click.echo(f"{step.output.name} {step.action}: {step.reason}")
     for name, why in manifest.dropped.items():
         click.echo(f"{name} dropped: {why}")
     click.echo("weights: " + ("the source's, byte for byte" if manifest.exact else "lm_head is not the source's"))
-    click.echo(f"next: kconv vocab {out}")
+    click.echo(f"next: kconv vocab {shown}")
 
 
 def _lines(report: VocabReport) -> list[str]:

@@ -51,7 +51,11 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> DeepseekV3ForCausa
         with _default_dtype(dtype):
             model = DeepseekV3ForCausalLM(DeepseekV3Config(**values))
     except (TypeError, ValueError, KeyError) as fault:
-        raise TargetInvalid(f"transformers cannot build this target: {fault}", where="config.json") from fault
+        raise TargetInvalid(
+            f"transformers cannot build this target: {fault}",
+            where="config.json",
+            fix="Fetch the target's config.json again; a key is missing or of a wrong type.",
+        ) from fault
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = module.e_score_correction_bias.float()

@@ -235,7 +235,9 @@ def _arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments
             fsdp_config=sharding | {"transformer_layer_cls_to_wrap": LAYERS} if pace.shard else None,
         )
     except ValueError as fault:
-        raise RecipeInvalid(f"transformers' Trainer refuses this recipe: {fault}") from fault
+        raise RecipeInvalid(
+            f"transformers' Trainer refuses this recipe: {fault}", fix="Put the value right that it speaks of."
+        ) from fault
     # One process trains on one GPU; on several the Trainer would fall back to DataParallel. torchrun is for those.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments

@@ -68,7 +68,9 @@ def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleMod
         try:
             return mtsp.convert(target, [("eagle", settings)])
         except (AssertionError, ValueError) as fault:
-            raise RecipeInvalid(f"ModelOpt refuses this recipe: {fault}") from fault
+            raise RecipeInvalid(
+                f"ModelOpt refuses this recipe: {fault}", fix="Put the dims right that it speaks of."
+            ) from fault
 
 
 def eagle_settings(recipe: EagleRecipe, target: DeepseekV3ForCausalLM) -> dict[str, Any]:

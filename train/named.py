@@ -39,7 +39,9 @@ def read_recipe_file(name: str) -> dict[str, Any]:
             fix=f"Name one of {', '.join(NAMES)}, or a YAML file.",
         ) from fault
     if not isinstance(values, dict):
-        raise RecipeInvalid(f"{name} is no mapping of keys to values", where=name)
+        raise RecipeInvalid(
+            f"{name} is no mapping of keys to values", where=name, fix="Write KEY: VALUE lines, as eagle3-mla.yaml has."
+        )
     return values
 
 

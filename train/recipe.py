@@ -104,20 +104,7 @@ def parse_recipe(values: Mapping[str, Any]) -> EagleRecipe:
 
 def check_recipe(recipe: EagleRecipe) -> None:
     """Raise RecipeInvalid for values that cannot be, whatever the target."""
-    positive = (
-        "intermediate",
-        "ttt_steps",
-        "batches",
-        "steps",
-        "batch",
-        "seq",
-        "accumulate",
-        "lr",
-        "rest_lr",
-        "eps",
-        "loss_decay",
-    )
-    wrong = [f"{name} is {getattr(recipe, name)}" for name in positive if not getattr(recipe, name) > 0]
+    wrong = [f"{name} is {getattr(recipe, name)}" for name in POSITIVE if not getattr(recipe, name) > 0]
     if recipe.warmup < 0:
         wrong.append(f"warmup is {recipe.warmup}")
     if recipe.seq < recipe.ttt_steps + 2:

@@ -154,7 +154,9 @@ def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
             else:
                 made.append(Upload(name, file, file.stat().st_size, file_digest(file)))
     except OSError as fault:
-        raise KconvError(f"a file cannot be read: {fault.strerror}", where=fault.filename) from fault
+        raise KconvError(
+            f"a file cannot be read: {fault.strerror}", where=fault.filename, fix="Check the folder's permissions."
+        ) from fault
     return tuple(made)
 
 

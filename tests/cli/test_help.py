@@ -1,69 +1,70 @@
-"""Help: each command has an example that the command itself can parse."""
-
-import shlex
-from importlib.metadata import version
+"""Help: each command has an example that the command itself can parse, and every option says what it does."""
 
 import click
 import pytest
 from click.testing import CliRunner
+from support.commands import fault_of
 
 from kconv.cli import main
 
 COMMANDS = sorted(main.commands)
 
 
-def text(*arguments):
-    """Return what a help says, with each line's margin taken off."""
-    result = CliRunner().invoke(main, [*arguments, "--help"])
+def text(*arguments, width=80):
+    """Return what a help says, line by line."""
+    result = CliRunner().invoke(main, [*arguments, "--help"], terminal_width=width)
     assert result.exit_code == 0 and result.stderr == ""
-    return [line.strip() for line in result.stdout.splitlines()]
+    return result.stdout.splitlines()
 
 
-def test_the_group_lists_every_command_with_a_sentence():
-    lines = text()
-    for name in COMMANDS:
-        (line,) = [line for line in lines if line.split(" ")[0] == name]
-        assert len(line.split()) > 3
+def examples(name):
+    lines = [line.strip() for line in text(name)]
+    return [line for line in lines if line.startswith((f"kconv {name} ", "torchrun "))]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_an_example_that_parses(name):
-    lines = text(name)
-    assert any(line.startswith("Example") for line in lines)
-    examples = [shlex.split(line) for line in lines if line.startswith(f"kconv {name}")]
-    assert examples
-    for _, _, *arguments in examples:
-        values = parse(main.commands[name], arguments)
-        assert not [word for word in values if word.startswith("-")]
-
-
-def parse(command, arguments):
-    """Return the arguments that a command takes for its operands, without converting or resolving any."""
-    with click.Context(command, info_name=command.name) as context:
-        _, operands, _ = command.make_parser(context).parse_args(args=list(arguments))
-    needed = [p for p in command.params if isinstance(p, click.Argument) and p.required]
-    options, _, _ = command.make_parser(click.Context(command)).parse_args(args=list(arguments))
-    assert all(options.get(argument.name) for argument in needed), (command.name, arguments)
-    return operands
+    assert any(line.strip().startswith("Example") for line in text(name))
+    assert any(line.startswith(f"kconv {name}") for line in examples(name))
+    for example in examples(name):
+        assert fault_of(example) == "", example
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_says_what_it_does(name):
     for option in main.commands[name].params:
-        assert not isinstance(option, click.Option) or option.help, option.name
+        if isinstance(option, click.Option):
+            assert option.help and option.help.partition("  [")[0].endswith("."), option.name
 
 
-def test_version():
-    result = CliRunner().invoke(main, ["--version"])
-    assert result.exit_code == 0 and result.stdout.endswith(f"version {version('kconv')}\n")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_operand_is_spoken_of(name):
+    words = " ".join(text(name)[1:])
+    for operand in main.commands[name].params:
+        if isinstance(operand, click.Argument):
+            shown = operand.make_metavar(click.Context(main.commands[name])).strip("[].…{}")
+            assert shown.split("|")[0] in words, shown
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_80_columns(name):
+    # Examples are to be copied, and are not broken.
+    lines = [line for line in text(*filter(None, [name])) if line.strip()[:6] not in ("kconv ", "torchr")]
+    verbatim = [line for line in lines if line.startswith("    --") or "eagle_" in line or "kv_" in line]
+    assert not [line for line in lines if len(line) > 80 and line not in verbatim]
+
+
+def test_every_option_of_the_group_says_what_it_does():
+    assert all(option.help for option in main.params if isinstance(option, click.Option))
 
 
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["inspect"], ["inspect", "a", "b"], ["to-vllm", "a"], ["inspect", "x", "--what"]]
 )
-def test_misuse_is_exit_2(arguments):
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2 and "Usage:" in result.stderr and result.stdout == ""
+def test_misuse_is_exit_2_and_names_the_help(arguments):
+    result = CliRunner().invoke(main, arguments, prog_name="kconv")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "Usage:" in result.stderr and "--help' for help" in result.stderr
 
 
 @pytest.mark.parametrize("ids", ["", "1,", "a", "3,1", "1,1", "-1,2", "1 2", "9" * 5000])

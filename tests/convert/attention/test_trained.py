@@ -26,9 +26,9 @@ from kconv.tiny.recipe import DEMO
 from kconv.tiny.target import make_target
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
-from kconv.train.windows import cut_windows
 from kconv.train.recipe import TINY_GQA
 from kconv.train.trainer import head_key, train_head
+from kconv.train.windows import cut_windows
 from kconv.validate.weights import load_head
 
 pytestmark = pytest.mark.slow

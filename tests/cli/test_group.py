@@ -1,0 +1,168 @@
+"""The group: its jobs, what a mistyped command is answered with, versions, colours, completion, width."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from click.testing import CliRunner
+from support.commands import fault_of
+from support.heads import MLA, random_slots, write_head
+
+from kconv.cli import main
+from kconv.cli.group import JOBS, OTHER_WORDS, REST, Kconv, likely, sections
+from kconv.cli.versions import LIBRARIES, version_lines
+from kconv.convert.layouts.trtllm import TRTLLM
+
+KCONV = [sys.executable, "-c", "from kconv.cli import main; main(prog_name='kconv')"]
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")
+
+
+def say(*arguments, **options):
+    return CliRunner().invoke(main, list(arguments), prog_name="kconv", **options)
+
+
+def on_terminal(*arguments, **variables):
+    """Return what a command prints where stdout and stderr are a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    own = {"TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": "", **variables}
+    with subprocess.Popen([*KCONV, *arguments], stdout=theirs, stderr=theirs, env=os.environ | own) as running:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # Linux says so where the other side has closed
+                break
+            if not part:
+                break
+            said += part
+    os.close(ours)
+    return running.returncode, said.decode()
+
+
+def test_every_command_has_one_job():
+    placed = [name for members in JOBS.values() for name in members]
+    assert sorted(placed) == sorted(set(placed))
+    assert sorted(main.commands) == sorted(placed), "a new command needs a job in cli/group.py"
+
+
+def test_a_command_of_no_job_is_listed_all_the_same():
+    assert sections(["demo", "new"]) == {"Try it": ["demo"], REST: ["new"]}
+
+
+def test_the_group_lists_every_command_under_its_job_with_a_sentence():
+    lines = say("--help", terminal_width=80).stdout.splitlines()
+    for job, names in JOBS.items():
+        start = lines.index(f"{job}:")
+        for name in names:
+            (at,) = [i for i, line in enumerate(lines) if line.split(" ")[2:3] == [name] and line[:2] == "  "]
+            assert at > start and len(lines[at].split()) > 3
+
+
+def test_nothing_at_all_is_answered_with_where_to_start():
+    result = say()
+    assert result.exit_code == 2 and result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) < 10 and max(map(len, lines)) <= 80
+    calls = [re.split(r"  +", line.strip())[0] for line in lines if line.startswith("  kconv")]
+    assert len(calls) >= 3 and [fault_of(call) for call in calls] == [""] * len(calls)
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_a_slip_of_the_finger_is_understood(name):
+    for slip in (name[:-1], name + name[-1], name[1] + name[0] + name[2:], name.upper()):
+        if slip not in main.commands:
+            result = say(slip)
+            assert result.exit_code == 2 and result.stdout == ""
+            assert re.search(rf"Did you mean .*\b{name}\b", result.stderr), slip
+
+
+@pytest.mark.parametrize("word, names", OTHER_WORDS.items())
+def test_other_words_are_understood(word, names):
+    assert set(names) <= set(likely(word, list(main.commands)))
+    assert set(names) <= main.commands.keys() and word not in main.commands
+
+
+def test_a_word_that_is_nothing_like_a_command_gets_no_guess():
+    result = say("qwertz")
+    assert result.exit_code == 2 and "qwertz" in result.stderr and "mean" not in result.stderr
+
+
+def test_the_version_names_what_results_depend_on():
+    lines = say("--version").stdout.splitlines()
+    assert lines[0] == f"kconv, version {version('kconv')}"
+    assert lines[1].startswith(f"Python {sys.version.split()[0]} on ")
+    assert lines[2:] == [f"{name} {version(name)}" for name in LIBRARIES]
+
+
+def test_the_version_names_what_is_not_there(monkeypatch):
+    monkeypatch.setitem(LIBRARIES, "no-such-library", "optimize")
+    assert version_lines()[-1] == "no-such-library is not installed; pip install 'kconv[optimize]'"
+
+
+def test_the_version_imports_nothing_heavy():
+    code = (
+        "import sys; from kconv.cli import main; main(['--version'], standalone_mode=False);"
+        "print({'torch', 'transformers', 'modelopt', 'safetensors', 'huggingface_hub'} & sys.modules.keys())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell):
+    script = say("completion", shell).stdout
+    assert f"_KCONV_COMPLETE={shell}_complete" in script and "kconv" in script
+
+
+def test_bash_completes_commands():
+    asked = {"_KCONV_COMPLETE": "bash_complete", "COMP_WORDS": "kconv to-", "COMP_CWORD": "1"}
+    ran = subprocess.run(KCONV, env=os.environ | asked, capture_output=True, text=True, check=False)
+    names = {line.partition(",")[2] for line in ran.stdout.splitlines()}
+    assert names == {name for name in main.commands if name.startswith("to-")}
+
+
+def test_faults_are_red_on_a_terminal_and_plain_with_no_color(tmp_path):
+    missing = str(tmp_path / "gone")
+    code, coloured = on_terminal("inspect", missing)
+    assert code == 1 and "error: " in coloured.replace("\x1b[0m", "") and COLOUR.search(coloured)
+    code, plain = on_terminal("inspect", missing, NO_COLOR="1")
+    assert code == 1 and "error: " in plain and "\x1b" not in plain
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "{head}"), ("to-vllm", "{head}", "{out}", "--dry-run"),
+                                       ("validate", "{head}", "--for", "all")])  # fmt: skip
+def test_tables_fit_80_columns_and_lose_nothing(tmp_path, arguments):
+    head = write_head(tmp_path / "head", TRTLLM, MLA, random_slots(MLA))
+    places = {"head": str(head), "out": str(tmp_path / "out")}
+    _, said = on_terminal(*(word.format(**places) for word in arguments), NO_COLOR="1")
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in said.splitlines()]
+    assert not [line for line in lines if len(line) > 80]
+    assert "…" not in said
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers", "optimize"), ("matplotlib", "plots")])
+def test_a_package_of_an_extra_that_is_missing_is_named_with_the_extra(package, extra):
+    group = Kconv("kconv")
+
+    @group.command()
+    def go() -> None:
+        raise ModuleNotFoundError(f"No module named '{package}.deep'", name=f"{package}.deep")
+
+    done = CliRunner().invoke(group, ["go"])
+    assert done.exit_code == 1
+    assert f"pip install 'kconv[{extra}]'" in done.stderr
+
+
+def test_a_module_that_no_extra_brings_is_a_bug_and_is_not_hidden():
+    group = Kconv("kconv")
+
+    @group.command()
+    def go() -> None:
+        raise ModuleNotFoundError("No module named 'kconv.gone'", name="kconv.gone")
+
+    assert isinstance(CliRunner().invoke(group, ["go"]).exception, ModuleNotFoundError)

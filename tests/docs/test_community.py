@@ -1,0 +1,68 @@
+"""What GitHub and Zenodo read of the repository, against their own schemas; and the recording."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from support.commands import fault_of
+
+ROOT = Path(__file__).parent.parent.parent
+SCHEMAS = {
+    "CITATION.cff": "citation-file-format",
+    ".github/ISSUE_TEMPLATE/wrong.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/layout.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
+}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("file, schema", SCHEMAS.items())
+def test_a_file_is_of_its_readers_schema(file, schema):
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", file]
+    ran = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_citation_is_of_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version("kconv")
+
+
+def test_hooks_run_what_scripts_test_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    tools = {hook["entry"].split()[0] for hook in hooks}
+    test = (ROOT / "scripts" / "test").read_text()
+    assert {tool for tool in tools if "python" not in tool} == set(
+        re.findall(r"\.venv/bin/(?:ruff|basedpyright)", test)
+    )
+
+
+def recorded() -> list[str]:
+    """Return the recording's lines."""
+    lines: dict[float, str] = {}
+    for text in ElementTree.parse(ROOT / "docs" / "demo.svg").iter(f"{SVG}text"):
+        y = float(text.get("y", "0"))
+        lines[y] = lines.get(y, "") + "".join(text.itertext()).replace("\xa0", " ")
+    return [lines[y] for y in sorted(lines)]
+
+
+def test_the_recording_shows_commands_that_there_are():
+    calls = [line.removeprefix("$ ").strip() for line in recorded() if line.startswith("$ kconv")]
+    assert len(calls) >= 3
+    # A long one is folded, so its last option may lack its value.
+    assert not [call for call in calls if "no command" in fault_of(call) or "o such option" in fault_of(call)]
+
+
+def test_the_recording_shows_a_sound_head_and_a_broken_one():
+    text = " ".join(recorded())
+    assert "identical to the source's" in text and "head: no errors" in text
+    assert text.count("error: ") == 1 and "the source reads layers" in text
+
+
+def test_the_recording_loads_nothing_from_elsewhere():
+    text = (ROOT / "docs" / "demo.svg").read_text()
+    assert not re.search(r"url\((?!#)|@import|<script|href=\"http", text)

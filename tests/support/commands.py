@@ -1,0 +1,86 @@
+"""The `kconv ...` lines of Markdown pages, and whether the command line takes them as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from kconv.cli import main
+
+SHELLS = ("bash", "sh", "console")
+FENCE = re.compile(r"^ *```(\w*)")
+INLINE = re.compile(r"`kconv ([a-z][a-z-]+)[ `]")
+ENDS = ("|", ">", ">>", "&&", ";", "2>", "||")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a page that calls kconv."""
+
+    page: str
+    number: int
+    text: str
+
+
+def command_lines(page: Path) -> Iterator[Line]:
+    """Yield each call of kconv in a page's shell blocks; a line that ends with a backslash goes on."""
+    language, started, number = "", "", 0
+    for at, line in enumerate(page.read_text().splitlines(), 1):
+        if fence := FENCE.match(line):
+            language = fence[1] if not language else ""
+            continue
+        if language not in SHELLS:
+            continue
+        number = number if started else at
+        started += line.strip().removeprefix("$ ").removesuffix("\\").strip() + " "
+        if line.endswith("\\"):
+            continue
+        if re.match(r"(torchrun .* )?(\S*/)?kconv ", started):
+            yield Line(page.name, number, started.strip())
+        started = ""
+
+
+def named_commands(page: Path) -> set[str]:
+    """Return the commands that a page's text names, as `kconv inspect` does."""
+    return set(INLINE.findall(page.read_text()))
+
+
+def fault_of(line: str) -> str:
+    """Return what the command line would object to in a call; "" where nothing. No path is looked at."""
+    words = shlex.split(line, comments=True)
+    words = words[next(i for i, word in enumerate(words) if word.split("/")[-1] == "kconv") + 1 :]
+    end = next((i for i, word in enumerate(words) if word in ENDS), len(words))
+    name, *arguments = words[:end]
+    if name.startswith("-"):
+        return "" if name in ("--help", "--version", "-h") else f"kconv has no option {name}"
+    command = main.commands.get(name)
+    if command is None:
+        return f"kconv has no command {name}"
+    if {"-h", "--help"} & set(arguments):
+        return ""
+    try:
+        return _fault(command, arguments)
+    except click.UsageError as fault:
+        return fault.format_message()
+
+
+def _fault(command: click.Command, arguments: list[str]) -> str:
+    with click.Context(command, info_name=command.name) as context:
+        values, left, _ = command.make_parser(context).parse_args(args=list(arguments))
+        if left:
+            return f"too many operands: {left}"
+        # What was not given is None, or, from click 8.3 on, a mark of its own.
+        values = {name: value for name, value in values.items() if isinstance(value, str | bool | tuple | list)}
+        eager = any(param.is_eager and param.name in values for param in command.params)
+        for param in command.params:
+            given = values.get(param.name or "")
+            if param.required and not given and not eager:
+                return f"{param.get_error_hint(context)} is missing"
+            if given is not None and isinstance(param.type, click.Choice | click.types.IntParamType | click.FloatRange):
+                param.type_cast_value(context, given)
+    return ""
