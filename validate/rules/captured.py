@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...checkpoint.manifest import MANIFEST
 from ...convert.captured import NESTED, TOP, default_outputs
 from .head import EAGLE, HeadSubject, listed_ids
 from .rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Found, rule
@@ -130,6 +131,30 @@ def captured_by_default(subject: HeadSubject) -> Iterator[Found]:
 
 
 @rule(
+    "K153",
+    "captured-outputs-on-top",
+    "warning",
+    "The list at the top level, which vLLM counts as layer inputs, is what trainers list as outputs by default.",
+    fix="If the head was trained on the outputs of these layers, add 1 to each; if it really reads their inputs, leave"
+    " it, or convert it from its source, which settles it.",
+    engines=VLLM,
+    seen_in=IN_VLLM,
+)
+def captured_outputs_on_top(subject: HeadSubject) -> Iterator[Found]:
+    top = listed_ids(subject.flat.get(TOP))
+    # kconv's own outputs say in their manifest how the list was decided.
+    if not top or len(top) < 3 or (subject.checkpoint.folder / MANIFEST).exists():
+        return
+    layers = subject.target.layers if subject.target is not None else top[-1] + 4
+    if top == default_outputs(layers):
+        yield Found(
+            f"config.json: {TOP}",
+            f"{list(top)} is ModelOpt's and TensorRT-LLM's default for a target of {layers} layers, as outputs; vLLM's"
+            f" own, as inputs, is {[layer + 1 for layer in top]}",
+        )
+
+
+@rule(
     "K144",
     "captured-by-flag",
     "info",
@@ -143,7 +168,7 @@ def captured_by_flag(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json", f"serve with eagle3_layers_to_capture: {list(subject.captured)}")
 
 
-def _lists(subject: HeadSubject) -> Iterator[tuple[str, object]]:
+def lists(subject: HeadSubject) -> Iterator[tuple[str, object]]:
     for where, value in ((TOP, subject.flat.get(TOP)), (NESTED, subject.eagle.get(IDS))):
         if value is not None and value != []:
             yield where, value
@@ -159,7 +184,7 @@ def _lists(subject: HeadSubject) -> Iterator[tuple[str, object]]:
     engines=READ_BY_CONFIG,
 )
 def captured_no_list(subject: HeadSubject) -> Iterator[Found]:
-    for where, value in _lists(subject):
+    for where, value in lists(subject):
         ids = listed_ids(value)
         if ids is None or list(ids) != sorted(set(ids)) or ids[0] < 0:
             yield Found(f"config.json: {where}", f"{value!r} is no list of distinct, ascending layer ids")
@@ -205,75 +230,11 @@ def captured_embedding(subject: HeadSubject) -> Iterator[Found]:
 def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
     if subject.target is None:
         return
-    for where, value in _lists(subject):
+    for where, value in lists(subject):
         ids = listed_ids(value)
         # As an input, the number of layers is the output of the last one.
         if ids and max(ids) >= subject.target.layers + (where == TOP):
             yield Found(f"config.json: {where}", f"{list(ids)} of a target of {subject.target.layers} layers")
-
-
-@rule(
-    "K149",
-    "captured-count-contradicts",
-    "error",
-    "num_aux_hidden_states is not the number of captured layers that are listed.",
-    fix="Correct the one that fc.weight's width contradicts.",
-    seen_in="https://github.com/vllm-project/vllm/issues/54526",
-)
-def captured_count_contradicts(subject: HeadSubject) -> Iterator[Found]:
-    count = subject.flat.get("num_aux_hidden_states")
-    for where, value in _lists(subject):
-        ids = listed_ids(value)
-        if count is not None and ids and count != len(ids):
-            yield Found("config.json: num_aux_hidden_states", f"{count!r} states, and {where} lists {len(ids)}")
-
-
-@rule(
-    "K150",
-    "captured-count-unstated",
-    "error",
-    "An engine builds fc for another number of captured states than the head has, and cannot load it.",
-    fix="Write num_aux_hidden_states, and the list in eagle_config too; kconv's layouts do.",
-    engines=READ_BY_CONFIG,
-    seen_in="https://github.com/vllm-project/vllm/pull/54598",
-)
-def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
-    nested, top = listed_ids(subject.eagle.get(IDS)), listed_ids(subject.flat.get(TOP))
-    count = subject.flat.get("num_aux_hidden_states")
-    by_lists = len(nested) if nested else None
-    in_sglang = by_lists or (len(top) if top else None) if subject.is_mla else count or by_lists
-    for engine, built in ((VLLM_V1, count or by_lists), (VLLM_V2, count or by_lists), (SGLANG, in_sglang)):
-        if subject.spec and engine in subject.engines and (built or 3) != len(subject.spec.captured):
-            yield Found(
-                "config.json: num_aux_hidden_states",
-                f"{engine} builds fc for {built or 3} states, and the head has {len(subject.spec.captured)}",
-            )
-
-
-@rule(
-    "K151",
-    "captured-off",
-    "error",
-    "use_aux_hidden_state is false, though the head has an fc for captured states: some engines skip it.",
-    fix="Remove the key, or set it to true.",
-    seen_in="https://github.com/sgl-project/sglang/pull/21272",
-)
-def captured_off(subject: HeadSubject) -> Iterator[Found]:
-    if subject.eagle.get("use_aux_hidden_state") is False and "fc.weight" in subject.tensors:
-        yield Found("config.json: eagle_config.use_aux_hidden_state", "false, beside an fc.weight")
-
-
-@rule(
-    "K152",
-    "eagle-config-no-object",
-    "error",
-    "eagle_config is no object, and no engine finds a key in it.",
-    fix="Export the head again.",
-)
-def eagle_config_no_object(subject: HeadSubject) -> Iterator[Found]:
-    value = subject.flat.get(EAGLE)
-    if value is not None and not isinstance(value, dict):
-        yield Found(f"config.json: {EAGLE}", f"{EAGLE} is {value!r}")
 
 
 RULES = (
@@ -281,13 +242,10 @@ RULES = (
     captured_misread,
     captured_not_found,
     captured_by_default,
+    captured_outputs_on_top,
     captured_by_flag,
     captured_no_list,
     captured_contradict,
     captured_embedding,
     captured_outside_target,
-    captured_count_contradicts,
-    captured_count_unstated,
-    captured_off,
-    eagle_config_no_object,
 )

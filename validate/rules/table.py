@@ -9,6 +9,7 @@ from ...errors import KconvError, UnknownRule
 from ..report import Finding
 from . import (
     captured,
+    captured_keys,
     comparisons,
     identity,
     keys,
@@ -32,6 +33,7 @@ HEAD_RULES: tuple[Rule[HeadSubject], ...] = (
     *keys.RULES,
     *tensors.RULES,
     *captured.RULES,
+    *captured_keys.RULES,
     *rope.RULES,
     *vocabulary.RULES,
     *identity.RULES,
