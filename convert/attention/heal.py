@@ -24,7 +24,7 @@ from .calibration import Batch, Calibration
 from .swap import GQA_SLOTS, MLA_SLOTS
 from .trace import STEPS
 
-RATE = 0.007
+RATE = 0.001
 """Peak learning rate, relative to the root mean square of a tensor's entries."""
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
