@@ -69,6 +69,7 @@ class ConversionRecord(_Record):
         method: the steps, one sentence.
         calibration: what it was calibrated and measured on, by name.
         calibration_sha256: over the token ids, in order.
+        prompts: the digest of each prompt that the texts were made of, so that none is measured on as held out.
         sequences, context: how many texts, and tokens of the longest.
         rows: what was fitted on: chains times draft steps.
         heal_steps: of gradient descent towards the original.
@@ -85,6 +86,7 @@ class ConversionRecord(_Record):
     heal_steps: int
     held_out: dict[str, Any]
     details: dict[str, Any] = {}
+    prompts: tuple[str, ...] = ()
 
 
 class Manifest(_Record):

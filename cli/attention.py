@@ -16,6 +16,7 @@ from .options import FOLDER, open_head
 if TYPE_CHECKING:
     from ..convert.attention.calibration import Batch, Calibration
     from ..head.spec import HeadSpec
+    from ..target.prompts import Prompt
     from ..target.stored_states import StoredStates
 
 # Sequences side by side: enough for a step of healing, and their logits fit into memory.
@@ -152,6 +153,7 @@ def convert(
 
 def _calibration(wanted: Attention, spec: HeadSpec, target: Source, lm_head: Any) -> Calibration:
     from ..convert.attention.calibration import Calibration
+    from ..target.prompts import read_prompts
 
     if wanted.states is not None:
         from ..target.config import read_target_config
@@ -159,9 +161,12 @@ def _calibration(wanted: Attention, spec: HeadSpec, target: Source, lm_head: Any
 
         config = read_target_config(target.fetch_config())
         states = open_states(wanted.states, config=config, captured=spec.captured)
-        return Calibration(_StoredBatches(states), lm_head, wanted.states.name)
+        digests = tuple(sequence.digest for sequence in states.sequences)
+        return Calibration(_StoredBatches(states), lm_head, wanted.states.name, digests)
     assert wanted.prompts is not None
-    return Calibration(_run_target(wanted.prompts, wanted.context, spec, target), lm_head, wanted.prompts.name)
+    prompts = read_prompts(wanted.prompts)
+    batches = _run_target(wanted.prompts, prompts, wanted.context, spec, target)
+    return Calibration(batches, lm_head, wanted.prompts.name, tuple(prompt.digest for prompt in prompts))
 
 
 class _StoredBatches(Sequence["Batch"]):
@@ -197,25 +202,24 @@ class _StoredBatches(Sequence["Batch"]):
         )
 
 
-def _run_target(prompts: Path, context: int, spec: HeadSpec, target: Source) -> list[Batch]:
+def _run_target(file: Path, prompts: Sequence[Prompt], context: int, spec: HeadSpec, target: Source) -> list[Batch]:
     """Run a target over prompts, joined and cut into texts of one length."""
     import torch
 
     from ..convert.attention.calibration import Batch
     from ..errors import CalibrationInvalid
     from ..target.model import load_target
-    from ..target.prompts import read_prompts
     from ..target.states import run_target
     from ..target.tokenizer import load_tokenizer
 
     folder = target.open_weights().folder
     tokenizer = load_tokenizer(folder)
-    ids = [i for prompt in read_prompts(prompts) for turn in prompt.turns for i in tokenizer.encode(turn)]
+    ids = [i for prompt in prompts for turn in prompt.turns for i in tokenizer.encode(turn)]
     count = len(ids) // context
     if not count:
         raise CalibrationInvalid(
-            f"{prompts.name} holds {len(ids):,} tokens, and a text has {context:,}",
-            where=prompts,
+            f"{file.name} holds {len(ids):,} tokens, and a text has {context:,}",
+            where=file,
             fix="Give more prompts, or a shorter --context.",
         )
     model = load_target(folder, torch.float32)

@@ -64,7 +64,7 @@ def refuse_overlap(digests: Iterable[str], head: Head, calibrated_on: Sequence[P
     for file in _records(head, calibrated_on):
         value = read_json(file)
         own = file == head.checkpoint.folder / MANIFEST
-        known = set(_digests(value.get("calibration") if own else value))
+        known = set(_digests(value.get("conversion") if own else value))
         if not known and not own:
             raise PromptsInvalid(
                 "this records no prompts, so none can be held against them",

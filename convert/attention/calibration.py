@@ -50,11 +50,13 @@ class Calibration:
         batches: re-iterable; each pass must give the same batches in the same order.
         lm_head: the target's, `[vocab, target_hidden]`.
         name: what the text is, for the manifest.
+        prompts: the digest of each prompt that the text is made of, for the manifest.
     """
 
     batches: Sequence[Batch]
     lm_head: Tensor
     name: str
+    prompts: tuple[str, ...] = ()
 
     def part(self, part: Part) -> Iterator[Batch]:
         """Yield the batches of one part: no batch is in two."""

@@ -180,4 +180,5 @@ def _record(converted: Converted, calibration: Calibration) -> ConversionRecord:
         heal_steps=converted.heal_steps,
         held_out=asdict(converted.held_out),
         details=dict(converted.details),
+        prompts=tuple(sorted(set(calibration.prompts))),
     )

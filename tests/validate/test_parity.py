@@ -233,7 +233,7 @@ def test_what_the_manifest_says_of_the_calibration_counts(run, output, prompts, 
     folder = Path(shutil.copytree(output.checkpoint.folder, tmp_path / "head"))
     manifest = json.loads((folder / MANIFEST).read_text())
     digest = read_prompts(prompts)[3].digest
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"calibration": {"prompts": [digest]}}))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"conversion": {"prompts": [digest]}}))
     head = replace(output, checkpoint=replace(output.checkpoint, folder=folder))
     with pytest.raises(PromptsInvalid, match="1 of 8 prompts") as fault:
         run(head, None, prompts=str(prompts))

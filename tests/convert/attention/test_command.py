@@ -13,7 +13,7 @@ from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
-from kconv.errors import CalibrationInvalid, ConversionInaccurate, KconvError, LayoutCannot
+from kconv.errors import CalibrationInvalid, ConversionInaccurate, KconvError, LayoutCannot, PromptsInvalid
 from kconv.head.spec import Gqa, HeadSpec, Mla, Rope
 from kconv.validate.structure import check_source, check_values, is_identical
 
@@ -87,6 +87,8 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     assert "approximate" in record.method and record.heal_steps == 2 and record.rows > 0
     assert len(record.calibration_sha256) == 64 and record.calibration == "prompts.jsonl"
     assert record.held_out["kept"] > 0 and record.held_out["sequences"] >= 8
+    measure = ("validate", tmp_path / "mla", "--target", tiny_target, "--prompts", prompts, "--new-tokens", 8)
+    assert "1 of 1 prompts are among those that the head was calibrated on" in run(*measure, fails=PromptsInvalid)
     actions = {step.output.name: step.action for step in manifest.tensors}
     assert actions["layers.0.self_attn.kv_b_proj.weight"] == "converted"
     assert actions["lm_head.weight"] in ("carried", "renamed")
