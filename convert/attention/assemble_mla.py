@@ -66,7 +66,7 @@ def assemble_mla(split: Split, latents: Latents, output: Tensor, ladder: Ladder,
     nope, rotary, v_dim = split.key_nope.shape[1], len(split.key_rope), output.shape[2]
     dims = Mla(heads, len(latents.query_down), len(latents.kv_down), nope, rotary, v_dim)
     scale = 1 / softmax_scale(ladder.rope, dims)
-    by_dim = torch.full((nope + rotary, 1), scale, dtype=output.dtype)
+    by_dim = output.new_full((nope + rotary, 1), scale)
     by_dim[nope:] /= cos_sin_factor(ladder.rope, dims) ** 2
     group = heads // len(latents.kv_up)
     return Attention(

@@ -55,7 +55,7 @@ def compare(
     batches = list(calibration.part("held-out")) if batches is None else list(batches)
     one: list[Tensor] = []
     two: list[Tensor] = []
-    kl = torch.zeros(STEPS, dtype=torch.float64)
+    kl = torch.zeros(STEPS, dtype=torch.float64, device=calibration.lm_head.device)
     for batch in batches:
         logits = [
             torch.stack([step.logits for step in unroll(head, batch.tokens, batch.captured, STEPS)])
@@ -65,7 +65,7 @@ def compare(
         for found, own, head in zip((one, two), logits, (original, converted), strict=True):
             found.extend(lengths(overlap(own, served, head.target_ids)).double())
         p, q = (own.float().log_softmax(-1) for own in logits)
-        kl += (p.exp() * (p - q)).sum(-1).double().sum((1, 2)).cpu()
+        kl += (p.exp() * (p - q)).sum(-1).double().sum((1, 2))
     places = sum(len(row) for row in one)
     before, after = (float(torch.cat(rows).mean()) for rows in (one, two))
     # A ratio of means: its error is that of the mean of what the sequences are off by it.

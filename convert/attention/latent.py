@@ -91,7 +91,7 @@ def fit_gauge(latents: Tensor, unseen: Tensor, kinds: Sequence[str] = ("white", 
         kinds: what to choose from; "none" leaves the basis as it is but for its mean length.
     """
     # In the white basis each direction counts the same, and one learning rate serves them all.
-    found = {"none": torch.eye(latents.shape[1], dtype=latents.dtype)}
+    found = {"none": torch.eye(latents.shape[1], dtype=latents.dtype, device=latents.device)}
     if set(kinds) & {"white", "sphere"}:
         found["white"] = whiten(latents)
     if "sphere" in kinds:
@@ -108,12 +108,13 @@ def _variation(latents: Tensor, matrix: Tensor) -> float:
 
 def _to_sphere(white: Tensor) -> Tensor:
     """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity."""
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.eye(white.shape[1], dtype=white.dtype, requires_grad=True)
+    generator = torch.Generator(white.device).manual_seed(0)
+    matrix = torch.eye(white.shape[1], dtype=white.dtype, device=white.device, requires_grad=True)
     optimizer = torch.optim.Adam([matrix], lr=GAUGE_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, GAUGE_STEPS)
     for _ in range(GAUGE_STEPS):
-        chosen = torch.randint(len(white), (min(GAUGE_BATCH, len(white)),), generator=generator)
+        count = min(GAUGE_BATCH, len(white))
+        chosen = torch.randint(len(white), (count,), generator=generator, device=white.device)
         lengths = F.linear(white[chosen], matrix).square().mean(dim=-1)
         # Relative to the batch's own mean: only the variation is to be lost, the mean is set afterwards.
         (lengths / lengths.mean() - 1).square().mean().backward()

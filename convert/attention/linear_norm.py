@@ -67,7 +67,7 @@ def gather(rows: Iterable[Tensor], latents: Sequence[Latent]) -> list[Moments]:
     """Sum up inputs `[N, attn_in]` against each latent's normed values, in one pass."""
     width = latents[0].down.shape[1]
     ranks = [len(latent.gain) for latent in latents]
-    moments = Moments(width, sum(ranks))
+    moments = Moments(width, sum(ranks), latents[0].down.device)
     for x in rows:
         moments.add(x, torch.cat([latent.normed(x) for latent in latents], dim=-1))
     parts = []

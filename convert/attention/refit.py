@@ -21,7 +21,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 def refit_output(original: DraftHead, converted: DraftHead, calibration: Calibration) -> Tensor:
     """Return the converted attention's o_proj `[hidden, attn_out]`, drawn towards the one it has."""
     own = converted.weights["0.o_proj"]
-    moments = Moments(own.shape[1], own.shape[0])
+    moments = Moments(own.shape[1], own.shape[0], own.device)
     for pair in run_both(original, converted, calibration.part("fit")):
         moments.add(pair.heads, pair.original)
     unseen = list(run_both(original, converted, calibration.part("choose")))

@@ -121,7 +121,7 @@ def _shared_key(keys: Tensor, queries: Tensor, group: int, cholesky: Tensor, opt
     size, members = len(keys), queries.shape[1]
     spread = _times(keys, cholesky)
     covariance = spread @ spread.mH
-    metric = torch.eye(size, dtype=keys.dtype)
+    metric = torch.eye(size, dtype=keys.dtype, device=keys.device)
     if options.by_queries:
         asked = _times(queries, cholesky).unflatten(0, (-1, group))
         blocks = torch.einsum("ghmn,ghkn->gmk", asked, asked.conj())
@@ -136,8 +136,8 @@ def _shared_key(keys: Tensor, queries: Tensor, group: int, cholesky: Tensor, opt
 
 def _phases(rope: Rope, dims: Gqa, pairs: int, distances: Tensor) -> Tensor:
     """Return the mean of `e^(i theta_j (s - t))` by head and pair, `[heads, pairs]`; a key at s lies behind t."""
-    back = torch.arange(distances.shape[-1], dtype=distances.dtype)
-    angles = -back[:, None] * inverse_frequencies(rope, 2 * pairs).to(distances.dtype)
+    back = torch.arange(distances.shape[-1], dtype=distances.dtype, device=distances.device)
+    angles = -back[:, None] * inverse_frequencies(rope, 2 * pairs).to(distances)
     weights = distances / distances.sum(-1, keepdim=True)
     mean = weights.to(torch.complex128) @ torch.polar(torch.ones_like(angles), angles).to(torch.complex128)
     return mean.to(_complex_of(distances.dtype))

@@ -52,12 +52,13 @@ class _Leaves:
 def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0) -> Sensitivity:
     """Return the Fisher information of a GQA head's drafts, K steps along the chain, in its keys and values."""
     totals: list[Tensor] = []
-    generator = torch.Generator().manual_seed(seed)
+    device = head.weights["fc"].device
+    generator = torch.Generator(device).manual_seed(seed)
     rows = 0
     for batch in batches:
-        context, loss = _Leaves(), torch.zeros(())
+        context, loss = _Leaves(), torch.zeros((), device=device)
         inputs = along_chains(batch.tokens, STEPS)
-        positions = torch.arange(inputs.shape[2])
+        positions = torch.arange(inputs.shape[2], device=device)
         hidden = head.fuse(batch.captured[:, : inputs.shape[2]])
         for k, tokens in enumerate(inputs):
             hidden, logits = head.step(tokens, hidden, positions + k, context)

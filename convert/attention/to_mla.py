@@ -120,7 +120,7 @@ def convert_to_mla(
 
 def gather(head: DraftHead, calibration: Calibration) -> Statistics:
     """Take the statistics of the fitted rows."""
-    moments, distances = Moments(2 * head.spec.hidden), Distances()
+    moments, distances = Moments(2 * head.spec.hidden, device=head.weights["fc"].device), Distances()
     for step in trace(head, calibration.part("fit")):
         moments.add(step.rows)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def _metrics(
     read = output.permute(1, 2, 0).unflatten(0, (kv_heads, -1))
     metrics = [torch.einsum("ghin,ghjn->gij", rows, rows) for rows in (asked, read)]
     if choices.metric == "none":
-        metrics = [torch.eye(rows.shape[1], dtype=rows.dtype).expand_as(rows) for rows in metrics]
+        metrics = [torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device).expand_as(rows) for rows in metrics]
     # Keys and values count the same as a whole: these errors have no common unit.
     return tuple(
         metric / torch.einsum("gin,gij,gjn->", rows @ cholesky, metric, rows @ cholesky).clamp(min=1e-30)
@@ -203,7 +203,7 @@ def _factorize(
     keys = torch.cat([split.key_nope, split.key_rope.expand(kv_heads, -1, -1)], dim=1) @ cholesky
     metric = (keys @ keys.mT).repeat_interleave(heads // kv_heads, dim=0)
     if choices.metric == "none":
-        metric = torch.eye(metric.shape[1], dtype=metric.dtype).expand_as(metric)
+        metric = torch.eye(metric.shape[1], dtype=metric.dtype, device=metric.device).expand_as(metric)
     limit = min(queries.shape[2], heads * queries.shape[1])
     query = factorize(queries, *root(metric, floor=1e-8), cholesky, min(shape.q_lora_rank, limit))
     return kv, query
@@ -239,7 +239,7 @@ def _fit_latents(
     wanted = [queries.flatten(0, 1), keys_values.flatten(0, 1)]
     ups = priors
     if choices.refit_latents:
-        moments = [Moments(rank, len(rows)) for rank, rows in zip(ranks, wanted, strict=True)]
+        moments = [Moments(rank, len(rows), down.device) for rank, rows in zip(ranks, wanted, strict=True)]
         for x in _inputs(head, calibration, "fit"):
             for own, (normed, result) in zip(moments, _normed(x.to(dtype), downs, wanted, head), strict=True):
                 own.add(normed, result)

@@ -98,6 +98,14 @@ def test_moments_in_parts_are_least_squares():
     assert moments.rows == 200
 
 
+def test_moments_are_solved_where_they_are():
+    """A device that only knows shapes: anything made elsewhere could not be added to it."""
+    moments = Moments(5, 3, device="meta")
+    moments.add(torch.empty(7, 5, device="meta"), torch.empty(7, 3, device="meta"))
+    assert moments.solve(torch.empty(3, 5, device="meta"), 0.1).device.type == "meta"
+    assert factor(moments.mean()).shape == (5, 5)
+
+
 def test_a_norm_of_constant_length_is_found_whole():
     down, gain = random(4, 9), 1.0 + 0.2 * random(4, seed=1)
     c = 2.0 * F.normalize(random(500, 4, seed=2), dim=-1)
