@@ -9,7 +9,7 @@ becomes of each of the sixteen nibbles; a group is then sixteen look-ups, which 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, reduce
 from typing import Protocol
 
 import numpy as np
@@ -30,8 +30,11 @@ LEVELS = 9
 class Loops(Protocol):
     """The two loops over all groups."""
 
-    def levels(self, halves: np.ndarray) -> np.ndarray:
-        """Return the level of each group, [n], of halves [n, 8]."""
+    def tops(self, halves: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """Return the largest magnitude, as bits, of the scales of each level, [9], of halves [n, 8] and bits as below.
+
+        The level of a scale is the largest of its groups'; one that no scale has is 0.
+        """
         ...
 
     def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
@@ -105,16 +108,15 @@ def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
     """Return the largest magnitude of an INT4 weight as its dequantized values have it; NaN for scales that are."""
     weight.check()
     loops = loops or fastest()
-    largest = 0.0
+    tops = np.zeros(LEVELS, np.uint16)
     for packed, scale in weight.packed_blocks():
         halves = packed.view(torch.uint8).numpy().reshape(-1, GROUP_SIZE // 2)
-        levels = loops.levels(halves).reshape(scale.numel(), -1).max(axis=1)
-        # In the scale's dtype, as the product is rounded there; rounding keeps the order.
-        top = (torch.from_numpy(levels).to(scale.dtype) * scale.reshape(-1)).abs().max()
-        if not torch.isfinite(scale).all():
-            return float("nan")
-        largest = max(largest, float(top))
-    return largest
+        tops = np.maximum(tops, loops.tops(halves, scale.view(torch.uint16).numpy().reshape(-1)))
+    largest = torch.from_numpy(tops).view(torch.bfloat16)
+    if not torch.isfinite(largest).all():
+        return float("nan")
+    # In bf16, as the product is rounded there; rounding keeps the order.
+    return float((torch.arange(LEVELS).bfloat16() * largest).max())
 
 
 def fits(weight: Int4) -> bool:
@@ -132,6 +134,13 @@ class NumpyLoops:
             larger = np.maximum(larger[:, :half], larger[:, half:])
         return larger[:, 0]
 
+    def tops(self, halves: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """Return the largest scale of each level."""
+        levels = self.levels(halves).reshape(len(bits), -1)
+        level = reduce(np.maximum, levels.T)
+        magnitudes = bits & np.uint16(0x7FFF)
+        return np.array([magnitudes[level == i].max(initial=0) for i in range(LEVELS)], np.uint16)
+
     def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
         """Return nibbles and scales, by a table over both nibbles of a byte."""
         rows = np.repeat(tables.slots[bits], len(halves) // len(bits)) + self.levels(halves)
@@ -143,16 +152,16 @@ class NativeLoops:
     """The loops of int4.c."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._levels, self._pack = library.int4_levels, library.int4_pack
+        self._tops, self._pack = library.int4_tops, library.int4_pack
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._levels.argtypes = [pointer, size, pointer]
+        self._tops.argtypes = [pointer, pointer, size, size, pointer]
         self._pack.argtypes = [pointer, pointer, size, size, *[pointer] * 5]
-        self._levels.restype = self._pack.restype = None
+        self._tops.restype = self._pack.restype = None
 
-    def levels(self, halves: np.ndarray) -> np.ndarray:
-        """Return the level of each group."""
-        found = np.empty(len(halves), np.uint8)
-        self._levels(halves.ctypes.data, len(halves), found.ctypes.data)
+    def tops(self, halves: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """Return the largest scale of each level."""
+        found = np.zeros(LEVELS, np.uint16)
+        self._tops(halves.ctypes.data, bits.ctypes.data, len(bits), len(halves) // len(bits), found.ctypes.data)
         return found
 
     def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
@@ -180,12 +189,12 @@ def fastest() -> Loops:
         return NumpyLoops()
     native, plain = NativeLoops(library), NumpyLoops()
     random = np.random.default_rng(0)
-    halves = random.integers(0, 256, (512, 8)).astype(np.uint8)
+    halves = random.integers(0, 256, (513, 8)).astype(np.uint8)
     halves[:256] = np.arange(256)[:, None] & 0xFF  # every level, the lowest among them
-    bits = random.integers(0x3C00, 0x3C40, 256).astype(np.uint16)
+    bits = random.integers(0x3C00, 0x3C40, 171).astype(np.uint16)
     tables = Tables(2.0**-12)
     tables.learn(bits)
-    agree = np.array_equal(native.levels(halves), plain.levels(halves)) and all(
+    agree = np.array_equal(native.tops(halves, bits), plain.tops(halves, bits)) and all(
         np.array_equal(*both)
         for both in zip(native.pack(halves, bits, tables), plain.pack(halves, bits, tables), strict=True)
     )

@@ -44,7 +44,11 @@ def test_the_bits_are_those_of_dequantizing_and_packing(rows, groups, group, spr
     if not plain.any():
         return
     weight_scale_2 = float(scale_2(float(plain.abs().max())))
-    ours = Int4Packer(weight_scale_2, LOOPS[kind]()).pack(packed, scale)
+    loops = LOOPS[kind]()
+    tops = loops.tops(halves.reshape(-1, 8), scale.view(torch.uint16).numpy().reshape(-1))
+    values = torch.arange(9).bfloat16() * torch.from_numpy(tops).view(torch.bfloat16)
+    assert float(values.max()) == float(plain.abs().max())
+    ours = Int4Packer(weight_scale_2, loops).pack(packed, scale)
     theirs = pack(plain, weight_scale_2)
     assert torch.equal(ours.weight, theirs.weight)
     assert torch.equal(ours.weight_scale.view(torch.uint8), theirs.weight_scale.view(torch.uint8))
@@ -86,8 +90,8 @@ def test_a_compiler_that_fails_is_as_good_as_none(compiler, monkeypatch, tmp_pat
 
 def test_compiled_loops_that_err_are_not_trusted(monkeypatch):
     class Wrong(NativeLoops):
-        def levels(self, halves):
-            return super().levels(halves) ^ 1
+        def tops(self, halves, bits):
+            return super().tops(halves, bits) ^ 1
 
     monkeypatch.setattr("kconv.quantize.int4_road.NativeLoops", Wrong)
     fastest.cache_clear()
