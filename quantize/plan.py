@@ -18,8 +18,9 @@ from .inputs import InputScales
 from .recipe import Recipe
 from .units import Module, Unit, cut_units
 
-# Bytes of an output shard, about: DeepSeek-V3's own are as large, and two of them stay in any page cache.
-SHARD = 4 << 30
+# Bytes of an output shard, about: what ranks share is whole files, so that these are many more than ranks; and one is
+# read twice, the second time from the page cache, where those of all ranks fit. Of 1 T parameters it makes 550.
+SHARD = 1 << 30
 # Names of what a module with a weight of two dims is not: a linear layer.
 TABLES = ("embed_tokens",)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,7 +99,7 @@ class _Piece:
 
 
 def cut_units(stored: dict[str, Stored], modules: dict[str, Module], shard: int) -> tuple[Unit, ...]:
-    """Cut the output into files, in the order of the source's files and of the bytes in them."""
+    """Cut the output into files of about equal sizes, in the order of the source's files and of the bytes in them."""
     groups = _fuse(modules)
     pieces: list[_Piece] = []
     done: set[str] = set()
@@ -110,15 +110,21 @@ def cut_units(stored: dict[str, Stored], modules: dict[str, Module], shard: int)
         elif module not in done:
             pieces.append(_Piece(groups[module], None))
             done |= {member.name for member in groups[module].modules}
-    cut: list[list[_Piece]] = [[]]
-    size = 0
-    for piece in pieces:
-        if cut[-1] and size + piece.size > shard:
-            cut.append([])
-            size = 0
-        cut[-1].append(piece)
-        size += piece.size
+    cut = _cut(pieces, shard)
     return tuple(_unit(f"model-{i:05d}-of-{len(cut):05d}.safetensors", part) for i, part in enumerate(cut, 1))
+
+
+def _cut(pieces: Sequence[_Piece], shard: int) -> list[list[_Piece]]:
+    """Cut pieces into runs of about equal sizes, near that of a shard: each goes where its middle falls."""
+    total = sum(piece.size for piece in pieces)
+    count = -(-total // shard)
+    runs: dict[int, list[_Piece]] = {}
+    before = 0
+    for piece in pieces:
+        middle = before + piece.size // 2
+        runs.setdefault(middle * count // max(total, 1), []).append(piece)
+        before += piece.size
+    return list(runs.values())
 
 
 def _place(weight: Stored) -> tuple[str, int]:

@@ -23,8 +23,15 @@ class World:
     size: int = 1
 
     def own(self, units: tuple[Unit, ...]) -> list[Unit]:
-        """Return this rank's share, every size-th file: they are about equally large."""
-        return list(units[self.rank :: self.size])
+        """Return this rank's share: from the largest file on, each goes to the rank with the fewest bytes to read."""
+        loads = [0] * self.size
+        mine: set[str] = set()
+        for unit in sorted(units, key=lambda unit: -unit.bytes_in):
+            rank = loads.index(min(loads))
+            loads[rank] += unit.bytes_in
+            if rank == self.rank:
+                mine.add(unit.file)
+        return [unit for unit in units if unit.file in mine]
 
 
 ALONE = World()
