@@ -69,7 +69,7 @@ def gather(
     Raises:
         NotACheckpoint: kconv did not make the folder, and no facts name the head.
         LayoutCannot: the head is in a trainer's layout, which no engine serves.
-        ReportInvalid: the report is of other bytes than the folder's, or not clean.
+        ReportInvalid: the report, or a figure that names weights, is not of exactly the folder's; or it is not clean.
         LicenceUnknown: a licence file is none that kconv knows.
     """
     manifest = None
@@ -82,7 +82,9 @@ def gather(
                 fix="Convert it first (kconv to-portable, to-vllm, to-trtllm, to-sglang), then write its card.",
             )
         for found in acceptance:
-            _refuse_foreign(found.weights, manifest, found.head)
+            # A quoted figure names no weights.
+            if found.weights:
+                _refuse_foreign(found.weights, manifest, found.head)
     if report is not None:
         _refuse_report(report, manifest)
     targets = find_texts([target]) if target else ()
@@ -210,7 +212,7 @@ def _refuse_report(report: Report, manifest: Manifest | None) -> None:
 
 
 def _refuse_foreign(weights: Mapping[str, str], manifest: Manifest, subject: str) -> None:
-    if weights and {file.name: file.sha256 for file in manifest.files if file.name in weights} != weights:
+    if weights != manifest.weight_files:
         raise ReportInvalid(
             "the report is of other weights than this folder's",
             where=subject,

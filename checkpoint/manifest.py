@@ -127,6 +127,11 @@ class Manifest(_Record):
     training: dict[str, Any] | None = None
     conversion: ConversionRecord | None = None
 
+    @property
+    def weight_files(self) -> dict[str, str]:
+        """The sha256 of each weight file, by name: what a report or a figure must name to be of these weights."""
+        return {file.name: file.sha256 for file in self.files if file.name.endswith(".safetensors")}
+
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write kconv.json into a folder."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -12,6 +13,7 @@ from .options import FOLDER, PATH_OR_ID
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
+    from ..validate.report import Finding
 
 
 @click.command(short_help="Write a head's README.md, its licences and its notice.")
@@ -39,7 +41,8 @@ def card(
     """Write HEAD's model card from its manifest, reports, figures and facts; what none of them says stands as that.
 
     Licence texts are copied from the source, the target and --license-file. A folder that kconv did
-    not make has a card where the facts name the head. With --missing or --check, exit 1 if something is.
+    not make has a card where the facts name the head. Exit 1 where --missing or the checks of the licences find
+    something, and the card is written all the same.
 
     \b
     Examples:
@@ -53,11 +56,7 @@ def card(
 
     facts = _facts(facts_file, base_model, licence)
     if check:
-        found = check_folder(head, facts)
-        for finding in found:
-            click.echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}")
-        click.echo(f"{head}: " + (f"{len(found)} finding(s)" if found else "nothing found"))
-        raise SystemExit(1 if any(finding.severity == "error" for finding in found) else 0)
+        _end_with(head, check_folder(head, facts), err=False)
     evidence = gather(
         head,
         read_report(report) if report else None,
@@ -73,8 +72,17 @@ def card(
             click.echo(f"{name}: {asked}" if asked else name)
         raise SystemExit(1 if made.missing else 0)
     click.echo(write(head, made))
-    for finding in check_folder(head, facts):
-        click.echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}", err=True)
+    _end_with(head, check_folder(head, facts), err=True)
+
+
+def _end_with(head: Path, found: Sequence[Finding], *, err: bool) -> NoReturn:
+    """Print what was found, and exit with 1 where it is an error."""
+    for finding in found:
+        click.echo(
+            f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err
+        )
+    click.echo(f"{head}: " + (f"{len(found)} finding(s)" if found else "nothing found"), err=err)
+    raise SystemExit(1 if any(finding.severity == "error" for finding in found) else 0)
 
 
 def _facts(file: Path | None, base_model: str, licence: str) -> Facts:

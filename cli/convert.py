@@ -13,7 +13,6 @@ from .options import FOLDER, PATH_OR_ID, open_head, open_headers, reading
 
 if TYPE_CHECKING:
     from ..convert.plan import Plan
-    from ..convert.shared import Shared
 
 
 def _writes(layout: str, form: str) -> click.Command:
@@ -63,41 +62,28 @@ def _writes(layout: str, form: str) -> click.Command:
         from ..convert.execute import execute
         from ..convert.layouts import by_name
         from ..convert.plan import Wishes, plan
+        from ..pipeline.making import find_shared
         from .head_output import print_manifest, print_plan
         from .output import progress
 
         refuse_existing(out)
         rounded = DTYPES[dtype] if dtype else ""
         # By headers first, so that what cannot be converted is refused before it is downloaded.
-        wishes = Wishes(_find_shared(target, headers_only=True), drop_shared and dry_run, rounded)
+        shared = find_shared(target, headers_only=True) if target else None
+        wishes = Wishes(shared, drop_shared and dry_run, rounded)
         decided = plan(open_headers(head, **hints), by_name(layout), wishes)
         if dry_run:
             print_plan(decided, as_json=as_json)
             return
         # The Hub's copy of a target takes long to fetch; to count its parameters alone is not worth it.
         at_hand = isinstance(target, Folder) or drop_shared or _borrows(decided)
-        wishes = Wishes(_find_shared(target) if at_hand else None, drop_shared, rounded)
+        wishes = Wishes(find_shared(target) if target and at_hand else None, drop_shared, rounded)
         decided = plan(open_head(head, **hints), by_name(layout), wishes)
         with progress("converting", sum(step.size for step in decided.steps)) as advance:
             manifest = execute(decided, out, advance)
         print_manifest(manifest, out, as_json=as_json)
 
     return command
-
-
-def _find_shared(target: Source | None, *, headers_only: bool = False) -> Shared | None:
-    """Find what a head may share with its target; None without a target."""
-    from ..convert.shared import Shared
-    from ..target.config import read_target_config
-
-    if target is None:
-        return None
-    config = read_target_config(target.fetch_config())
-    names = {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
-    headers_only = headers_only and not isinstance(target, Folder)
-    tensors = target.open_headers().tensors if headers_only else target.open_tensors(names.values())
-    found = {slot: tensors[name] for slot, name in names.items() if name in tensors}
-    return Shared(target.name, found, headers_only)
 
 
 def _borrows(plan: Plan) -> bool:

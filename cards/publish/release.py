@@ -78,10 +78,10 @@ class Candidate:
         """The manifest, after every byte was held against it; see `verify` for its faults."""
         return verify(self.folder)
 
-    @cached_property
+    @property
     def weights(self) -> dict[str, str]:
         """The sha256 of each weight file, as the manifest has it."""
-        return {file.name: file.sha256 for file in self.manifest.files if file.name.endswith(".safetensors")}
+        return self.manifest.weight_files
 
     @cached_property
     def files(self) -> dict[str, Path]:

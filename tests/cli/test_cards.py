@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,8 @@ def test_a_head_that_kconv_did_not_make_has_a_card_where_facts_name_it(tmp_path)
     (tmp_path / "head").mkdir()
     assert run(tmp_path / "head").exit_code == 1
     facts = write(tmp_path / "facts.yaml", "name: nvidia/Kimi-K2.6-Eagle3\n")
-    assert run(tmp_path / "head", "--facts", facts, "--style", "nvidia").exit_code == 0
+    run(tmp_path / "head", "--facts", facts, "--style", "nvidia")
+    assert "nvidia/Kimi-K2.6-Eagle3" in (tmp_path / "head" / "README.md").read_text()
 
 
 def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
@@ -97,13 +99,20 @@ def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
     assert (result.exit_code, result.stdout) == (0, f"{head}: nothing found\n")
 
 
+def test_a_card_that_lacks_what_is_owed_is_written_and_no_success(head):
+    result = run(head, "--base-model", "org/target")
+    assert (result.exit_code, result.stdout) == (1, f"{head / 'README.md'}\n")
+    assert "error L2 README.md: its front matter states no licence\n  fix: " in result.stderr
+
+
 def test_licences_are_fetched_from_the_hub(head, tmp_path, hub):
     kimi = "Modified MIT License\nCopyright (c) 2025 Moonshot AI\nPermission is hereby granted, free of charge ... "
     kimi += 'prominently display "Kimi K9" on the user interface'
     apache = "Apache License\nVersion 2.0, January 2004\n"
     for repo, text in {"moonshotai/Kimi": kimi, "org/source": apache}.items():
         hub.commit(repo, {"LICENSE": text.encode(), "config.json": b"{}", "model.safetensors": b""})
-    result = run(head, "--target", "moonshotai/Kimi", "--source", "org/source", "--license", "apache-2.0")
+    names = ("--target", "moonshotai/Kimi", "--base-model", "moonshotai/Kimi", "--source", "org/source")
+    result = run(head, *names, "--license", "apache-2.0")
     assert result.exit_code == 0, result.output
     assert (head / "LICENSE").read_text().startswith("Apache") and "Kimi K9" in (head / "LICENSE-TARGET").read_text()
     assert '"Kimi K9"' in (head / "NOTICE").read_text()
@@ -124,8 +133,29 @@ def test_bad_input_is_named_and_nothing_written(head, arguments, what):
     assert not (head / "README.md").exists() and not (head / "NOTICE").exists()
 
 
-def test_figures_of_other_weights_are_refused(head, tmp_path):
-    result = run(head, "--acceptance", acceptance(tmp_path, weights={"model.safetensors": "0" * 64}))
+@pytest.mark.parametrize("more", [{"model.safetensors": "0" * 64}, {"more.safetensors": "0" * 64}, {}])
+def test_evidence_of_other_weights_is_refused(head, tmp_path, more):
+    own = {"model.safetensors": sha256((head / "model.safetensors").read_bytes()).hexdigest()}
+    figures = acceptance(tmp_path, weights=own | more)
+    # A head in more files than the evidence knows is another head too.
+    if not more:
+        manifest = json.loads((head / "kconv.json").read_text())
+        manifest["files"].append({"name": "more.safetensors", "size": 0, "sha256": "0" * 64})
+        write(head / "kconv.json", json.dumps(manifest))
+    result = run(head, "--acceptance", figures)
+    assert result.exit_code == 1 and "other weights" in result.stderr
+    assert not (head / "README.md").exists()
+
+
+def test_figures_of_these_weights_are_taken(head, tmp_path):
+    own = {"model.safetensors": sha256((head / "model.safetensors").read_bytes()).hexdigest()}
+    run(head, "--acceptance", acceptance(tmp_path, weights=own), "--no-chart")
+    assert "2.500" in (head / "README.md").read_text()
+
+
+def test_a_report_of_no_weights_is_refused(head, tmp_path):
+    said = CliRunner().invoke(main, ["validate", str(head), "--headers-only", "--json"])
+    result = run(head, "--report", write(tmp_path / "report.json", said.stdout))
     assert result.exit_code == 1 and "other weights" in result.stderr
 
 
