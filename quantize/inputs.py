@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from ..checkpoint.folder import Checkpoint
 from ..errors import InputScalesInvalid
 from ..target.config import TargetConfig
+from .bounds import check_amax, check_norms
 from .calibration import identify, read_calibration
 from .formats import fused_group
 from .pack import scale_2
@@ -61,12 +61,13 @@ class InputScales:
     def _amax_of(self, name: str, layers: Mapping[str, float]) -> float:
         expert = EXPERT.fullmatch(name)
         found = (self.amax or {}).get(name, layers.get(f"{expert['layer']}.{expert['part']}") if expert else None)
-        if found is None or not 0 < found < math.inf:
+        if found is None:
             raise InputScalesInvalid(
-                f"the calibration has no amax of {name}" if found is None else f"the amax of {name} is {found}",
+                f"the calibration has no amax of {name}",
                 where=name,
                 fix="Calibrate this target again, with more prompts.",
             )
+        check_amax(name, found)
         return found
 
 
@@ -84,7 +85,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
         config: its config.
 
     Raises:
-        InputScalesInvalid: the file cannot be read, or is of another target.
+        InputScalesInvalid: the file cannot be read, is of another target, or has an amax that this target cannot reach.
     """
     calibration, own = read_calibration(file), identify(target, config)
     differing = [name for name, value in own if getattr(calibration.target, name) != value]
@@ -94,6 +95,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
             where=file,
             fix="Calibrate this target, or give --input-scale data-free.",
         )
+    check_norms(calibration.input_amax, target, config)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     prompts = calibration.prompts
     return InputScales(

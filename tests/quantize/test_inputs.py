@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.quantized_targets import make_form
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest
+from kconv.checkpoint.tensors import read_tensor
 from kconv.errors import InputScalesInvalid
 from kconv.quantize.calibration import Calibration, Prompts, identify, write_calibration
 from kconv.quantize.inputs import data_free, from_calibration
@@ -31,7 +34,7 @@ def calibrated(forms, tmp_path):
     def make(change=lambda amax: None):
         checkpoint, config = opened(forms("bf16"))
         names = [n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith("_proj.weight")]
-        amax = {name: 1.0 + i / 8 for i, name in enumerate(sorted(names))}
+        amax = {name: 1.0 + i / 64 for i, name in enumerate(sorted(names))}
         change(amax)
         prompts = Prompts(sha256="0" * 64, count=3, tokens=99)
         held = Calibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
@@ -97,11 +100,38 @@ def test_a_module_that_was_not_calibrated_is_named(forms, calibrated):
         from_calibration(file, *opened(forms("bf16"))).scales([name])
 
 
-def test_an_amax_that_cannot_be_is_named(forms, calibrated):
-    name = "model.layers.0.mlp.up_proj"
-    file, _ = calibrated(lambda amax: amax.update({name: 0.0}))
-    with pytest.raises(InputScalesInvalid, match=f"the amax of {name} is 0.0"):
+@pytest.mark.parametrize("amax", [0.0, -1.0, 1e30, 2.0**64, 1e-40])
+def test_an_amax_without_a_scale_to_calculate_with_is_named(amax, forms, calibrated):
+    name = "model.layers.0.mlp.down_proj"  # reads no norm
+    file, _ = calibrated(lambda held: held.update({name: amax}))
+    with pytest.raises(InputScalesInvalid, match=rf"the amax of {name} is .* float32"):
         from_calibration(file, *opened(forms("bf16"))).scales([name])
+
+
+READS_NORM = {
+    "model.layers.0.mlp.up_proj": "post_attention_layernorm",
+    f"{LAYER}.1.gate_proj": "post_attention_layernorm",
+    "model.layers.2.mlp.shared_experts.up_proj": "post_attention_layernorm",
+    "model.layers.3.self_attn.kv_a_proj_with_mqa": "input_layernorm",
+    "model.layers.3.self_attn.q_b_proj": "self_attn.q_a_layernorm",
+    "model.layers.3.self_attn.kv_b_proj": "self_attn.kv_a_layernorm",
+}
+
+
+@pytest.mark.parametrize("name, norm", READS_NORM.items(), ids=READS_NORM)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_amax_beyond_what_its_norm_can_reach_is_named(name, norm, wrapped, forms, calibrated):
+    target, config = opened(forms("bf16", wrapped=wrapped))
+    layer = ".".join(name.split(".")[:3])
+    weight = read_tensor(target.tensors[f"{config.prefix}{layer}.{norm}.weight"])
+    # The largest that transformers' norm makes: of a vector with one number alone, the largest weight's.
+    alone = torch.zeros(1, len(weight)).scatter(1, weight.abs().argmax().view(1, 1), 1000.0)
+    module = DeepseekV3RMSNorm(len(weight), eps=1e-6)
+    module.weight.data = weight.float()
+    reached = float(module(alone).detach().abs().max())
+    from_calibration(calibrated(lambda held: held.update({name: reached}))[0], target, config)
+    with pytest.raises(InputScalesInvalid, match=rf"the amax of {name} is .*{norm}, which it reads, reaches"):
+        from_calibration(calibrated(lambda held: held.update({name: 1.05 * reached}))[0], target, config)
 
 
 @pytest.mark.parametrize("text", ["", "[]", json.dumps({"schema": 2}), json.dumps({"input_amax": {}})])
