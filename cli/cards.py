@@ -41,8 +41,8 @@ def card(
     """Write HEAD's model card from its manifest, reports, figures and facts; what none of them says stands as that.
 
     Licence texts are copied from the source, the target and --license-file. A folder that kconv did
-    not make has a card where the facts name the head. Exit 1 where --missing or the checks of the licences find
-    something, and the card is written all the same.
+    not make has a card where the facts name the head. Exit 1 where --missing or --check find
+    something, or where a licence asks for more than the written card has.
 
     \b
     Examples:

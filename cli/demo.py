@@ -31,9 +31,17 @@ def demo(out: Path) -> None:
     from ..tiny.cache import cache_root
     from .output import print_demo
 
+    _quiet_transformers()
     with _bars() as stage:
         made = run_demo(out, cache_root(), stage)
     print_demo(out, made)
+
+
+def _quiet_transformers() -> None:
+    """Keep transformers' own bars out of the demo's."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 @contextmanager

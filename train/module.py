@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleMod
             fix="Give fewer tokens than the target has, or null for all of them.",
         )
     settings = eagle_settings(recipe, target)
-    # ModelOpt says on stdout what it finds, and stdout is for results.
-    with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(sys.stderr):
+    # ModelOpt tells on stdout where it finds the target's parts: three lines a head, and no result.
+    with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(recipe.seed)
         try:
             return mtsp.convert(target, [("eagle", settings)])
@@ -144,7 +144,7 @@ def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
         TrainingFailed: ModelOpt refuses to export, or the exported config states another RoPE than the trained.
     """
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(io.StringIO()):
             export_speculative_decoding(model, export_dir=folder)
     except (AssertionError, KeyError) as fault:
         raise TrainingFailed(f"ModelOpt cannot export this head: {fault}") from fault
