@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +24,14 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..validate.report import AcceptanceFigures, Report
+from ..validate.figures import AcceptanceFigures
+from ..validate.report import Report
 
 if TYPE_CHECKING:
+    from ..head.vocab import Coverage
     from ..pipeline.demo import Made
     from ..target.states_record import StatesRecord
+    from ..train.recipe import EagleRecipe
     from ..validate.rules.rule import Rule
 
 
@@ -117,6 +121,13 @@ def print_report(report: Report, *, as_json: bool) -> None:
             f"{noise.worst:.1f} dB at worst ({noise.worst_tensor})",
             highlight=False,
         )
+    if figures.perplexity is not None:
+        text = figures.perplexity
+        console.print(
+            f"perplexity {text.output:.4f}, the source's {text.source:.4f} ({math.expm1(text.log_ratio):+.2%}), the "
+            f"same likeliest token at {text.top1:.2%} of {text.tokens:,} places",
+            highlight=False,
+        )
     if figures.identical is not None:
         console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
     if engines := report.provenance.get("for"):
@@ -190,6 +201,14 @@ def print_demo(out: Path, made: Sequence[Made]) -> None:
 
 def _size(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e6:.1f} MB"
+
+
+def print_coverage(coverage: Coverage, recipe: EagleRecipe) -> None:
+    """Print how much of the training text a draft vocabulary holds."""
+    click.echo(
+        f"draft vocabulary of {recipe.draft_vocab:,}: {coverage.share:.2%} of {coverage.tokens:,} training tokens, "
+        f"{coverage.distinct_covered:,} of {coverage.distinct:,} distinct ones"
+    )
 
 
 def print_trained(training: Mapping[str, Any], out: Path) -> None:

@@ -70,8 +70,9 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
 
     refuse_existing(out)
     from ..train.loop import Pace
+    from ..train.run import draft_coverage
     from ..train.run import train as run
-    from .output import print_trained, steps_bar
+    from .output import print_coverage, print_trained, steps_bar
 
     job = _job(target, recipe, data, states, options)
     pace = Pace(options["save_every"], options["look_every"], options["shard"], options["tensorboard"])
@@ -79,6 +80,9 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
         # Another process of the run shows how it goes.
         run(job, out, pace)
         return
+    if coverage := draft_coverage(job):
+        # Before the hours that a vocabulary which leaves out too much would cost.
+        print_coverage(coverage, job.recipe)
     with steps_bar("training") as advance:
         run(job, out, pace, advance)
     print_trained(read_manifest(out).training or {}, out)
@@ -88,13 +92,15 @@ def _job(target: Source, recipe: str, data: str | None, states: Path | None, opt
     from ..target.config import read_target_config
     from ..target.tokenizer import load_tokenizer
     from ..train.jobs import Data, offline_job, online_job
-    from ..train.named import read_recipe_file
+    from ..train.named import check_keys, read_recipe_file
 
+    values = read_recipe_file(recipe) | dict(options["settings"])
+    # A target may be downloaded, and data read, for hours.
+    check_keys(values)
     folder = target.fetch_model()
     config = read_target_config(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=options["trust_remote_code"])
     head = open_head(options["start"], target=target) if options["start"] else None
-    values = read_recipe_file(recipe) | dict(options["settings"])
     if states is not None:
         return offline_job(folder, config, tokenizer, values, states, head)
     assert data is not None, "one of the two was given"

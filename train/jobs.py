@@ -17,7 +17,7 @@ from ..target.model import load_target
 from ..target.stored_states import StatesFolder, open_states
 from ..target.tokenizer import Tokenizer
 from .feed import Offline, Online, States
-from .named import complete
+from .named import check_values, complete
 from .prepare import place_sequences, prepare_dialogues
 from .recipe import EagleRecipe
 from .run import Job
@@ -57,6 +57,7 @@ def online_job(
     Raises:
         TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
     """
+    check_values(values, config, start.spec if start else None)
     prepared = prepare_dialogues(
         data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
     )
@@ -86,6 +87,7 @@ def offline_job(
     Raises:
         StatesInvalid: they are of another target, or lack a layer that the recipe captures.
     """
+    check_values(values, config, start.spec if start else None)
     stored = open_states(folder, config=config)
     text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
     recipe = complete(values, config, len(text.rows.ids), start.spec if start else None)

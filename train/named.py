@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib.resources import files
 from pathlib import Path
+from sys import maxsize
 from typing import Any
 
 import yaml
@@ -21,6 +22,8 @@ NAMES = ("eagle3-mla", "eagle3-gqa")
 DECODERS = ("mla", "gqa")
 # What a head that training goes on from decides.
 OF_THE_HEAD = ("attention", "intermediate", "captured", "rope", "eps", "draft_vocab")
+# Of a file, or of --set: the recipe's own, and the two that `complete` resolves.
+KEYS = ("decoder", "passes", *(field.name for field in fields(EagleRecipe)))
 
 
 def read_recipe_file(name: str) -> dict[str, Any]:
@@ -45,6 +48,20 @@ def read_recipe_file(name: str) -> dict[str, Any]:
     return values
 
 
+def check_keys(values: Mapping[str, Any]) -> None:
+    """Raise RecipeInvalid for keys that no recipe has; nothing but the values is needed for that."""
+    unknown = [key for key in values if key not in KEYS]
+    if unknown:
+        raise RecipeInvalid(
+            f"no recipe has a key {', '.join(map(repr, unknown))}", fix=f"The keys are {', '.join(KEYS)}."
+        )
+
+
+def check_values(values: Mapping[str, Any], target: TargetConfig, start: HeadSpec | None) -> None:
+    """Raise what `complete` would, whatever the data: it may take hours to read. Arguments as there."""
+    complete(values, target, maxsize, start)
+
+
 def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: HeadSpec | None = None) -> EagleRecipe:
     """Return a whole recipe: what a file does not say is the head's to go on from, or else the target's.
 
@@ -58,14 +75,16 @@ def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: 
     Raises:
         RecipeInvalid: a key does not exist, or a value cannot be, or contradicts the head.
     """
+    check_keys(values)
     values = dict(values)
     decoder, passes = values.pop("decoder", None), values.pop("passes", 1)
     stated = dict(values)
     defaults = _of_head(start) if start else _of_target(target, decoder, values)
     values = defaults | values
-    batch = values.get("batch", EagleRecipe.__dataclass_fields__["batch"].default)
-    values.setdefault("batches", rows // batch if isinstance(batch, int) and batch > 0 else 1)
-    values.setdefault("steps", max(1, values["batches"] * passes // values.get("accumulate", 1)))
+    if not isinstance(passes, int) or passes < 1:
+        raise RecipeInvalid(f"passes is {passes!r}", fix="Give how often the data is gone through: 1 or more.")
+    values.setdefault("batches", rows // _count(values, "batch"))
+    values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
     recipe = parse_recipe(values)
     if start:
         whole = parse_recipe(values | _of_head(start))
@@ -83,6 +102,12 @@ def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: 
             fix="Lower batches or batch, or give more data.",
         )
     return replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10)) if "warmup" not in stated else recipe
+
+
+def _count(values: Mapping[str, Any], key: str) -> int:
+    """Return a count to reckon with; of one that cannot be, `parse_recipe` says what is wrong."""
+    count = values.get(key, EagleRecipe.__dataclass_fields__[key].default)
+    return count if isinstance(count, int) and count > 0 else 1
 
 
 def _of_head(spec: HeadSpec) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ..convert.layouts import by_name
 from ..convert.plan import Wishes, plan
 from ..convert.read import Head, read_head, read_slot
 from ..errors import RecipeInvalid
+from ..head.vocab import Coverage, measure_coverage, target_ids
 from ..target.config import read_target_config
 from ..target.ends import load_ends
 from .checkpoints import claim, drop_broken, newest
@@ -156,9 +157,29 @@ def _start(job: Job) -> EagleModel:
     if job.start is not None:
         _take_over(model, job.start)
     elif job.recipe.draft_vocab is not None:
-        counted = job.text.ids[job.text.mask]
-        reduce_vocab(model, map_draft_vocab(counted, job.recipe.draft_vocab, model.config.vocab_size, job.specials))
+        reduce_vocab(model, _draft_map(job, job.recipe.draft_vocab, model.config.vocab_size))
     return model
+
+
+def draft_coverage(job: Job) -> Coverage | None:
+    """Return how much of what is trained on the head can draft; None where it drafts the whole vocabulary.
+
+    Raises:
+        RecipeInvalid, ConfigInvalid: the text holds too few distinct tokens for the draft vocabulary, or it is too
+            small for the special ones.
+    """
+    if job.recipe.draft_vocab is None:
+        return None
+    vocab = read_target_config(job.target).vocab
+    counts = job.text.ids[job.text.mask].bincount(minlength=vocab)
+    return measure_coverage(counts, target_ids(_draft_map(job, job.recipe.draft_vocab, vocab)))
+
+
+def _draft_map(job: Job, size: int, vocab: int) -> Tensor:
+    """Return `d2t` as offsets, [size] int64: that of the head to go on from, or the text's most frequent tokens."""
+    if job.start is not None:
+        return read_slot(job.start, "d2t")
+    return map_draft_vocab(job.text.ids[job.text.mask], size, vocab, job.specials)
 
 
 def _take_over(model: EagleModel, head: Head) -> None:
@@ -183,6 +204,7 @@ def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str
     save_module(model, folder / MODULE, job.recipe)
     history = [read_json(work / UNTRAINED), *trainer.state.log_history]
     looks = [{k.removeprefix("eval_"): v for k, v in row.items()} for row in history if "eval_loss" in row]
+    coverage = draft_coverage(job)
     report = {
         "key": job_key(job),
         "recipe": dataclasses.asdict(job.recipe),
@@ -190,6 +212,7 @@ def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str
         "started_from": job.start.checkpoint.source if job.start else None,
         "parameters": sum(p.numel() for p in model.eagle_module.parameters()),
         "tokens": {"text": job.text.ids.numel(), "counted": int(job.text.mask.sum()), "unseen": job.unseen.ids.numel()},
+        "draft_vocab": {"share": coverage.share, **dataclasses.asdict(coverage)} if coverage else None,
         "untrained": looks[0],
         "trained": looks[-1],
         "looks": looks,

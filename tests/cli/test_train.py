@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from kconv.cli import main
 from kconv.tiny.text import read_corpus
@@ -71,6 +75,38 @@ def test_a_recipe_that_cannot_be_is_one_message_and_nothing_is_made(tiny_target,
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "head").exists()
+
+
+def test_the_coverage_of_a_draft_vocabulary_is_printed_and_special_tokens_are_kept(tiny_target, data, tmp_path):
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("\n".join(json.dumps({"text": text}) for text in read_corpus().held_out[:20]) + "\n")
+    reduced = SETTINGS | {"draft_vocab": "96"}
+    done = run(tiny_target, tmp_path / "head", "--data", data, "--held-out", held_out, settings=reduced)
+    assert done.exit_code == 0, done.output
+
+    tokenizer = Tokenizer.from_file(str(tiny_target / "tokenizer.json"))
+    lines = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    counts = Counter(token for text in lines for token in tokenizer.encode(text).ids)
+    specials = set(tokenizer.get_added_tokens_decoder())
+    assert len(specials) == 3 and not specials & counts.keys()
+    d2t = load_file(tmp_path / "head" / "model.safetensors")["d2t"]
+    kept = set((d2t + torch.arange(96)).tolist())
+    assert specials <= kept
+    # A document's last row is left out where one token is all it holds: no draft is possible in it.
+    said = json.loads((tmp_path / "head" / "kconv.json").read_text())["training"]["draft_vocab"]
+    share = sum(count for token, count in counts.items() if token in kept) / counts.total()
+    assert said["share"] == pytest.approx(share, abs=2e-3)
+    assert said["tokens"] == pytest.approx(counts.total(), rel=5e-3)
+    assert f"draft vocabulary of 96: {said['share']:.2%} of {said['tokens']:,} training tokens" in done.stdout
+
+
+@pytest.mark.parametrize("settings", [{"learning_rate": "1"}, {"seq": "many"}, {"passes": "0"}, {"accumulate": "0"}])
+@pytest.mark.parametrize("source", ["--data", "--states"])
+def test_a_bad_key_or_value_is_refused_before_any_data_is_read(tiny_target, tmp_path, settings, source):
+    done = run(tiny_target, tmp_path / "head", source, tmp_path / "no-such-data", settings=SETTINGS | settings)
+    assert done.exit_code == 1
+    assert next(iter(settings)) in done.stderr
+    assert "no-such-data" not in done.stderr
 
 
 @pytest.mark.parametrize("more", [(), ("--data", "a", "--states", "b")])
