@@ -219,7 +219,7 @@ def _arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments
             save_total_limit=2,
             eval_strategy="steps",
             eval_steps=pace.look_every,
-            logging_steps=max(1, min(10, recipe.steps // 100)),
+            logging_steps=max(1, min(10, recipe.steps // 20)),
             logging_nan_inf_filter=False,
             report_to=["tensorboard"] if pace.tensorboard else [],
             disable_tqdm=True,
