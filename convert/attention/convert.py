@@ -52,7 +52,7 @@ def convert_attention(
         dtype: safetensors name of what is stored; the figures are of weights so rounded.
         head_dim: of MHA, padded with zeros; None for the least.
         shape: dims of MLA; Kimi-K2's own by default.
-        steps: of healing.
+        steps: of healing; the record says 0 where they did not come nearer, and are not in the output.
         slots: what is healed.
         keep: refuse a head that keeps less of the sampled acceptance length on held-out text.
         say: told what is going on.
@@ -71,7 +71,11 @@ def convert_attention(
     converted = with_attention(head, attention)
     if steps:
         say("healing")
-        converted = heal(head, converted, calibration, steps, slots=slots, progress=progress)
+        healed = heal(head, converted, calibration, steps, slots=slots, progress=progress)
+        if healed is converted:
+            say("healing did not come nearer to the original: the head is left as it was fitted")
+            steps = 0
+        converted = healed
     if kind == "mla":
         converted = with_attention(converted, pad_mla(attention_of(converted), shape or Shape()))
     converted = as_stored(converted, dtype)

@@ -4,15 +4,19 @@ The converted head drafts K steps on the calibration's text, on hidden states of
 original drafts there: `KL(original || converted)` of each step's tokens, plus a tenth of the relative squared error
 of the hidden state that it hands on. The target has no part in it: the head is to stay the one that was trained.
 
-Two things keep the first steps from undoing the start. The shared rotary key and its queries are on one scale
-(`rotary`); and each tensor's learning rate is relative to the size of its own entries, so that the gauge of a latent,
-which is arbitrary, does not decide how fast it moves.
+Steps of one size in every entry, as Adam's are, add up along the directions that all tokens share, and undo a good
+start within fifty. So matrices move by Muon, whose steps have one size in every direction, and in coordinates where
+their inputs are white (`white`). Each tensor's learning rate is relative to its size, so that the gauge of a latent,
+which is arbitrary, does not decide how fast it moves; and it is less for a start that is nearer.
+
+What comes out is the nearer of the two, start or healed, on texts that neither the fit nor the healing saw.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -23,13 +27,18 @@ from ...head.forward import DraftHead
 from .calibration import Batch, Calibration
 from .swap import GQA_SLOTS, MLA_SLOTS
 from .trace import STEPS
+from .white import from_white, measure_spread, to_white
 
-RATE = 0.001
-"""Peak learning rate, relative to the root mean square of a tensor's entries."""
+RATE = 0.04
+"""Peak learning rate, relative to the root mean square of a tensor's entries, for a start at a distance of 1: what is
+off by e costs about e^2 nats, so the rate goes with the distance's square root (docs/attention.md has what it gives).
+"""
+MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 HIDDEN = 0.1
-CLIP = 1.0
+# Batches that the spread of the inputs is taken over.
+SPREAD_BATCHES = 24
 
 ATTENTION = (*GQA_SLOTS, *MLA_SLOTS)
 REST = (
@@ -55,15 +64,15 @@ def heal(
     seed: int = 0,
     progress: Progress = lambda *_: None,
 ) -> DraftHead:
-    """Return a converted head after some steps towards the original.
+    """Return a converted head after some steps towards the original, or the very head where they led away from it.
 
     Args:
         original: the head before its conversion.
         converted: the same head with another attention.
         calibration: its fitted part is trained on, one batch a step, in a new order with each pass.
-        steps: how many; 0 returns the head as it is.
+        steps: how many.
         slots: what is trained, where the head has it.
-        rate: peak learning rate, relative to the size of each tensor's entries.
+        rate: peak learning rate, as `RATE`.
         seed: of the order.
         progress: told after each step.
 
@@ -72,29 +81,9 @@ def heal(
     """
     if steps == 0:
         return converted
-    names = [name for name in converted.weights if name in slots or (name.startswith("fc_norm") and "fc" in slots)]
-    trained = {name: converted.weights[name].detach().clone().requires_grad_() for name in names}
-    student = DraftHead(converted.spec, {**converted.weights, **trained})
-    groups = [{"params": [weight], "lr": rate * _size(weight)} for weight in trained.values()]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, steps))
-    generator = torch.Generator().manual_seed(seed)
-    mine, order = calibration.indices("fit"), list[int]()
-    for step in range(steps):
-        order = order or torch.randperm(len(mine), generator=generator).tolist()
-        loss = distance(original, student, calibration.batches[mine[order.pop()]])
-        if not math.isfinite(loss.item()):
-            raise TrainingFailed(
-                f"healing broke off: the loss is {loss.item()} at step {step + 1} of {steps}",
-                fix="Heal for fewer steps, or give more text.",
-            )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        progress(step + 1, steps, loss.item())
-    return DraftHead(student.spec, {name: weight.detach() for name, weight in student.weights.items()})
+    before = _mean_distance(original, converted, calibration)
+    healed = _descend(original, converted, calibration, steps, slots, rate * before**0.5, seed, progress)
+    return healed if _mean_distance(original, healed, calibration) < before else converted
 
 
 def distance(original: DraftHead, student: DraftHead, batch: Batch) -> Tensor:
@@ -108,6 +97,70 @@ def distance(original: DraftHead, student: DraftHead, batch: Batch) -> Tensor:
         apart = (step.returned - goal.returned).square().sum() / goal.returned.square().sum()
         total = total + kl + HIDDEN * apart
     return total / STEPS
+
+
+@torch.no_grad()
+def _mean_distance(original: DraftHead, head: DraftHead, calibration: Calibration) -> float:
+    found = [float(distance(original, head, batch)) for batch in calibration.part("choose")]
+    return sum(found) / len(found)
+
+
+def _descend(
+    original: DraftHead,
+    converted: DraftHead,
+    calibration: Calibration,
+    steps: int,
+    slots: Sequence[str],
+    rate: float,
+    seed: int,
+    progress: Progress,
+) -> DraftHead:
+    names = [name for name in converted.weights if name in slots or (name.startswith("fc_norm") and "fc" in slots)]
+    start = {name: converted.weights[name].detach() for name in names}
+    matrices = [name for name, weight in start.items() if weight.ndim == 2]
+    spread = measure_spread(converted, matrices, islice(calibration.part("fit"), SPREAD_BATCHES))
+    trained = {name: to_white(w, spread[name]) if name in spread else w.clone() for name, w in start.items()}
+    for weight in trained.values():
+        weight.requires_grad_()
+
+    def assemble() -> DraftHead:
+        now = {name: from_white(w, spread[name]) if name in spread else w for name, w in trained.items()}
+        return DraftHead(converted.spec, {**converted.weights, **now})
+
+    optimizers = _optimizers(list(trained.values()), rate)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _share(step, steps)) for one in optimizers]
+    generator = torch.Generator().manual_seed(seed)
+    mine, order = calibration.indices("fit"), list[int]()
+    for step in range(steps):
+        order = order or torch.randperm(len(mine), generator=generator).tolist()
+        loss = distance(original, assemble(), calibration.batches[mine[order.pop()]])
+        if not math.isfinite(loss.item()):
+            raise TrainingFailed(
+                f"healing broke off: the loss is {loss.item()} at step {step + 1} of {steps}",
+                fix="Heal for fewer steps, or give more text.",
+            )
+        loss.backward()
+        for one in (*optimizers, *schedules):
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+        progress(step + 1, steps, loss.item())
+    return DraftHead(converted.spec, {name: weight.detach() for name, weight in assemble().weights.items()})
+
+
+def _optimizers(trained: Sequence[Tensor], rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices and AdamW for gains."""
+    gains, matrices = (
+        [{"params": [weight], "lr": rate * _size(weight)} for weight in trained if weight.ndim == dims]
+        for dims in (1, 2)
+    )
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        # With this factor a step has the size that AdamW's has, whatever the matrix's shape.
+        made.append(torch.optim.Muon(matrices, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    if gains:
+        made.append(torch.optim.AdamW(gains, betas=BETAS, weight_decay=0.0))
+    return made
 
 
 def _size(weight: Tensor) -> float:

@@ -59,9 +59,9 @@ class Moments:
         return torch.cholesky_solve(self.xy + strength * prior.T.to(self.xx.dtype), factor).T
 
 
-def factor(mean: Tensor) -> Tensor:
+def factor(mean: Tensor, floor: float = FLOOR) -> Tensor:
     """Return L with `L L^T = E[x x^T]`, so that `|W L|^2` is `E|W x|^2`; `[n, n]`."""
-    return torch.linalg.cholesky(_add_to_diagonal(mean, FLOOR * mean.diagonal().mean()))
+    return torch.linalg.cholesky(_add_to_diagonal(mean, floor * mean.diagonal().mean()))
 
 
 def _add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from kconv.convert.attention.plan import as_stored
 from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
-from kconv.convert.attention.trace import run_both
+from kconv.convert.attention.trace import run_both, trace
+from kconv.convert.attention.white import from_white, measure_spread, to_white
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot
 from kconv.head.chain import draft_logits, sampled_acceptance
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
@@ -139,6 +140,32 @@ def test_healing_does_not_undo_a_start_that_is_whole(gqa, states):
         assert float(distance(gqa, gqa, states.batches[0])) == pytest.approx(0.0, abs=1e-12)
     healed = heal(gqa, gqa, states, 5)
     assert compare(gqa, healed, states).kept == pytest.approx(1.0, abs=1e-3)
+
+
+def test_healing_that_leads_away_gives_the_start_back_and_is_not_recorded(gqa, states, monkeypatch):
+    gqa = as_stored(gqa, "F32")
+    attention, _ = convert_to_mla(gqa, states, WIDE)
+    start = with_attention(gqa, attention)
+    assert heal(gqa, start, states, 3, rate=100.0) is start
+    monkeypatch.setattr("kconv.convert.attention.convert.heal", lambda head, start, *_, **__: start)
+    said = []
+    made = convert_attention(gqa, "mla", states, dtype="F32", shape=WIDE, steps=3, keep=0.5, say=said.append)
+    assert made.heal_steps == 0 and "no healing" in made.method
+    assert not made.slots & {"fc", "norm"}
+    assert any("did not come nearer" in line for line in said)
+
+
+def test_the_spread_of_a_matrixs_inputs_is_that_of_what_the_head_puts_into_it(gqa, states):
+    spread = measure_spread(gqa, ["0.k_proj", "fc"], states.batches[:3])
+    rows = torch.cat([step.rows for step in trace(gqa, states.batches[:3])])
+    second = rows.T @ rows / len(rows)
+    torch.testing.assert_close(spread["0.k_proj"] @ spread["0.k_proj"].T, second, rtol=1e-2, atol=1e-3)
+    weight = gqa.weights["0.k_proj"]
+    white = to_white(weight, spread["0.k_proj"])
+    # What it gives, it gives with the length of its rows.
+    torch.testing.assert_close(white.square().sum(1), (rows @ weight.T).square().mean(0), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(from_white(white, spread["0.k_proj"]), weight)
+    assert set(spread) == {"0.k_proj", "fc"}
 
 
 def test_zeros_that_fill_up_a_head_stay_zeros_under_healing(mla, states):

@@ -1,0 +1,65 @@
+"""Matrices in coordinates where their inputs are white. What belongs here: the change of coordinates, there and back.
+
+A head's inputs are far from even: all tokens share a mean, and a few directions hold most of the rest. A step that
+has one size in every direction of a matrix then changes the output mostly along those, where it was right before.
+With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the same from inputs `L^-1 x` that are
+white; steps of V are even in what they do to the output. (Natural gradient with K-FAC's factor of the inputs,
+arXiv 1503.05671, is the same change of coordinates.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...head.chain import unroll
+from ...head.forward import DraftHead
+from .calibration import Batch
+from .moments import Moments, factor
+from .trace import STEPS
+
+# Directions with less than this share of the mean are no finer: noise is not to be blown up.
+FLOOR = 1e-4
+
+
+class _Inputs(TorchFunctionMode):
+    """Sums up what goes into the linear maps by some matrices."""
+
+    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(matrix): name for name, matrix in matrices.items()}
+        self.moments = {name: Moments(m.shape[1], device=m.device) for name, m in matrices.items()}
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and id(args[1]) in self._names:
+            self.moments[self._names[id(args[1])]].add(args[0].flatten(0, -2))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Tensor]:
+    """Return L, lower triangular `[n, n]`, of the inputs of some of a head's matrices, K steps along the chain."""
+    with _Inputs({name: head.weights[name] for name in names}) as watched:
+        for batch in batches:
+            for _ in unroll(head, batch.tokens, batch.captured, STEPS):
+                pass
+    return {
+        name: factor(moments.mean(), FLOOR).to(head.weights[name].dtype) for name, moments in watched.moments.items()
+    }
+
+
+def to_white(weight: Tensor, spread: Tensor) -> Tensor:
+    """Return V = W L."""
+    return weight @ spread
+
+
+def from_white(weight: Tensor, spread: Tensor) -> Tensor:
+    """Return W = V L^-1."""
+    return torch.linalg.solve_triangular(spread, weight, upper=False, left=False)
