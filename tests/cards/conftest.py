@@ -1,5 +1,28 @@
-"""The Hub's stand-in, as a fixture."""
+"""The Hub's stand-in, and a folder to publish, as fixtures."""
 
-from support.hub import hub
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.hub import Hub, hub
+from support.publishing import TOKEN
+from support.releases import write_release
 
 __all__ = ["hub"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_release(tmp_path / "head")
+
+
+@pytest.fixture
+def waits(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Show a token that the stand-in accepts, and note how long anybody would have waited."""
+    waited: list[float] = []
+    hub.tokens = {TOKEN}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr("kconv.cards.publish.readback.sleep", waited.append)
+    return waited

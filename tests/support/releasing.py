@@ -12,6 +12,7 @@ from support.heads import MLA, random_slots, write_head
 from support.releases import LICENCE
 
 from kconv.convert.layouts import by_name
+from kconv.pipeline.preview import Preview, preview_release
 from kconv.pipeline.recipe import parse_release
 from kconv.pipeline.release import Outcome, Selection, run_release
 
@@ -59,3 +60,14 @@ def carry_out(values: dict[str, Any], root: Path, **selection: Any) -> dict[str,
     text = yaml.safe_dump(values, sort_keys=False)
     run_release(parse_release(text), text, root, Selection(**selection), lambda _: None, outcomes.append)
     return {outcome.name: outcome for outcome in outcomes}
+
+
+def ran(outcomes: dict[str, Outcome]) -> list[str]:
+    """Return the steps that were made, not found."""
+    return [name for name, one in outcomes.items() if one.status == "made"]
+
+
+def planned(values: dict[str, Any], root: Path, **selection: Any) -> Preview:
+    """Return what a recipe would do."""
+    text = yaml.safe_dump(values, sort_keys=False)
+    return preview_release(parse_release(text), text, root, Selection(**selection))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from support.loopback import serving
 
 from kconv.errors import EngineFailed, PromptsInvalid
 from kconv.target.prompts import Prompt
@@ -34,30 +33,15 @@ class Server:
 def server() -> Iterator[Server]:
     said = Server()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            last = body["messages"][-1]["content"]
-            said.asked[last] += 1
-            status, text = said.say(body["messages"], said.asked[last])
-            choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-            data = json.dumps({"choices": [choice]} if status == 200 else {"error": text}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(_: str, body: Any) -> tuple[int, str]:
+        last = body["messages"][-1]["content"]
+        said.asked[last] += 1
+        status, text = said.say(body["messages"], said.asked[last])
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return status, json.dumps({"choices": [choice]} if status == 200 else {"error": text})
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    said.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield said
-    http.shutdown()
-    thread.join()
-    http.server_close()
+    with serving(answer) as said.url:
+        yield said
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from support.loopback import serving
 
 
 @dataclass
@@ -25,31 +23,10 @@ class StandIn:
 def stand_in() -> Iterator[StandIn]:
     said = StandIn()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(None)
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        said.asked.append((path, body))
+        found = said.answers.get(path, (404, "not found"))
+        return found(body) if callable(found) else found
 
-        def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _answer(self, body: Any) -> None:
-            said.asked.append((self.path, body))
-            answer = said.answers.get(self.path, (404, "not found"))
-            status, text = answer(body) if callable(answer) else answer
-            data = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    said.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield said
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(answer) as said.url:
+        yield said
