@@ -87,13 +87,21 @@ class _Lines:
         )
 
 
-def print_quantize_plan(plan: QuantizePlan, out: Path, processes: int, *, as_json: bool) -> None:
-    """Print what a quantization would do: what becomes what, sizes, disk and time."""
+def print_quantize_plan(plan: QuantizePlan, out: Path, processes: int | None, *, as_json: bool) -> None:
+    """Print what a quantization would do: what becomes what, sizes, disk and time.
+
+    Args:
+        plan: what would be done.
+        out: where.
+        processes: that would share it; None where ModelOpt does it, whose files and time are not known before.
+        as_json: as one JSON object.
+    """
     rows, needed, free = _rows(plan), bytes_needed(plan), free_bytes(out)
-    taken = None if plan.source.headers_only else estimate(plan, processes)
+    taken = None if plan.source.headers_only or processes is None else estimate(plan, processes)
+    files = None if processes is None else len(plan.units)
     if as_json:
         print_json(
-            _facts(plan)
+            _facts(plan, files)
             | {
                 "becomes": [
                     {"part": part, "action": action, "tensors": count, "bytes_in": before, "bytes_out": after}
@@ -113,7 +121,8 @@ def print_quantize_plan(plan: QuantizePlan, out: Path, processes: int, *, as_jso
     console = Console()
     console.print(table)
     console.print(f"input_scale: {_inputs(plan)}; KV cache: {plan.recipe.kv_cache}", highlight=False)
-    console.print(f"files: {len(plan.units)}, beside {len(copied_files(plan.source.folder))} copied", highlight=False)
+    weights = "ModelOpt's" if files is None else files
+    console.print(f"files: {weights}, beside {len(copied_files(plan.source.folder))} copied", highlight=False)
     enough = "" if free >= needed else " [red]NOT enough[/]"
     console.print(f"disk: {needed / 1e9:.3f} GB needed, {free / 1e9:.1f} GB free{enough}", highlight=False)
     if taken:
@@ -126,25 +135,26 @@ def print_quantize_plan(plan: QuantizePlan, out: Path, processes: int, *, as_jso
 
 def print_done(plan: QuantizePlan, out: Path, *, as_json: bool) -> None:
     """Print what was done."""
+    files = len(list(out.glob("*.safetensors")))
     if as_json:
-        print_json(_facts(plan) | {"out": str(out)})
+        print_json(_facts(plan, files) | {"out": str(out)})
         return
     click.echo(
         f"{out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
-        f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {len(plan.units)} files"
+        f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {files} files"
     )
     click.echo(f"input_scale: {_inputs(plan)}; KV cache: {plan.recipe.kv_cache}")
     click.echo(f"next: kconv validate {out} --source {plan.source.source}")
 
 
-def _facts(plan: QuantizePlan) -> dict[str, Any]:
+def _facts(plan: QuantizePlan, files: int | None) -> dict[str, Any]:
     return {
         "source": plan.source.source,
         "form": plan.form,
         "recipe": plan.recipe.model_dump(mode="json"),
         "input_scale": _inputs(plan),
         "modules": len(plan.modules),
-        "files": len(plan.units),
+        "files": files,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,33 @@ def finish(plan: QuantizePlan, place: Workplace) -> Path:
     Raises:
         OSError: a file cannot be read or written.
     """
-    folder = place.files
-    files = [_copy(file, folder) for file in copied_files(plan.source.folder)]
+    weight_map = {name: unit.file for unit in plan.units for name, _, _ in unit.outputs()}
+    files = write_beside(plan, place.files, weight_map, plan.bytes_out)
+    # The tensors of one file at a time: a large target has half a million of them.
+    records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
+    return write_manifest(plan, place.files, [*records, *files], _tensor_texts(plan, place))
+
+
+def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], size: int) -> list[FileRecord]:
+    """Write all that the output has beside its weights and the manifest.
+
+    Args:
+        plan: what was done.
+        folder: the output.
+        weight_map: the file of each tensor.
+        size: bytes of all tensors.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
     config, side = quantized_config(plan)
-    files.append(_write(folder / SIDE_CONFIG, side))
-    weight_map: dict[str, str] = {}
-    for unit in plan.units:
-        weight_map |= {name: unit.file for name, _, _ in unit.outputs()}
-    index = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
-    files.append(_write(folder / INDEX, index))
-    files.append(_write(folder / "config.json", config))
-    return _write_manifest(plan, place, files)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    return [
+        *(_copy(file, folder) for file in copied_files(plan.source.folder)),
+        _write(folder / SIDE_CONFIG, side),
+        _write(folder / INDEX, index),
+        _write(folder / "config.json", config),
+    ]
 
 
 def copied_files(source: Path) -> list[Path]:
@@ -86,9 +102,15 @@ def _write(file: Path, value: dict[str, Any]) -> FileRecord:
     return FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
 
 
-def _write_manifest(plan: QuantizePlan, place: Workplace, files: list[FileRecord]) -> Path:
-    """Write kconv.json with the tensors of one file at a time: a large target has half a million of them."""
-    records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
+def write_manifest(plan: QuantizePlan, folder: Path, files: list[FileRecord], tensors: Iterable[str]) -> Path:
+    """Write kconv.json.
+
+    Args:
+        plan: what was done.
+        folder: the output.
+        files: every file of it but this one.
+        tensors: the step of each tensor, as JSON; taken one at a time.
+    """
     count = sum(prod(shape) for shape in _logical_shapes(plan))
     manifest = Manifest(
         exact=False,
@@ -106,14 +128,14 @@ def _write_manifest(plan: QuantizePlan, place: Workplace, files: list[FileRecord
         parameters=count,
         parameters_by_origin=Parameters(trained=0, copied_from_target=0, unknown=count),
         tensors=(),
-        files=(*records, *files),
+        files=tuple(files),
     )
     before, hole, after = manifest.model_dump_json(indent=1, by_alias=True).partition('"tensors": []')
     assert hole
-    file = place.files / MANIFEST
+    file = folder / MANIFEST
     with file.open("w", encoding="utf-8") as out:
         out.write(f'{before}"tensors": [')
-        for i, text in enumerate(_tensor_texts(plan, place)):
+        for i, text in enumerate(tensors):
             out.write((",\n  " if i else "\n  ") + text)
         out.write(f"\n ]{after}\n")
     return file

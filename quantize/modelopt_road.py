@@ -1,71 +1,100 @@
 """The road for targets that fit into memory: ModelOpt calibrates, quantizes and exports. What belongs here: driving it.
 
-Its tensors are kept as they are. The config blocks are kconv's own, so that both roads write one format.
+Its tensors are kept as they are. All beside them is kconv's own, so that both roads write one format.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.folder import open_checkpoint
-from ..checkpoint.header import read_header
+from ..checkpoint.bytes import digest, file_digest
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.header import TensorInfo, read_header
+from ..checkpoint.manifest import FileRecord
 from ..checkpoint.staging import staged
-from ..errors import RecipeInvalid, TensorMissing
-from ..target.config import parse_target_config
+from ..checkpoint.tensors import TORCH
+from ..errors import RecipeInvalid, TensorMissing, TensorValue
+from ..target.config import TargetConfig
 from ..target.model import load_target
-from ..target.source_formats import SIDE_CONFIG
-from .finish import copied_files, quantized_config
-from .inputs import data_free
+from .calibration import Prompts
+from .finish import write_beside, write_manifest
+from .inputs import InputScales
 from .plan import QuantizePlan, plan_quantize
 from .recipe import NEVER, Recipe
+from .run import check_disk
+from .steps import steps
 
+Say = Callable[[str], None]
+WEIGHTS = "*.safetensors"
 # What ModelOpt says where none of its patterns met a quantizer.
 NOTHING = "no weight quantizer is enabled"
 # ModelOpt's own numbers of an NVFP4 quantizer.
 NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 
 
-def quantize_in_memory(target: Path, out: Path, recipe: Recipe, batches: Sequence[torch.Tensor]) -> None:
+def plan_in_memory(source: Checkpoint, config: TargetConfig, recipe: Recipe, prompts: Prompts | None) -> QuantizePlan:
+    """Decide what becomes of each tensor; its files are ModelOpt's to choose.
+
+    Args:
+        source: a text target, in any form that is read.
+        config: its config.
+        recipe: what is quantized. A KV cache in FP8 is stated and has no scales, as on the streaming road.
+        prompts: what is calibrated on; None if activations stay as they are.
+
+    Raises:
+        RecipeInvalid: the target is wrapped or NVFP4 already, or a pattern matches no module.
+        SourceFormatUnknown, TensorShape: the target cannot be read.
+    """
+    if config.prefix:
+        raise RecipeInvalid(
+            "ModelOpt loads the text model alone, and this target is wrapped in another",
+            where=source.folder,
+            fix="Use kconv calibrate, and kconv quantize with its file.",
+        )
+    said = "none"
+    if prompts:
+        digest = prompts.sha256[:16]
+        said = f"calibrated by ModelOpt on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest})"
+    return plan_quantize(source, config, recipe, InputScales(said))
+
+
+def quantize_in_memory(
+    plan: QuantizePlan, out: Path, batches: Sequence[torch.Tensor], *, say: Say = lambda _: None
+) -> None:
     """Quantize a target with ModelOpt, its input scales calibrated.
 
     Args:
-        target: a text target's folder, in any form that is read; it is loaded whole, in bf16.
+        plan: as `plan_in_memory` makes it; the target is loaded whole, in its own dtype.
         out: the folder to make.
-        recipe: what is quantized. A KV cache in FP8 is stated and has no scales, as on the streaming road.
         batches: token ids to calibrate on, [batch, T] each.
+        say: told what is going on.
 
     Raises:
-        RecipeInvalid: the target is wrapped or NVFP4 already, or ModelOpt has no module for the recipe.
+        RecipeInvalid: ModelOpt has no module for the recipe.
         TensorMissing: ModelOpt exported other tensors than the plan has, as it does without a calibration, or if the
             recipe cuts through what it quantizes as one.
-        TargetInvalid, SourceFormatUnknown, TensorShape: the target cannot be read.
-        OutputExists, OutputFailed: see `checkpoint.staging`.
+        TensorValue: it changed a tensor that the plan leaves as it is.
+        TargetInvalid: the target cannot be built.
+        OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
     """
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
-    source = open_checkpoint(target)
-    config = parse_target_config(source.config, where=target / "config.json")
-    if config.prefix:
-        raise RecipeInvalid(
-            "ModelOpt loads the text model alone, and this target is wrapped in another",
-            where=target,
-            fix="Use kconv calibrate, and kconv quantize with its file.",
-        )
-    plan = plan_quantize(source, config, recipe, data_free())
+    check_disk(plan, out)
+    config, recipe = plan.config, plan.recipe
     with staged(out) as folder:
-        model = load_target(target, torch.bfloat16)
+        say("loading the target")
+        model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"])
         model.config.architectures = [config.architecture or "DeepseekV3ForCausalLM"]  # the exporter asks for it
 
         def forward(calibrated: Any) -> None:
             with torch.no_grad():
-                for batch in batches:
+                for i, batch in enumerate(batches, 1):
+                    say(f"calibrating, {i} of {len(batches)} prompts")
                     calibrated(batch)
 
         try:
@@ -77,9 +106,13 @@ def quantize_in_memory(target: Path, out: Path, recipe: Recipe, batches: Sequenc
                 f"ModelOpt finds no module for the recipe {recipe.name}: it takes the experts of a layer as one",
                 fix="Use kconv quantize, which takes each module by itself.",
             ) from fault
+        say("exporting")
         export_hf_checkpoint(model, export_dir=folder)
-        _check_exported(plan, folder)
-        _finish(plan, folder)
+        del model
+        say("comparing the export with the plan, and hashing it")
+        made = {name: info for file in sorted(folder.glob(WEIGHTS)) for name, info in read_header(file).items()}
+        _check_exported(plan, made)
+        _finish(plan, folder, made)
 
 
 def quant_cfg(recipe: Recipe) -> dict[str, Any]:
@@ -93,29 +126,42 @@ def quant_cfg(recipe: Recipe) -> dict[str, Any]:
     return {"quant_cfg": entries, "algorithm": "max"}
 
 
-def _check_exported(plan: QuantizePlan, folder: Path) -> None:
+def _check_exported(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
     wanted = {name: (dtype, shape) for unit in plan.units for name, dtype, shape in unit.outputs()}
-    headers = [read_header(file) for file in folder.glob("*.safetensors")]
-    made = {name: (info.dtype, info.shape) for header in headers for name, info in header.items()}
     odd = sorted(wanted.keys() ^ made.keys())
     if odd:
         raise TensorMissing(
             f"ModelOpt's export and the plan differ in {len(odd)} tensors, among them {odd[0]}",
             where=odd[0],
-            fix="Give batches to calibrate on, or use kconv quantize, which needs none.",
+            fix="Give prompts to calibrate on, or use the streaming road, which needs none.",
         )
-    modules = {name for module in plan.modules for name in module.outputs}
-    changed = sorted(name for name in modules if made[name] != wanted[name])
-    if changed:
-        raise TensorMissing(
-            f"ModelOpt made {changed[0]} {made[changed[0]]}, not {wanted[changed[0]]}",
-            where=changed[0],
-            fix="Use kconv quantize.",
-        )
+    for name, info in made.items():
+        if (info.dtype, info.shape) != wanted[name]:
+            raise TensorMissing(
+                f"ModelOpt made {name} {info.dtype} {list(info.shape)}, not {wanted[name][0]} {list(wanted[name][1])}",
+                where=name,
+                fix="Use the streaming road.",
+            )
 
 
-def _finish(plan: QuantizePlan, folder: Path) -> None:
-    for file in copied_files(plan.source.folder):
-        shutil.copyfile(file, folder / file.name)
-    for name, value in zip(("config.json", SIDE_CONFIG), quantized_config(plan), strict=True):
-        (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _finish(plan: QuantizePlan, folder: Path, made: dict[str, TensorInfo]) -> None:
+    digests = {name: digest(info) for name, info in made.items()}
+    taken = {name: digest(info) for name, info in plan.source.tensors.items()}
+    for info in (info for unit in plan.units for info in unit.carried):
+        if digests[info.name] != taken[info.name]:
+            raise TensorValue(
+                f"ModelOpt changed {info.name}, which the recipe leaves as it is",
+                where=info.name,
+                fix="Use the streaming road.",
+            )
+    for file in folder.iterdir():
+        if not file.match(WEIGHTS):
+            file.unlink()  # ModelOpt's own config blocks and index are made anew
+    weight_map = {name: info.file.name for name, info in made.items()}
+    files = [
+        FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
+        for file in sorted(folder.glob(WEIGHTS))
+    ]
+    files += write_beside(plan, folder, weight_map, plan.bytes_out)
+    records = (step for unit in plan.units for step in steps(unit, digests, taken, plan.inputs.description))
+    write_manifest(plan, folder, files, (step.model_dump_json(by_alias=True) for step in records))

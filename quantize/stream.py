@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..checkpoint.bytes import Entry, Written, digest, stream, write_safetensors
+from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
+from ..checkpoint.manifest import FileRecord
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue
@@ -24,6 +24,7 @@ from ..target.stored import Stored
 from .int4_road import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
 from .record import UnitRecord, Workplace
+from .steps import steps
 from .units import Group, Module, Unit
 
 Advance = Callable[[int], None]
@@ -67,7 +68,10 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
         temporary.replace(place.files / unit.file)
     finally:
         temporary.unlink(missing_ok=True)
-    record = _record(unit, written, digests, inputs)
+    file = FileRecord(name=unit.file, size=written.size, sha256=written.sha256)
+    # What was carried has the very bytes that were hashed on their way.
+    digests |= {info.name: written.digests[info.name] for info in unit.carried}
+    record = UnitRecord(file=file, tensors=tuple(steps(unit, written.digests, digests, inputs)))
     place.write(record)
     return record
 
@@ -183,34 +187,3 @@ def _finite(name: str, values: Values) -> None:
             where=name,
             fix="Fetch the shard again; compare its sha256 with the publisher's.",
         )
-
-
-def _record(unit: Unit, written: Written, digests: dict[str, str], inputs: str) -> UnitRecord:
-    made: dict[str, tuple[Action, tuple[TensorInfo, ...], str]] = {}
-    for module in unit.modules:
-        for name in module.outputs:
-            suffix = name.removeprefix(f"{module.name}.")
-            sources = module.weight.infos if suffix == "weight" else ()
-            reason = {"weight": f"NVFP4 of {module.weight.form}", "input_scale": inputs}.get(suffix, "with its weight")
-            made[name] = ("added" if suffix == "input_scale" else "quantized", sources, reason)
-    for weight in unit.dequantized:
-        made[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot stand beside NVFP4")
-    for info in unit.carried:
-        made[info.name] = ("carried", (info,), "")
-    steps = []
-    for name, dtype, shape in unit.outputs():
-        action, sources, reason = made[name]
-        blake3 = written.digests[name]
-        steps.append(
-            StepRecord(
-                action=action,
-                output=TensorRecord(name=name, dtype=dtype, shape=shape, blake3=blake3),
-                sources=tuple(
-                    # What was carried has the very bytes that were hashed on their way.
-                    TensorRecord(name=i.name, dtype=i.dtype, shape=i.shape, blake3=digests.get(i.name, blake3))
-                    for i in sources
-                ),
-                reason=reason,
-            )
-        )
-    return UnitRecord(file=FileRecord(name=unit.file, size=written.size, sha256=written.sha256), tensors=tuple(steps))

@@ -1,0 +1,65 @@
+"""Prompts that a target is calibrated on: the options that say which, and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..checkpoint.source import Source
+    from ..quantize.calibration import Prompts
+
+TOKENS = 512
+
+
+def prompting(command: Callable) -> Callable:
+    """Add the options that say what of the prompts a target reads."""
+    for option in (
+        click.option(
+            "--trust-remote-code", is_flag=True, help="Run the tokenizer's own Python; TARGET must be pinned."
+        ),
+        click.option("--chat", is_flag=True, help="Put prompts through the target's chat template."),
+        click.option(
+            "--tokens",
+            default=TOKENS,
+            show_default=True,
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Cut each prompt to N tokens.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def read_sequences(
+    target: Source, prompts: Path, *, tokens: int, chat: bool, trust_remote_code: bool
+) -> tuple[list[torch.Tensor], Prompts]:
+    """Return the token ids of each prompt, [T] each, and what they are, for the record.
+
+    Raises:
+        UsageError: code shall be run that is not pinned.
+        PromptsInvalid, TokenizerFailed: the prompts or the tokenizer cannot be read.
+    """
+    if trust_remote_code and not target.pinned:
+        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    import torch
+
+    from ..checkpoint.bytes import file_digest
+    from ..quantize.calibration import Prompts
+    from ..target.prompts import read_prompts
+    from ..target.tokenizer import load_tokenizer
+
+    given = read_prompts(prompts)
+    tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
+    encoded = [
+        tokenizer.encode_chat(one.turns[:1]) if chat else tokenizer.encode("\n\n".join(one.turns)) for one in given
+    ]
+    sequences = [torch.tensor(ids[:tokens]) for ids in encoded]
+    found = Prompts(sha256=file_digest(prompts), count=len(given), tokens=sum(map(len, sequences)))
+    return sequences, found
