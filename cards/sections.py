@@ -7,7 +7,8 @@ from typing import Any
 
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
 from ..validate.acceptance import Row
-from ..validate.report import AcceptanceFigures, Report
+from ..validate.figures import AcceptanceFigures
+from ..validate.report import Report
 from .evidence import NOT_STATED, Evidence, Said
 from .facts import NOT_OURS
 from .licences.licence import attribution_in

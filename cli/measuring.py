@@ -17,6 +17,7 @@ from .options import FOLDER
 if TYPE_CHECKING:
     from ..validate.engines.check import Engined
     from ..validate.parity import Parity
+    from ..validate.perplexity import HeldOutText
 
 # Also where the engine tests look.
 PYTHON = "KCONV_ENGINE_PYTHON"
@@ -92,6 +93,22 @@ class Measuring:
             trust_remote_code=self.trust_remote_code,
         )
 
+    def held_out(self, source: Source) -> HeldOutText | None:
+        """Return what a quantized target and its source are run over; None where nobody asked.
+
+        Raises:
+            UsageError: stored states or an engine are asked for, which are about heads.
+        """
+        from ..validate.perplexity import HeldOutText
+
+        if self.states or self.wants_engine:
+            raise click.UsageError("a target is measured with --prompts; --states and engines are about heads")
+        if self.trust_remote_code and not source.pinned:
+            raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {source.name}")
+        if not self.prompts:
+            return None
+        return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
+
     def engined(self, target: Source | None) -> Engined | None:
         """Return how an engine is asked; None where nobody asked."""
         if target is None or not self.prompts or not self.wants_engine:
@@ -115,7 +132,8 @@ OPTIONS = (
     click.option(
         "--prompts",
         metavar="FILE|SUITE@COMMIT",
-        help="Held-out prompts, with --target: logits and acceptance. A JSONL, or mt-bench@<commit> from the Hub.",
+        help="Held-out prompts, with --target: logits and acceptance; of a target, with --source: perplexity. A JSONL, "
+        "or mt-bench@<commit> from the Hub.",
     ),
     click.option("--states", type=FOLDER, help="The same from stored states; of --target only two tensors are read."),
     click.option("--steps", default=3, show_default=True, type=click.IntRange(1, 16), help="Drafted tokens (K)."),

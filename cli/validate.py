@@ -59,7 +59,8 @@ def validate(
 
     Names, shapes, config, what each engine is known to get wrong, and every value; with --source, that no bit was
     lost; with --target and --prompts, logits, top-1 agreement and acceptance length on the prompts' own text and on
-    the target's sampled and greedy continuations. A target's folder is checked too, for its quantization.
+    the target's sampled and greedy continuations. A target's folder is checked too, for its quantization: with
+    --source, the noise of every tensor, and with --prompts the perplexity of both.
 
     \b
     Examples:
@@ -67,11 +68,12 @@ def validate(
       kconv validate org/head --for sglang --headers-only --strict
       kconv validate my-head-vllm --source my-head --target my-target --prompts held-out.jsonl --out report
       kconv validate my-head --source old-head --target my-target --states my-states
+      kconv validate my-target-nvfp4 --source my-target --prompts held-out.jsonl --out report
       kconv validate my-head --engine vllm --engine-python env/bin/python --target my-target --prompts held-out.jsonl
       kconv validate my-head --explain K101
     """
     target: Source | None = hints["target"]
-    measuring.check(target)
+    measuring.check(target or source)
     if headers_only and (measuring.wanted or source):
         raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
     from ..validate.kinds import is_target
@@ -86,6 +88,8 @@ def validate(
     # The layout and the convention that the user named are the output's; the source has its own marks.
     opened = source.open_weights() if source else None
     quantized_from = opened if opened and is_target(opened) else None
+    if quantized_from is None:
+        measuring.check(target)
     original = open_head(source, target=target) if source and not quantized_from else None
     with status("validating") as say:
         report = run(
@@ -95,6 +99,7 @@ def validate(
             quantized_from=quantized_from,
             parity=measuring.parity(target) if measuring.wanted else None,
             engined=measuring.engined(target) if measuring.wanted else None,
+            held_out=measuring.held_out(source) if source and quantized_from else None,
             say=say,
         )
     if out:

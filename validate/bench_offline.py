@@ -26,8 +26,8 @@ from .acceptance import OVERALL, Acceptance, Averaging, Row
 from .acceptance import Suite as SuiteRecord
 from .acceptance_stats import Counts, interval, macro, micro, rates, sanity
 from .bench_suites import Suite
+from .figures import TextKind
 from .measure import Drafter, head_drafter, measure
-from .report import TextKind
 from .texts import Batch, Text
 from .weights import load_head
 

@@ -36,5 +36,5 @@ def refuse_unfit(
         raise ComparisonUnfit(
             "this is a target, and acceptance is a head's",
             where=checkpoint.source,
-            fix="Check the head, and give this one as its --target; check a target without anything that measures.",
+            fix="Check the head, and give this one as its --target; of a target, --source gives the perplexity.",
         )

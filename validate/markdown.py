@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import OutputFailed
-from .report import AcceptanceFigures, Finding, ParityFigures, Report
+from .figures import AcceptanceFigures, ParityFigures
+from .report import Finding, Report
 
 JSON, MARKDOWN = "report.json", "report.md"
 

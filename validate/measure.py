@@ -24,9 +24,9 @@ from ..head.drafters import (
 from ..head.forward import DraftHead
 from ..target.states import States, run_target
 from .apart import add_up, differ, name_figures, over_steps
+from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .parts import Parts
 from .ratios import influences, standard_errors
-from .report import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .texts import Batch, Text
 
 

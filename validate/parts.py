@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..head.attention import CausalContext, rms_norm
 from ..head.forward import DraftHead
-from .report import PartFigures, TextKind
+from .figures import PartFigures, TextKind
 
 PARTS = ("fc", "norms", "attention", "mlp", "lm_head")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputFailed
-from .report import AcceptanceFigures, Report
+from .figures import AcceptanceFigures
+from .report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,8 @@ from ..checkpoint.folder import Checkpoint
 from ..target.config import parse_target_config
 from ..target.source_formats import stored_weights
 from ..target.stored import Plain, Stored
-from .report import Finding, NoiseFigures
+from .figures import NoiseFigures
+from .report import Finding
 
 # Signal over noise, dB. The worst that sixteen values and their scale can do: all but the largest at 5/6 of it, the
 # middle of the widest step, lose a fifth each, which is 14 dB; what is below was not rounded but changed.

@@ -5,19 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ..errors import NotACheckpoint, ReportInvalid
+from .figures import STRICT, Figures
 
 Severity = Literal["error", "warning", "info"]
-TextKind = Literal["held-out", "sampled", "greedy"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Finding(_Record):
+class Finding(BaseModel):
     """Something that is wrong, or that a user must know.
 
     Attributes:
@@ -31,6 +27,8 @@ class Finding(_Record):
         seen_in: the public thread that taught the rule.
     """
 
+    model_config = STRICT
+
     rule: str
     severity: Severity
     where: str
@@ -40,188 +38,7 @@ class Finding(_Record):
     seen_in: str = ""
 
 
-class TextFigures(_Record):
-    """A text that figures were measured on.
-
-    Attributes:
-        kind: "held-out" (the prompts' own text), or the target's "sampled" (temperature 1) or "greedy"
-            continuation of the prompts.
-        sequences, tokens: its size.
-        distinct_4grams: share of its 4-grams that are distinct; low where it loops, and a figure flatters.
-    """
-
-    kind: TextKind
-    sequences: int
-    tokens: int
-    distinct_4grams: float
-
-
-class AcceptanceFigures(_Record):
-    """Acceptance of one drafter on one text.
-
-    Attributes:
-        drafter: "source", "output", "bigram", "prompt lookup", or a name.
-        text: the text's kind.
-        steps: drafted tokens per verify step (K).
-        drafts: verify steps (greedy) or positions (sampled) that the figures are over.
-        length: acceptance length, 1 to K + 1, bonus token included.
-        standard_error: of the length, over sequences; None where there is but one.
-        rates: share of drafts that were accepted up to each place.
-        note: how it was measured.
-        category: the prompts' category that the figures are of; "" for all prompts.
-        sequences: how many sequences they are over.
-        rate_errors: the rates' standard errors, over sequences.
-    """
-
-    drafter: str
-    text: TextKind
-    steps: int
-    drafts: int
-    length: float
-    standard_error: float | None
-    rates: tuple[float, ...]
-    note: str
-    category: str = ""
-    sequences: int = 0
-    rate_errors: tuple[float | None, ...] = ()
-
-
-class StepFigures(_Record):
-    """How far the output is from the source at one draft step; fields as in `ParityFigures`.
-
-    Attributes:
-        step: from 1.
-        rate_difference: acceptance rate up to this place, the output's minus the source's.
-        rate_difference_se: its paired standard error, over sequences.
-    """
-
-    step: int
-    relative_error: float
-    rms_error: float
-    kl: float
-    top1: float
-    rate_difference: float
-    rate_difference_se: float | None
-
-
-class ParityFigures(_Record):
-    """How far the output's logits are from the source's, over all draft steps of one text.
-
-    Attributes:
-        text: the text's kind.
-        steps: draft steps compared.
-        relative_error: largest absolute difference over the source's largest absolute logit.
-        rms_error: root mean square of the differences over that of the source's logits.
-        kl: mean KL divergence of the output's distribution from the source's, nats.
-        top1: share of places where both have the same likeliest token.
-        length_difference: acceptance length of the output minus the source's, paired.
-        length_difference_se: its paired standard error, over sequences; None where there is but one.
-        category: the prompts' category that the figures are of; "" for all prompts.
-        by_step: the same at each draft step.
-    """
-
-    text: TextKind
-    steps: int
-    relative_error: float
-    rms_error: float
-    kl: float
-    top1: float
-    length_difference: float
-    length_difference_se: float | None
-    category: str = ""
-    by_step: tuple[StepFigures, ...] = ()
-
-
-class PartFigures(_Record):
-    """How far a part of the output's first draft step is from the source's, on the source's own inputs.
-
-    Attributes:
-        part: "fc", "norms", "attention", "mlp" or "lm_head".
-        text: the text's kind.
-        relative_error, rms_error: of the part's output, as in `ParityFigures`.
-    """
-
-    part: str
-    text: TextKind
-    relative_error: float
-    rms_error: float
-
-
-class EngineFigures(_Record):
-    """What an engine did with a head, beside what kconv's own chain says that it should.
-
-    Attributes:
-        engine: "vllm", "sglang" or "trtllm".
-        url: the server, where one was reached; "" where it was started for this.
-        prompts: how many prompts it continued.
-        new_tokens: tokens of each continuation.
-        steps: drafted tokens per verify step (K).
-        same_output: how many continuations equal the reference, token for token.
-        reference: whose continuations those are: "the same engine without speculation", or "kconv's forward".
-        drafts: verify steps, as the engine counted them.
-        accepted: drafted tokens that it accepted; None where it does not say.
-        per_position: drafts accepted up to each place; None where it does not count places.
-        length: acceptance length, bonus token included.
-        expected_drafts, expected_per_position, expected_length: what kconv's chain gives on the reference.
-    """
-
-    engine: str
-    url: str
-    prompts: int
-    new_tokens: int
-    steps: int
-    same_output: int
-    reference: str
-    drafts: int
-    accepted: int
-    per_position: tuple[int, ...] | None
-    length: float
-    expected_drafts: int
-    expected_per_position: tuple[int, ...]
-    expected_length: float
-
-
-class NoiseFigures(_Record):
-    """How far a quantized target's weights are from its source's, over the tensors that became NVFP4.
-
-    Attributes:
-        tensors: how many there are.
-        median, worst: signal over noise, dB; None where no tensor has any noise.
-        worst_tensor: the name of the worst.
-        by_tensor: of each tensor, dB.
-    """
-
-    tensors: int
-    median: float | None = None
-    worst: float | None = None
-    worst_tensor: str = ""
-    by_tensor: dict[str, float] = {}
-
-
-class Figures(_Record):
-    """Everything that was measured.
-
-    Attributes:
-        identical: whether every weight of the output has the source's bytes; None where no source was given.
-        texts, acceptance, parity: one entry for each text, drafter and text, text.
-        acceptance_by_category, parity_by_category: the same by the prompts' category, where they have several.
-        parts: one entry for each part of a head and text.
-        engine: what an engine did; None where none was asked.
-        noise: of a quantized target against its source; None for anything else.
-    """
-
-    identical: bool | None = None
-    texts: tuple[TextFigures, ...] = ()
-    acceptance: tuple[AcceptanceFigures, ...] = ()
-    parity: tuple[ParityFigures, ...] = ()
-    acceptance_by_category: tuple[AcceptanceFigures, ...] = ()
-    parity_by_category: tuple[ParityFigures, ...] = ()
-    parts: tuple[PartFigures, ...] = ()
-    engine: EngineFigures | None = None
-    noise: NoiseFigures | None = None
-
-
-class Report(_Record):
+class Report(BaseModel):
     """The findings and figures about one folder; the schema of report.json.
 
     Attributes:
@@ -232,6 +49,8 @@ class Report(_Record):
         figures: what was measured.
         provenance: what it was measured with: versions, target, prompts and their hash, seed, date.
     """
+
+    model_config = STRICT
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     subject: str

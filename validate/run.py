@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Source
 from ..convert.captured import Hints
@@ -18,18 +15,21 @@ from ..convert.layout import Layout
 from ..convert.read import Head
 from ..errors import KconvError
 from ..target.config import TargetConfig
+from .assemble import assemble, config_digest, digests, figures
+from .figures import Figures
 from .kinds import is_target, refuse_unfit
-from .report import Figures, Finding, Report
+from .report import Report
+from .rules.captured_readings import other_readings
 from .rules.head import HeadSubject, engines_of
-from .rules.rule import ENGINES, run_rules
+from .rules.rule import ASKED, ENGINES, run_rules
 from .rules.table import TARGET_RULES, check_head
 from .rules.target import TargetSubject
 from .rules.unreadable import of_fault
 
 if TYPE_CHECKING:
     from .engines.check import Engined
-    from .measure import Measured
     from .parity import Parity
+    from .perplexity import HeldOutText
 
 # What imports torch is imported where it is needed: headers are checked in less time than that takes.
 Say = Callable[[str], None]
@@ -62,6 +62,7 @@ def validate(
     quantized_from: Checkpoint | None = None,
     parity: Parity | None = None,
     engined: Engined | None = None,
+    held_out: HeldOutText | None = None,
     say: Say = print,
 ) -> Report:
     """Check a head or a target, a head against its source and a target too where they are given.
@@ -73,6 +74,7 @@ def validate(
         quantized_from: what a target was quantized from.
         parity: how to measure logits and acceptance; nothing is measured if None.
         engined: how to ask an engine that serves the head; none is asked if None.
+        held_out: what to run a quantized target and its source over; neither is run if None.
         say: told what is going on.
 
     Returns:
@@ -89,11 +91,11 @@ def validate(
         with _uncollected():
             checkpoint = subject.open_headers() if wish.headers_only else subject.open_weights()
     except KconvError as fault:
-        return _report(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
+        return assemble(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
     whole = is_target(checkpoint) and wish.layout is None
     refuse_unfit(checkpoint, whole, source, quantized_from, measured=bool(parity or engined))
     if whole:
-        return _check_target(checkpoint, wish, quantized_from, say)
+        return _check_target(subject, checkpoint, wish, quantized_from, held_out, say)
     rules = HeadSubject(
         checkpoint,
         frozenset(wish.engines or ENGINES),
@@ -103,14 +105,14 @@ def validate(
         target=wish.target,
     )
     if wish.engines is None:
-        rules = _written_for(rules)
+        rules = _written_for(rules, engined.engine if engined else None)
     findings = list(check_head(rules))
     provenance = _about(rules, source, wish)
     identical, measured = None, ()
     if rules.head is None:
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
         about = _digests(checkpoint, wish)
-        return _report(checkpoint.source, about, findings, Figures(), provenance, _config(checkpoint))
+        return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:
         from .structure import check_source, is_identical
 
@@ -128,12 +130,13 @@ def validate(
     if engined is not None:
         from .engines.check import check_engine
 
-        witness = check_engine(rules.head, engined, say)
+        witness = check_engine(rules.head, engined, say, readings=other_readings(rules))
         findings += witness.findings
         all_figures = all_figures.model_copy(update={"engine": witness.figures})
-        provenance |= witness.provenance
+        by = {} if wish.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
+        provenance |= by | witness.provenance
     about = _digests(checkpoint, wish)
-    return _report(checkpoint.source, about, findings, all_figures, provenance, _config(checkpoint))
+    return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
 
 
 @contextmanager
@@ -148,7 +151,14 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _check_target(checkpoint: Checkpoint, wish: Wish, source: Checkpoint | None, say: Say) -> Report:
+def _check_target(
+    named: Source,
+    checkpoint: Checkpoint,
+    wish: Wish,
+    source: Checkpoint | None,
+    held_out: HeldOutText | None,
+    say: Say,
+) -> Report:
     engines = wish.engines or ENGINES
     subject = TargetSubject(checkpoint, frozenset(engines), not wish.headers_only)
     provenance: dict[str, object] = {
@@ -158,7 +168,7 @@ def _check_target(checkpoint: Checkpoint, wish: Wish, source: Checkpoint | None,
         "headers_only": wish.headers_only,
     }
     findings = list(run_rules(TARGET_RULES, subject))
-    noise = None
+    noise = perplexity = None
     if source is not None:
         from .quantized import check_quantized
         from .structure import from_fault
@@ -169,12 +179,22 @@ def _check_target(checkpoint: Checkpoint, wish: Wish, source: Checkpoint | None,
             findings += held
         except KconvError as fault:
             findings.append(from_fault(fault, rule="K392"))
+    if held_out is not None:
+        from .perplexity import measure_perplexity
+
+        if any(finding.severity == "error" for finding in findings):
+            provenance["not_measured"] = "perplexity: a target with errors is not run"
+        else:
+            perplexity, measured_with = measure_perplexity(named, held_out, say)
+            provenance |= measured_with
     about = _digests(checkpoint, wish)
-    return _report(checkpoint.source, about, findings, Figures(noise=noise), provenance, _config(checkpoint))
+    measured = Figures(noise=noise, perplexity=perplexity)
+    return assemble(checkpoint.source, about, findings, measured, provenance, config_digest(checkpoint))
 
 
-def _written_for(rules: HeadSubject) -> HeadSubject:
-    return replace(rules, engines=frozenset(engines_of(rules.layout)))
+def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
+    """Check a head for whom its layout is written, and for the engine that it is served by here."""
+    return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(ASKED.get(served_by or "", ())))
 
 
 def _about(rules: HeadSubject, source: Head | None, wish: Wish) -> dict[str, object]:
@@ -190,51 +210,4 @@ def _about(rules: HeadSubject, source: Head | None, wish: Wish) -> dict[str, obj
 
 
 def _digests(checkpoint: Checkpoint, wish: Wish) -> dict[str, str]:
-    if wish.headers_only or checkpoint.headers_only:
-        return {}
-    return {file.name: file_digest(file) for file in checkpoint.files}
-
-
-def make_report(head: Head, findings: Sequence[Finding], figures: Figures, provenance: Mapping[str, object]) -> Report:
-    """Return the report on a head: findings worst first, and the digests of the weights they are about."""
-    about = head.checkpoint
-    return _report(about.source, _digests(about, Wish()), findings, figures, provenance, _config(about))
-
-
-def _config(checkpoint: Checkpoint) -> str:
-    """Return the sha256 of a checkpoint's config.json; empty where it is not on this machine."""
-    file = checkpoint.folder / "config.json"
-    return file_digest(file) if file.is_file() else ""
-
-
-def _report(
-    subject: str,
-    weights: Mapping[str, str],
-    findings: Iterable[Finding],
-    figures: Figures,
-    provenance: Mapping[str, object],
-    config: str = "",
-) -> Report:
-    worst_first = sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
-    stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": version("torch")}
-    return Report(
-        subject=subject,
-        weights=dict(weights),
-        config=config,
-        findings=tuple(worst_first),
-        figures=figures,
-        provenance=stamp | dict(provenance),
-    )
-
-
-def figures(identical: bool | None, measured: Sequence[Measured]) -> Figures:
-    """Put what was measured on each text into the report's shape."""
-    return Figures(
-        identical=identical,
-        texts=tuple(m.text for m in measured),
-        acceptance=tuple(row for m in measured for row in m.acceptance),
-        parity=tuple(m.parity for m in measured if m.parity),
-        acceptance_by_category=tuple(row for m in measured for row in m.acceptance_by_category),
-        parity_by_category=tuple(row for m in measured for row in m.parity_by_category),
-        parts=tuple(row for m in measured for row in m.parts),
-    )
+    return {} if wish.headers_only or checkpoint.headers_only else digests(checkpoint)

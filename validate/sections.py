@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from .figures import EngineFigures, NoiseFigures, ParityFigures, PerplexityFigures
 from .markdown import table
 from .plots import draw_plots
-from .report import EngineFigures, ParityFigures, Report
+from .report import Report
 
 NO_PART_DIFFERS = "Each part of the head gives the very numbers of the source's."
 
@@ -54,6 +56,8 @@ def illustrate(report: Report, folder: Path) -> list[str]:
             lines += [NO_PART_DIFFERS, ""]
     if figures.engine:
         lines += ["## Engine", "", *_engine(figures.engine), ""]
+    if figures.noise or figures.perplexity:
+        lines += ["## Quantization", "", *_quantization(figures.noise, figures.perplexity), ""]
     lines += draw_plots(report, folder)
     return lines[:-1] if lines and not lines[-1] else lines
 
@@ -93,6 +97,26 @@ def _engine(found: EngineFigures) -> list[str]:
         "",
         *table(("who", "drafts", "accepted up to each place", "acceptance length"), rows),
     ]
+
+
+def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) -> list[str]:
+    rows: list[tuple[str, str]] = []
+    if noise:
+        rows += [("tensors in NVFP4", f"{noise.tensors:,}")]
+    if noise and noise.median is not None:
+        rows += [
+            ("signal over noise, median", f"{noise.median:.1f} dB"),
+            ("at worst", f"{noise.worst:.1f} dB (`{noise.worst_tensor}`)"),
+        ]
+    if text:
+        error = "" if text.log_ratio_se is None else f" ± {text.log_ratio_se:.2%}"
+        rows += [
+            ("perplexity on held-out text", f"{text.output:.4f}"),
+            ("the source's", f"{text.source:.4f}"),
+            ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
+            ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
+        ]
+    return table(("what", "figure"), rows)
 
 
 def _places(counts: Sequence[int] | None) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import PromptsInvalid
 from ..target.generate import generate_greedy, generate_sampled
 from ..target.stored_states import StatesFolder
-from .report import TextKind
+from .figures import TextKind
 
 # Sequences measured side by side, and the bytes that their draft logits may take, which are in memory at once.
 ROWS, LOGIT_BYTES = 8, 1 << 29

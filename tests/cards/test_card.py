@@ -18,8 +18,9 @@ from kconv.convert.layouts import by_name
 from kconv.convert.plan import Wishes, plan
 from kconv.convert.read import read_head
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
-from kconv.validate.report import AcceptanceFigures, Figures, Finding, TextFigures
-from kconv.validate.run import make_report
+from kconv.validate.assemble import make_report
+from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
+from kconv.validate.report import Finding
 
 
 @pytest.fixture

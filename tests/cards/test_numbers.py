@@ -20,8 +20,8 @@ from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.validate.acceptance import Acceptance, Interval, Row, Sanity, Suite, read_acceptance
-from kconv.validate.report import AcceptanceFigures, Figures, TextFigures
-from kconv.validate.run import make_report
+from kconv.validate.assemble import make_report
+from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
 
 CARDS = Path(__file__).parent.parent.parent / "docs" / "cards"
 DIGEST = re.compile(r"\b[0-9a-f]{40,}\b")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.changes import P, drop, edit, nest, put
-from support.faults import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault, one_nan
+from support.changes import P, drop, edit, nest, one_nan, put
+from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 
 from kconv.cli import main
 from kconv.validate.report import Report

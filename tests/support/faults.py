@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from kconv.convert.captured import TOP, Hints
-from kconv.head.spec import Norms, Rope
-from kconv.target.config import parse_target_config
+from kconv.convert.captured import TOP
+from kconv.head.spec import Norms
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2
-from kconv.validate.run import Wish
 
 from .changes import (
-    Change,
-    Config,
     P,
     add,
     also,
@@ -45,93 +37,37 @@ from .changes import (
     uneven,
     uniform,
 )
-from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, Good
-from .heads import GQA, MLA, PORTABLE, YARN
+from .fault import (
+    BIASED,
+    FACTOR,
+    FOUR_STATES,
+    GQA_SGLANG,
+    GQA_TRT,
+    GQA_VLLM,
+    MLA_SGLANG,
+    MLA_TRT,
+    MLA_VLLM,
+    MODELOPT_GQA,
+    MODELOPT_MLA,
+    NVFP4,
+    NVFP4_MLA,
+    ONE_NORM,
+    OTHER_WIDTH,
+    REDUCED,
+    REDUCED_SPEC,
+    SPECULATORS,
+    STATE_NORMS,
+    TARGET,
+    TORCHSPEC,
+    TWO_LAYERS,
+    YARN_GQA,
+    Fault,
+    good,
+)
+from .good_heads import LATENT_QUANTIZABLE
+from .heads import GQA, MLA, PORTABLE
 
 NESTED = "eagle_aux_hidden_state_layer_ids"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing wrong with a good head.
-
-    Attributes:
-        name: what was done to it.
-        rule: the rule that must find it.
-        base: the good head.
-        change: does it, to the config and the tensors in place.
-        engines: whom the head is checked for; the base's own if empty.
-        target: the config of the target that the head is said to be for.
-        raw: does it to the folder instead, where config and tensors cannot say it.
-    """
-
-    name: str
-    rule: str
-    base: Good
-    change: Change = lambda config, tensors: None
-    engines: tuple[str, ...] = ()
-    target: Config | None = None
-    raw: Callable[[Path], None] | None = None
-
-    @property
-    def wish(self) -> Wish:
-        """Return for whom, and for which target, the head is checked."""
-        target = parse_target_config(self.target) if self.target else None
-        layers = target.layers if target else None
-        return Wish(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target)
-
-    def write(self, folder: Path) -> Path:
-        """Write the head with its fault into a folder."""
-        self.base.write(folder)
-        if self.raw:
-            self.raw(folder)
-            return folder
-        file, config_file = folder / "model.safetensors", folder / "config.json"
-        tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-        config = json.loads(config_file.read_text())
-        self.change(config, tensors)
-        save_file(tensors, file)
-        config_file.write_text(json.dumps(config))
-        return folder
-
-
-def _good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:
-    return Good(layout, layout, spec, engines, nvfp4)
-
-
-REDUCED_SPEC = PORTABLE["gqa, reduced vocabulary"]
-MLA_VLLM, GQA_VLLM = _good("vllm"), _good("vllm", GQA)
-REDUCED = _good("vllm", REDUCED_SPEC)
-MLA_SGLANG, GQA_SGLANG = _good("sglang", MLA, (SGLANG,)), _good("sglang", GQA, (SGLANG,))
-MLA_TRT, GQA_TRT = _good("trtllm", MLA, (TRTLLM,)), _good("trtllm", GQA, (TRTLLM,))
-MODELOPT_MLA = _good("modelopt", MLA, (TRTLLM,))
-MODELOPT_GQA = _good("modelopt", GQA, (TRTLLM,))
-SPECULATORS = _good("speculators", GQA)
-TWO_LAYERS = _good("vllm", replace(GQA, layers=2))
-BIASED = _good("vllm", PORTABLE["gqa, attention biases"])
-STATE_NORMS = _good("vllm", PORTABLE["gqa, a norm per state"])
-ONE_NORM = _good("vllm", PORTABLE["gqa, one norm before fc"])
-OTHER_WIDTH = _good("vllm", PORTABLE["gqa, a target of another width"])
-FOUR_STATES = _good("vllm", PORTABLE["mla, four states"])
-YARN_GQA = _good("vllm", PORTABLE["gqa, YaRN"])
-NVFP4 = _good("vllm", QUANTIZABLE, nvfp4=True)
-NVFP4_MLA = _good("vllm", LATENT_QUANTIZABLE, nvfp4=True)
-
-
-FACTOR = replace(GQA, rope=Rope(5e4, replace(YARN, mscale=None, mscale_all_dim=None, attention_factor=1.5)))
-
-
-TARGET: Config = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "kimi_k2",
-    "hidden_size": 48,
-    "num_hidden_layers": 9,
-    "vocab_size": 64,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-    "rope_theta": 10000.0,
-}
-
 
 FAULTS = (
     # What cannot be opened or read.
@@ -142,10 +78,12 @@ FAULTS = (
     Fault("config.json cut short", "K008", MLA_VLLM, raw=cut_config),
     Fault("fc and the captured layers lost", "K004", GQA_VLLM,
           also(drop("fc.weight"), put(**{TOP: ..., "eagle_config": ...}))),
-    Fault("one norm under two names that differ", "K005", _good("portable", replace(GQA, layers=2), ENGINES),
+    Fault("one norm under two names that differ", "K005", good("portable", replace(GQA, layers=2), ENGINES),
           twins_apart),
     Fault("no list of captured layers", "K006", GQA_VLLM, put(**{TOP: ...})),
     Fault("a list that may mean inputs or outputs", "K006", MODELOPT_MLA, nest(**{NESTED: [2, 30, 58]})),
+    Fault("a second layer in TorchSpec's layout, which has names for one", "K007", TORCHSPEC, put(num_hidden_layers=2)),
+    Fault("an MLA head of which RoPE turns a part of its own part", "K009", MLA_VLLM, put(partial_rotary_factor=0.5)),
     # Keys.
     Fault("hidden_size deleted", "K010", MLA_VLLM, put(hidden_size=...)),
     Fault("rms_norm_eps null", "K010", GQA_VLLM, put(rms_norm_eps=None)),
@@ -159,7 +97,7 @@ FAULTS = (
     Fault("a sliding window", "K014", GQA_VLLM, put(sliding_window=4096)),
     Fault("speculators without norm_before_residual", "K015", SPECULATORS, put(norm_before_residual=...)),
     Fault("speculators' root and inner config differ", "K016", SPECULATORS, put(hidden_size=96)),
-    Fault("SpecForge's norm_output", "K017", _good("specforge", REDUCED_SPEC, (SGLANG,)), put(norm_output=True)),
+    Fault("SpecForge's norm_output", "K017", good("specforge", REDUCED_SPEC, (SGLANG,)), put(norm_output=True)),
     Fault("norm_before_fc outside of eagle_config, for TensorRT-LLM", "K018", ONE_NORM, nest(norm_before_fc=...),
           (TRTLLM,)),
     Fault("fc_norm under SGLang's older name, for vLLM", "K018", STATE_NORMS, put(fc_norm=..., use_aux_norm=True)),
@@ -202,23 +140,23 @@ FAULTS = (
     Fault("fused gate and up, for SGLang", "K131", MLA_VLLM,
           fuse([f"{P}mlp.{x}_proj.weight" for x in ("gate", "up")], f"{P}mlp.gate_up_proj.weight"), (SGLANG,)),
     Fault("a second layer's norm under vLLM's name, for TensorRT-LLM", "K131", TWO_LAYERS, engines=(TRTLLM,)),
-    Fault("fc_norm under SGLang's older names, for vLLM", "K132", _good("sglang", STATE_NORMS.spec, (SGLANG,)),
+    Fault("fc_norm under SGLang's older names, for vLLM", "K132", good("sglang", STATE_NORMS.spec, (SGLANG,)),
           also(rename("fc_norm.0", "aux_norm_low"), rename("fc_norm.1", "aux_norm_mid"),
                rename("fc_norm.2", "aux_norm_high")), VLLM),
     Fault("no lm_head beside a draft_vocab_size, for SGLang", "K133", MLA_SGLANG, drop("lm_head.weight")),
     # Captured layers.
     Fault("a ModelOpt head as it is, for vLLM's V1 runner", "K140", MODELOPT_GQA, engines=(VLLM_V1,)),
-    Fault("a list of outputs that begins with 2, for SGLang", "K141", _good("trtllm", replace(GQA, captured=(2, 3, 5))),
+    Fault("a list of outputs that begins with 2, for SGLang", "K141", good("trtllm", replace(GQA, captured=(2, 3, 5))),
           engines=(SGLANG,)),
     Fault("a list in eagle_config alone that is no default, for vLLM's V2 runner", "K142",
-          _good("trtllm", replace(GQA, captured=(1, 2, 9))), engines=(VLLM_V2,)),
+          good("trtllm", replace(GQA, captured=(1, 2, 9))), engines=(VLLM_V2,)),
     Fault("the default list in eagle_config alone, for vLLM's V2 runner", "K143", MODELOPT_GQA, engines=(VLLM_V2,)),
     Fault("captured layers listed twice", "K145", GQA_VLLM, put(**{TOP: [2, 2, 6]})),
     Fault("captured layers in descending order", "K145", MLA_VLLM, put(**{TOP: [6, 4, 2]})),
     Fault("a captured layer as a text", "K145", MODELOPT_MLA, nest(**{NESTED: [1, "3", 5]}), (SGLANG,)),
     Fault("a list of outputs where vLLM looks for inputs", "K153", GQA_VLLM,
           put(**{TOP: [1, 3, 5], "eagle_config": ...})),
-    Fault("two lists that contradict", "K146", _good("portable", MLA, ENGINES), put(**{TOP: [2, 4, 7]})),
+    Fault("two lists that contradict", "K146", good("portable", MLA, ENGINES), put(**{TOP: [2, 4, 7]})),
     Fault("layer input 0", "K147", GQA_VLLM, put(**{TOP: [0, 4, 6]})),
     Fault("num_aux_hidden_states of another count", "K149", MLA_VLLM, put(num_aux_hidden_states=2)),
     Fault("four states, and num_aux_hidden_states deleted", "K150", FOUR_STATES, put(num_aux_hidden_states=...)),
@@ -232,7 +170,7 @@ FAULTS = (
     Fault("a RoPE that no engine has", "K161", GQA_VLLM,
           put(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, rope_parameters=...)),
     Fault("rope_theta lost", "K162", GQA_VLLM, also(put(rope_theta=...), rope("rope_parameters", rope_theta=...))),
-    Fault("RoPE in transformers 5's spelling alone", "K163", _good("sglang", GQA, (SGLANG,)),
+    Fault("RoPE in transformers 5's spelling alone", "K163", good("sglang", GQA, (SGLANG,)),
           put(rope_theta=..., rope_scaling=...)),
     Fault("ModelOpt's YaRN of 32 over 2,048", "K164", MODELOPT_GQA,
           put(rope_scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048},
@@ -251,6 +189,8 @@ FAULTS = (
     Fault("d2t that leads outside", "K176", REDUCED, edit("d2t", lambda t: t + 60)),
     Fault("d2t below zero", "K176", REDUCED, edit("d2t", lambda t: t - 5)),
     Fault("d2t that leads twice to one token", "K177", REDUCED, edit("d2t", lambda t: t - torch.arange(40) // 20)),
+    Fault("d2t that may be offsets or target ids, and no t2d", "K179", REDUCED,
+          also(edit("d2t", lambda t: (len(t) - 2 * torch.arange(len(t))) % (len(t) + 1)), drop("t2d"))),
     Fault("t2d of another head", "K178", REDUCED, edit("t2d", lambda t: t.roll(1))),
     Fault("a map of a full vocabulary that leads elsewhere", "K182", GQA_SGLANG,
           add("d2t", 64, dtype=torch.int64)),
@@ -264,7 +204,7 @@ FAULTS = (
     Fault("model_type kimi_k2 of a GQA head, for TensorRT-LLM", "K188", GQA_TRT, put(model_type="kimi_k2")),
     Fault("q_lora_rank null", "K189", MLA_VLLM, put(q_lora_rank=None)),
     Fault("n_routed_experts null", "K190", MLA_VLLM, put(n_routed_experts=None)),
-    Fault("an MLA head in speculators' format", "K191", _good("speculators", MLA)),
+    Fault("an MLA head in speculators' format", "K191", good("speculators", MLA)),
     Fault("speculators' format, for SGLang", "K192", SPECULATORS, engines=(SGLANG,)),
     # Against its target.
     Fault("a target of too few layers", "K148", GQA_VLLM, target=TARGET | {"num_hidden_layers": 4}),
@@ -285,6 +225,7 @@ FAULTS = (
     Fault("a scale of another shape", "K119", NVFP4, edit(f"{P}mlp.down_proj.weight_scale", lambda t: t[:, :-1])),
     Fault("an NVFP4 MLA head, for SGLang", "K339", NVFP4_MLA, engines=(SGLANG,)),
     Fault("torch_dtype of another dtype", "K208", GQA_TRT, put(torch_dtype="float16", dtype="float16")),
+    Fault("one tensor in fp32", "K209", GQA_TRT, edit("fc.weight", lambda t: t.float())),
     # Values.
     Fault("one NaN", "K201", MLA_VLLM, edit("fc.weight", one_nan)),
     Fault("one Inf in lm_head", "K201", GQA_VLLM, edit("lm_head.weight", one_inf)),
@@ -301,33 +242,33 @@ FAULTS = (
           also(rope("rope_scaling", mscale_all_dim=...), rope("rope_parameters", mscale_all_dim=...))),
     Fault("plain linear RoPE of an MLA head", "K310", MLA_VLLM,
           put(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=...)),
-    Fault("norm before fc in an MLA head, for vLLM", "K320", _good("trtllm", replace(MLA, norms=Norms(before_fc=True))),
+    Fault("norm before fc in an MLA head, for vLLM", "K320", good("trtllm", replace(MLA, norms=Norms(before_fc=True))),
           engines=VLLM),
-    Fault("MLP biases in an MLA head, for vLLM", "K321", _good("trtllm", replace(MLA, mlp_bias=True)), engines=VLLM),
-    Fault("a bias of fc, for vLLM", "K322", _good("trtllm", replace(GQA, fc_bias=True)), engines=VLLM),
-    Fault("layer 0 captured, for SGLang", "K330", _good("vllm", replace(GQA, captured=(0, 3, 5))), engines=(SGLANG,)),
-    Fault("one captured layer as wide as the head, for SGLang", "K331", _good("vllm", replace(GQA, captured=(3,))),
+    Fault("MLP biases in an MLA head, for vLLM", "K321", good("trtllm", replace(MLA, mlp_bias=True)), engines=VLLM),
+    Fault("a bias of fc, for vLLM", "K322", good("trtllm", replace(GQA, fc_bias=True)), engines=VLLM),
+    Fault("layer 0 captured, for SGLang", "K330", good("vllm", replace(GQA, captured=(0, 3, 5))), engines=(SGLANG,)),
+    Fault("one captured layer as wide as the head, for SGLang", "K331", good("vllm", replace(GQA, captured=(3,))),
           engines=(SGLANG,)),
-    Fault("norm_before_residual, for SGLang", "K332", _good("vllm", replace(GQA, norms=Norms(before_residual=True))),
+    Fault("norm_before_residual, for SGLang", "K332", good("vllm", replace(GQA, norms=Norms(before_residual=True))),
           engines=(SGLANG,)),
-    Fault("an MLA head of two layers, for SGLang", "K333", _good("portable", replace(MLA, layers=2), ENGINES),
+    Fault("an MLA head of two layers, for SGLang", "K333", good("portable", replace(MLA, layers=2), ENGINES),
           engines=(SGLANG,)),
     Fault("attention biases, for SGLang", "K335", BIASED, engines=(SGLANG,)),
-    Fault("MLP biases, for SGLang", "K336", _good("vllm", PORTABLE["gqa, MLP biases"]), engines=(SGLANG,)),
+    Fault("MLP biases, for SGLang", "K336", good("vllm", PORTABLE["gqa, MLP biases"]), engines=(SGLANG,)),
     Fault("norm_before_residual, for TensorRT-LLM", "K340",
-          _good("vllm", replace(GQA, norms=Norms(before_residual=True))), engines=(TRTLLM,)),
-    Fault("one captured layer, for TensorRT-LLM", "K341", _good("vllm", replace(GQA, captured=(3,))),
+          good("vllm", replace(GQA, norms=Norms(before_residual=True))), engines=(TRTLLM,)),
+    Fault("one captured layer, for TensorRT-LLM", "K341", good("vllm", replace(GQA, captured=(3,))),
           engines=(TRTLLM,)),
-    Fault("an MLA head of a reduced vocabulary, for TensorRT-LLM", "K342", _good("vllm", replace(MLA, draft_vocab=40)),
+    Fault("an MLA head of a reduced vocabulary, for TensorRT-LLM", "K342", good("vllm", replace(MLA, draft_vocab=40)),
           engines=(TRTLLM,)),
     Fault("a norm before fc in an MLA head, for SGLang", "K334",
-          _good("trtllm", replace(MLA, norms=Norms(before_fc=True))), engines=(SGLANG,)),
-    Fault("kv_b_proj quantized, for SGLang", "K338", _good("vllm", LATENT_QUANTIZABLE), fp8_kv_b, (SGLANG,)),
-    Fault("YaRN's attention_factor, for SGLang", "K337", _good("vllm", FACTOR), engines=(SGLANG,)),
-    Fault("YaRN's attention_factor, for TensorRT-LLM", "K343", _good("vllm", FACTOR), engines=(TRTLLM,)),
+          good("trtllm", replace(MLA, norms=Norms(before_fc=True))), engines=(SGLANG,)),
+    Fault("kv_b_proj quantized, for SGLang", "K338", good("vllm", LATENT_QUANTIZABLE), fp8_kv_b, (SGLANG,)),
+    Fault("YaRN's attention_factor, for SGLang", "K337", good("vllm", FACTOR), engines=(SGLANG,)),
+    Fault("YaRN's attention_factor, for TensorRT-LLM", "K343", good("vllm", FACTOR), engines=(TRTLLM,)),
     Fault("fc that is as wide as it is high, for TensorRT-LLM", "K345",
-          _good("vllm", replace(GQA, target_hidden=24, captured=(1, 3))), engines=(TRTLLM,)),
+          good("vllm", replace(GQA, target_hidden=24, captured=(1, 3))), engines=(TRTLLM,)),
     Fault("both norms before fc, for TensorRT-LLM", "K344",
-          _good("vllm", replace(GQA, norms=Norms(before_fc=True, fc=True))), engines=(TRTLLM,)),
+          good("vllm", replace(GQA, norms=Norms(before_fc=True, fc=True))), engines=(TRTLLM,)),
 )  # fmt: skip
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"checkpoint", "target"},
     "train": {"checkpoint", "head", "target", "convert"},
     "validate": {"checkpoint", "head", "target", "convert", "quantize.formats"},
-    "cards": {"checkpoint", "convert.launch", "validate.acceptance", "validate.report"},
+    "cards": {"checkpoint", "convert.launch", "validate.acceptance", "validate.figures", "validate.report"},
     "tiny": {"checkpoint", "target"},
 }
 MAY_IMPORT["pipeline"] = MAY_IMPORT.keys() | set()

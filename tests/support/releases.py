@@ -17,7 +17,8 @@ from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.validate.report import AcceptanceFigures, Figures, ParityFigures, Report, TextFigures
+from kconv.validate.figures import AcceptanceFigures, Figures, ParityFigures, TextFigures
+from kconv.validate.report import Report
 
 FRONT = {
     "license": "mit",

@@ -202,6 +202,7 @@ FAULTS = (
     TargetFault("the algorithm in one file only", "K424", side_block(quant_algo="W4A16_NVFP4")),
     TargetFault("an exclude in one file only", "K424", side_block(exclude_modules=["lm_head"])),
     TargetFault("the KV cache's format in one file only", "K424", side_block(kv_cache_quant_algo=None)),
+    TargetFault("hf_quant_config.json deleted", "K425", lambda config, tensors, side: side.clear()),
     TargetFault("a KV cache in four bits", "K426", block(kv_cache_scheme={"num_bits": 4, "type": "float"})),
     TargetFault("scales of a KV cache that nothing speaks of", "K427", both(kv_scale(K_SCALE, V_SCALE), NO_KV)),
     TargetFault("attention not excluded", "K430", without("self_attn")),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
+from kconv.cli import main
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
 from kconv.errors import ComparisonUnfit
@@ -23,6 +25,7 @@ from kconv.target.config import parse_target_config
 from kconv.target.model import load_target
 from kconv.tiny.text import read_corpus
 from kconv.validate.parity import Parity
+from kconv.validate.perplexity import HeldOutText, Run, compare_runs, measure_perplexity
 from kconv.validate.quantized import FLOOR, check_quantized
 from kconv.validate.run import validate
 
@@ -168,20 +171,78 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
         validate(Folder(good), parity=Parity(Folder(source), "held-out.jsonl"), **quiet)
 
 
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    """Return a file of held-out text."""
+    file = tmp_path_factory.mktemp("text") / "held-out.jsonl"
+    texts = [text for text in read_corpus().held_out if len(text) > 300][:120]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_perplexity_on_held_out_text_is_within_half_a_percent_of_the_sources(form, pair):
-    before, after = (perplexity(folder) for folder in pair(form))
-    assert abs(after / before - 1) < 0.005, (before, after)
+def test_perplexity_on_held_out_text_is_within_half_a_percent_of_the_sources(form, pair, held_out):
+    source, out = map(Folder, pair(form))
+    figures, about = measure_perplexity(out, HeldOutText(source, str(held_out), tokens=128))
+    assert abs(figures.output / figures.source - 1) < 0.005, figures
+    assert figures.log_ratio == pytest.approx(math.log(figures.output / figures.source))
+    assert figures.log_ratio_se is not None and 0 < figures.log_ratio_se < 0.002
+    assert 0.9 < figures.top1 < 1
+    assert about["prompts"]["file"] == "held-out.jsonl"
+    if form == "int4":
+        (before, one), (after, other) = (perplexity(folder) for folder in pair(form))
+        assert (figures.source, figures.output) == pytest.approx((before, after), rel=1e-6)
+        assert figures.top1 == pytest.approx(float((one == other).float().mean()))
+        assert figures.tokens == len(one)
 
 
 def perplexity(folder):
+    """Return transformers' own tokens of the corpus, run without a batch: perplexity, and the likeliest tokens."""
     from transformers import AutoTokenizer, PreTrainedConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
     texts = [tokenizer.encode(text)[:128] for text in read_corpus().held_out if len(text) > 300][:120]
     model = load_target(folder, torch.float32)
+    losses, likeliest = [], []
     with torch.no_grad():
-        losses = [
-            cross_entropy(model(torch.tensor([t])).logits[0, :-1], torch.tensor(t[1:]), reduction="none") for t in texts
-        ]
-    return math.exp(float(torch.cat(losses).mean()))
+        for text in texts:
+            logits = model(torch.tensor([text])).logits[0, :-1]
+            losses.append(cross_entropy(logits, torch.tensor(text[1:]), reduction="none"))
+            likeliest.append(logits.argmax(-1))
+    return math.exp(float(torch.cat(losses).mean())), torch.cat(likeliest)
+
+
+def test_two_runs_are_compared_text_by_text():
+    """By hand: two texts of one and three tokens, whose losses grow by 0.4 and by 0.1 each."""
+    before = Run([torch.tensor([1.0]), torch.tensor([2.0, 2.0, 2.0])], [torch.tensor([5]), torch.tensor([6, 7, 8])])
+    after = Run([torch.tensor([1.4]), torch.tensor([2.1, 2.1, 2.1])], [torch.tensor([5]), torch.tensor([6, 0, 8])])
+    figures = compare_runs(before, after)
+    assert (figures.prompts, figures.tokens, figures.top1) == (2, 4, 0.75)
+    assert figures.source == pytest.approx(math.exp(7 / 4)) and figures.output == pytest.approx(math.exp(7.7 / 4))
+    assert figures.log_ratio == pytest.approx(0.7 / 4)
+    # Each text moves the mean by (0.4 - 0.175) / 4, up and down; of two, the variance is twice the squares' sum.
+    assert figures.log_ratio_se == pytest.approx((2 * 2 * (0.225 / 4) ** 2) ** 0.5)
+
+
+def test_the_command_measures_a_target_on_prompts(pair, spoiled, held_out, tmp_path):
+    source, good = pair("bf16")
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(held_out.read_text().splitlines(keepends=True)[:4]))
+
+    def kconv(*words):
+        done = CliRunner().invoke(main, ["validate", *map(str, words), "--out", str(tmp_path / "out"), "--json"])
+        return done.exit_code, json.loads(done.stdout) if done.exit_code < 2 else done.output
+
+    code, report = kconv(good, "--source", source, "--prompts", few)
+    assert code == 0, report["findings"]
+    found = report["figures"]["perplexity"]
+    assert found["prompts"] == 4 and abs(found["output"] / found["source"] - 1) < 0.02
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert f"| perplexity on held-out text | {found['output']:.4f} |" in text and "signal over noise, median" in text
+    # What is wrong is told by the tensors' noise, and not run.
+    code, report = kconv(spoiled("bf16", swap_nibbles), "--source", source, "--prompts", few)
+    assert code == 1 and report["figures"]["perplexity"] is None
+    assert "not run" in report["provenance"]["not_measured"]
+    code, said = kconv(good, "--source", source, "--prompts", few, "--engine", "vllm", "--url", "http://x")
+    assert code == 2 and "are about heads" in said

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
-from support.faults import FAULTS, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, TARGET, Fault
+from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, TARGET, Fault
+from support.faults import FAULTS
 from support.good_heads import GOOD
 
 from kconv.checkpoint.source import Folder
@@ -17,7 +18,7 @@ from kconv.convert.layouts import BY_NAME
 from kconv.target.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
-from kconv.validate.rules.table import all_rules
+from kconv.validate.rules.table import HEAD_RULES, all_rules
 from kconv.validate.run import Hints, Wish, validate
 
 ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196"}  # what a launch flag must supply
@@ -44,6 +45,19 @@ def test_of_a_good_head_nothing_is_said_but_what_a_flag_must_supply(good, tmp_pa
     report = check(good.write(tmp_path / "head"), Wish(good.engines))
     assert [f for f in report.findings if f.severity != "info"] == []
     assert {f.rule for f in report.findings} <= ALWAYS | {"K203"}
+
+
+def test_each_thing_that_a_flag_must_supply_is_said_of_a_good_head(tmp_path: Path):
+    told = {
+        finding.rule
+        for name in ("mla, portable", "gqa, portable")
+        for finding in check(GOOD[name].write(tmp_path / name), Wish(ASKED["all"])).findings
+    }
+    assert told >= ALWAYS
+
+
+def test_every_rule_over_heads_has_a_corruption_or_is_said_of_good_ones():
+    assert {rule.id for rule in HEAD_RULES} - {fault.rule for fault in FAULTS} <= ALWAYS
 
 
 def test_the_corruptions_were_good_before(tmp_path: Path):

@@ -12,24 +12,22 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoint.folder import open_checkpoint
 from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...errors import EngineFailed, PromptsInvalid
-from ...head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
-from ...target.config import read_target_config
+from ...head.chain import Acceptance
 from ...target.generate import generate_greedy
 from ...target.model import load_target
-from ...target.states import run_target
 from ...target.tokenizer import Tokenizer, load_tokenizer
 from ..bench_counters import Engine
 from ..bench_server import ChatServer, connect
+from ..figures import EngineFigures
 from ..held_out import read_held_out
-from ..report import EngineFigures, Finding
-from ..weights import load_head
+from ..report import Finding
 from .client import Client
 from .counters import SpecCounters
-from .judge import judge
+from .judge import counts_agree, judge
+from .simulate import find_reading, simulate
 from .vllm import Serving, serve
 
 Say = Callable[[str], None]
@@ -95,8 +93,15 @@ class _Served:
     note: str = ""
 
 
-def check_engine(head: Head, asked: Engined, say: Say) -> EngineFound:
+def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tuple[int, ...]] = ()) -> EngineFound:
     """Have an engine serve a head, and compare output and counters with what kconv says they must be.
+
+    Args:
+        head: the head.
+        asked: how the engine is asked.
+        say: told what is going on.
+        readings: captured layers, as outputs, that engines may take this folder's config for; tried where the
+            counts are others than the head's own layers give.
 
     Raises:
         EngineFailed: the engine does not start, dies, cannot be reached or answers with an error.
@@ -126,7 +131,11 @@ def check_engine(head: Head, asked: Engined, say: Say) -> EngineFound:
             served = _count(speculating.client, bench.prompts, reference, asked.new_tokens)
         strict, of = True, WITHOUT
     say("simulating the chain")
-    expected = simulate(head, bench.model, bench.folder, bench.prompts, reference, asked.steps)
+
+    def chain(one: Head) -> Acceptance:
+        return simulate(one, bench.model, bench.folder, bench.prompts, reference, asked.steps)
+
+    expected = chain(head)
     figures = EngineFigures(
         engine=served.engine,
         url=asked.url or "",
@@ -146,37 +155,11 @@ def check_engine(head: Head, asked: Engined, say: Say) -> EngineFound:
     about: dict[str, object] = {
         "engine": {"name": served.engine, "note": served.note, "dtype": "float32" if strict else "the server's"}
     }
-    return EngineFound(tuple(judge(figures, strict=strict)), figures, about)
-
-
-def simulate(
-    head: Head,
-    model,
-    target: Path,
-    prompts: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[int]],
-    steps: int,
-) -> Acceptance:
-    """Return what kconv's chain of a head accepts on greedy continuations.
-
-    Args:
-        head: the head.
-        model: its target.
-        target: the target's folder.
-        prompts: token ids.
-        continuations: the target's own, `steps - 1` tokens longer than what a server is asked for, as its last
-            draft looks that far ahead.
-        steps: K.
-    """
-    drafter = load_head(head, open_checkpoint(target), read_target_config(target))
-    accepted = []
-    for prompt, output in zip(prompts, continuations, strict=True):
-        tokens = torch.tensor([[*prompt, *output]])
-        with torch.no_grad():
-            captured = run_target(model, tokens, head.spec.captured).captured
-            drafted = draft_tokens(drafter, tokens, captured, steps)[:, 0]
-        accepted.append(greedy_acceptance(drafted, tokens[0], len(prompt)))
-    return pool(accepted)
+    read_as = None
+    if figures.per_position is not None and not counts_agree(figures):
+        say("looking for the layers that the engine read")
+        read_as = find_reading(head, chain, (figures.drafts, *figures.per_position), readings)
+    return EngineFound(tuple(judge(figures, strict=strict, read_as=read_as)), figures, about)
 
 
 def _prepare(asked: Engined, say: Say) -> _Bench:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from ..report import EngineFigures, Finding
+from ..figures import EngineFigures
+from ..report import Finding
 
 OUTPUT, COUNTS = "K701", "K702"
 
 
-def judge(figures: EngineFigures, *, strict: bool) -> list[Finding]:
+def counts_agree(figures: EngineFigures) -> bool:
+    """Say whether the engine counted what kconv's chain says; in all, where it does not count by place."""
+    places = figures.expected_per_position
+    counted = (figures.drafts, figures.per_position or figures.accepted)
+    return counted == (figures.expected_drafts, places if figures.per_position is not None else sum(places))
+
+
+def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | None = None) -> list[Finding]:
     """Return what is wrong with an engine's figures.
 
     Args:
         figures: the figures.
         strict: whether both sides compute the same numbers, in fp32: differences are errors then. A server of
             another dtype may decide a near tie otherwise, and its drafts after that are of another text.
+        read_as: the captured layers, as outputs, with which the chain gives the engine's counts, where these are not
+            the head's own.
     """
     severity = "error" if strict else "warning"
     findings = []
@@ -31,19 +41,21 @@ def judge(figures: EngineFigures, *, strict: bool) -> list[Finding]:
                 engines=(figures.engine,),
             )
         )
-    counted = (figures.drafts, figures.per_position or figures.accepted)
-    places = figures.expected_per_position
-    expected = (figures.expected_drafts, places if figures.per_position is not None else sum(places))
-    if counted != expected:
+    if not counts_agree(figures):
+        counted, expected = figures.per_position or figures.accepted, figures.expected_per_position
         findings.append(
             Finding(
                 rule=COUNTS,
                 severity=severity,
                 where=figures.engine,
-                message=f"the engine counted {counted[0]} drafts and accepted {counted[1]}, acceptance length "
-                f"{figures.length:.3f}; kconv's chain gives {expected[0]} and {expected[1]}, "
-                f"{figures.expected_length:.3f}",
-                fix="The engine reads the head otherwise than its config says (captured layers, RoPE, norms), or "
+                message=f"the engine counted {figures.drafts} drafts and accepted {counted}, acceptance length "
+                f"{figures.length:.3f}; kconv's chain gives {figures.expected_drafts} and "
+                f"{expected if figures.per_position is not None else sum(expected)}, {figures.expected_length:.3f}"
+                + (f". Fed the outputs of layers {list(read_as)}, it gives the engine's own counts" if read_as else ""),
+                fix=f"The engine reads this folder's list of captured layers otherwise than it is meant: convert the "
+                f"head (kconv to-{figures.engine}), which lists them as the engine counts, and serve that."
+                if read_as
+                else "The engine reads the head otherwise than its config says (captured layers, RoPE, norms), or "
                 "not all of its tensors: run kconv validate on it, and read the engine's log.",
                 engines=(figures.engine,),
             )

@@ -1,9 +1,4 @@
-"""Captured layers. What belongs here: how each engine finds them, against the layers the head was trained on.
-
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py (V1: the top-level list, else
-the one in eagle_config), https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py
-(V2: the top-level list alone), https://github.com/sgl-project/sglang/pull/25454 (SGLang: the one in eagle_config).
-"""
+"""Captured layers. What belongs here: what each engine finds, against the layers the head was trained on."""
 
 from __future__ import annotations
 
@@ -11,34 +6,11 @@ from collections.abc import Iterator
 
 from ...checkpoint.manifest import MANIFEST
 from ...convert.captured import NESTED, TOP, default_outputs
-from .head import EAGLE, HeadSubject, listed_ids
-from .rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2, Found, rule
+from .captured_readings import IDS, READ_BY_CONFIG, as_outputs, seen_by
+from .head import HeadSubject, listed_ids
+from .rule import SGLANG, TRTLLM, VLLM, Found, rule
 
-IDS = NESTED.removeprefix(f"{EAGLE}.")
 IN_VLLM = "https://github.com/vllm-project/vllm/pull/43671"
-READ_BY_CONFIG = (*VLLM, SGLANG)
-
-
-def _outputs(inputs: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return tuple(i - 1 for i in inputs) if inputs else None
-
-
-def seen_by(engine: str, subject: HeadSubject) -> tuple[int, ...] | None:
-    """Return the layers that an engine would capture for a config, as outputs; None where it takes its default."""
-    top, nested = listed_ids(subject.flat.get(TOP)), listed_ids(subject.eagle.get(IDS))
-    if engine == VLLM_V1:
-        return _outputs(top or nested)
-    if engine == VLLM_V2:
-        return _outputs(top or listed_ids(subject.eagle.get("layer_ids")))
-    if engine == SGLANG and nested:
-        # DeepSeek's class, which a Kimi target has, takes a list that begins with 1 for outputs; others take each so.
-        outputs = nested[0] == 1 or not _has_deepseeks_class(subject)
-        return nested if outputs else _outputs(nested)
-    return None
-
-
-def _has_deepseeks_class(subject: HeadSubject) -> bool:
-    return subject.target is None or subject.target.model_type.startswith(("deepseek", "kimi"))
 
 
 def _readers(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...] | None]]:
@@ -201,7 +173,7 @@ def captured_no_list(subject: HeadSubject) -> Iterator[Found]:
 )
 def captured_contradict(subject: HeadSubject) -> Iterator[Found]:
     top, nested = listed_ids(subject.flat.get(TOP)), listed_ids(subject.eagle.get(IDS))
-    if top and nested and nested not in (top, _outputs(top)):
+    if top and nested and nested not in (top, as_outputs(top)):
         yield Found("config.json", f"{TOP} is {list(top)}, and in eagle_config it is {list(nested)}")
 
 

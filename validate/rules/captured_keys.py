@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...convert.captured import TOP
-from .captured import IDS, READ_BY_CONFIG, lists
+from .captured import lists
+from .captured_readings import IDS, READ_BY_CONFIG
 from .head import EAGLE, HeadSubject, listed_ids
 from .rule import SGLANG, VLLM_V1, VLLM_V2, Found, rule
 

@@ -27,9 +27,10 @@ from kconv.target.generate import generate_greedy
 from kconv.target.model import load_target
 from kconv.target.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
-from kconv.validate.engines.check import FORWARD, WITHOUT, Engined, check_engine, simulate
+from kconv.validate.engines.check import FORWARD, WITHOUT, Engined, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT, judge
-from kconv.validate.report import EngineFigures
+from kconv.validate.engines.simulate import simulate
+from kconv.validate.figures import EngineFigures
 
 SPEC = HeadSpec(
     attention=Gqa(4, kv_heads=2, head_dim=16), hidden=64, target_hidden=64, intermediate=96, layers=1, vocab=512,

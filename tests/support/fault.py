@@ -1,0 +1,104 @@
+"""What a corruption of a good head is. What belongs here: its type, and the good heads that are corrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from kconv.convert.captured import Hints
+from kconv.head.spec import Rope
+from kconv.target.config import parse_target_config
+from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
+from kconv.validate.run import Wish
+
+from .changes import Change, Config
+from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, Good
+from .heads import GQA, MLA, PORTABLE, YARN
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a good head.
+
+    Attributes:
+        name: what was done to it.
+        rule: the rule that must find it.
+        base: the good head.
+        change: does it, to the config and the tensors in place.
+        engines: whom the head is checked for; the base's own if empty.
+        target: the config of the target that the head is said to be for.
+        raw: does it to the folder instead, where config and tensors cannot say it.
+    """
+
+    name: str
+    rule: str
+    base: Good
+    change: Change = lambda config, tensors: None
+    engines: tuple[str, ...] = ()
+    target: Config | None = None
+    raw: Callable[[Path], None] | None = None
+
+    @property
+    def wish(self) -> Wish:
+        """Return for whom, and for which target, the head is checked."""
+        target = parse_target_config(self.target) if self.target else None
+        layers = target.layers if target else None
+        return Wish(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target)
+
+    def write(self, folder: Path) -> Path:
+        """Write the head with its fault into a folder."""
+        self.base.write(folder)
+        if self.raw:
+            self.raw(folder)
+            return folder
+        file, config_file = folder / "model.safetensors", folder / "config.json"
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        config = json.loads(config_file.read_text())
+        self.change(config, tensors)
+        save_file(tensors, file)
+        config_file.write_text(json.dumps(config))
+        return folder
+
+
+def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:
+    """Return a good head of a layout, for these engines."""
+    return Good(layout, layout, spec, engines, nvfp4)
+
+
+REDUCED_SPEC = PORTABLE["gqa, reduced vocabulary"]
+MLA_VLLM, GQA_VLLM = good("vllm"), good("vllm", GQA)
+REDUCED = good("vllm", REDUCED_SPEC)
+MLA_SGLANG, GQA_SGLANG = good("sglang", MLA, (SGLANG,)), good("sglang", GQA, (SGLANG,))
+MLA_TRT, GQA_TRT = good("trtllm", MLA, (TRTLLM,)), good("trtllm", GQA, (TRTLLM,))
+MODELOPT_MLA = good("modelopt", MLA, (TRTLLM,))
+MODELOPT_GQA = good("modelopt", GQA, (TRTLLM,))
+SPECULATORS = good("speculators", GQA)
+TORCHSPEC = good("torchspec", GQA, (SGLANG, TRTLLM))
+TWO_LAYERS = good("vllm", replace(GQA, layers=2))
+BIASED = good("vllm", PORTABLE["gqa, attention biases"])
+STATE_NORMS = good("vllm", PORTABLE["gqa, a norm per state"])
+ONE_NORM = good("vllm", PORTABLE["gqa, one norm before fc"])
+OTHER_WIDTH = good("vllm", PORTABLE["gqa, a target of another width"])
+FOUR_STATES = good("vllm", PORTABLE["mla, four states"])
+YARN_GQA = good("vllm", PORTABLE["gqa, YaRN"])
+NVFP4 = good("vllm", QUANTIZABLE, nvfp4=True)
+NVFP4_MLA = good("vllm", LATENT_QUANTIZABLE, nvfp4=True)
+
+
+FACTOR = replace(GQA, rope=Rope(5e4, replace(YARN, mscale=None, mscale_all_dim=None, attention_factor=1.5)))
+
+
+TARGET: Config = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "hidden_size": 48,
+    "num_hidden_layers": 9,
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+}

@@ -1,0 +1,125 @@
+"""A quantized target on held-out text, beside its source. What belongs here: perplexity and top-1 agreement.
+
+Both are computed in fp32 on dequantized weights, one after the other: of each only a loss and a token are kept for
+every place. So what differs is the weights' rounding alone; an engine's own kernels round activations too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ..checkpoint.source import Source
+from ..errors import PromptsInvalid
+from ..target.model import load_target
+from ..target.prompts import digest_prompts
+from .figures import PerplexityFigures
+from .held_out import read_held_out
+from .parity import encode_prompts
+from .ratios import standard_errors
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """What a target and its source are both run over.
+
+    Attributes:
+        source: what the target was quantized from.
+        prompts: a JSONL file, or a suite's name and its revision on the Hub; their own text is read, no continuation.
+        tokens: texts are cut to this.
+        trust_remote_code: whether the source's tokenizer may run code of its own.
+    """
+
+    source: Source
+    prompts: str
+    tokens: int = 96
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a target says of each text: loss of every token but the first, and the likeliest token there."""
+
+    losses: list[Tensor]
+    likeliest: list[Tensor]
+
+
+def measure_perplexity(
+    output: Source, text: HeldOutText, say: Say = lambda _: None
+) -> tuple[PerplexityFigures, dict[str, object]]:
+    """Run a quantized target and its source over held-out text, one after the other.
+
+    Args:
+        output: the quantized target.
+        text: its source, and the prompts.
+        say: told what is going on.
+
+    Returns:
+        The figures, and what they were measured with.
+
+    Raises:
+        PromptsInvalid: there are none, they cannot be read, or none has two tokens.
+        TargetInvalid: one of the two cannot be built, or has other tensors than its config asks for.
+        SourceFormatUnknown, TensorShape: one is stored in a form that is not read.
+    """
+    prompts, revision = read_held_out(text.prompts)
+    folder = text.source.fetch_model()
+    ids = encode_prompts(prompts, folder, text.tokens, trust_remote_code=text.trust_remote_code)
+    texts = [row for row in ids if len(row) > 1]
+    if not texts:
+        raise PromptsInvalid(
+            "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
+        )
+    say("running the source over held-out text")
+    source = _run(folder, texts)
+    say("running the quantized target over held-out text")
+    figures = compare_runs(source, _run(output.fetch_model(), texts))
+    about: dict[str, object] = {
+        "prompts": {
+            "file": Path(text.prompts).name,
+            "revision": revision,
+            "sha256_of_turns": digest_prompts(prompts),
+            "text_tokens": text.tokens,
+        },
+        "dtype": "float32, on dequantized weights",
+    }
+    return figures, about
+
+
+@torch.no_grad()
+def _run(folder: Path, texts: Sequence[Sequence[int]]) -> Run:
+    model = load_target(folder, torch.float32)
+    losses, likeliest = [], []
+    for row in texts:
+        tokens = torch.tensor([row])
+        # [1, T, vocab]; what follows the last token is not known.
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+        losses.append(cross_entropy(logits, tokens[0, 1:], reduction="none").double())
+        likeliest.append(logits.argmax(-1))
+    return Run(losses, likeliest)
+
+
+def compare_runs(source: Run, output: Run) -> PerplexityFigures:
+    """Return the figures of two runs over the same texts."""
+    differences = [after - before for before, after in zip(source.losses, output.losses, strict=True)]
+    tokens = sum(len(row) for row in differences)
+    ratio = float(torch.cat(differences).sum()) / tokens
+    moved = torch.stack([(row - ratio).sum() / tokens for row in differences])[:, None]
+    same = sum(int((a == b).sum()) for a, b in zip(source.likeliest, output.likeliest, strict=True))
+    return PerplexityFigures(
+        prompts=len(differences),
+        tokens=tokens,
+        source=math.exp(float(torch.cat(source.losses).mean())),
+        output=math.exp(float(torch.cat(output.losses).mean())),
+        log_ratio=ratio,
+        log_ratio_se=standard_errors(moved)[0],
+        top1=same / tokens,
+    )
