@@ -6,15 +6,13 @@ each tensor it put elsewhere and each layer it captured elsewhere shows.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.heads import random_slots, write_head
+from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
@@ -27,12 +25,10 @@ from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tok
 from kconv.target.config import read_target_config
 from kconv.target.model import load_target
 from kconv.target.states import run_target
-from kconv.validate.engines.vllm import Serving, environment
 from kconv.validate.weights import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-RECORDER = Path(__file__).parent.parent / "support" / "vllm_drafts.py"
 STEPS, NEW_TOKENS, PROMPT_LENGTHS = 3, 24, (5, 9, 17, 30)
 # Where the likeliest two tokens are closer than fp32's rounding, either may be drafted. Logits here are around 5.
 TIE = 2e-3
@@ -121,14 +117,6 @@ CASES = [
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What vLLM answered for the heads of one kind, and what it logged about each."""
-
-    answers: dict[str, dict]
-    logs: dict[str, str]
-
-
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
@@ -158,6 +146,8 @@ def recorded(engine_python, random_target, folders, prompts, tmp_path_factory) -
             {case.name: folders[case.name] for case in CASES if case.kind == kind},
             prompts,
             tmp_path_factory.mktemp(kind),
+            steps=STEPS,
+            new_tokens=NEW_TOKENS,
         )
         for kind in ("mla", "gqa")
     }
@@ -181,35 +171,6 @@ def lively_slots(spec: HeadSpec, without: tuple[str, ...]) -> dict[str, torch.Te
         else:
             scaled[name] = (1.5 * tensor.float() / tensor.shape[1] ** 0.5).to(tensor.dtype)
     return scaled
-
-
-def record(python: Path, target: Path, heads: dict[str, Path], prompts: list[list[int]], folder: Path) -> Recorded:
-    request = {
-        "llm": {
-            "model": str(target),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 256,
-            "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-        },
-        "steps": STEPS,
-        "new_tokens": NEW_TOKENS,
-        "prompts": prompts,
-        "heads": {"": None} | {name: str(head) for name, head in heads.items()},
-    }
-    (folder / "request.json").write_text(json.dumps(request))
-    serving = Serving(python, target, next(iter(heads.values())))
-    done = subprocess.run(
-        [python, RECORDER, folder / "request.json", folder / "answer.json"],
-        env=os.environ | environment(serving) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    logs = dict(part.split("\n", 1) for part in done.stdout.split("== HEAD ")[1:])
-    return Recorded(json.loads((folder / "answer.json").read_text()), logs)
 
 
 def disagreements(head: DraftHead, captured: tuple[int, ...], target, text: list[int], prompt: int, drafts) -> int:

@@ -1,11 +1,9 @@
-"""vLLM serves the demo's heads and accepts what kconv's own simulation of the chain says, to the last token."""
+"""vLLM serves trained heads in each layout and accepts what kconv's simulation of the chain says, to the last token."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from support.record_drafts import record
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
@@ -27,18 +26,19 @@ from kconv.target.model import load_target
 from kconv.target.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
-from kconv.validate.engines.check import simulate
 from kconv.validate.engines.judge import COUNTS
-from kconv.validate.engines.vllm import Serving, environment, serve
+from kconv.validate.engines.simulate import simulate
+from kconv.validate.engines.vllm import Serving, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-RECORDER = Path(__file__).parent.parent / "support" / "vllm_drafts.py"
 # Long prompts and short continuations: a small target's greedy text soon runs in circles, which any head drafts
 # well, whichever layers it reads.
-STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 64, 128, 20
+STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 24, 128, 20
 LAYOUTS = ("vllm", "portable")
-KINDS = ("mla", "gqa")
+KINDS = ("mla", "gqa", "mha")
+# Heads that are served in one process: those whose attention is not the target's have it computed another way.
+PROCESSES = (("mla",), ("gqa", "mha"))
 # Whose nested layer ids are outputs, which are for vLLM the layers before: ModelOpt's own layout, and SGLang's of a
 # head whose first layer is 1, where SGLang takes outputs too. Lists that begin otherwise are in test_drafts.py.
 UNTRANSLATED = ("trtllm", "sglang")
@@ -74,51 +74,52 @@ def target(demo):
 def folders(demo, tmp_path_factory) -> dict[str, dict[str, Path]]:
     """Return each of the demo's heads in each layout, by kind and layout."""
     root = tmp_path_factory.mktemp("layouts")
+    sources = {kind: demo / kind / "trained" for kind in ("mla", "gqa")}
+    sources["mha"] = with_own_keys(sources["gqa"], root / "mha")
     made: dict[str, dict[str, Path]] = {}
     for kind in KINDS:
-        source = read_head(open_checkpoint(demo / kind / "trained"))
-        made[kind] = {name: demo / kind / name for name in ("vllm", "trtllm")}
-        for name in ("portable", "sglang"):
+        source, made[kind] = read_head(open_checkpoint(sources[kind])), {}
+        for name in (*LAYOUTS, *UNTRANSLATED):
             made[kind][name] = root / f"{kind}-{name}"
             execute(plan(source, by_name(name)), made[kind][name])
     return made
 
 
+def with_own_keys(grouped: Path, folder: Path) -> Path:
+    """Write a trained GQA head as MHA: each head gets its group's key and value, a tenth apart from its neighbour's."""
+    config, weights = json.loads((grouped / "config.json").read_text()), load_file(grouped / "model.safetensors")
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(0)
+    for part in ("k_proj", "v_proj"):
+        name = f"layers.0.self_attn.{part}.weight"
+        shared = weights[name].unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+        noise = torch.randn(shared.shape, generator=generator) * shared.std()
+        weights[name] = shared + 0.1 * noise
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": heads}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def answers(engine_python, demo, folders, prompts, tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """Have the heads of each kind served one after the other, and once none, which looks further ahead."""
-    return {
-        kind: record(engine_python, demo / "target", folders[kind], prompts, tmp_path_factory.mktemp(kind))
-        for kind in KINDS
-    }
-
-
-def record(python: Path, target: Path, heads: dict[str, Path], prompts: list[list[int]], folder: Path) -> dict:
-    request = {
-        "llm": {
-            "model": str(target),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 256,
-            "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-        },
-        "steps": STEPS,
-        "new_tokens": NEW_TOKENS,
-        "look_ahead": STEPS - 1,
-        "prompts": prompts,
-        "heads": {"": None} | {name: str(head) for name, head in heads.items()},
-    }
-    (folder / "request.json").write_text(json.dumps(request))
-    done = subprocess.run(
-        [python, RECORDER, folder / "request.json", folder / "answer.json"],
-        env=os.environ | environment(Serving(python, target, heads["vllm"])) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return json.loads((folder / "answer.json").read_text())
+    """Have the heads served one after the other, and once none, which looks further ahead; by kind and layout."""
+    found: dict[str, dict[str, dict]] = {}
+    for kinds in PROCESSES:
+        heads = {f"{kind} {layout}": folder for kind in kinds for layout, folder in folders[kind].items()}
+        said = record(
+            engine_python,
+            demo / "target",
+            heads,
+            prompts,
+            tmp_path_factory.mktemp(kinds[0]),
+            steps=STEPS,
+            new_tokens=NEW_TOKENS,
+            look_ahead=STEPS - 1,
+        ).answers
+        for kind in kinds:
+            found[kind] = {"": said[""]} | {layout: said[f"{kind} {layout}"] for layout in folders[kind]}
+    return found
 
 
 def counted(answer: dict) -> Counted:
@@ -187,6 +188,17 @@ def test_untranslated_layers_cost_acceptance_in_silence(
     assert "[0, 2, 4]" in found["message"]
 
 
+@pytest.mark.parametrize("layout", UNTRANSLATED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_rule_says_to_run_gives_the_very_folder_that_is_served_rightly(folders, tmp_path, kind, layout):
+    """vLLM has no launch option for a head's captured layers: its folder must have them."""
+    done = CliRunner().invoke(main, ["to-vllm", str(folders[kind][layout]), str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    right = folders[kind]["vllm"]
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (right / name).read_bytes()
+
+
 def check(demo: Path, python: Path, folder: Path, out: Path) -> tuple[int, dict]:
     """Run the whole command, with servers started and counters read over HTTP."""
     prompts = out.parent / "prompts.jsonl"
@@ -215,6 +227,10 @@ def test_the_command_finds_that_the_engine_reads_other_layers(engine_python, dem
     figures = report["figures"]["engine"]
     assert figures["same_output"] == figures["prompts"]
     assert figures["per_position"] != figures["expected_per_position"]
+    # It names the cause, which the chain fed those layers confirms, and what to run.
+    assert "[0, 2, 4], it gives the engine's own counts" in finding["message"]
+    assert "kconv to-vllm" in finding["fix"]
+    assert [found["severity"] for found in report["findings"] if found["rule"] == "K140"] == ["error"]
 
 
 def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python, demo, tmp_path):
