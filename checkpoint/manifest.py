@@ -13,6 +13,7 @@ from .bytes import digest, file_digest
 from .folder import Checkpoint, open_checkpoint
 
 MANIFEST = "kconv.json"
+AGAIN = "Convert the head again."
 Action = Literal[
     "carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
     "converted",
@@ -173,12 +174,13 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
     manifest = read_manifest(folder)
     for record in manifest.files:
         if Path(record.name).name != record.name or not _holds(folder / record.name, record):
-            raise _mismatch(folder / record.name, "its bytes are not the ones that were written")
+            raise _mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
     output = open_checkpoint(folder)
-    _same(output, {step.output.name: step.output for step in manifest.tensors})
+    _same(output, {step.output.name: step.output for step in manifest.tensors}, AGAIN)
     if source is not None:
         held = {s.name: s for step in manifest.tensors for s in step.sources}
-        _same(source, held, dropped=frozenset(manifest.dropped))
+        fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
+        _same(source, held, fix, dropped=frozenset(manifest.dropped))
     return manifest
 
 
@@ -189,16 +191,20 @@ def _holds(file: Path, record: FileRecord) -> bool:
         return False
 
 
-def _same(checkpoint: Checkpoint, records: dict[str, TensorRecord], dropped: frozenset[str] = frozenset()) -> None:
+def _same(
+    checkpoint: Checkpoint, records: dict[str, TensorRecord], fix: str, dropped: frozenset[str] = frozenset()
+) -> None:
     for name in sorted(records.keys() - checkpoint.tensors.keys()):
-        raise _mismatch(name, f"{checkpoint.folder.name} does not hold this tensor")
+        raise _mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
     for name in sorted(checkpoint.tensors.keys() - records.keys() - dropped):
-        raise _mismatch(name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it")
+        raise _mismatch(
+            name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it", fix
+        )
     for name, record in records.items():
         info = checkpoint.tensors[name]
         if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.blake3:
-            raise _mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones")
+            raise _mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones", fix)
 
 
-def _mismatch(where: object, what: str) -> ManifestMismatch:
-    return ManifestMismatch(f"the manifest does not hold: {what}", where=where, fix="Convert the head again.")
+def _mismatch(where: object, what: str, fix: str) -> ManifestMismatch:
+    return ManifestMismatch(f"the manifest does not hold: {what}", where=where, fix=fix)

@@ -79,20 +79,27 @@ def reading(command: Callable) -> Callable:
 
 def open_head(source: Source, **options: Any) -> Head:
     """Open a head with its weights, downloaded if need be, as the options of `reading` say."""
-    return _read(source.open_weights(), **options)
+    return _read(source.name, source.open_weights(), **options)
 
 
 def open_headers(source: Source, **options: Any) -> Head:
     """Open a head by its config and headers alone, as the options of `reading` say."""
-    return _read(source.open_headers(), **options)
+    return _read(source.name, source.open_headers(), **options)
 
 
-def _read(checkpoint: Checkpoint, **options: Any) -> Head:
+def _read(name: str, checkpoint: Checkpoint, **options: Any) -> Head:
     from ..convert.read import claim_tensors, read_head
+    from ..errors import KconvError
 
     layout, hints, _ = read_options(**options)
     read = claim_tensors if checkpoint.headers_only else read_head
-    return read(checkpoint, layout=layout, hints=hints)
+    try:
+        return read(checkpoint, layout=layout, hints=hints)
+    except KconvError as fault:
+        # What reads a config does not know whose it is, and a command may have two.
+        if fault.where == "config.json":
+            fault.where = f"{name}/config.json"
+        raise
 
 
 def read_options(

@@ -44,7 +44,8 @@ def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
         (what if "fc.weight" in names else "this is no Eagle3 head in a layout that kconv knows")
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where="config.json",
-        fix=f"If it is a head all the same, name its layout with --from: {', '.join(BY_NAME)}.",
+        fix="Give a target to kconv validate or with --target. If this is a head all the same, name its layout with "
+        f"--from: {', '.join(BY_NAME)}.",
     )
 
 

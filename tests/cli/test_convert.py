@@ -94,6 +94,22 @@ def test_verify_finds_a_changed_output(head, tmp_path):
     assert (found.exit_code, found.stdout) == (1, "") and "model.safetensors" in found.stderr
 
 
+def test_verify_against_another_source_says_which_one_it_wants(head, tmp_path):
+    other = write_head(tmp_path / "other", VLLM, MLA, random_slots(MLA, seed=1))
+    assert kconv("to-trtllm", head, tmp_path / "out").exit_code == 0
+    found = kconv("verify", tmp_path / "out", other)
+    assert found.exit_code == 1 and f"Give {head}, as it was" in found.stderr
+
+
+def test_a_target_in_a_heads_place_is_told_where_it_goes(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
+    save_file({"model.norm.weight": torch.ones(4)}, target / "model.safetensors")
+    found = kconv("inspect", target)
+    assert found.exit_code == 1 and f"where: {target}/config.json" in found.stderr and "--target" in found.stderr
+
+
 def test_the_users_word_decides_what_the_config_leaves_open(tmp_path):
     config = cut(TORCHSPEC_MLA, replace(MLA, captured=(2, 30, 58)))
     head = write_head(tmp_path / "head", MODELOPT, MLA, random_slots(MLA), config)
