@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -22,7 +23,8 @@ def calibrate(
 ) -> None:
     """Run TARGET over prompts, and write what each linear module's input reaches into the new file OUT (JSON).
 
-    The target is run layer by layer from its disk with only one layer in memory, quantized ones dequantized.
+    The target is run layer by layer from its disk with only one layer in memory, quantized ones dequantized. A run
+    that was interrupted goes on behind its last layer when the same command is given again.
 
     \b
     Example:
@@ -37,26 +39,34 @@ def calibrate(
     from ..checkpoint.folder import open_checkpoint
     from ..checkpoint.tensors import TORCH
     from ..quantize.calibrate import calibrate as run
+    from ..quantize.calibrating import find, keep, partial_of
     from ..quantize.calibration import write_calibration
     from ..target.config import read_target_config
     from .output import status
 
     folder = target.fetch_model()
     config = read_target_config(folder)
-    with status("calibrating") as say:
+    checkpoint, chosen = open_checkpoint(folder, source=target.name), TORCH[dtype or config.dtype or "BF16"]
+    place = partial_of(out, checkpoint, sequences, chosen)
+    before = find(place)
+    if before:
+        click.echo(f"{before.layers} of {config.layers} layers are done already", err=True)
+    with writing(out), status("calibrating") as say:
+        out.parent.mkdir(parents=True, exist_ok=True)
         found = run(
-            open_checkpoint(folder, source=target.name),
+            checkpoint,
             config,
             sequences,
             said,
-            dtype=TORCH[dtype or config.dtype or "BF16"],
+            dtype=chosen,
+            start=before,
+            keep=partial(keep, place),
             advance=lambda done, total: say(f"{done} of {total} layers"),
         )
-    temporary = out.with_name(f".{out.name}.partial")
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = out.with_name(f".{out.name}.partial")
         write_calibration(temporary, found)
         temporary.replace(out)
+        place.unlink()
     click.echo(
         f"{out}: {len(found.input_amax):,} modules, {found.prompts.tokens:,} tokens of {found.prompts.count} prompts"
     )

@@ -20,6 +20,7 @@ from ..errors import InputScalesInvalid
 from ..target.config import TargetConfig
 from ..target.model import build_target, check_tensors, fill
 from ..target.source_formats import stored_weights
+from .calibrating import Between
 from .calibration import Calibration, Prompts, identify
 
 Advance = Callable[[int, int], None]
@@ -33,6 +34,8 @@ def calibrate(
     prompts: Prompts,
     *,
     dtype: torch.dtype,
+    start: Between | None = None,
+    keep: Callable[[Between], None] = lambda between: None,
     advance: Advance = lambda done, total: None,
 ) -> Calibration:
     """Return the largest magnitude at the input of each linear module of the decoder.
@@ -45,6 +48,8 @@ def calibrate(
         sequences: token ids, [T] each.
         prompts: what these are, for the record.
         dtype: to compute in.
+        start: where an interrupted run of the same stood; None for the first layer.
+        keep: called after each layer with what the next one starts from.
         advance: called with the layers done and their number.
 
     Raises:
@@ -61,9 +66,11 @@ def calibrate(
     model.config._experts_implementation = "eager"
     check_tensors(model, target, config, stored)
     rotary = DeepseekV3RotaryEmbedding(model.config)
-    hidden = [read_rows(target.tensors[config.embed_tokens], ids).to(dtype).unsqueeze(0) for ids in sequences]
-    found: dict[str, float] = {}
-    for i, layer in enumerate(model.model.layers):
+    if start is None:
+        embedding = target.tensors[config.embed_tokens]
+        start = Between(0, [read_rows(embedding, ids).to(dtype).unsqueeze(0) for ids in sequences], {})
+    hidden, found = list(start.hidden), dict(start.amaxes)
+    for i, layer in list(enumerate(model.model.layers))[start.layers :]:
         base = f"model.layers.{i}"
         with _resident(layer), torch.no_grad():
             state = layer.state_dict(prefix=f"{base}.")
@@ -73,6 +80,7 @@ def calibrate(
                 for j, states in enumerate(hidden):
                     hidden[j] = _run(layer, states, model.config, rotary)
         found |= watch.amaxes(base)
+        keep(Between(i + 1, hidden, found))
         advance(i + 1, config.layers)
     return Calibration(target=identify(target, config), prompts=prompts, input_amax=found)
 

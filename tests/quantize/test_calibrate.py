@@ -70,6 +70,68 @@ def test_only_one_layer_is_ever_in_memory(forms, monkeypatch):
     assert len(layers) == 7 and set(resident) == {1}
 
 
+class Stopped(Exception):
+    """As a kill would be, and as often as it is wanted."""
+
+
+@pytest.fixture
+def stopping(monkeypatch):
+    """Return a list of the layers that were run, and a function that says before which the next run stops."""
+    from kconv.quantize import calibrate as module
+
+    run_layer, names, limit = module._run, [], [99]
+
+    def watched(layer, *rest):
+        index = layer.self_attn.layer_idx
+        if index >= limit[0]:
+            raise Stopped
+        names.append(index)
+        return run_layer(layer, *rest)
+
+    monkeypatch.setattr(module, "_run", watched)
+    return names, lambda layer: limit.__setitem__(0, layer)
+
+
+def test_an_interrupted_command_goes_on_behind_its_last_layer(forms, stopping, tmp_path):
+    layers, stop_before = stopping
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "calibration.json"
+    prompts.write_text('{"prompt": "Return the sum of two numbers."}\n{"prompt": "A list of names."}\n')
+    words = ["calibrate", str(forms("int4")), "--prompts", str(prompts), "--tokens", "12"]
+    assert CliRunner().invoke(main, [*words, str(tmp_path / "quiet.json")]).exit_code == 0
+    for stop, begin in ((3, 0), (5, 3), (99, 5)):
+        layers.clear()
+        stop_before(stop)
+        done = CliRunner().invoke(main, [*words, str(out)])
+        assert sorted(set(layers)) == list(range(begin, min(stop, 7)))
+        assert out.exists() == (done.exit_code == 0) == (stop == 99)
+    assert "5 of 7 layers are done already" in done.stderr
+    assert out.read_bytes() == (tmp_path / "quiet.json").read_bytes()
+    assert {file.name for file in tmp_path.iterdir()} == {"prompts.jsonl", "quiet.json", "calibration.json"}
+
+
+@pytest.mark.parametrize("change", ["--tokens", "--dtype"])
+def test_another_calibration_does_not_go_on_with_this_ones_work(change, forms, stopping, tmp_path):
+    layers, stop_before = stopping
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return the sum of two numbers."}\n')
+    words = ["calibrate", str(forms("int4")), str(tmp_path / "c.json"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    stop_before(2)
+    CliRunner().invoke(main, words)
+    layers.clear()
+    CliRunner().invoke(main, [*words, change, {"--tokens": "5", "--dtype": "F32"}[change]])
+    assert set(layers) == {0, 1}
+
+
+def test_what_an_interrupted_run_left_and_is_broken_is_named(forms, stopping, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return the sum of two numbers."}\n')
+    words = ["calibrate", str(forms("int4")), str(tmp_path / "c.json"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    stopping[1](2)
+    CliRunner().invoke(main, words)
+    (left,) = tmp_path.glob(".c.json-*.partial")
+    left.write_bytes(left.read_bytes()[:-1])
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 1 and "cannot be read" in done.output and left.name in done.output
+
+
 def test_without_a_token_there_is_nothing_to_calibrate_on(forms):
     with pytest.raises(InputScalesInvalid, match="no token"):
         run(forms("bf16"), [torch.tensor([], dtype=torch.long)])
