@@ -200,7 +200,7 @@ class ReleaseStateInvalid(KconvError):
 
 
 class InputScalesInvalid(KconvError):
-    """A calibration file that cannot be read, is of another target, or lacks a module that is quantized."""
+    """A calibration that cannot be read, is of another target, lacks a module, or has an amax that cannot be."""
 
 
 class CountersDisturbed(KconvError):
