@@ -151,6 +151,11 @@ def test_what_the_card_found_stands_in_the_page(monkeypatch, tmp_path):
     assert "| training: look, fault | RuntimeError: two devices |" in text and "None" not in text
 
 
+def test_what_a_conversion_keeps_is_copied_from_its_own_page():
+    lines = bench.kept(bench.ATTENTION.read_text())
+    assert "| MLA → MHA |" in "\n".join(lines) and not any(MARKER.match(line) for line in lines)
+
+
 def check_markers(text: str) -> list[str]:
     """Return the sections in order; each begins and ends once, and none stands within another."""
     marks = MARKER.findall(text)
