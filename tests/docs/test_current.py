@@ -24,6 +24,12 @@ def test_the_reference_is_current():
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
+def test_the_readmes_figures_are_those_of_the_benchmarks():
+    script = [sys.executable, ROOT / "scripts" / "docs-figures", "--check"]
+    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
+
+
 @pytest.mark.slow
 def test_the_tutorial_prints_what_it_says():
     script = [sys.executable, ROOT / "scripts" / "docs-tutorial", "--check"]
