@@ -1,0 +1,101 @@
+"""vLLM loads what `kconv quantize` writes, and finds the held-out text as likely as its source does.
+
+Of the CPU build's means: dense matrices through vLLM's own emulation, weights and activations in four bits. It has no
+NVFP4 experts on a CPU ("NvFp4 MoE backend 'EMULATION' does not support ... current device cpu"), so the routed ones are
+dequantized, as kconv reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from support.quantized_targets import make_form
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.cli import main
+from kconv.target.config import parse_target_config
+from kconv.target.source_formats import stored_weights
+from kconv.target.tokenizer import load_tokenizer
+from kconv.tiny.text import read_corpus
+from kconv.validate.engines.vllm import Serving, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+READER = Path(__file__).parent.parent / "support" / "vllm_logprobs.py"
+EXPERTS = ".mlp.experts."
+PROMPTS, TOKENS = 24, 128
+
+
+@pytest.fixture(scope="module")
+def source(tiny_target, tmp_path_factory) -> Path:
+    return make_form(tiny_target, tmp_path_factory.mktemp("source") / "bf16", "bf16")
+
+
+@pytest.fixture(scope="module")
+def quantized(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("out") / "nvfp4"
+    words = ["quantize", source, out, "--recipe", "nvfp4", "--kv-cache", "none", "--input-scale", "data-free"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def with_plain_experts(quantized: Path, folder: Path) -> Path:
+    """Write a quantized target with its routed experts dequantized, and said to be plain."""
+    shutil.copytree(quantized, folder, ignore=shutil.ignore_patterns("*.safetensors*", "kconv.json"))
+    tensors = {}
+    for file in quantized.glob("*.safetensors"):
+        tensors |= {name: tensor for name, tensor in load_file(file).items() if EXPERTS not in name}
+    checkpoint = open_checkpoint(quantized)
+    read = stored_weights(checkpoint, parse_target_config(checkpoint.config))
+    experts = {name: weight.read().bfloat16() for name, weight in read.items() if EXPERTS in name}
+    save_file(tensors | experts, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] += sorted({f"{name.split(EXPERTS)[0]}.mlp.experts*" for name in experts})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_perplexity_in_vllm_is_within_half_a_percent_of_the_sources(engine_python, source, quantized, tmp_path):
+    tokenizer = load_tokenizer(source)
+    texts = [text for text in read_corpus().held_out if len(text) > 300][:PROMPTS]
+    request = {
+        "llm": {
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+        },
+        "prompts": [tokenizer.encode(text)[:TOKENS] for text in texts],
+        "models": {"source": str(source), "output": str(with_plain_experts(quantized, tmp_path / "dense"))},
+    }
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [engine_python, READER, tmp_path / "request.json", tmp_path / "answer.json"],
+        env=os.environ | environment(Serving(engine_python, source)) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    plain, packed = done.stdout.split("== MODEL ")[1:]
+    assert "NVFP4 GEMM" not in plain and "Using EmulationNvFp4LinearKernel for NVFP4 GEMM" in packed
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    before, after = ([-x for x in chain(*answer[name])] for name in ("source", "output"))
+    assert len(before) == len(after) > PROMPTS * TOKENS // 2
+    # It is another computation, place by place, of the same likelihood.
+    changes = [abs(b - a) for a, b in zip(before, after, strict=True)]
+    assert sum(changes) / len(changes) > 0.01
+    perplexities = [math.exp(sum(losses) / len(losses)) for losses in (before, after)]
+    print(f"\nperplexity {perplexities[0]:.3f}, in NVFP4 {perplexities[1]:.3f}")
+    assert abs(perplexities[1] / perplexities[0] - 1) < 0.005, perplexities
