@@ -59,9 +59,10 @@ class Tables:
 
     def learn(self, bits: np.ndarray) -> None:
         """Ask the packer for the scales that were not seen before."""
-        unknown = np.unique(bits[self.slots[bits] < 0])
-        if not unknown.size:
+        new = self.slots[bits] < 0
+        if not new.any():
             return
+        unknown = np.unique(bits[new])
         self.slots[unknown] = len(self.codes) + np.arange(unknown.size, dtype=np.int32) * LEVELS
         scales = torch.from_numpy(unknown).view(torch.bfloat16)
         # For each scale and level the sixteen values, those above the level left out: [scales, levels, 16].
