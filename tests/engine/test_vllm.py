@@ -116,6 +116,7 @@ def answers(engine_python, demo, folders, prompts, tmp_path_factory) -> dict[str
             steps=STEPS,
             new_tokens=NEW_TOKENS,
             look_ahead=STEPS - 1,
+            together=True,
         ).answers
         for kind in kinds:
             found[kind] = {"": said[""]} | {layout: said[f"{kind} {layout}"] for layout in folders[kind]}
@@ -136,7 +137,7 @@ def counted(answer: dict) -> Counted:
 @pytest.fixture(scope="module")
 def own(answers) -> list[list[int]]:
     """Return the target's own continuations, longer than what is served by as much as a draft looks ahead."""
-    return answers["mla"][""]["outputs"]
+    return answers[KINDS[0]][""]["outputs"]
 
 
 def simulated(folder: Path, target, demo: Path, prompts, own, *, untranslated: bool = False) -> Acceptance:

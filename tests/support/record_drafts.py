@@ -32,6 +32,7 @@ def record(
     steps: int,
     new_tokens: int,
     look_ahead: int = 0,
+    together: bool = False,
 ) -> Recorded:
     """Have heads of one kind of attention served with a target, and once none.
 
@@ -44,6 +45,7 @@ def record(
         steps: K.
         new_tokens: tokens that each prompt is continued by.
         look_ahead: tokens more that it is continued by without a head.
+        together: whether prompts are continued side by side, which is faster; whose a draft is, is not told then.
     """
     request = {
         "llm": {
@@ -57,6 +59,7 @@ def record(
         "new_tokens": new_tokens,
         "look_ahead": look_ahead,
         "prompts": prompts,
+        "together": together,
         "heads": {"": None} | {name: str(head) for name, head in heads.items()},
     }
     (folder / "request.json").write_text(json.dumps(request))

@@ -3,9 +3,10 @@
     python vllm_drafts.py request.json answer.json
 
 The request is {"llm": keyword arguments of vllm.LLM, "steps": K, "new_tokens": N, "look_ahead": how many tokens more
-are generated without a head (0 if absent), "prompts": lists of token ids, "heads": folder or null by name}. The answer
-gives by name {"outputs": ids per prompt, "drafts": K ids per draft per prompt, "counters": what the engine counted
-meanwhile, by its names}, or {"error": text}. In one process a head takes seconds, where a server takes half a minute.
+are generated without a head (0 if absent), "prompts": lists of token ids, "together": whether they go side by side,
+"heads": folder or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
+prompt, or of all in one list, "counters": what the engine counted meanwhile, by its names}, or {"error": text}. In one
+process a head takes seconds, where a server takes half a minute.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def generate(request: dict, head: str | None) -> dict:
     sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     before = counters(llm)
     answer: dict = {"outputs": [], "drafts": []}
-    for prompt in request["prompts"]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    for batch in [prompts] if request.get("together") else [[prompt] for prompt in prompts]:
         drafted.clear()
-        [completion] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs
-        answer["outputs"].append(list(completion.token_ids))
+        answer["outputs"] += [list(one.outputs[0].token_ids) for one in llm.generate(batch, sampling, use_tqdm=False)]
         answer["drafts"].append(list(drafted))
     # Of heads that were served before in this process the counters may go on.
     answer["counters"] = {
