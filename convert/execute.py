@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.manifest import FileRecord, Manifest, StepRecord, TensorRecord, write_manifest
+from ..checkpoint.manifest import (
+    MANIFEST,
+    ConversionRecord,
+    FileRecord,
+    Manifest,
+    StepRecord,
+    TensorRecord,
+    read_manifest,
+    write_manifest,
+)
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
 from ..errors import TensorValue
@@ -41,6 +50,7 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
         OutputExists, OutputFailed: see `checkpoint.staging`.
         TensorValue: a tensor of the output would hold NaN or Inf.
         NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
+        ManifestMismatch: the source has a kconv.json that is not of the schema.
     """
     with staged(out) as folder:
         return fill(plan, folder, advance)
@@ -50,6 +60,7 @@ def fill(
     plan: Plan, folder: Path, advance: Callable[[int], None] = lambda _: None, training: Mapping[str, Any] | None = None
 ) -> Manifest:
     """Carry out a plan in a folder that its caller has staged; `training` is what the manifest says of it."""
+    conversion = _conversion(plan)
     weights = write_safetensors(
         folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
     )
@@ -64,7 +75,7 @@ def fill(
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(plan, weights, tuple(files), training)
+    manifest = _manifest(plan, weights, tuple(files), training, conversion)
     write_manifest(folder, manifest)
     return manifest
 
@@ -119,8 +130,22 @@ def _record(info: TensorInfo, blake3: str) -> TensorRecord:
     return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=blake3)
 
 
+def _conversion(plan: Plan) -> ConversionRecord | None:
+    """Return the record of an attention that is not the trained one: an exact conversion of that head keeps it."""
+    folder = plan.source.checkpoint.folder
+    before = read_manifest(folder).conversion if (folder / MANIFEST).is_file() else None
+    if plan.conversion is None or before is None:
+        return plan.conversion or before
+    both = sorted({*before.prompts, *plan.conversion.prompts})
+    return plan.conversion.model_copy(update={"prompts": tuple(both)})
+
+
 def _manifest(
-    plan: Plan, weights: Written, files: tuple[FileRecord, ...], training: Mapping[str, Any] | None
+    plan: Plan,
+    weights: Written,
+    files: tuple[FileRecord, ...],
+    training: Mapping[str, Any] | None,
+    conversion: ConversionRecord | None,
 ) -> Manifest:
     head = plan.source
     steps: list[StepRecord] = []
@@ -157,5 +182,5 @@ def _manifest(
         dropped=dict(plan.dropped),
         files=files,
         training=dict(training) if training else None,
-        conversion=plan.conversion,
+        conversion=conversion,
     )

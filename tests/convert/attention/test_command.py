@@ -95,6 +95,10 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     assert check_source(output, source) == [] and check_values(output) == []
     assert not is_identical(output, [])
 
+    # In another layout it is the same approximation, and the same prompts are refused.
+    run("to-trtllm", tmp_path / "mla", tmp_path / "exact")
+    assert read_manifest(tmp_path / "exact").conversion == record
+
     shown = run("to-sglang", tmp_path / "mla", tmp_path / "back", "--attention", "mha", *asked, "--head-dim", 192)
     back = read_head(open_checkpoint(tmp_path / "back"))
     assert back.spec.attention == Gqa(4, 4, 192)
