@@ -87,8 +87,9 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         where: the file's name, for messages.
 
     Raises:
-        TargetInvalid: a dimension is missing or no count, or a token id is no id.
+        TargetInvalid: a dimension is missing or no count, a token id is no id, or it is a draft head's.
     """
+    _refuse_head(raw, where)
     wrapped = "text_config" in raw
     text = raw["text_config"] if wrapped else raw
     if not isinstance(text, dict):
@@ -114,6 +115,16 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         text=text,
         raw=raw,
     )
+
+
+def _refuse_head(raw: dict[str, Any], where: object) -> None:
+    # A head's config has every dimension of a target's, and its layers would be counted as the target's.
+    if "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw:
+        raise TargetInvalid(
+            f"this is a draft head ({raw.get('architectures')}), and no target",
+            where=where,
+            fix="Give the model that the head drafts for.",
+        )
 
 
 def _count(config: dict[str, Any], key: str, where: object) -> int:

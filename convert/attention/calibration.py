@@ -100,10 +100,16 @@ def check_calibration(calibration: Calibration, spec: HeadSpec, steps: int) -> i
                 fix=f"Give states of the head's own target, captured from layers {list(spec.captured)} (as outputs).",
             )
     rows, needed = count_rows(calibration.part("fit"), steps), ROWS_PER_DIM * 2 * spec.hidden
-    if rows < needed or not calibration.indices("held-out"):
+    if rows >= needed and not calibration.indices("held-out"):
         raise CalibrationInvalid(
-            f"{rows:,} rows are too few to fit {2 * spec.hidden:,} inputs of the attention: {needed:,} are the least, "
-            f"in at least {PARTS} batches, of which two are kept from the fit",
+            f"the text makes {len(calibration.batches)} batches, and is wanted in at least {PARTS} batches: two of "
+            "them are kept from the fit",
+            where=calibration.name,
+            fix="Give more text, or cut it shorter (--context).",
+        )
+    if rows < needed:
+        raise CalibrationInvalid(
+            f"{rows:,} rows are too few to fit {2 * spec.hidden:,} inputs of the attention: {needed:,} are the least",
             where=calibration.name,
             fix=f"Give more text: at least {-(-needed * PARTS // ((PARTS - 2) * steps)):,} tokens, better ten times "
             "that.",

@@ -52,6 +52,12 @@ def test_a_quantization_is_found_wherever_it_stands(raw):
     assert parse_target_config(raw).quantization == QUANTIZED
 
 
+@pytest.mark.parametrize("key", [{"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {"eagle_config": {}}])
+def test_a_draft_head_is_no_target(key):
+    with pytest.raises(TargetInvalid, match="draft head"):
+        parse_target_config(TEXT | key)
+
+
 def test_a_tied_output_matrix_is_the_embedding():
     config = parse_target_config(TEXT | {"tie_word_embeddings": True})
     assert config.lm_head == "model.embed_tokens.weight"
