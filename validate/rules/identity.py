@@ -27,7 +27,8 @@ IN_SGLANG: Mapping[type, frozenset[str]] = {
 LATENT_BY_DEFAULT = ("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
 
-def _named(subject: HeadSubject) -> str | None:
+def first_architecture(subject: HeadSubject) -> str | None:
+    """Return the class that a head names first, which is the one that engines look up."""
     names = subject.config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
@@ -70,12 +71,12 @@ def not_seen_as_mla(subject: HeadSubject) -> Iterator[Found]:
     engines=ENGINES,
 )
 def architecture_unnamed(subject: HeadSubject) -> Iterator[Found]:
-    if _named(subject) is None:
+    if first_architecture(subject) is None:
         yield Found("config.json: architectures", f"{subject.config.get('architectures')!r}")
 
 
 def _other_class(subject: HeadSubject, known: Mapping[type, frozenset[str]]) -> Iterator[Found]:
-    name, classes = _named(subject), known[Mla if subject.is_mla else Gqa]
+    name, classes = first_architecture(subject), known[Mla if subject.is_mla else Gqa]
     if name is not None and subject.layout is not None and name not in classes:
         kind = "an MLA" if subject.is_mla else "a GQA"
         yield Found("config.json: architectures", f"{name} has no class for {kind} head; {', '.join(sorted(classes))}")
@@ -152,7 +153,8 @@ def experts_null(subject: HeadSubject) -> Iterator[Found]:
             yield Found(f"config.json: {key}", "null")
 
 
-def _is_speculators(subject: HeadSubject) -> bool:
+def is_speculators(subject: HeadSubject) -> bool:
+    """Say whether a head is in speculators' format."""
     return subject.layout is not None and subject.layout.name == "speculators"
 
 
@@ -166,7 +168,7 @@ def _is_speculators(subject: HeadSubject) -> bool:
     seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py",
 )
 def speculators_mla(subject: HeadSubject) -> Iterator[Found]:
-    if _is_speculators(subject) and subject.is_mla:
+    if is_speculators(subject) and subject.is_mla:
         yield Found("config.json: transformer_layer_config", "an MLA head in speculators' format")
 
 
@@ -180,69 +182,8 @@ def speculators_mla(subject: HeadSubject) -> Iterator[Found]:
     seen_in="https://github.com/vllm-project/speculators/issues/610",
 )
 def speculators_not_read(subject: HeadSubject) -> Iterator[Found]:
-    if _is_speculators(subject):
+    if is_speculators(subject):
         yield Found("config.json: speculators_model_type", "the head is in speculators' format")
-
-
-@rule(
-    "K193",
-    "latent-size",
-    "info",
-    "The latent cache is of a size for which few attention backends have a kernel.",
-    fix="In vLLM choose TRITON_MLA for the draft (speculative_config.attention_backend); its CPU build has 576 alone.",
-    engines=VLLM,
-    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/attention/mla_attention.py#L1601",
-)
-def latent_size(subject: HeadSubject) -> Iterator[Found]:
-    attention = subject.spec.attention if subject.spec else None
-    if isinstance(attention, Mla):
-        size = attention.kv_lora_rank + attention.qk_rope_head_dim
-        if size not in (320, 512, 576):
-            yield Found("config.json: kv_lora_rank", f"kv_lora_rank + qk_rope_head_dim is {size}; 576 is Kimi's")
-
-
-@rule(
-    "K194",
-    "backend-of-its-own",
-    "info",
-    "The head's attention is not the latent one of a Kimi target, whose attention backend it would inherit.",
-    fix="In SGLang add --speculative-draft-attention-backend, e.g. fa3; in vLLM set attention_backend, and the dtype of"
-    " the draft's own KV cache, in speculative_config where the target's does not fit.",
-    engines=(SGLANG, *VLLM),
-    seen_in="https://github.com/sgl-project/sglang/issues/23490",
-)
-def backend_of_its_own(subject: HeadSubject) -> Iterator[Found]:
-    if subject.spec and isinstance(subject.spec.attention, Gqa):
-        yield Found("config.json", f"{subject.spec.kind.upper()}, of {subject.spec.attention.kv_heads} key-value heads")
-
-
-@rule(
-    "K195",
-    "method-by-flag",
-    "info",
-    "vLLM takes a head for a plain draft model unless it is told, or reads eagle3 in its path.",
-    fix='Serve with "method": "eagle3" in --speculative-config.',
-    engines=VLLM,
-    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1327-L1337",
-)
-def method_by_flag(subject: HeadSubject) -> Iterator[Found]:
-    if not _is_speculators(subject):
-        yield Found("config.json", "no key of a config says that a head is one of Eagle3's")
-
-
-@rule(
-    "K196",
-    "one-model",
-    "info",
-    "TensorRT-LLM serves MLA heads as part of the target (eagle3_one_model, its default); NVIDIA's own deployment test"
-    " serves its Kimi heads beside it.",
-    fix="Leave the flag out; try eagle3_one_model: false if your release does not load the head.",
-    engines=(TRTLLM,),
-    seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
-)
-def one_model(subject: HeadSubject) -> Iterator[Found]:
-    if subject.is_mla:
-        yield Found("config.json: architectures", f"{_named(subject)}, an MLA head")
 
 
 RULES = (
@@ -256,8 +197,4 @@ RULES = (
     experts_null,
     speculators_mla,
     speculators_not_read,
-    latent_size,
-    backend_of_its_own,
-    method_by_flag,
-    one_model,
 )

@@ -13,9 +13,11 @@ from . import (
     comparisons,
     identity,
     keys,
+    launch,
     limits,
     nvfp4,
     nvfp4_config,
+    nvfp4_excludes,
     nvfp4_values,
     quantized,
     rope,
@@ -37,13 +39,19 @@ HEAD_RULES: tuple[Rule[HeadSubject], ...] = (
     *rope.RULES,
     *vocabulary.RULES,
     *identity.RULES,
+    *launch.RULES,
     *quantized.RULES,
     *values.RULES,
     *limits.RULES,
 )
 
 # Over a target's checkpoint, quantized or not.
-TARGET_RULES: tuple[Rule[TargetSubject], ...] = (*nvfp4.RULES, *nvfp4_config.RULES, *nvfp4_values.RULES)
+TARGET_RULES: tuple[Rule[TargetSubject], ...] = (
+    *nvfp4.RULES,
+    *nvfp4_config.RULES,
+    *nvfp4_excludes.RULES,
+    *nvfp4_values.RULES,
+)
 EVERY_RULE: tuple[Rule[Any], ...] = (
     *unreadable.UNOPENED,
     *HEAD_RULES,
