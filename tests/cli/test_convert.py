@@ -1,4 +1,4 @@
-"""`inspect`, `to-vllm`, `to-trtllm` and `verify`: what they print, what they write, and how they refuse."""
+"""`to-vllm` and `to-trtllm`: what they print, what they write, and how they refuse."""
 
 import json
 import os
@@ -29,25 +29,6 @@ def kconv(*arguments):
 @pytest.fixture
 def head(tmp_path):
     return write_head(tmp_path / "head", VLLM, MLA, random_slots(MLA))
-
-
-def test_inspect_says_what_a_head_is(head):
-    shown = kconv("inspect", head)
-    assert (shown.exit_code, shown.stderr) == (0, "")
-    for phrase in ("vllm", "MLA", "kv_lora_rank=32", "theta 50000", "[1, 3, 5]", "layers.0.self_attn.kv_b_proj.weight"):
-        assert phrase in shown.stdout
-
-
-def test_inspect_as_json_is_one_object(head):
-    shown = kconv("inspect", head, "--json")
-    found = json.loads(shown.stdout)
-    assert shown.stderr == ""
-    assert found["spec"]["captured"] == [1, 3, 5] and found["spec"]["kind"] == "mla" and found["layout"] == "vllm"
-    tensors = read_bytes(head)
-    assert {t["name"]: (tuple(t["shape"]), t["bytes"]) for t in found["tensors"]} == {
-        name: (shape, len(content)) for name, (_, shape, content) in tensors.items()
-    }
-    assert found["parameters"] == sum(len(content) // 2 for _, _, content in tensors.values())
 
 
 @pytest.mark.parametrize("command, layout", [("to-trtllm", "trtllm"), ("to-vllm", "vllm")])
@@ -84,30 +65,6 @@ def test_a_dry_run_says_the_plan_and_writes_nothing(head, tmp_path, flags):
         steps = {step["tensor"]: step["from"] for step in found["steps"]}
         assert steps["layers.1.hidden_norm.weight"] == ["layers.1.input_layernorm.weight"]
         assert found["config"]["hidden_size"] == 48
-
-
-def test_verify_finds_a_changed_output(head, tmp_path):
-    kconv("to-trtllm", head, tmp_path / "out")
-    file = tmp_path / "out" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    found = kconv("verify", tmp_path / "out")
-    assert (found.exit_code, found.stdout) == (1, "") and "model.safetensors" in found.stderr
-
-
-def test_verify_against_another_source_says_which_one_it_wants(head, tmp_path):
-    other = write_head(tmp_path / "other", VLLM, MLA, random_slots(MLA, seed=1))
-    assert kconv("to-trtllm", head, tmp_path / "out").exit_code == 0
-    found = kconv("verify", tmp_path / "out", other)
-    assert found.exit_code == 1 and f"Give {head}, as it was" in found.stderr
-
-
-def test_a_target_in_a_heads_place_is_told_where_it_goes(tmp_path):
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
-    save_file({"model.norm.weight": torch.ones(4)}, target / "model.safetensors")
-    found = kconv("inspect", target)
-    assert found.exit_code == 1 and f"where: {target}/config.json" in found.stderr and "--target" in found.stderr
 
 
 def test_the_users_word_decides_what_the_config_leaves_open(tmp_path):
@@ -256,10 +213,6 @@ def test_an_output_whose_path_is_not_utf8_is_written_and_verified(head, tmp_path
     # Under a name that the safetensors library takes.
     assert read_bytes(out.rename(tmp_path / "renamed")) == read_bytes(head)
     assert kconv("to-vllm", head, tmp_path / "next", "--target", os.fsdecode(b"gone\xff")).exit_code == 1
-
-
-def test_inspect_names_the_source(head):
-    assert f"source      {head}" in kconv("inspect", head).stdout
 
 
 def test_what_is_not_for_a_terminal_is_not_folded(head, tmp_path):
