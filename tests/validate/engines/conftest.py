@@ -1,13 +1,32 @@
-"""A server on the loopback that stands in for an engine's."""
+"""A server on the loopback that stands in for an engine's; a head, its target and what its chain accepts."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.counting import NEW_TOKENS, PROMPT_TOKENS, SPEC, STEPS
+from support.heads import random_slots, write_head
 from support.loopback import serving
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.source import Folder
+from kconv.convert.execute import execute
+from kconv.convert.layouts import MODELOPT, TRTLLM, by_name
+from kconv.convert.plan import plan
+from kconv.convert.read import Head, read_head
+from kconv.target.generate import generate_greedy
+from kconv.target.model import load_target
+from kconv.target.tokenizer import load_tokenizer
+from kconv.tiny.text import read_corpus
+from kconv.validate.engines.check import Engined
+from kconv.validate.engines.simulate import simulate
 
 
 @dataclass
@@ -30,3 +49,55 @@ def stand_in() -> Iterator[StandIn]:
 
     with serving(answer) as said.url:
         yield said
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = [text[:200] for text in read_corpus().held_out if len(text) > 200][:5]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(scope="session")
+def model(tiny_target):
+    return load_target(tiny_target, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def own(tiny_target, model, prompts) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the prompts' ids, and the target's continuations."""
+    tokenizer = load_tokenizer(tiny_target)
+    rows = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    ids = [tokenizer.encode(row)[:PROMPT_TOKENS] for row in rows]
+    return ids, generate_greedy(model, ids, NEW_TOKENS + STEPS - 1)
+
+
+@pytest.fixture(scope="session")
+def head(own, tmp_path_factory) -> Head:
+    """Return a head that always drafts the token that the target says most often, so that some are accepted."""
+    root = tmp_path_factory.mktemp("head")
+    [(often, _)] = Counter(token for row in own[1] for token in row).most_common(1)
+    slots = random_slots(SPEC, seed=0, without=("t2d",))
+    slots |= {"lm_head": torch.zeros(2, SPEC.hidden), "d2t": torch.tensor([often, often])}
+    write_head(root / "trained", MODELOPT, SPEC, slots, TRTLLM.write_config(SPEC))
+    execute(plan(read_head(open_checkpoint(root / "trained"), layout=MODELOPT), by_name("vllm")), root / "vllm")
+    return read_head(open_checkpoint(root / "vllm"))
+
+
+@pytest.fixture(scope="session")
+def known(tiny_target, model, head, own):
+    """Return the prompts' ids, the target's continuations, and what kconv's chain accepts on them."""
+    ids, rows = own
+    expected = simulate(head, model, tiny_target, ids, rows, STEPS)
+    assert sum(expected.accepted) > 3
+    return ids, rows, expected
+
+
+@pytest.fixture
+def asked(tiny_target, prompts) -> Callable[..., Engined]:
+    def asked(**how) -> Engined:
+        sizes = {"steps": STEPS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
+        return Engined(how.pop("engine", "vllm"), Folder(tiny_target), str(prompts), **sizes | how)
+
+    return asked

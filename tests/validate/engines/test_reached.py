@@ -1,0 +1,119 @@
+"""A server that is reached by its address: its counters, its engine, and what only warns of another dtype."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.counting import NEW_TOKENS, STEPS, metrics
+
+from kconv.checkpoint.source import Folder
+from kconv.errors import CountersMissing, EngineFailed, PromptsInvalid
+from kconv.target.tokenizer import load_tokenizer
+from kconv.validate.engines.check import FORWARD, Engined, check_engine
+from kconv.validate.engines.judge import COUNTS, OUTPUT
+
+
+@pytest.fixture
+def server(stand_in, known, tiny_target):
+    """Return a function that has the stand-in server answer as an engine that was given these counters."""
+    ids, own, _ = known
+    inner = load_tokenizer(tiny_target).inner
+
+    def server(engine: str, before: str, after: str, *, wrong: bool = False) -> str:
+        rows = {tuple(prompt): row[:NEW_TOKENS] for prompt, row in zip(ids, own, strict=True)}
+        path = {"vllm": "/metrics", "sglang": "/metrics", "trtllm": "/prometheus/metrics"}[engine]
+
+        def complete(body):
+            row = rows[tuple(body["prompt"])]
+            choice = {"text": inner.decode(row, skip_special_tokens=True) + ("!" if wrong else "")}
+            if engine == "vllm":
+                choice["token_ids"] = [*row[:-1], row[-1] + 1] if wrong else row
+            return 200, json.dumps({"choices": [choice]})
+
+        def count(_):
+            return 200, after if any(where == "/v1/completions" for where, _ in stand_in.asked) else before
+
+        stand_in.asked.clear()
+        # Of another engine that it stood for before, nothing is left.
+        stand_in.answers.clear()
+        stand_in.answers |= {
+            "/v1/models": (200, json.dumps({"data": [{"id": "tiny"}]})),
+            "/v1/completions": complete,
+            path: count,
+        }
+        return stand_in.url
+
+    return server
+
+
+def sglang(verified: int, generated: int, requests: int) -> str:
+    return (
+        f'sglang:spec_verify_calls_total{{model_name="tiny"}} {verified}.0\n'
+        f'sglang:generation_tokens_total{{model_name="tiny"}} {generated}.0\n'
+        f'sglang:num_requests_total{{model_name="tiny"}} {requests}.0\n'
+    )
+
+
+def trtllm(drafted: int, accepted: int) -> str:
+    names = ("num_draft_tokens", "num_accepted_tokens")
+    return "".join(
+        f"trtllm_spec_decode_{name}_total {value}.0\n" for name, value in zip(names, (drafted, accepted), strict=True)
+    )
+
+
+def test_a_vllm_that_is_reached_is_held_against_the_targets_own_forward(head, server, asked, known):
+    expected = known[2]
+    places = tuple(int(count) for count in expected.accepted)
+    url = server("vllm", metrics(0, (0, 0, 0), base=3), metrics(expected.drafts, places, base=3))
+    found = check_engine(head, asked(url=url, engine=None), lambda _: None)
+    assert found.findings == ()
+    assert (found.figures.url, found.figures.reference, found.figures.same_output) == (url, FORWARD, 5)
+
+
+def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(head, server, asked, known):
+    expected = known[2]
+    accepted = int(sum(expected.accepted))
+    drafts = expected.drafts
+    pages = {
+        # A first token of each of the five requests comes from its prefill, and each verify call gives a bonus token.
+        "sglang": (sglang(4, 20, 2), sglang(4 + drafts, 20 + 5 + drafts + accepted, 2 + 5)),
+        "trtllm": (trtllm(30, 9), trtllm(30 + STEPS * drafts, 9 + accepted)),
+    }
+    for engine, (before, after) in pages.items():
+        found = check_engine(head, asked(url=server(engine, before, after), engine=engine), lambda _: None)
+        assert found.findings == (), engine
+        assert (found.figures.engine, found.figures.drafts, found.figures.accepted) == (engine, drafts, accepted)
+        assert found.figures.per_position is None
+        assert found.figures.length == pytest.approx(expected.length)
+        assert found.figures.same_output == 5
+
+
+def test_a_reached_server_that_differs_is_a_warning(head, server, asked, known):
+    """Its dtype may decide a near tie otherwise; only the user can tell."""
+    expected = known[2]
+    url = server("trtllm", trtllm(0, 0), trtllm(STEPS * expected.drafts, 1), wrong=True)
+    found = check_engine(head, asked(url=url, engine=None), lambda _: None)
+    assert [(f.rule, f.severity, f.engines) for f in found.findings] == [
+        (OUTPUT, "warning", ("trtllm",)),
+        (COUNTS, "warning", ("trtllm",)),
+    ]
+
+
+def test_what_cannot_be_asked_is_told(head, server, asked, known, tmp_path):
+    with pytest.raises(EngineFailed, match="no environment with vLLM"):
+        check_engine(head, asked(), lambda _: None)
+    with pytest.raises(EngineFailed, match="does not answer"):
+        check_engine(head, asked(url="http://127.0.0.1:1"), lambda _: None)
+    url = server("trtllm", trtllm(0, 0), trtllm(3, 1))
+    with pytest.raises(EngineFailed, match="sglang is asked for, and this is trtllm"):
+        check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
+    empty = tmp_path / "absent.jsonl"
+    with pytest.raises(PromptsInvalid):
+        check_engine(head, Engined("vllm", Folder(tmp_path), str(empty)), lambda _: None)
+
+
+def test_a_server_that_drafts_nothing_is_told(head, server, asked):
+    nothing = metrics(0, (0, 0, 0))
+    with pytest.raises(CountersMissing, match="drafted nothing"):
+        check_engine(head, asked(url=server("vllm", nothing, nothing)), lambda _: None)
