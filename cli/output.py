@@ -211,11 +211,11 @@ def print_coverage(coverage: Coverage, recipe: EagleRecipe) -> None:
     )
 
 
-def print_trained(training: Mapping[str, Any], out: Path) -> None:
+def print_trained(training: Mapping[str, Any], layout: str, out: Path) -> None:
     """Print what a training run came to."""
     before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
     table = Table("held out", "untrained", "trained", box=None, header_style="bold")
     for key, name in (("loss", "loss, nats"), ("acceptance", f"acceptance length, sampled, K={steps}")):
         table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
     Console().print(table)
-    click.echo(f"\nnext: kconv to-vllm {out} {out}-vllm")
+    click.echo(f"\nnext: kconv {f'validate {out}' if layout == 'vllm' else f'to-vllm {out} {out}-vllm'}")

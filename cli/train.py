@@ -54,7 +54,8 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
 
     With --data the target is run while it trains; with --states it is not, and only its embedding, final norm and
     output matrix are loaded. A run that was stopped goes on from its last checkpoint when the same command is given
-    again, and ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready for kconv to-vllm.
+    again, and ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready for kconv to-vllm; an MLA
+    head of a reduced vocabulary, which TensorRT-LLM cannot load, is in vLLM's.
 
     \b
     Example:
@@ -85,7 +86,8 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
         print_coverage(coverage, job.recipe)
     with steps_bar("training") as advance:
         run(job, out, pace, advance)
-    print_trained(read_manifest(out).training or {}, out)
+    manifest = read_manifest(out)
+    print_trained(manifest.training or {}, manifest.layout, out)
 
 
 def _job(target: Source, recipe: str, data: str | None, states: Path | None, options: dict[str, Any]) -> Job:

@@ -1,7 +1,8 @@
 """One training run from data to head, resumed where it stopped. What belongs here: its order, and what it leaves.
 
-OUT holds the head in TensorRT-LLM's layout, which is ModelOpt's names under a config that says what was trained, with
-kconv's manifest; and in `modelopt/` the same head as ModelOpt's own module, training.json, and the curves.
+OUT holds the head in TensorRT-LLM's layout, which is ModelOpt's names under a config that says what was trained (or in
+vLLM's, see `written`), with kconv's manifest; and in `modelopt/` the same head as ModelOpt's own module, training.json,
+and the curves.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .module import EagleModel, build_module, export_module, reduce_vocab, save_
 from .recipe import EagleRecipe, check_recipe
 from .watch import spec_of
 from .windows import map_draft_vocab
+from .written import choose_layout
 
 MODULE, REPORT, CURVES, UNTRAINED = "modelopt", "training.json", "curves.png", "untrained.json"
 # Raise it with each change to train/ that alters what a recipe makes.
@@ -95,12 +97,14 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
 
     Raises:
         RecipeInvalid: the recipe cannot be, or does not fit the target, the data or the processes.
+        LayoutCannot: no engine could load the head.
         TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
         OutputExists: something is at `out`, or another run's checkpoints stand beside it.
         OutputFailed: `out` is not writable.
     """
     check_recipe(job.recipe)
     refuse_existing(out)
+    layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:
@@ -109,7 +113,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
             shutil.rmtree(export, ignore_errors=True)
             report = leave(job, trainer, work, export)
             head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
-            fill(plan(head, by_name("trtllm"), Wishes(dtype=job.recipe.compute or "")), folder, training=report)
+            fill(plan(head, layout, Wishes(dtype=job.recipe.compute or "")), folder, training=report)
             shutil.move(export / MODULE, folder / MODULE)
             if (work / "runs").exists():
                 shutil.move(work / "runs", folder / MODULE / "tensorboard")

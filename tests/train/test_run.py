@@ -20,7 +20,8 @@ from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.errors import OutputExists, RecipeInvalid, TrainingFailed
+from kconv.errors import LayoutCannot, OutputExists, RecipeInvalid, TrainingFailed
+from kconv.head.spec import Yarn
 from kconv.target.config import read_target_config
 from kconv.target.model import load_target
 from kconv.train.checkpoints import newest
@@ -69,10 +70,19 @@ def unstopped(make_job, tmp_path_factory) -> Path:
     return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, look_every=6))
 
 
-@pytest.mark.parametrize("recipe", [GQA, MLA, dataclasses.replace(GQA, draft_vocab=96)], ids=["gqa", "mla", "reduced"])
-def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tmp_path, recipe):
+REDUCED_GQA, REDUCED_MLA = (dataclasses.replace(recipe, draft_vocab=96) for recipe in (GQA, MLA))
+
+
+# TensorRT-LLM cannot load an MLA head of a reduced vocabulary.
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [(GQA, "trtllm"), (MLA, "trtllm"), (REDUCED_GQA, "trtllm"), (REDUCED_MLA, "vllm")],
+    ids=["gqa", "mla", "reduced gqa", "reduced mla"],
+)
+def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tmp_path, recipe, layout):
     out = train(make_job(recipe), tmp_path / "head")
     head = read_head(open_checkpoint(out))
+    assert head.layout.name == layout
     assert head.spec == spec_of(recipe, read_target_config(tiny_target))
     training = verify(out).training
     assert training is not None
@@ -155,6 +165,14 @@ def test_rows_that_the_processes_cannot_share_are_refused(make_job, tmp_path, mo
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RecipeInvalid, match="3 processes"):
         train(make_job(GQA), tmp_path / "head")
+
+
+def test_a_head_that_no_engine_could_load_is_refused_before_it_is_trained(make_job, tmp_path):
+    assert isinstance(MLA.rope.scaling, Yarn)
+    rope = dataclasses.replace(MLA.rope, scaling=dataclasses.replace(MLA.rope.scaling, mscale=None))
+    with pytest.raises(LayoutCannot, match="mscale"):
+        train(make_job(dataclasses.replace(MLA, rope=rope)), tmp_path / "head")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_head_is_not_copied_in_silence_where_it_was_to_be_spread(make_job, tmp_path):
