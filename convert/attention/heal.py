@@ -6,8 +6,8 @@ of the hidden state that it hands on. The target has no part in it: the head is 
 
 Steps of one size in every entry, as Adam's are, add up along the directions that all tokens share, and undo a good
 start within fifty. So matrices move by Muon, whose steps have one size in every direction, and in coordinates where
-their inputs are white (`white`). Each tensor's learning rate is relative to its size, so that the gauge of a latent,
-which is arbitrary, does not decide how fast it moves; and it is less for a start that is nearer.
+their inputs are white (`white`). Each tensor's learning rate is relative to the size of what it gives, so that the
+gauge of a latent, which is arbitrary, does not decide how fast it moves; and it is less for a start that is nearer.
 
 What comes out is the nearer of the two, start or healed, on texts that neither the fit nor the healing saw.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +30,18 @@ from .trace import STEPS
 from .white import from_white, measure_spread, to_white
 
 RATE = 0.04
-"""Peak learning rate, relative to the root mean square of a tensor's entries, for a start at a distance of 1: what is
-off by e costs about e^2 nats, so the rate goes with the distance's square root (docs/attention.md has what it gives).
+"""Peak learning rate, relative to the size of what a tensor gives, for a start at a distance of 1: what is off by e
+costs about e^2 nats, so the rate goes with the square root of the distance (docs/attention.md has what it gives).
 """
 MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 HIDDEN = 0.1
-# Batches that the spread of the inputs is taken over.
-SPREAD_BATCHES = 24
 
-ATTENTION = (*GQA_SLOTS, *MLA_SLOTS)
+# The latent of the queries stays as it was fitted: its basis may be nearly singular, and what is little in the latent
+# is then much in the queries.
+FITTED = ("0.q_a_proj", "0.q_a_layernorm")
+ATTENTION = tuple(slot for slot in (*GQA_SLOTS, *MLA_SLOTS) if slot not in FITTED)
 REST = (
     "fc", "input_norm", "norm",
     *(f"0.{name}" for name in (
@@ -117,8 +118,8 @@ def _descend(
 ) -> DraftHead:
     names = [name for name in converted.weights if name in slots or (name.startswith("fc_norm") and "fc" in slots)]
     start = {name: converted.weights[name].detach() for name in names}
-    matrices = [name for name, weight in start.items() if weight.ndim == 2]
-    spread = measure_spread(converted, matrices, islice(calibration.part("fit"), SPREAD_BATCHES))
+    names = [name for name, weight in start.items() if weight.ndim == 2]
+    spread = measure_spread(converted, names, calibration.part("fit"))
     trained = {name: to_white(w, spread[name]) if name in spread else w.clone() for name, w in start.items()}
     for weight in trained.values():
         weight.requires_grad_()
@@ -127,7 +128,9 @@ def _descend(
         now = {name: from_white(w, spread[name]) if name in spread else w for name, w in trained.items()}
         return DraftHead(converted.spec, {**converted.weights, **now})
 
-    optimizers = _optimizers(list(trained.values()), rate)
+    matrices = [{"params": [trained[name]], "lr": rate * spread[name].size} for name in spread]
+    gains = [{"params": [w], "lr": rate * _size(w)} for name, w in trained.items() if name not in spread]
+    optimizers = _optimizers(matrices, gains)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _share(step, steps)) for one in optimizers]
     generator = torch.Generator().manual_seed(seed)
     mine, order = calibration.indices("fit"), list[int]()
@@ -148,12 +151,8 @@ def _descend(
     return DraftHead(converted.spec, {name: weight.detach() for name, weight in assemble().weights.items()})
 
 
-def _optimizers(trained: Sequence[Tensor], rate: float) -> list[torch.optim.Optimizer]:
+def _optimizers(matrices: list[dict[str, Any]], gains: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
     """Return Muon for matrices and AdamW for gains."""
-    gains, matrices = (
-        [{"params": [weight], "lr": rate * _size(weight)} for weight in trained if weight.ndim == dims]
-        for dims in (1, 2)
-    )
     made: list[torch.optim.Optimizer] = []
     if matrices:
         # With this factor a step has the size that AdamW's has, whatever the matrix's shape.
@@ -163,10 +162,8 @@ def _optimizers(trained: Sequence[Tensor], rate: float) -> list[torch.optim.Opti
     return made
 
 
-def _size(weight: Tensor) -> float:
-    # Zeros that fill up a head get no gradient, and must not make the rest slow.
-    live = weight.detach()[weight.detach() != 0]
-    return float(live.double().square().mean().sqrt()) if live.numel() else 0.0
+def _size(gain: Tensor) -> float:
+    return float(gain.detach().double().square().mean().sqrt())
 
 
 def _share(step: int, steps: int) -> float:

@@ -10,6 +10,7 @@ arXiv 1503.05671, is the same change of coordinates.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from .calibration import Batch
 from .moments import Moments, factor
 from .trace import STEPS
 
-# Directions with less than this share of the mean are no finer: noise is not to be blown up.
-FLOOR = 1e-4
+# Directions with less than this share of the mean are no finer. Less, and a step moves what only rare tokens read by
+# much more than what all do: whole texts of such tokens then ended farther from the original than they began.
+FLOOR = 0.1
 
 
 class _Inputs(TorchFunctionMode):
@@ -43,23 +45,40 @@ class _Inputs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How a matrix's inputs spread, and how large what it makes of them is.
+
+    Attributes:
+        factor: L, lower triangular `[n, n]`.
+        size: of an entry of V, root mean square: of what W gives, over the root of n. Entries of W that cancel on all
+            inputs, as those behind a latent with too many entries do, have no part in it.
+    """
+
+    factor: Tensor
+    size: float
+
+
 @torch.no_grad()
-def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Tensor]:
-    """Return L, lower triangular `[n, n]`, of the inputs of some of a head's matrices, K steps along the chain."""
+def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Spread]:
+    """Return the spread of the inputs of some of a head's matrices, K steps along the chain."""
     with _Inputs({name: head.weights[name] for name in names}) as watched:
         for batch in batches:
             for _ in unroll(head, batch.tokens, batch.captured, STEPS):
                 pass
-    return {
-        name: factor(moments.mean(), FLOOR).to(head.weights[name].dtype) for name, moments in watched.moments.items()
-    }
+    found = {}
+    for name, moments in watched.moments.items():
+        mean, weight = moments.mean(), head.weights[name]
+        given = (weight.to(mean.dtype) @ mean * weight).sum().clamp(min=0)
+        found[name] = Spread(factor(mean, FLOOR).to(weight.dtype), float((given / weight.numel()).sqrt()))
+    return found
 
 
-def to_white(weight: Tensor, spread: Tensor) -> Tensor:
+def to_white(weight: Tensor, spread: Spread) -> Tensor:
     """Return V = W L."""
-    return weight @ spread
+    return weight @ spread.factor
 
 
-def from_white(weight: Tensor, spread: Tensor) -> Tensor:
+def from_white(weight: Tensor, spread: Spread) -> Tensor:
     """Return W = V L^-1."""
-    return torch.linalg.solve_triangular(spread, weight, upper=False, left=False)
+    return torch.linalg.solve_triangular(spread.factor, weight, upper=False, left=False)

@@ -14,7 +14,7 @@ from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
 from kconv.convert.attention.trace import run_both, trace
-from kconv.convert.attention.white import from_white, measure_spread, to_white
+from kconv.convert.attention.white import FLOOR, from_white, measure_spread, to_white
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot
 from kconv.head.chain import draft_logits, sampled_acceptance
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
@@ -159,11 +159,15 @@ def test_the_spread_of_a_matrixs_inputs_is_that_of_what_the_head_puts_into_it(gq
     spread = measure_spread(gqa, ["0.k_proj", "fc"], states.batches[:3])
     rows = torch.cat([step.rows for step in trace(gqa, states.batches[:3])])
     second = rows.T @ rows / len(rows)
-    torch.testing.assert_close(spread["0.k_proj"] @ spread["0.k_proj"].T, second, rtol=1e-2, atol=1e-3)
+    floor = FLOOR * second.diagonal().mean()
+    expected = second + floor * torch.eye(len(second))
+    torch.testing.assert_close(spread["0.k_proj"].factor @ spread["0.k_proj"].factor.T, expected)
     weight = gqa.weights["0.k_proj"]
     white = to_white(weight, spread["0.k_proj"])
-    # What it gives, it gives with the length of its rows.
-    torch.testing.assert_close(white.square().sum(1), (rows @ weight.T).square().mean(0), rtol=1e-2, atol=1e-3)
+    # The length of its rows is the size of what it gives.
+    given = (rows @ weight.T).square().mean(0)
+    torch.testing.assert_close(white.square().sum(1), given + floor * weight.square().sum(1))
+    assert spread["0.k_proj"].size == pytest.approx(float((given.mean() / weight.shape[1]).sqrt()))
     torch.testing.assert_close(from_white(white, spread["0.k_proj"]), weight)
     assert set(spread) == {"0.k_proj", "fc"}
 
