@@ -46,7 +46,8 @@ class Measuring:
         if self.prompts and self.states:
             raise click.UsageError("--prompts and --states are two ways to the same figures; give one of them")
         if (self.prompts or self.states) and not target:
-            raise click.UsageError(f"--{'prompts' if self.prompts else 'states'} needs --target")
+            given = "prompts" if self.prompts else "states"
+            raise click.UsageError(f"--{given} needs --target; where a target itself is checked, its --source")
         if self.wants_engine and not (self.prompts and target):
             raise click.UsageError("an engine is asked with --target and --prompts")
         if self.engine_python and self.url:
