@@ -27,7 +27,7 @@ from ..head.slots import needs
 from .launch import launch_files
 from .origins import count_parameters
 from .plan import Plan, Step
-from .read import read_slot
+from .read import Head, read_slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +59,13 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
 def fill(
     plan: Plan, folder: Path, advance: Callable[[int], None] = lambda _: None, training: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Carry out a plan in a folder that its caller has staged; `training` is what the manifest says of it."""
-    conversion = _conversion(plan)
+    """Carry out a plan in a folder that its caller has staged.
+
+    How a head was trained, and how its attention was converted, is told on: `training` is for the one who trained it.
+    """
+    told = _manifest_of(plan.source)
+    training = training or (told.training if told else None)
+    conversion = _conversion(plan.conversion, told.conversion if told else None)
     weights = write_safetensors(
         folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
     )
@@ -130,14 +135,16 @@ def _record(info: TensorInfo, blake3: str) -> TensorRecord:
     return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=blake3)
 
 
-def _conversion(plan: Plan) -> ConversionRecord | None:
+def _manifest_of(head: Head) -> Manifest | None:
+    folder = head.checkpoint.folder
+    return read_manifest(folder) if (folder / MANIFEST).is_file() else None
+
+
+def _conversion(now: ConversionRecord | None, before: ConversionRecord | None) -> ConversionRecord | None:
     """Return the record of an attention that is not the trained one: an exact conversion of that head keeps it."""
-    folder = plan.source.checkpoint.folder
-    before = read_manifest(folder).conversion if (folder / MANIFEST).is_file() else None
-    if plan.conversion is None or before is None:
-        return plan.conversion or before
-    both = sorted({*before.prompts, *plan.conversion.prompts})
-    return plan.conversion.model_copy(update={"prompts": tuple(both)})
+    if now is None or before is None:
+        return now or before
+    return now.model_copy(update={"prompts": tuple(sorted({*before.prompts, *now.prompts}))})
 
 
 def _manifest(

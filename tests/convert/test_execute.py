@@ -13,7 +13,7 @@ from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 from support.listing import names
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify
+from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from kconv.convert.execute import execute
 from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
@@ -43,6 +43,14 @@ def test_the_manifest_holds_both_sides_of_every_tensor(tmp_path, decided):
     assert (manifest.exact, manifest.source_layout, manifest.layout) == (True, "vllm", "trtllm")
     assert manifest.spec["kind"] == "gqa" and manifest.source == str(tmp_path / "source")
     assert manifest.kconv and json.loads((tmp_path / "out" / MANIFEST).read_text())["schema"] == 1
+
+
+def test_how_a_head_was_trained_is_told_on_from_layout_to_layout(tmp_path, decided):
+    execute(decided, tmp_path / "out")
+    trained = {"recipe": {"steps": 7}, "tokens": {"counted": 11}}
+    write_manifest(tmp_path / "out", read_manifest(tmp_path / "out").model_copy(update={"training": trained}))
+    execute(plan(read_head(open_checkpoint(tmp_path / "out")), VLLM), tmp_path / "back")
+    assert read_manifest(tmp_path / "back").training == trained
 
 
 def test_what_is_taken_apart_is_recorded_whole(tmp_path):
