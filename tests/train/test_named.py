@@ -2,14 +2,16 @@
 
 import dataclasses
 from math import prod
+from pathlib import Path
 
 import pytest
 
 from kconv.errors import RecipeInvalid
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
-from kconv.target.config import TargetConfig, parse_target_config
+from kconv.target.config import TargetConfig, parse_target_config, read_target_config
 from kconv.train.named import NAMES, complete, read_recipe_file
+from kconv.train.recipe import TINY_MLA
 from kconv.train.watch import spec_of
 
 ROWS = 100_000
@@ -82,6 +84,19 @@ def test_a_recipe_takes_the_data_through_once_unless_it_says_otherwise(kimi, nam
 def test_a_recipe_that_cannot_be_is_refused(kimi, changes, message):
     with pytest.raises(RecipeInvalid, match=message):
         complete(read_recipe_file("eagle3-mla") | changes, kimi, ROWS)
+
+
+def test_the_example_recipe_makes_the_demos_head_on_more_text(tiny_target):
+    example = Path(__file__).parent.parent.parent / "examples" / "tiny-eagle3-mla.yaml"
+    recipe = complete(read_recipe_file(str(example)), read_target_config(tiny_target), ROWS)
+    assert (recipe.rope, recipe.captured, recipe.eps) == (TINY_MLA.rope, TINY_MLA.captured, TINY_MLA.eps)
+    assert recipe.batches * recipe.batch > TINY_MLA.batches * TINY_MLA.batch
+
+
+@pytest.mark.parametrize("passes", [0, "many", 1.5])
+def test_passes_are_counted(kimi, passes):
+    with pytest.raises(RecipeInvalid, match="passes is"):
+        complete(read_recipe_file("eagle3-mla") | {"passes": passes}, kimi, ROWS)
 
 
 @pytest.mark.parametrize("text", ["- a list", "a: [", "word"])
