@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,15 +32,19 @@ VALUES = {
 }
 
 
-@pytest.fixture(scope="module")
-def states(tiny_target, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("states")
+def store(target: Path, folder: Path, tokens: int) -> Path:
+    """Store the states of forty texts, of so many tokens each."""
     texts = [text for text in read_corpus().held_out if len(text) > 200][:40]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n")
-    asked = ["states", tiny_target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
-    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", 60, "--dtype", "F32"]])
+    asked = ["states", target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
+    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", "F32"]])
     assert done.exit_code == 0, done.output
     return folder / "states"
+
+
+@pytest.fixture(scope="module")
+def states(tiny_target, tmp_path_factory):
+    return store(tiny_target, tmp_path_factory.mktemp("states"), 60)
 
 
 @pytest.fixture
@@ -68,6 +73,22 @@ def test_offline_is_online(job, tiny_target, tmp_path):
     learned = beside["untrained"]["loss"] - beside["trained"]["loss"]
     assert learned > 0
     assert trained["trained"]["loss"] == pytest.approx(beside["trained"]["loss"], abs=0.2 * learned)
+
+
+def test_over_the_same_rows_offline_and_online_end_with_the_same_weights(tiny_target, tmp_path):
+    # A text is one row, so the target sees the same tokens before each.
+    folder = store(tiny_target, tmp_path, VALUES["seq"])
+    config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
+    offline = offline_job(tiny_target, config, tokenizer, VALUES, folder, None)
+    target = load_target(tiny_target, torch.float32)
+    seen = Online(target, offline.recipe.captured), Online(target, offline.recipe.captured)
+    online = dataclasses.replace(offline, states=lambda: seen)
+    one, other = (
+        load_file(train(job, tmp_path / name) / "model.safetensors") for job, name in ((offline, "a"), (online, "b"))
+    )
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, other[name], rtol=1e-3, atol=1e-4)
 
 
 def test_no_prompt_is_both_trained_on_and_looked_at(states, job):
