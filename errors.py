@@ -99,6 +99,10 @@ class TargetInvalid(KconvError):
     """The target model cannot be read, or does not belong to this head."""
 
 
+class TargetTooLarge(KconvError):
+    """The target is to be run, and does not fit into this machine's memory."""
+
+
 class PromptsInvalid(KconvError):
     """A prompts file that cannot be read, or that overlaps with the text it must be held out from."""
 

@@ -52,7 +52,7 @@ OTHER_WORDS = {
 
 # Packages that only some commands take, and the extra that brings them.
 EXTRAS = {
-    **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "requests"), "optimize"),
+    **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "psutil", "requests"), "optimize"),
     "matplotlib": "plots",
 }
 

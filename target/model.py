@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ..checkpoint.folder import Checkpoint, open_checkpoint
-from ..errors import TargetInvalid
+from ..errors import TargetInvalid, TargetTooLarge
 from .config import TargetConfig, parse_target_config
 from .source_formats import stored_weights
 from .stored import Stored
@@ -71,16 +72,32 @@ def load_target(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
 
     Raises:
         TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
+        TargetTooLarge: it is larger than what memory is left.
         SourceFormatUnknown, TensorShape: it is quantized in another way, or its scales do not fit its values.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
     """
     checkpoint = open_checkpoint(folder)
     config = parse_target_config(checkpoint.config, where=folder / "config.json")
     stored = stored_weights(checkpoint, config)
+    _check_memory(folder, stored, dtype)
     model = build_target(config, dtype)
     check_tensors(model, checkpoint, config, stored)
     fill(model.state_dict(), stored, config.prefix)
     return model
+
+
+def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype) -> None:
+    text = [weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)]
+    needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
+    left = psutil.virtual_memory().available + psutil.swap_memory().free
+    if needed > left:
+        raise TargetTooLarge(
+            f"the target takes {needed / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}, "
+            f"and {left / 1e9:,.1f} GB are left",
+            where=folder,
+            fix="Have a running vLLM give its states (kconv states --url) and use those (--states); kconv quantize and "
+            "kconv calibrate need a layer at a time.",
+        )
 
 
 def check_tensors(

@@ -3,12 +3,13 @@
 import json
 import shutil
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from kconv.errors import SourceFormatUnknown, TargetInvalid
+from kconv.errors import SourceFormatUnknown, TargetInvalid, TargetTooLarge
 from kconv.target.model import load_target
 
 
@@ -109,6 +110,20 @@ def test_packed_integers_are_refused_though_the_config_is_silent(folder):
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(SourceFormatUnknown, match=f"{name} is I8"):
         load_target(folder, torch.float32)
+
+
+@pytest.mark.parametrize("spare, is_refused", [(-1, True), (0, False)])
+def test_a_target_larger_than_the_memory_that_is_left_is_refused(folder, model, monkeypatch, spare, is_refused):
+    # As many numbers as transformers' own model has, of two bytes each.
+    size = sum(tensor.numel() for tensor in model.state_dict().values()) * 2
+    left = psutil.virtual_memory()._replace(available=size + spare)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: type("Swap", (), {"free": 0}))
+    if is_refused:
+        with pytest.raises(TargetTooLarge, match=r"GB in memory as bfloat16, and .* GB are left"):
+            load_target(folder, torch.bfloat16)
+    else:
+        load_target(folder, torch.bfloat16)
 
 
 def test_another_family_is_refused(folder):
