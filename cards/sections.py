@@ -88,7 +88,8 @@ def _approximation(record: ConversionRecord) -> str:
     numbers = {name: value for name, value in record.held_out.items() if isinstance(value, int | float)}
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in numbers.items())
     healed = f", healed for {record.heal_steps} steps" if record.heal_steps else ""
-    return f"**approximate**: {record.method} (calibrated on {record.calibration}{healed}); held out: {figures}"
+    said = f"**approximate**: {record.method} (calibrated on {record.calibration}{healed}); held out: {figures}"
+    return f"{said}; made from a head that was {_approximation(record.before)}" if record.before else said
 
 
 def _exactness(manifest: Manifest) -> str:

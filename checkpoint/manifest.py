@@ -76,6 +76,7 @@ class ConversionRecord(_Record):
         heal_steps: of gradient descent towards the original.
         held_out: figures on the part that was neither fitted nor healed on; lengths include the bonus token.
         details: what was chosen on the way.
+        before: the record of the head that this one was converted from, where that was an approximation itself.
     """
 
     method: str
@@ -88,6 +89,7 @@ class ConversionRecord(_Record):
     held_out: dict[str, Any]
     details: dict[str, Any] = {}
     prompts: tuple[str, ...] = ()
+    before: ConversionRecord | None = None
 
 
 class Manifest(_Record):
@@ -157,7 +159,9 @@ def read_manifest(folder: Path) -> Manifest:
         ) from fault
     except ValidationError as fault:
         raise ManifestMismatch(
-            f"{MANIFEST} is not of kconv's schema: {fault.errors()[0]['msg']}", where=file, fix="Convert again."
+            f"{MANIFEST} is not of kconv's schema: {fault.errors()[0]['msg']}",
+            where=file,
+            fix="Make it again, or use the kconv that did.",
         ) from fault
 
 

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
-    MANIFEST,
     ConversionRecord,
     FileRecord,
     Manifest,
     StepRecord,
     TensorRecord,
-    read_manifest,
     write_manifest,
 )
 from ..checkpoint.staging import staged
@@ -27,7 +25,8 @@ from ..head.slots import needs
 from .launch import launch_files
 from .origins import count_parameters
 from .plan import Plan, Step
-from .read import Head, read_slot
+from .read import read_slot
+from .told import read_told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +62,7 @@ def fill(
 
     How a head was trained, and how its attention was converted, is told on: `training` is for the one who trained it.
     """
-    told = _manifest_of(plan.source)
-    training = training or (told.training if told else None)
-    conversion = _conversion(plan.conversion, told.conversion if told else None)
+    told = read_told(plan.source.checkpoint.folder)
     weights = write_safetensors(
         folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
     )
@@ -80,7 +77,8 @@ def fill(
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(plan, weights, tuple(files), training, conversion)
+    manifest = _manifest(plan, weights, tuple(files), training or told.training, told.conversion(plan.conversion))
+    told.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
 
@@ -133,18 +131,6 @@ def _record_file(file: Path) -> FileRecord:
 
 def _record(info: TensorInfo, blake3: str) -> TensorRecord:
     return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=blake3)
-
-
-def _manifest_of(head: Head) -> Manifest | None:
-    folder = head.checkpoint.folder
-    return read_manifest(folder) if (folder / MANIFEST).is_file() else None
-
-
-def _conversion(now: ConversionRecord | None, before: ConversionRecord | None) -> ConversionRecord | None:
-    """Return the record of an attention that is not the trained one: an exact conversion of that head keeps it."""
-    if now is None or before is None:
-        return now or before
-    return now.model_copy(update={"prompts": tuple(sorted({*before.prompts, *now.prompts}))})
 
 
 def _manifest(

@@ -13,12 +13,12 @@ from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 from support.listing import names
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
+from kconv.checkpoint.manifest import MANIFEST, ConversionRecord, read_manifest, verify, write_manifest
 from kconv.convert.execute import execute
 from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.errors import NotACheckpoint, OutputExists
+from kconv.errors import ManifestMismatch, NotACheckpoint, OutputExists
 
 VLLM, TRTLLM = BY_NAME["vllm"], BY_NAME["trtllm"]
 
@@ -45,12 +45,44 @@ def test_the_manifest_holds_both_sides_of_every_tensor(tmp_path, decided):
     assert manifest.kconv and json.loads((tmp_path / "out" / MANIFEST).read_text())["schema"] == 1
 
 
-def test_how_a_head_was_trained_is_told_on_from_layout_to_layout(tmp_path, decided):
-    execute(decided, tmp_path / "out")
+@pytest.fixture
+def told(tmp_path, decided):
+    """Return a folder whose manifest tells how its head was trained, and of its attention."""
+    execute(decided, tmp_path / "told")
     trained = {"recipe": {"steps": 7}, "tokens": {"counted": 11}}
-    write_manifest(tmp_path / "out", read_manifest(tmp_path / "out").model_copy(update={"training": trained}))
-    execute(plan(read_head(open_checkpoint(tmp_path / "out")), VLLM), tmp_path / "back")
-    assert read_manifest(tmp_path / "back").training == trained
+    made = ConversionRecord(
+        method="MLA to MHA", calibration="text", calibration_sha256="0" * 64, sequences=3, context=9, rows=27,
+        heal_steps=0, held_out={"kept": 0.99}, prompts=("a" * 64, "c" * 64),
+    )  # fmt: skip
+    manifest = read_manifest(tmp_path / "told")
+    write_manifest(tmp_path / "told", manifest.model_copy(update={"training": trained, "conversion": made}))
+    return tmp_path / "told"
+
+
+def test_a_heads_past_is_told_on_from_layout_to_layout(tmp_path, told):
+    execute(plan(read_head(open_checkpoint(told)), VLLM), tmp_path / "back")
+    before, after = read_manifest(told), read_manifest(tmp_path / "back")
+    assert (after.training, after.conversion) == (before.training, before.conversion)
+
+
+def test_an_approximation_of_an_approximation_tells_of_both(tmp_path, told):
+    before = read_manifest(told).conversion
+    now = before.model_copy(update={"method": "MHA to MLA", "prompts": ("b" * 64,), "held_out": {"kept": 0.98}})
+    again = replace(plan(read_head(open_checkpoint(told)), VLLM), conversion=now)
+    record = execute(again, tmp_path / "again").conversion
+    assert (record.method, record.before, record.held_out["kept"]) == ("MHA to MLA", before, 0.98)
+    assert record.prompts == ("a" * 64, "b" * 64, "c" * 64)
+
+
+def test_a_past_that_is_of_other_weights_is_not_told_on(tmp_path, told):
+    tensors = load_file(told / "model.safetensors")
+    changed = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    save_file(tensors | {changed: tensors[changed] + 1}, told / "model.safetensors")
+    with pytest.raises(ManifestMismatch, match=f"{changed} is another tensor now"):
+        execute(plan(read_head(open_checkpoint(told)), VLLM), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    (told / MANIFEST).unlink()
+    assert execute(plan(read_head(open_checkpoint(told)), VLLM), tmp_path / "back").training is None
 
 
 def test_what_is_taken_apart_is_recorded_whole(tmp_path):
