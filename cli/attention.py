@@ -14,7 +14,7 @@ from ..checkpoint.source import Source
 from .options import FOLDER, open_head
 
 if TYPE_CHECKING:
-    from ..convert.attention.calibration import Batch, Calibration
+    from ..convert.attention.calibration import Batch, Calibration, Part
     from ..head.spec import HeadSpec
     from ..target.prompts import Prompt
     from ..target.stored_states import StoredStates
@@ -162,23 +162,33 @@ def _calibration(wanted: Attention, spec: HeadSpec, target: Source, lm_head: Any
         config = read_target_config(target.fetch_config())
         states = open_states(wanted.states, config=config, captured=spec.captured)
         digests = tuple(sequence.digest for sequence in states.sequences)
-        return Calibration(_StoredBatches(states), lm_head, wanted.states.name, digests)
+        batches = StoredBatches(states)
+        return Calibration(batches, lm_head, wanted.states.name, digests, batches.parts)
     assert wanted.prompts is not None
     prompts = read_prompts(wanted.prompts)
     batches = _run_target(wanted.prompts, prompts, wanted.context, spec, target)
     return Calibration(batches, lm_head, wanted.prompts.name, tuple(prompt.digest for prompt in prompts))
 
 
-class _StoredBatches(Sequence["Batch"]):
-    """Stored states as batches of one length, read when they are asked for."""
+class StoredBatches(Sequence["Batch"]):
+    """Stored states as batches of one length, read when they are asked for.
+
+    Attributes:
+        parts: of each batch. All sequences of a prompt are in one: its text and its answers begin alike.
+    """
 
     def __init__(self, states: StoredStates) -> None:
+        from ..convert.attention.calibration import part_of
+
         self._states = states
-        alike: dict[int, list[int]] = defaultdict(list)
+        prompts = sorted({sequence.digest for sequence in states.sequences})
+        parts: dict[str, Part] = {digest: part_of(place) for place, digest in enumerate(prompts)}
+        alike: dict[tuple[Part, int], list[int]] = defaultdict(list)
         for index, sequence in enumerate(states.sequences):
-            alike[sequence.length].append(index)
+            alike[parts[sequence.digest], sequence.length].append(index)
         groups = [same[begin : begin + ROWS] for same in alike.values() for begin in range(0, len(same), ROWS)]
         self._groups = sorted(groups)
+        self.parts: list[Part] = [parts[states.sequences[group[0]].digest] for group in self._groups]
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -21,10 +21,10 @@ from ...head.spec import HeadSpec
 # Chains that must stand behind each input dim of the attention. Least squares through fewer follow their noise:
 # at 7 rows a dim held-out acceptance was 0.5 points below that at 80 (experiments on small heads).
 ROWS_PER_DIM = 4
-# Of each 10 batches, which one only chooses (a ridge, a ladder), and which one only measures.
-PARTS, CHOOSE, HELD_OUT = 10, 4, 9
-
 Part = Literal["fit", "choose", "held-out"]
+# Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.
+PARTS = 10
+KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class Calibration:
         lm_head: the target's, `[vocab, target_hidden]`.
         name: what the text is, for the manifest.
         prompts: the digest of each prompt that the text is made of, for the manifest.
+        parts: which part each batch is of; by its place where it is not said.
     """
 
     batches: Sequence[Batch]
     lm_head: Tensor
     name: str
     prompts: tuple[str, ...] = ()
+    parts: Sequence[Part] = ()
 
     def part(self, part: Part) -> Iterator[Batch]:
         """Yield the batches of one part: no batch is in two."""
@@ -65,13 +67,17 @@ class Calibration:
 
     def indices(self, part: Part) -> list[int]:
         """Return which batches a part consists of."""
-        places = {"choose": (CHOOSE,), "held-out": (HELD_OUT,)}
-        mine = places.get(part) or [i for i in range(PARTS) if i not in (CHOOSE, HELD_OUT)]
-        return [i for i in range(len(self.batches)) if i % PARTS in mine]
+        parts = self.parts or [part_of(place) for place in range(len(self.batches))]
+        return [index for index, own in enumerate(parts) if own == part]
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the target's logits over a batch, `[B, T, vocab]`."""
         return F.linear(batch.hidden, self.lm_head)
+
+
+def part_of(place: int) -> Part:
+    """Return the part of the batch, or the prompt, at a place."""
+    return KEPT_BACK.get(place % PARTS, "fit")
 
 
 def check_calibration(calibration: Calibration, spec: HeadSpec, steps: int) -> int:
@@ -102,10 +108,10 @@ def check_calibration(calibration: Calibration, spec: HeadSpec, steps: int) -> i
     rows, needed = count_rows(calibration.part("fit"), steps), ROWS_PER_DIM * 2 * spec.hidden
     if rows >= needed and not calibration.indices("held-out"):
         raise CalibrationInvalid(
-            f"the text makes {len(calibration.batches)} batches, and is wanted in at least {PARTS} batches: two of "
-            "them are kept from the fit",
+            f"the text makes {len(calibration.batches)} batches, and none to measure on: it is wanted in at least "
+            f"{PARTS} batches, or {PARTS} prompts of --states, of which two are kept from the fit",
             where=calibration.name,
-            fix="Give more text, or cut it shorter (--context).",
+            fix="Give more text: with --states of more prompts, with --prompts also cut shorter (--context).",
         )
     if rows < needed:
         raise CalibrationInvalid(

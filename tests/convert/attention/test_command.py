@@ -11,10 +11,14 @@ from support.heads import random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
+from kconv.cli.attention import StoredBatches
+from kconv.convert.attention.calibration import Calibration
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, KconvError, LayoutCannot, PromptsInvalid
 from kconv.head.spec import Gqa, HeadSpec, Mla, Rope
+from kconv.target.config import read_target_config
+from kconv.target.stored_states import open_states
 from kconv.validate.structure import check_source, check_values, is_identical
 
 SPEC = HeadSpec(
@@ -143,6 +147,27 @@ def test_stored_states_give_what_running_the_target_gives(heads, prompts, tiny_t
         "--states", tmp_path / "states", fails=KconvError,
     )  # fmt: skip
     assert not (tmp_path / "out").exists()
+
+
+def test_all_that_comes_of_a_stored_prompt_is_of_one_part(tiny_target, tmp_path):
+    """A prompt's text and its answers begin alike: what is fitted on one of them has seen the others."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Prompt {n} is a text about {n * n}."}) + "\n" for n in range(23)))
+    asked = ("--captured", "1,3,5", "--text-tokens", 16, "--sampled", 6, "--greedy", 6)
+    run("states", tiny_target, tmp_path / "states", "--prompts", file, *asked)
+    states = open_states(tmp_path / "states", config=read_target_config(tiny_target))
+    batches = StoredBatches(states)
+    calibration = Calibration(batches, torch.empty(0), "states", parts=batches.parts)
+    whose = {
+        tuple(states.read_tokens(index).tolist()): sequence.digest for index, sequence in enumerate(states.sequences)
+    }
+    parts = [
+        {whose[tuple(row)] for batch in calibration.part(part) for row in batch.tokens.tolist()}
+        for part in ("fit", "choose", "held-out")
+    ]
+    assert [len(part) for part in parts] == [19, 2, 2]
+    assert len(set.union(*parts)) == 23
+    assert sum(len(batch.tokens) for batch in batches) == len(states.sequences) == 69
 
 
 @pytest.mark.parametrize(
