@@ -9,7 +9,8 @@ start within fifty. So matrices move by Muon, whose steps have one size in every
 their inputs are white (`white`). Each tensor's learning rate is relative to the size of what it gives, so that the
 gauge of a latent, which is arbitrary, does not decide how fast it moves; and it is less for a start that is nearer.
 
-What comes out is the nearer of the two, start or healed, on texts that neither the fit nor the healing saw.
+What comes out is the nearer of the two, start or healed, on texts that healing did not see: those that ridges and
+ladders were chosen on, and no gradient came from.
 """
 
 from __future__ import annotations

@@ -57,24 +57,26 @@ def compare(
     two: list[Tensor] = []
     kl = torch.zeros(STEPS, dtype=torch.float64, device=calibration.lm_head.device)
     for batch in batches:
-        logits = [
-            torch.stack([step.logits for step in unroll(head, batch.tokens, batch.captured, STEPS)])
-            for head in (original, converted)
-        ]
         served = calibration.logits(batch)
-        for found, own, head in zip((one, two), logits, (original, converted), strict=True):
-            found.extend(lengths(overlap(own, served, head.target_ids)).double())
-        p, q = (own.float().log_softmax(-1) for own in logits)
-        kl += (p.exp() * (p - q)).sum(-1).double().sum((1, 2))
+        ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
+        drafts = (unroll(head, batch.tokens, batch.captured, STEPS) for head in (original, converted))
+        # Step by step: over a large vocabulary the logits of one are gigabytes.
+        for k, (own, other) in enumerate(zip(*drafts, strict=True)):
+            ours.append(overlap(own.logits[None], served[:, k:], original.target_ids))
+            theirs.append(overlap(other.logits[None], served[:, k:], converted.target_ids))
+            apart.append(_divergence(own.logits, other.logits))
+        one.extend(lengths(torch.cat(ours)).double())
+        two.extend(lengths(torch.cat(theirs)).double())
+        kl += torch.stack(apart).double().sum((1, 2))
     places = sum(len(row) for row in one)
     before, after = (float(torch.cat(rows).mean()) for rows in (one, two))
     # A ratio of means: its error is that of the mean of what the sequences are off by it.
     off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
     error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
-    apart = whole = 0.0
-    for pair in run_both(original, converted, batches):
-        apart += float((pair.output - pair.original).double().square().sum())
-        whole += float(pair.original.double().square().sum())
+    lost = whole = 0.0
+    for ran in run_both(original, converted, batches):
+        lost += float((ran.output - ran.original).double().square().sum())
+        whole += float(ran.original.double().square().sum())
     return HeldOut(
         sequences=len(one),
         positions=places,
@@ -85,21 +87,33 @@ def compare(
         kept=after / before,
         kept_error=error,
         kl=tuple((kl / places).tolist()),
-        attention_error=(apart / whole) ** 0.5,
+        attention_error=(lost / whole) ** 0.5,
     )
 
 
-def check_kept(figures: HeldOut, least: float, steps: int) -> None:
+def _divergence(original: Tensor, converted: Tensor) -> Tensor:
+    """Return KL(original || converted) at each position, `[B, T', draft_vocab]` twice to `[B, T']`."""
+    p = original.float().log_softmax(-1)
+    return (p - converted.float().log_softmax(-1)).mul_(p.exp()).sum(-1)
+
+
+def check_kept(figures: HeldOut, least: float, steps: int | None) -> None:
     """Refuse a conversion that keeps less of the acceptance length than was asked for.
 
+    Args:
+        figures: of the conversion.
+        least: share that was asked for.
+        steps: of healing that it has behind it; None where healing led away, and more would too.
+
     Raises:
-        ConversionInaccurate: it does.
+        ConversionInaccurate: it keeps less.
     """
     if not figures.kept >= least:
+        more = "" if steps is None else f"Heal for more steps (--heal {max(200, 5 * steps)}). "
         raise ConversionInaccurate(
             f"the converted head keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the original's acceptance "
             f"length on {figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at "
             f"K={figures.steps}), and {least:.2%} was asked for",
-            fix=f"Heal for more steps (--heal {max(200, 5 * steps)}), calibrate on more text of the kind that is "
-            f"served, or accept the loss by name (--keep {figures.kept - 0.005:.2f}).",
+            fix=f"{more}Calibrating on more text of the kind that is served may help; --keep "
+            f"{figures.kept - 0.005:.2f} accepts the loss by name.",
         )

@@ -57,7 +57,7 @@ def _top_left(matrix: Tensor, rank: int) -> Tensor:
     """Return the top left singular vectors `[m, r]`."""
     if min(matrix.shape) <= WHOLE:
         return torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
         torch.manual_seed(0)
         return torch.svd_lowrank(matrix, q=rank + OVERSAMPLED, niter=POWER)[0][:, :rank]
 

@@ -66,12 +66,14 @@ def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batc
         for batch in batches:
             for _ in unroll(head, batch.tokens, batch.captured, STEPS):
                 pass
-    found = {}
-    for name, moments in watched.moments.items():
-        mean, weight = moments.mean(), head.weights[name]
-        given = (weight.to(mean.dtype) @ mean * weight).sum().clamp(min=0)
-        found[name] = Spread(factor(mean, FLOOR).to(weight.dtype), float((given / weight.numel()).sqrt()))
-    return found
+    # Each matrix's moments go as its factor comes: at Kimi-K2's size all of either are 5 GB.
+    return {name: _spread(head.weights[name], watched.moments.pop(name)) for name in list(watched.moments)}
+
+
+def _spread(weight: Tensor, moments: Moments) -> Spread:
+    mean = moments.mean()
+    given = (weight.to(mean.dtype) @ mean * weight).sum().clamp(min=0)
+    return Spread(factor(mean, FLOOR).to(weight.dtype), float((given / weight.numel()).sqrt()))
 
 
 def to_white(weight: Tensor, spread: Spread) -> Tensor:

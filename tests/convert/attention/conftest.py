@@ -80,3 +80,27 @@ def mla_spec():
 @pytest.fixture(scope="session")
 def gqa_spec():
     return GQA
+
+
+@pytest.fixture(scope="module")
+def short_gauges():
+    """A few entries need no 400 steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kconv.convert.attention.latent.GAUGE_STEPS", 40)
+        patch.setattr("kconv.convert.attention.latent.GAUGE_BATCH", 512)
+        yield
+
+
+@pytest.fixture(scope="module")
+def gqa(make_head, gqa_spec):
+    return make_head(gqa_spec)
+
+
+@pytest.fixture(scope="module")
+def mla(make_head, mla_spec):
+    return make_head(mla_spec)
+
+
+@pytest.fixture(scope="module")
+def states(make_calibration, gqa_spec):
+    return make_calibration(gqa_spec)

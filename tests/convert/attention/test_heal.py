@@ -1,0 +1,100 @@
+"""Healing: it comes nearer, or gives the start back; the coordinates it moves in, and the zeros it leaves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kconv.convert.attention.assemble_mla import Shape
+from kconv.convert.attention.convert import convert_attention
+from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, distance, heal
+from kconv.convert.attention.plan import as_stored
+from kconv.convert.attention.swap import with_attention
+from kconv.convert.attention.to_mha import convert_to_mha
+from kconv.convert.attention.to_mla import convert_to_mla
+from kconv.convert.attention.trace import trace
+from kconv.convert.attention.white import FLOOR, from_white, measure_spread, to_white
+from kconv.errors import ConversionInaccurate
+
+pytestmark = pytest.mark.usefixtures("short_gauges")
+WIDE = Shape(latent=32, rotary=8, q_lora_rank=32, kv_lora_rank=40, qk_rope_head_dim=16)
+
+
+def test_healing_comes_nearer_and_moves_only_what_it_is_told(gqa, states):
+    attention, _ = convert_to_mla(gqa, states, replace(WIDE, latent=4))
+    start = with_attention(gqa, attention)
+    losses = []
+    alone = heal(gqa, start, states, 30, slots=ATTENTION, progress=lambda done, of, loss: losses.append(loss))
+    more = heal(gqa, start, states, 30)
+    moved = {name for name in start.weights if not torch.equal(alone.weights[name], start.weights[name])}
+    assert moved and moved <= set(ATTENTION)
+    assert (
+        {"fc", "norm", "0.gate_proj"}
+        <= {name for name in start.weights if not torch.equal(more.weights[name], start.weights[name])}
+        <= {*ATTENTION, *REST}
+    )
+    with torch.no_grad():
+        off = [
+            sum(float(distance(gqa, head, batch)) for batch in states.part("held-out")) for head in (start, alone, more)
+        ]
+    assert off[0] > off[1] > off[2]
+    assert len(losses) == 30
+    assert heal(gqa, start, states, 0) is start
+
+
+def test_healing_does_not_undo_a_start_that_is_whole(gqa, states):
+    with torch.no_grad():
+        assert float(distance(gqa, gqa, states.batches[0])) == pytest.approx(0.0, abs=1e-12)
+    assert heal(gqa, gqa, states, 5) is gqa
+    # At the full rate, which is for a start at a distance of 1, it stays near; at ten times that it would not.
+    ended = [_descend(gqa, gqa, states, 5, (*ATTENTION, *REST), rate, 0, lambda *_: None) for rate in (RATE, 10 * RATE)]
+    with torch.no_grad():
+        near, far = (sum(float(distance(gqa, head, batch)) for batch in states.part("choose")) / 2 for head in ended)
+    assert 0 < near < 0.01 < far
+
+
+def test_healing_that_leads_away_gives_the_start_back_and_is_not_recorded(gqa, states, monkeypatch):
+    gqa = as_stored(gqa, "F32")
+    attention, _ = convert_to_mla(gqa, states, WIDE)
+    start = with_attention(gqa, attention)
+    assert heal(gqa, start, states, 3, rate=100.0) is start
+    monkeypatch.setattr("kconv.convert.attention.convert.heal", lambda head, start, *_, **__: start)
+    said = []
+    made = convert_attention(gqa, "mla", states, dtype="F32", shape=WIDE, steps=3, keep=0.5, say=said.append)
+    assert made.heal_steps == 0 and "no healing" in made.method
+    assert not made.slots & {"fc", "norm"}
+    assert any("did not come nearer" in line for line in said)
+    with pytest.raises(ConversionInaccurate) as fault:
+        convert_attention(gqa, "mla", states, dtype="F32", shape=replace(WIDE, latent=2), steps=3, keep=1.0)
+    assert "--heal" not in fault.value.fix
+
+
+def test_the_spread_of_a_matrixs_inputs_is_that_of_what_the_head_puts_into_it(gqa, states):
+    spread = measure_spread(gqa, ["0.k_proj", "fc"], states.batches[:3])
+    rows = torch.cat([step.rows for step in trace(gqa, states.batches[:3])])
+    second = rows.T @ rows / len(rows)
+    floor = FLOOR * second.diagonal().mean()
+    expected = second + floor * torch.eye(len(second))
+    torch.testing.assert_close(spread["0.k_proj"].factor @ spread["0.k_proj"].factor.T, expected)
+    weight = gqa.weights["0.k_proj"]
+    white = to_white(weight, spread["0.k_proj"])
+    # The length of its rows is the size of what it gives.
+    given = (rows @ weight.T).square().mean(0)
+    torch.testing.assert_close(white.square().sum(1), given + floor * weight.square().sum(1))
+    assert spread["0.k_proj"].size == pytest.approx(float((given.mean() / weight.shape[1]).sqrt()))
+    torch.testing.assert_close(from_white(white, spread["0.k_proj"]), weight)
+    assert set(spread) == {"0.k_proj", "fc"}
+
+
+def test_zeros_that_fill_up_a_head_stay_zeros_under_healing(mla, states):
+    attention, _ = convert_to_mha(mla, states, head_dim=20)
+    start = with_attention(mla, attention)
+    healed = _descend(mla, start, states, 3, ATTENTION, RATE, 0, lambda *_: None)
+    value, output = healed.weights["0.v_proj"].unflatten(0, (4, 20)), healed.weights["0.o_proj"].unflatten(1, (4, 20))
+    moved = [
+        (healed.weights[name] - start.weights[name]).unflatten(dim, (4, 20)).narrow(dim + 1, 0, 7)
+        for name, dim in (("0.v_proj", 0), ("0.o_proj", 1))
+    ]
+    assert all(part.abs().min() > 0 for part in moved)
+    assert torch.equal(value[:, 7:], torch.zeros_like(value[:, 7:]))
+    assert torch.equal(output[..., 7:], torch.zeros_like(output[..., 7:]))
