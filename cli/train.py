@@ -93,16 +93,17 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
 def _job(target: Source, recipe: str, data: str | None, states: Path | None, options: dict[str, Any]) -> Job:
     from ..target.config import read_target_config
     from ..target.tokenizer import load_tokenizer
-    from ..train.jobs import Data, offline_job, online_job
+    from ..train.jobs import Data, check_job, offline_job, online_job
     from ..train.named import check_keys, read_recipe_file
 
     values = read_recipe_file(recipe) | dict(options["settings"])
     # A target may be downloaded, and data read, for hours.
     check_keys(values)
+    head = open_head(options["start"], target=target) if options["start"] else None
+    check_job(values, read_target_config(target.fetch_config()), head)
     folder = target.fetch_model()
     config = read_target_config(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=options["trust_remote_code"])
-    head = open_head(options["start"], target=target) if options["start"] else None
     if states is not None:
         return offline_job(folder, config, tokenizer, values, states, head)
     assert data is not None, "one of the two was given"

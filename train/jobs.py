@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from ..target.model import load_target
 from ..target.stored_states import StatesFolder, open_states
 from ..target.tokenizer import Tokenizer
 from .feed import Offline, Online, States
-from .named import check_values, complete
+from .named import complete
 from .prepare import place_sequences, prepare_dialogues
 from .recipe import EagleRecipe
 from .run import Job
+from .watch import spec_of
+from .written import choose_layout
 
 CPU = torch.device("cpu")
 
@@ -41,6 +44,21 @@ class Data:
     revision: str | None = None
 
 
+def check_job(values: Mapping[str, Any], config: TargetConfig, start: Head | None) -> None:
+    """Raise what a job must fail on whatever its data: these, and the target's weights, may take hours to come.
+
+    Args:
+        values: the recipe, as `named.complete` takes it.
+        config: the target's.
+        start: a head to go on from.
+
+    Raises:
+        RecipeInvalid: the recipe cannot be.
+        LayoutCannot: no engine could load the head.
+    """
+    choose_layout(spec_of(complete(values, config, maxsize, start.spec if start else None), config))
+
+
 def online_job(
     target: Path, config: TargetConfig, tokenizer: Tokenizer, values: Mapping[str, Any], data: Data, start: Head | None
 ) -> Job:
@@ -57,7 +75,7 @@ def online_job(
     Raises:
         TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
     """
-    check_values(values, config, start.spec if start else None)
+    check_job(values, config, start)
     prepared = prepare_dialogues(
         data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
     )
@@ -87,7 +105,7 @@ def offline_job(
     Raises:
         StatesInvalid: they are of another target, or lack a layer that the recipe captures.
     """
-    check_values(values, config, start.spec if start else None)
+    check_job(values, config, start)
     stored = open_states(folder, config=config)
     text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
     recipe = complete(values, config, len(text.rows.ids), start.spec if start else None)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from sys import maxsize
 from typing import Any
 
 import yaml
@@ -55,11 +54,6 @@ def check_keys(values: Mapping[str, Any]) -> None:
         raise RecipeInvalid(
             f"no recipe has a key {', '.join(map(repr, unknown))}", fix=f"The keys are {', '.join(KEYS)}."
         )
-
-
-def check_values(values: Mapping[str, Any], target: TargetConfig, start: HeadSpec | None) -> None:
-    """Raise what `complete` would, whatever the data: it may take hours to read. Arguments as there."""
-    complete(values, target, maxsize, start)
 
 
 def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: HeadSpec | None = None) -> EagleRecipe:

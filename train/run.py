@@ -30,6 +30,7 @@ from ..convert.layout import stored
 from ..convert.layouts import by_name
 from ..convert.plan import Wishes, plan
 from ..convert.read import Head, read_head, read_slot
+from ..convert.told import read_told
 from ..errors import RecipeInvalid
 from ..head.vocab import Coverage, measure_coverage, target_ids
 from ..target.config import read_target_config
@@ -98,6 +99,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     Raises:
         RecipeInvalid: the recipe cannot be, or does not fit the target, the data or the processes.
         LayoutCannot: no engine could load the head.
+        ManifestMismatch: the manifest of the head to go on from is not of the schema.
         TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
         OutputExists: something is at `out`, or another run's checkpoints stand beside it.
         OutputFailed: `out` is not writable.
@@ -105,6 +107,8 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     check_recipe(job.recipe)
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
+    # What the head to go on from was calibrated on, training does not make unseen.
+    converted = read_told(job.start.checkpoint.folder).conversion(None) if job.start else None
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:
@@ -113,7 +117,8 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
             shutil.rmtree(export, ignore_errors=True)
             report = leave(job, trainer, work, export)
             head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
-            fill(plan(head, layout, Wishes(dtype=job.recipe.compute or "")), folder, training=report)
+            planned = plan(head, layout, Wishes(dtype=job.recipe.compute or ""))
+            fill(dataclasses.replace(planned, conversion=converted), folder, training=report)
             shutil.move(export / MODULE, folder / MODULE)
             if (work / "runs").exists():
                 shutil.move(work / "runs", folder / MODULE / "tensorboard")

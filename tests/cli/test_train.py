@@ -77,6 +77,22 @@ def test_a_recipe_that_cannot_be_is_one_message_and_nothing_is_made(tiny_target,
     assert not (tmp_path / "head").exists()
 
 
+def test_a_head_that_no_engine_could_load_is_refused_before_the_target_is_downloaded(
+    tiny_target, data, tmp_path, monkeypatch
+):
+    def fetch(*_):
+        raise AssertionError("the target was asked for")
+
+    monkeypatch.setattr("kconv.checkpoint.source.Folder.fetch_model", fetch)
+    rope = {"theta": 10000.0, "scaling": {"factor": 8.0, "original_max_positions": 64, "mscale_all_dim": 1.0}}
+    dims = {"heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512}
+    dims |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    settings = SETTINGS | {"attention": json.dumps(dims), "rope": json.dumps(rope)}
+    done = run(tiny_target, tmp_path / "head", "--data", data, settings=settings)
+    assert done.exit_code == 1
+    assert "mscale" in done.stderr
+
+
 def test_the_coverage_of_a_draft_vocabulary_is_printed_and_special_tokens_are_kept(tiny_target, data, tmp_path):
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("\n".join(json.dumps({"text": text}) for text in read_corpus().held_out[:20]) + "\n")

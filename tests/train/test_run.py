@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import verify
+from kconv.checkpoint.manifest import ConversionRecord, verify
 from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
@@ -159,6 +159,19 @@ def test_training_goes_on_from_a_head_of_any_layout(make_job, unstopped, tmp_pat
     ended, began = (json.loads((folder / "kconv.json").read_text())["training"] for folder in (out, unstopped))
     assert began["trained"]["loss"] == pytest.approx(ended["untrained"]["loss"], rel=1e-5)
     assert ended["started_from"].endswith("start")
+
+
+def test_what_a_head_was_calibrated_on_is_told_on_when_it_is_trained(make_job, unstopped, tmp_path):
+    record = ConversionRecord(
+        method="GQA to MLA, approximate", calibration="texts", calibration_sha256="0" * 64, sequences=8, context=16,
+        rows=99, heal_steps=0, held_out={"kept": 0.98}, prompts=("a", "b"),
+    )  # fmt: skip
+    planned = plan(read_head(open_checkpoint(unstopped)), by_name("vllm"))
+    execute(dataclasses.replace(planned, conversion=record), tmp_path / "start")
+    start = read_head(open_checkpoint(tmp_path / "start"))
+    out = train(make_job(dataclasses.replace(GQA, steps=2), start=start), tmp_path / "head")
+    assert verify(out).conversion == record
+    assert verify(unstopped).conversion is None
 
 
 def test_rows_that_the_processes_cannot_share_are_refused(make_job, tmp_path, monkeypatch):
