@@ -27,6 +27,8 @@ TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # Parts of a multimodal target that a text forward has no use for.
 NOT_TEXT = ("vision_tower.", "mm_projector.")
+# What to do with a target that is larger than the memory, where a head is trained or measured on it.
+STATES = "Have a running vLLM give its states (kconv states --url), and use those (--states)."
 EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -63,12 +65,13 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> DeepseekV3ForCausa
     return model.eval()
 
 
-def load_target(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> DeepseekV3ForCausalLM:
     """Load a target whole into memory, in evaluation mode; quantized weights are dequantized one by one.
 
     Args:
         folder: a checkpoint folder under the hub's names (one tensor per expert), in a form of `source_formats`.
         dtype: of the weights in memory.
+        instead: what the user should do with a target that does not fit.
 
     Raises:
         TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
@@ -79,14 +82,21 @@ def load_target(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
     checkpoint = open_checkpoint(folder)
     config = parse_target_config(checkpoint.config, where=folder / "config.json")
     stored = stored_weights(checkpoint, config)
-    _check_memory(folder, stored, dtype)
+    _check_memory(folder, stored, dtype, instead)
     model = build_target(config, dtype)
     check_tensors(model, checkpoint, config, stored)
     fill(model.state_dict(), stored, config.prefix)
     return model
 
 
-def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype) -> None:
+def check_memory(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> None:
+    """Raise TargetTooLarge, and whatever else its headers tell, if `load_target` would; no weight is read."""
+    checkpoint = open_checkpoint(folder)
+    config = parse_target_config(checkpoint.config, where=folder / "config.json")
+    _check_memory(folder, stored_weights(checkpoint, config), dtype, instead)
+
+
+def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype, instead: str) -> None:
     text = [weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)]
     needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
     left = psutil.virtual_memory().available + psutil.swap_memory().free
@@ -95,8 +105,7 @@ def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype) -
             f"the target takes {needed / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}, "
             f"and {left / 1e9:,.1f} GB are left",
             where=folder,
-            fix="Have a running vLLM give its states (kconv states --url) and use those (--states); kconv quantize and "
-            "kconv calibrate need a layer at a time.",
+            fix=instead,
         )
 
 
