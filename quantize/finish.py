@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def finish(plan: QuantizePlan, place: Workplace) -> Path:
     files = write_beside(plan, place.files, weight_map, plan.bytes_out)
     # The tensors of one file at a time: a large target has half a million of them.
     records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
-    return write_manifest(plan, place.files, [*records, *files], _tensor_texts(plan, place))
+    return write_manifest(plan, place.files, [*records, *files], _tensor_texts(plan, place), made_by={"road": "stream"})
 
 
 def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], size: int) -> list[FileRecord]:
@@ -102,7 +102,9 @@ def _write(file: Path, value: dict[str, Any]) -> FileRecord:
     return FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
 
 
-def write_manifest(plan: QuantizePlan, folder: Path, files: list[FileRecord], tensors: Iterable[str]) -> Path:
+def write_manifest(
+    plan: QuantizePlan, folder: Path, files: list[FileRecord], tensors: Iterable[str], *, made_by: Mapping[str, str]
+) -> Path:
     """Write kconv.json.
 
     Args:
@@ -110,6 +112,7 @@ def write_manifest(plan: QuantizePlan, folder: Path, files: list[FileRecord], te
         folder: the output.
         files: every file of it but this one.
         tensors: the step of each tensor, as JSON; taken one at a time.
+        made_by: the road, and the versions of what else decided its bytes.
     """
     count = sum(prod(shape) for shape in _logical_shapes(plan))
     manifest = Manifest(
@@ -123,6 +126,7 @@ def write_manifest(plan: QuantizePlan, folder: Path, files: list[FileRecord], te
             "input_scale": "none" if plan.recipe.weight_only else plan.inputs.description,
             "quantized_modules": len(plan.modules),
             "plan": plan.key,
+            **made_by,
         },
         captured_by="",
         parameters=count,

@@ -11,27 +11,24 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.bytes import digest, file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.header import TensorInfo, read_header
-from ..checkpoint.manifest import FileRecord
 from ..checkpoint.staging import staged
 from ..checkpoint.tensors import TORCH
-from ..errors import RecipeInvalid, TensorMissing, TensorValue
+from ..errors import RecipeInvalid
 from ..target.config import TargetConfig
 from ..target.model import load_target
 from .calibration import Prompts
-from .finish import write_beside, write_manifest
+from .exported import take_export
 from .inputs import InputScales
 from .plan import QuantizePlan, plan_quantize
 from .recipe import NEVER, Recipe
 from .run import check_disk
-from .steps import steps
 
 Say = Callable[[str], None]
-WEIGHTS = "*.safetensors"
 # What ModelOpt says where none of its patterns met a quantizer.
 NOTHING = "no weight quantizer is enabled"
+# What to do with a target that is larger than the memory.
+INSTEAD = "Use --road stream with a file of kconv calibrate; both hold a layer at a time at the most."
 # ModelOpt's own numbers of an NVFP4 quantizer.
 NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 
@@ -77,8 +74,9 @@ def quantize_in_memory(
         RecipeInvalid: ModelOpt has no module for the recipe.
         TensorMissing: ModelOpt exported other tensors than the plan has, as it does without a calibration, or if the
             recipe cuts through what it quantizes as one.
-        TensorValue: it changed a tensor that the plan leaves as it is.
+        TensorValue: it changed a tensor that the plan leaves as it is, or made NaN, Inf or a scale of zero.
         TargetInvalid: the target cannot be built.
+        TargetTooLarge: it is larger than what memory is left.
         OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
     """
     import modelopt.torch.quantization as mtq
@@ -88,7 +86,7 @@ def quantize_in_memory(
     config, recipe = plan.config, plan.recipe
     with staged(out) as folder:
         say("loading the target")
-        model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"])
+        model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"], instead=INSTEAD)
         model.config.architectures = [config.architecture or "DeepseekV3ForCausalLM"]  # the exporter asks for it
 
         def forward(calibrated: Any) -> None:
@@ -110,9 +108,7 @@ def quantize_in_memory(
         export_hf_checkpoint(model, export_dir=folder)
         del model
         say("comparing the export with the plan, and hashing it")
-        made = {name: info for file in sorted(folder.glob(WEIGHTS)) for name, info in read_header(file).items()}
-        _check_exported(plan, made)
-        _finish(plan, folder, made)
+        take_export(plan, folder)
 
 
 def quant_cfg(recipe: Recipe) -> dict[str, Any]:
@@ -124,44 +120,3 @@ def quant_cfg(recipe: Recipe) -> dict[str, Any]:
     ]
     entries += [{"quantizer_name": f"{pattern}.*", "enable": False} for pattern in (*recipe.keep, *NEVER)]
     return {"quant_cfg": entries, "algorithm": "max"}
-
-
-def _check_exported(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
-    wanted = {name: (dtype, shape) for unit in plan.units for name, dtype, shape in unit.outputs()}
-    odd = sorted(wanted.keys() ^ made.keys())
-    if odd:
-        raise TensorMissing(
-            f"ModelOpt's export and the plan differ in {len(odd)} tensors, among them {odd[0]}",
-            where=odd[0],
-            fix="Give prompts to calibrate on, or use the streaming road, which needs none.",
-        )
-    for name, info in made.items():
-        if (info.dtype, info.shape) != wanted[name]:
-            raise TensorMissing(
-                f"ModelOpt made {name} {info.dtype} {list(info.shape)}, not {wanted[name][0]} {list(wanted[name][1])}",
-                where=name,
-                fix="Use the streaming road.",
-            )
-
-
-def _finish(plan: QuantizePlan, folder: Path, made: dict[str, TensorInfo]) -> None:
-    digests = {name: digest(info) for name, info in made.items()}
-    taken = {name: digest(info) for name, info in plan.source.tensors.items()}
-    for info in (info for unit in plan.units for info in unit.carried):
-        if digests[info.name] != taken[info.name]:
-            raise TensorValue(
-                f"ModelOpt changed {info.name}, which the recipe leaves as it is",
-                where=info.name,
-                fix="Use the streaming road.",
-            )
-    for file in folder.iterdir():
-        if not file.match(WEIGHTS):
-            file.unlink()  # ModelOpt's own config blocks and index are made anew
-    weight_map = {name: info.file.name for name, info in made.items()}
-    files = [
-        FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
-        for file in sorted(folder.glob(WEIGHTS))
-    ]
-    files += write_beside(plan, folder, weight_map, plan.bytes_out)
-    records = (step for unit in plan.units for step in steps(unit, digests, taken, plan.inputs.description))
-    write_manifest(plan, folder, files, (step.model_dump_json(by_alias=True) for step in records))
