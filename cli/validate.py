@@ -86,11 +86,13 @@ def validate(
     layout, read_hints, target_config = read_options(**hints)
     wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only)
     # The layout and the convention that the user named are the output's; the source has its own marks.
-    opened = source.open_weights() if source else None
-    quantized_from = opened if opened and is_target(opened) else None
-    if quantized_from is None:
+    # Its headers tell which it is, so that wrong usage is named before its weights are downloaded.
+    of_target = source is not None and is_target(source.open_headers())
+    if not of_target:
         measuring.check(target)
-    original = open_head(source, target=target) if source and not quantized_from else None
+    held_out = measuring.held_out(source) if source and of_target else None
+    quantized_from = source.open_weights() if source and of_target else None
+    original = open_head(source, target=target) if source and not of_target else None
     with status("validating") as say:
         report = run(
             head,
@@ -99,7 +101,7 @@ def validate(
             quantized_from=quantized_from,
             parity=measuring.parity(target) if measuring.wanted else None,
             engined=measuring.engined(target) if measuring.wanted else None,
-            held_out=measuring.held_out(source) if source and quantized_from else None,
+            held_out=held_out,
             say=say,
         )
     if out:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
-from ..target.model import load_target
+from ..target.model import check_memory, load_target
 from ..target.prompts import digest_prompts
 from .figures import PerplexityFigures
 from .held_out import read_held_out
@@ -25,6 +25,7 @@ from .parity import encode_prompts
 from .ratios import standard_errors
 
 Say = Callable[[str], None]
+INSTEAD = "Leave --prompts out: the noise of every tensor needs no model."
 
 
 @dataclass(frozen=True)
@@ -52,36 +53,39 @@ class Run:
     likeliest: list[Tensor]
 
 
-def measure_perplexity(
-    output: Source, text: HeldOutText, say: Say = lambda _: None
-) -> tuple[PerplexityFigures, dict[str, object]]:
-    """Run a quantized target and its source over held-out text, one after the other.
+@dataclass(frozen=True)
+class ReadyText:
+    """Held-out text that can be run over.
 
-    Args:
-        output: the quantized target.
-        text: its source, and the prompts.
-        say: told what is going on.
+    Attributes:
+        folder: the source, which fits into memory.
+        texts: token ids of each text, two at the least.
+        about: what it is, for the record.
+    """
 
-    Returns:
-        The figures, and what they were measured with.
+    folder: Path
+    texts: Sequence[Sequence[int]]
+    about: dict[str, object]
+
+
+def prepare_text(text: HeldOutText) -> ReadyText:
+    """Read and encode held-out text, and see that the targets fit into memory; no weight is read.
 
     Raises:
         PromptsInvalid: there are none, they cannot be read, or none has two tokens.
-        TargetInvalid: one of the two cannot be built, or has other tensors than its config asks for.
-        SourceFormatUnknown, TensorShape: one is stored in a form that is not read.
+        TargetTooLarge: the source is larger than what memory is left. Its output, dequantized, takes the same.
+        TokenizerFailed, SuiteInvalid, HubRefused, HubUnreachable: see `parity.encode_prompts` and `read_held_out`.
+        SourceFormatUnknown, TensorShape: the source is stored in a form that is not read.
     """
     prompts, revision = read_held_out(text.prompts)
     folder = text.source.fetch_model()
+    check_memory(folder, torch.float32, instead=INSTEAD)
     ids = encode_prompts(prompts, folder, text.tokens, trust_remote_code=text.trust_remote_code)
     texts = [row for row in ids if len(row) > 1]
     if not texts:
         raise PromptsInvalid(
             "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
         )
-    say("running the source over held-out text")
-    source = _run(folder, texts)
-    say("running the quantized target over held-out text")
-    figures = compare_runs(source, _run(output.fetch_model(), texts))
     about: dict[str, object] = {
         "prompts": {
             "file": Path(text.prompts).name,
@@ -91,12 +95,31 @@ def measure_perplexity(
         },
         "dtype": "float32, on dequantized weights",
     }
-    return figures, about
+    return ReadyText(folder, texts, about)
+
+
+def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: None) -> PerplexityFigures:
+    """Run a quantized target and its source over held-out text, one after the other.
+
+    Args:
+        output: the quantized target.
+        text: its source, and what both are run over.
+        say: told what is going on.
+
+    Raises:
+        TargetInvalid: one of the two cannot be built, or has other tensors than its config asks for.
+        TargetTooLarge: one of the two is larger than what memory is left by now.
+        SourceFormatUnknown, TensorShape: one is stored in a form that is not read.
+    """
+    say("running the source over held-out text")
+    source = _run(text.folder, text.texts)
+    say("running the quantized target over held-out text")
+    return compare_runs(source, _run(output.fetch_model(), text.texts))
 
 
 @torch.no_grad()
 def _run(folder: Path, texts: Sequence[Sequence[int]]) -> Run:
-    model = load_target(folder, torch.float32)
+    model = load_target(folder, torch.float32, instead=INSTEAD)
     losses, likeliest = [], []
     for row in texts:
         tokens = torch.tensor([row])

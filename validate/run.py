@@ -167,6 +167,13 @@ def _check_target(
         "checked": "target",
         "headers_only": wish.headers_only,
     }
+    ready = None
+    if held_out is not None:
+        from .perplexity import prepare_text
+
+        # First, as its faults are the user's to mend, and a large target is read for hours.
+        say("reading the prompts")
+        ready = prepare_text(held_out)
     findings = list(run_rules(TARGET_RULES, subject))
     noise = perplexity = None
     if source is not None:
@@ -179,14 +186,14 @@ def _check_target(
             findings += held
         except KconvError as fault:
             findings.append(from_fault(fault, rule="K392"))
-    if held_out is not None:
+    if ready is not None:
         from .perplexity import measure_perplexity
 
         if any(finding.severity == "error" for finding in findings):
             provenance["not_measured"] = "perplexity: a target with errors is not run"
         else:
-            perplexity, measured_with = measure_perplexity(named, held_out, say)
-            provenance |= measured_with
+            perplexity = measure_perplexity(named, ready, say)
+            provenance |= ready.about
     about = _digests(checkpoint, wish)
     measured = Figures(noise=noise, perplexity=perplexity)
     return assemble(checkpoint.source, about, findings, measured, provenance, config_digest(checkpoint))

@@ -25,7 +25,7 @@ from kconv.target.config import parse_target_config
 from kconv.target.model import load_target
 from kconv.tiny.text import read_corpus
 from kconv.validate.parity import Parity
-from kconv.validate.perplexity import HeldOutText, Run, compare_runs, measure_perplexity
+from kconv.validate.perplexity import HeldOutText, Run, compare_runs, measure_perplexity, prepare_text
 from kconv.validate.quantized import FLOOR, check_quantized
 from kconv.validate.run import validate
 
@@ -184,7 +184,8 @@ def held_out(tmp_path_factory):
 @pytest.mark.parametrize("form", FORMS)
 def test_perplexity_on_held_out_text_is_within_half_a_percent_of_the_sources(form, pair, held_out):
     source, out = map(Folder, pair(form))
-    figures, about = measure_perplexity(out, HeldOutText(source, str(held_out), tokens=128))
+    text = prepare_text(HeldOutText(source, str(held_out), tokens=128))
+    figures, about = measure_perplexity(out, text), text.about
     assert abs(figures.output / figures.source - 1) < 0.005, figures
     assert figures.log_ratio == pytest.approx(math.log(figures.output / figures.source))
     assert figures.log_ratio_se is not None and 0 < figures.log_ratio_se < 0.002

@@ -1,0 +1,79 @@
+"""Held-out text that cannot be run over: named before a weight is read, as a target may be a terabyte of them."""
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from support.quantized_targets import make_form
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.source import Folder
+from kconv.cli import main
+from kconv.errors import PromptsInvalid, TargetTooLarge
+from kconv.quantize.inputs import data_free
+from kconv.quantize.plan import plan_quantize
+from kconv.quantize.recipe import load_recipe
+from kconv.quantize.run import quantize
+from kconv.target.config import parse_target_config
+from kconv.validate import quantized
+from kconv.validate import run as runs
+from kconv.validate.perplexity import HeldOutText
+from kconv.validate.run import validate
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_target, tmp_path_factory):
+    """Return the folders of the tiny target and of its NVFP4."""
+    root = tmp_path_factory.mktemp("pair")
+    source = open_checkpoint(make_form(tiny_target, root / "source", "bf16"))
+    plan = plan_quantize(source, parse_target_config(source.config), load_recipe("nvfp4-mlp"), data_free())
+    quantize(plan, root / "out")
+    return root / "source", root / "out"
+
+
+@pytest.fixture
+def refuse(pair, monkeypatch):
+    """Return a function that validates on prompts, and says what is raised before any value is looked at."""
+    looked = []
+    monkeypatch.setattr(runs, "run_rules", lambda *_: looked.append("rules"))
+    monkeypatch.setattr(quantized, "check_quantized", lambda *_: looked.append("noise"))
+
+    def run(fault, phrase, prompts):
+        text = HeldOutText(Folder(pair[0]), str(prompts))
+        with pytest.raises(fault, match=phrase) as raised:
+            validate(Folder(pair[1]), quantized_from=open_checkpoint(pair[0]), held_out=text, say=lambda _: None)
+        assert looked == []
+        return raised.value
+
+    return run
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Return the sum of two numbers."}\n')
+    return file
+
+
+def test_prompts_that_are_not_there(refuse, tmp_path):
+    refuse(PromptsInvalid, "no.jsonl", tmp_path / "no.jsonl")
+
+
+def test_prompts_of_one_token(refuse, prompts):
+    prompts.write_text('{"prompt": "a"}\n')
+    refuse(PromptsInvalid, "no prompt has two tokens", prompts)
+
+
+def test_a_target_that_does_not_fit_and_what_to_do_about_it(refuse, prompts, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: type("Swap", (), {"free": 0}))
+    assert "Leave --prompts out" in refuse(TargetTooLarge, "in memory as float32", prompts).fix
+
+
+def test_wrong_usage_is_named_before_weights_are_fetched(pair, prompts, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(Folder, "open_weights", fetched.append)
+    source, out = map(str, pair)
+    words = ["validate", out, "--source", source, "--prompts", str(prompts), "--engine", "vllm", "--url", "http://x"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2 and "are about heads" in done.output
+    assert fetched == []
