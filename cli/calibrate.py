@@ -48,7 +48,7 @@ def calibrate(
     config = read_target_config(folder)
     checkpoint, chosen = open_checkpoint(folder, source=target.name), TORCH[dtype or config.dtype or "BF16"]
     place = partial_of(out, checkpoint, sequences, chosen)
-    before = find(place)
+    before = find(place, config.layers)
     if before:
         click.echo(f"{before.layers} of {config.layers} layers are done already", err=True)
     with writing(out), status("calibrating") as say:

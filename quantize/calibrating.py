@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..checkpoint.folder import Checkpoint
-from ..errors import InputScalesInvalid
+from ..errors import InputScalesInvalid, OutputFailed
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,33 @@ def keep(file: Path, between: Between) -> None:
     """Write where a calibration stands, in the place of what was written before.
 
     Raises:
-        OSError: it cannot be written.
+        OutputFailed: it cannot be written; what was written before stays.
     """
     said = {"layers": str(between.layers), "amaxes": json.dumps(dict(between.amaxes))}
     temporary = file.with_name(f"{file.name}.new")
-    save_file({str(i): states.contiguous() for i, states in enumerate(between.hidden)}, temporary, metadata=said)
-    with temporary.open("rb") as whole:
-        os.fsync(whole.fileno())
-    temporary.replace(file)
+    try:
+        save_file({str(i): states.contiguous() for i, states in enumerate(between.hidden)}, temporary, metadata=said)
+        with temporary.open("rb") as whole:
+            os.fsync(whole.fileno())
+        temporary.replace(file)
+    except (OSError, SafetensorError) as fault:  # of a full disk safetensors tells in its own words
+        temporary.unlink(missing_ok=True)
+        raise OutputFailed(
+            f"{file.name} could not be written: {fault}",
+            where=file.parent,
+            fix="Free some space, or choose an output on another disk; then it goes on behind the last layer.",
+        ) from fault
 
 
-def find(file: Path) -> Between | None:
+def find(file: Path, layers: int) -> Between | None:
     """Read what `keep` wrote; None if there is nothing.
 
+    Args:
+        file: where it was written.
+        layers: of the target.
+
     Raises:
-        InputScalesInvalid: it cannot be read.
+        InputScalesInvalid: it cannot be read, or stands behind more layers than there are.
     """
     if not file.exists():
         return None
@@ -74,8 +86,11 @@ def find(file: Path) -> Between | None:
         with safe_open(file, framework="pt") as held:
             said, count = held.metadata(), len(held.keys())
             hidden = [held.get_tensor(str(i)) for i in range(count)]
-        return Between(int(said["layers"]), hidden, json.loads(said["amaxes"]))
-    except (OSError, SafetensorError, KeyError, ValueError) as fault:
+        done = int(said["layers"])
+        if not 0 <= done <= layers:
+            raise ValueError(f"it stands behind layer {done} of {layers}")
+        return Between(done, hidden, json.loads(said["amaxes"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         raise InputScalesInvalid(
             f"what an interrupted run left in {file.name} cannot be read: {fault}",
             where=file,
