@@ -16,6 +16,7 @@ from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...errors import EngineFailed, PromptsInvalid
 from ...head.chain import Acceptance
+from ...target.config import read_target_config
 from ...target.generate import generate_greedy
 from ...target.model import load_target
 from ...target.tokenizer import Tokenizer, load_tokenizer
@@ -158,7 +159,8 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
     read_as = None
     if figures.per_position is not None and not counts_agree(figures):
         say("looking for the layers that the engine read")
-        read_as = find_reading(head, chain, (figures.drafts, *figures.per_position), readings)
+        counted, layers = (figures.drafts, *figures.per_position), read_target_config(bench.folder).layers
+        read_as = find_reading(head, chain, counted, readings, layers=layers)
     return EngineFound(tuple(judge(figures, strict=strict, read_as=read_as)), figures, about)
 
 

@@ -52,7 +52,12 @@ def with_captured(head: Head, captured: tuple[int, ...]) -> Head:
 
 
 def find_reading(
-    head: Head, chain: Callable[[Head], Acceptance], counted: tuple[int, ...], lists: Iterable[tuple[int, ...]]
+    head: Head,
+    chain: Callable[[Head], Acceptance],
+    counted: tuple[int, ...],
+    lists: Iterable[tuple[int, ...]],
+    *,
+    layers: int,
 ) -> tuple[int, ...] | None:
     """Return the captured layers with which the chain gives just what an engine counted; None where none does.
 
@@ -60,11 +65,12 @@ def find_reading(
         head: the head.
         chain: what a head accepts.
         counted: the engine's drafts, and those accepted up to each place.
-        lists: the layers to try, as outputs.
+        lists: the layers to try, as outputs; those that this target or head cannot have are passed over.
+        layers: of the target.
     """
     for captured in lists:
         # The input of layer 0 is the embedding, which is no layer's output.
-        if min(captured) >= 0 and len(captured) == len(head.spec.captured):
+        if set(captured) <= set(range(layers)) and len(set(captured)) == len(captured) == len(head.spec.captured):
             said = chain(with_captured(head, captured))
             if (said.drafts, *said.accepted) == counted:
                 return captured

@@ -36,10 +36,18 @@ def chain(one: Head) -> Acceptance:
 
 def test_the_layers_that_give_the_engines_counts_are_found(head):
     assert head.spec.captured == (1, 3, 5)
-    assert find_reading(head, chain, (20, 8, 6, 2), [(2, 4, 6), (0, 2, 4)]) == (0, 2, 4)
-    assert find_reading(head, chain, (20, 8, 6, 2), [(2, 4, 6)]) is None
-    # Layer input 0, and a list of another length, are no layers of this head.
-    assert find_reading(head, chain, (20, 8, 6, 2), [(-1, 2, 5), (2, 4)]) is None
+    assert find_reading(head, chain, (20, 8, 6, 2), [(2, 4, 6), (0, 2, 4)], layers=7) == (0, 2, 4)
+    assert find_reading(head, chain, (20, 8, 6, 2), [(2, 4, 6)], layers=7) is None
+
+
+def test_what_cannot_be_layers_of_this_target_is_passed_over(head):
+    """Layer input 0, a list of another length, a layer that the target lacks, and one that stands twice."""
+    # Each has the sum that the counts are of, so that it is the list itself that is no reading.
+    unfit = [(-1, 2, 5), (2, 4), (-2, 1, 7), (0, 3, 3)]
+    assert find_reading(head, chain, (20, 8, 6, 2), unfit, layers=7) is None
+    assert find_reading(head, chain, (20, 8, 6, 2), [*unfit, (0, 1, 5)], layers=7) == (0, 1, 5)
+    assert find_reading(head, chain, (20, 8, 8, 2), [(0, 1, 7)], layers=7) is None
+    assert find_reading(head, chain, (20, 8, 8, 2), [(0, 1, 7)], layers=8) == (0, 1, 7)
 
 
 def test_then_the_finding_says_which_and_what_to_run():
