@@ -72,7 +72,8 @@ class QuantizePlan:
             "stamps": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in self.source.files],
             "inputs": self.inputs.description,
             "scales": [module.input_scale for module in self.modules],
-            "files": [unit.file for unit in self.units],
+            # Another cut has files of the same names.
+            "files": [(unit.file, [name for name, _, _ in unit.outputs()]) for unit in self.units],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,5 +1,7 @@
 """The output cut into files: so even that ranks which share them have about the same to do."""
 
+from dataclasses import replace
+
 import pytest
 
 from kconv.quantize.world import World
@@ -26,3 +28,11 @@ def test_ranks_share_the_bytes_whatever_the_last_file_would_be(ranks, forms, pla
     shares = [sum(unit.bytes_in for unit in World(rank, ranks).own(units)) for rank in range(ranks)]
     assert sum(shares) == sum(unit.bytes_in for unit in units)
     assert max(shares) - min(shares) <= max(unit.bytes_in for unit in units)
+
+
+def test_another_cut_into_files_of_the_same_names_is_another_run(forms, plan):
+    decided = plan(forms("int4"), shard=100_000)
+    first, second, *rest = decided.units
+    other = (replace(second, file=first.file), replace(first, file=second.file), *rest)
+    assert [unit.file for unit in other] == [unit.file for unit in decided.units]
+    assert decided.key == plan(forms("int4"), shard=100_000).key != replace(decided, units=other).key
