@@ -20,6 +20,8 @@ from .world import ALONE, World
 
 Say = Callable[[str], None]
 WAIT = 0.5  # seconds between two looks for other ranks' files
+# Seconds that other ranks have to start, and to take back what they said of an earlier run's fault.
+GRACE = 60
 
 
 def quantize(
@@ -52,7 +54,7 @@ def quantize(
     """
     if world.rank and _is_made(plan, out):
         return True
-    place = Workplace(staging_of(out, plan.key))
+    place, begun = Workplace(staging_of(out, plan.key)), time.monotonic()
     if not world.rank:
         check_disk(plan, out, place)
     keep_staging(out, plan.key)
@@ -65,7 +67,7 @@ def quantize(
             raise
         if world.rank:
             return False
-        _wait_for_others(plan, place, world, advance, say)
+        _wait_for_others(plan, place, world, begun, advance, say)
         say("writing the index and the manifest")
         finish(plan, place)
     publish(place.root, out)
@@ -106,7 +108,7 @@ def _make_own(
 
 
 def _wait_for_others(
-    plan: QuantizePlan, place: Workplace, world: World, advance: Callable[[int], None], say: Say
+    plan: QuantizePlan, place: Workplace, world: World, begun: float, advance: Callable[[int], None], say: Say
 ) -> None:
     own = {unit.file for unit in world.own(plan.units)}
     waiting: list[Unit] = [unit for unit in plan.units if unit.file not in own]
@@ -115,17 +117,22 @@ def _wait_for_others(
         there = [unit for unit in waiting if place.is_done(unit.file)]
         advance(sum(unit.bytes_in for unit in there))
         waiting = [unit for unit in waiting if unit not in there]
-        for rank in range(world.size):
-            if place.failure(rank).exists():
-                raise WorkerFailed(
-                    f"rank {rank} failed: {place.failure(rank).read_text()}",
-                    fix="Put that right, and run the same command again on all ranks; it goes on where it stopped.",
-                )
         if waiting:
+            if time.monotonic() - begun >= GRACE:
+                _hear(place, world)
             time.sleep(WAIT)
     for unit in plan.units:
         if place.read(unit.file) is None:
             raise WorkerFailed(f"{unit.file} is not whole", fix="Run the same command again to make it.")
+
+
+def _hear(place: Workplace, world: World) -> None:
+    for rank in range(world.size):
+        if place.failure(rank).exists():
+            raise WorkerFailed(
+                f"rank {rank} failed: {place.failure(rank).read_text()}",
+                fix="Put that right, and run the same command again on all ranks; it goes on where it stopped.",
+            )
 
 
 def _tell(place: Workplace, world: World, fault: BaseException) -> None:

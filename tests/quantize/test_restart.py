@@ -14,7 +14,9 @@ import pytest
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
+from kconv.checkpoint.staging import keep_staging
 from kconv.errors import NotACheckpoint, OutputExists, WorkerFailed
+from kconv.quantize import run
 from kconv.quantize.record import Workplace
 from kconv.quantize.run import quantize
 from kconv.quantize.world import World, read_world
@@ -62,7 +64,8 @@ def test_a_rank_that_comes_late_finds_the_work_done(forms, plan, quiet):
         quantize(plan(forms("int4"), shard=SHARD), quiet, world=World(0, 2))
 
 
-def test_a_rank_that_fails_tells_the_one_that_waits(forms, plan, tmp_path):
+def test_a_rank_that_fails_tells_the_one_that_waits(forms, plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 0)
     decided = plan(forms("int4"), shard=SHARD)
     out = tmp_path / "out"
     quantize(decided, out, world=World(1, 3))
@@ -71,6 +74,22 @@ def test_a_rank_that_fails_tells_the_one_that_waits(forms, plan, tmp_path):
     with pytest.raises(WorkerFailed, match="rank 2 failed: the disk is gone"):
         quantize(decided, out, world=World(0, 3))
     assert not out.exists()
+
+
+def test_the_fault_of_an_earlier_run_is_none_of_this_one(forms, plan, quiet, tmp_path, monkeypatch):
+    """The other rank starts later, and takes back then what it said."""
+    decided, out, waits = plan(forms("int4"), shard=SHARD), tmp_path / "out", []
+    place = Workplace(keep_staging(out, decided.key))
+    place.failure(1).write_text("the disk was full")
+
+    def other_rank(_):
+        waits.append(place.failure(1).exists())
+        quantize(decided, out, world=World(1, 2))
+
+    monkeypatch.setattr(run.time, "sleep", other_rank)
+    quantize(decided, out, world=World(0, 2))
+    assert waits == [True]
+    assert digests(out) == digests(quiet)
 
 
 def test_a_restart_makes_only_what_is_missing(forms, plan, quiet, tmp_path):
