@@ -74,8 +74,9 @@ def quantize(
     """Write TARGET in NVFP4 into the new folder OUT, with kconv.json beside it.
 
     TARGET is stored in bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6) or FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3).
-    One tensor at a time is in memory. What is not quantized keeps its bytes. A run that was interrupted goes on
-    where it stopped when the same command is given again. Under torchrun the ranks share the work.
+    What is not quantized keeps its bytes. On the streaming road one tensor at a time is in memory, ranks of torchrun
+    share the work, and a run that was interrupted goes on where it stopped when the same command is given again.
+    --road modelopt is one process, with the whole target in memory, and starts anew.
 
     Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
     too), nvfp4-weight-only (activations stay bf16), or a YAML file.
@@ -109,16 +110,17 @@ def quantize(
 
     from ..target.config import parse_target_config
 
-    source = target.open_headers() if dry_run else target.open_weights()
-    config = parse_target_config(source.config, where=source.folder / "config.json")
-    if road == "stream":
-        _stream(source, config, recipe, input_scale, out, world, jobs, dry_run=dry_run, as_json=as_json)
-        return
+    # Prompts first: a fault of theirs is found before anything large is downloaded.
     sequences, said = (
         read_sequences(target, prompts, tokens=tokens, chat=chat, trust_remote_code=trust_remote_code)
         if prompts
         else ([], None)
     )
+    source = target.open_headers() if dry_run else target.open_weights()
+    config = parse_target_config(source.config, where=source.folder / "config.json")
+    if road == "stream":
+        _stream(source, config, recipe, input_scale, out, world, jobs, dry_run=dry_run, as_json=as_json)
+        return
     _modelopt(source, config, recipe, sequences, said, out, dry_run=dry_run, as_json=as_json)
 
 

@@ -125,6 +125,14 @@ def test_the_plan_is_shown_before_the_target_is_loaded(forms, kconv, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_prompts_are_read_before_the_weights_are_fetched(forms, kconv, tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(Folder, "open_weights", fetched.append)
+    words = ("quantize", forms("int4"), tmp_path / "out", "--recipe", "nvfp4", "--road", "modelopt")
+    assert "no.jsonl" in kconv(*words, "--prompts", tmp_path / "no.jsonl", code=1).output
+    assert fetched == []
+
+
 USAGE = {
     "modelopt without prompts": (["nvfp4", "--road", "modelopt"], "--prompts must be said: a JSONL file"),
     "modelopt with an input scale": (
