@@ -203,6 +203,12 @@ def _bars(table: Table) -> dict[str, dict[str, float]]:
 
 
 def _refuse_report(report: Report, manifest: Manifest | None) -> None:
+    if manifest is not None and not report.weights:
+        raise ReportInvalid(
+            "the report names no weights, as kconv validate --headers-only reads none",
+            where=report.subject,
+            fix="Run kconv validate on this folder without --headers-only, and give what it writes.",
+        )
     if manifest is not None:
         _refuse_foreign(report.weights, manifest, report.subject)
     if not report.clean:
