@@ -75,6 +75,16 @@ def test_offline_is_online(job, tiny_target, tmp_path):
     assert trained["trained"]["loss"] == pytest.approx(beside["trained"]["loss"], abs=0.2 * learned)
 
 
+@pytest.fixture
+def one_thread():
+    """Sum in one order: threads cut sums by the batch, and Muon gives a direction of mere rounding its full step."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_over_the_same_rows_offline_and_online_end_with_the_same_weights(tiny_target, tmp_path):
     # A text is one row, so the target sees the same tokens before each.
     folder = store(tiny_target, tmp_path, VALUES["seq"])
