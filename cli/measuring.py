@@ -76,14 +76,19 @@ class Measuring:
         return bool(self.engine or self.engine_python or self.url)
 
     def parity(self, target: Source | None) -> Parity | None:
-        """Return how logits and acceptance are measured; None where nobody asked."""
-        from ..validate.parity import Parity
-
+        """Return how logits and acceptance are measured, with the prompts read; None where nobody asked."""
         if target is None or not (self.prompts or self.states):
             return None
+        from ..validate.held_out import encode_held_out
+        from ..validate.parity import Parity
+
+        prompts = None
+        if self.prompts:
+            limit = self.prompt_tokens + self.new_tokens
+            prompts = encode_held_out(self.prompts, target, limit, trust_remote_code=self.trust_remote_code)
         return Parity(
             target,
-            self.prompts,
+            prompts,
             self.states,
             steps=self.steps,
             prompt_tokens=self.prompt_tokens,
@@ -91,7 +96,6 @@ class Measuring:
             seed=self.seed,
             calibrated_on=self.calibrated_on,
             allow_pickle=self.allow_pickle,
-            trust_remote_code=self.trust_remote_code,
         )
 
     def held_out(self, source: Source) -> HeldOutText | None:

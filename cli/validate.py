@@ -91,6 +91,7 @@ def validate(
     if not of_target:
         measuring.check(target)
     held_out = measuring.held_out(source) if source and of_target else None
+    parity = measuring.parity(target)
     quantized_from = source.open_weights() if source and of_target else None
     original = open_head(source, target=target) if source and not of_target else None
     with status("validating") as say:
@@ -99,8 +100,8 @@ def validate(
             wish,
             source=original,
             quantized_from=quantized_from,
-            parity=measuring.parity(target) if measuring.wanted else None,
-            engined=measuring.engined(target) if measuring.wanted else None,
+            parity=parity,
+            engined=measuring.engined(target),
             held_out=held_out,
             say=say,
         )

@@ -34,6 +34,7 @@ def validate(step: Validate, job: Job) -> None:
     from ..convert.captured import Hints
     from ..convert.layouts import by_name
     from ..target.config import read_target_config
+    from ..validate.held_out import encode_held_out
     from ..validate.markdown import write_report
     from ..validate.parity import Parity
     from ..validate.rules.rule import ASKED
@@ -49,15 +50,19 @@ def validate(step: Validate, job: Job) -> None:
     wish = Wish(
         ASKED[step.engines] if step.engines else None, by_name(said.layout) if said.layout else None, hints, config
     )
+    prompts, limit = job.word("prompts"), step.prompt_tokens + step.new_tokens
+    parity = None
+    if target and prompts:
+        parity = Parity(
+            target,
+            encode_held_out(prompts, target, limit),
+            steps=step.steps,
+            prompt_tokens=step.prompt_tokens,
+            new_tokens=step.new_tokens,
+        )
     opened = source.open_weights() if source else None
     quantized_from = opened if opened and is_target(opened) else None
     original = open_step_head(source, Reading(), target) if source and not quantized_from else None
-    prompts = job.word("prompts")
-    parity = (
-        Parity(target, prompts, steps=step.steps, prompt_tokens=step.prompt_tokens, new_tokens=step.new_tokens)
-        if target and prompts
-        else None
-    )
     report = run(job.source("head"), wish, source=original, quantized_from=quantized_from, parity=parity, say=job.say)
     with staged(job.out) as folder:
         write_report(report, folder)

@@ -4,21 +4,66 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.source import Source
 from ..convert.read import Head
 from ..errors import PromptsInvalid
-from ..target.prompts import Prompt, read_prompts
+from ..target.prompts import Prompt, digest_prompts, read_prompts
 from ..target.states_record import RECORD
+from ..target.tokenizer import load_tokenizer
 from .bench_suites import SUITES, load_suite
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHOWN = 3
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out prompts as a target reads them.
+
+    Attributes:
+        file: the file's name, or the suite's and its commit.
+        revision: what the prompts are of: the suite's commit, or the file's sha256.
+        prompts: the prompts.
+        tokens: token ids of each prompt's first turn, in the same order; empty where a prompt has none.
+    """
+
+    file: str
+    revision: str
+    prompts: tuple[Prompt, ...]
+    tokens: tuple[list[int], ...]
+
+    def describe(self) -> dict[str, object]:
+        """Return what a report says of them: no text, but digests of it."""
+        return {"file": self.file, "revision": self.revision, "sha256_of_turns": digest_prompts(self.prompts)}
+
+
+def encode_held_out(name: str, target: Source, limit: int, *, trust_remote_code: bool = False) -> HeldOut:
+    """Read held-out prompts, and encode their first turns as plain text; of the target only its tokenizer is fetched.
+
+    Args:
+        name: as of `read_held_out`.
+        target: whose tokenizer is used.
+        limit: texts are cut to this many tokens.
+        trust_remote_code: whether the tokenizer may run code of its own.
+
+    Raises:
+        PromptsInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `read_held_out`; or no prompt has a token.
+        TargetInvalid: the tokenizer cannot be loaded.
+    """
+    prompts, revision = read_held_out(name)
+    tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
+    tokens = tuple(tokenizer.encode(prompt.turns[0])[:limit] for prompt in prompts)
+    if not any(tokens):
+        raise PromptsInvalid("no prompt has a token", where=name, fix="Give prompts with text in them.")
+    return HeldOut(Path(name).name, revision, prompts, tokens)
 
 
 def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:

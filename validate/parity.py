@@ -5,7 +5,7 @@ The target is in memory, or its states are on disk (`kconv states`) and only its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,10 @@ from ..head.forward import DraftHead
 from ..target.config import TargetConfig, read_target_config
 from ..target.model import load_target
 from ..target.modelopt_states import open_modelopt_states
-from ..target.prompts import Prompt, digest_prompts
 from ..target.states import States
 from ..target.states_record import RECORD
 from ..target.stored_states import StatesFolder, StoredStates, open_states
-from ..target.tokenizer import load_tokenizer
-from .held_out import read_held_out, refuse_overlap
+from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, head_drafter, measure, measure_states
 from .parts import Parts
 from .texts import Batch, make_texts, stored_texts
@@ -41,19 +39,18 @@ class Parity:
 
     Attributes:
         target: the target.
-        prompts: held-out prompts: a JSONL file, or a suite's name and its revision on the Hub.
-        states: stored states of the target over held-out prompts, in place of `prompts`.
+        prompts: held-out prompts, cut to `prompt_tokens` + `new_tokens`; they are read before any weight is.
+        states: stored states of the target over held-out prompts; one of the two is given.
         steps: K, drafted tokens per verify step.
         prompt_tokens: prompts are cut to this before they are continued.
         new_tokens: length of the continuations.
         seed: of the sampled continuations.
         calibrated_on: what the head was calibrated on, beside what its own manifest says.
         allow_pickle: whether ModelOpt's .pt files may be read as states.
-        trust_remote_code: whether the target's tokenizer may run code of its own.
     """
 
     target: Source
-    prompts: str | None = None
+    prompts: HeldOut | None = None
     states: Path | None = None
     steps: int = 3
     prompt_tokens: int = 32
@@ -61,7 +58,6 @@ class Parity:
     seed: int = 0
     calibrated_on: tuple[Path, ...] = ()
     allow_pickle: bool = False
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,32 +72,23 @@ def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) 
     """Measure a head, and its source beside it, on held-out prompts.
 
     Raises:
-        PromptsInvalid: there are none, they cannot be read, or one is among the calibration's own.
+        PromptsInvalid: one is among the calibration's own, or no text is long enough to draft in.
         StatesInvalid: the states cannot be read, or are of another target or other layers.
         TargetInvalid: the target cannot be read, or does not belong to the head.
     """
     return _from_states(output, source, parity, say) if parity.states else _from_target(output, source, parity, say)
 
 
-def encode_prompts(
-    prompts: Sequence[Prompt], target: Path, limit: int, *, trust_remote_code: bool = False
-) -> list[list[int]]:
-    """Return the token ids of each prompt's first turn, as plain text, cut to `limit` tokens."""
-    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    return [tokenizer.encode(prompt.turns[0])[:limit] for prompt in prompts]
-
-
 def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
-    prompts, revision = read_held_out(parity.prompts or "")
-    refuse_overlap((p.digest for p in prompts), output, parity.calibrated_on)
+    held_out = parity.prompts
+    assert held_out is not None
+    refuse_overlap((p.digest for p in held_out.prompts), output, parity.calibrated_on)
     say("loading the target")
     folder = parity.target.fetch_model()
     checkpoint, config = open_checkpoint(folder, source=parity.target.name), read_target_config(folder)
     heads = _load_heads(output, source, checkpoint, config)
     model = load_target(folder, torch.float32)
-    limit = parity.prompt_tokens + parity.new_tokens
-    ids = encode_prompts(prompts, folder, limit, trust_remote_code=parity.trust_remote_code)
-    named = [(row, prompt.category) for row, prompt in zip(ids, prompts, strict=True) if row]
+    named = [(row, p.category) for row, p in zip(held_out.tokens, held_out.prompts, strict=True) if row]
     say("continuing the prompts")
     texts = make_texts(
         model,
@@ -119,16 +106,8 @@ def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) ->
         measured.append(
             measure(text, model, output.spec.captured, parity.steps, drafters, compare=pair, parts=_parts(heads))
         )
-    about = {
-        "prompts": {
-            "file": Path(parity.prompts or "").name,
-            "revision": revision,
-            "sha256_of_turns": digest_prompts(prompts),
-            "prompt_tokens": parity.prompt_tokens,
-            "new_tokens": parity.new_tokens,
-        },
-        "seed": parity.seed,
-    }
+    lengths = {"prompt_tokens": parity.prompt_tokens, "new_tokens": parity.new_tokens}
+    about = {"prompts": held_out.describe() | lengths, "seed": parity.seed}
     return ParityFound(tuple(measured), _common_provenance(parity) | about)
 
 

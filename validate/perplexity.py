@@ -18,10 +18,8 @@ from torch.nn.functional import cross_entropy
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
 from ..target.model import check_memory, load_target
-from ..target.prompts import digest_prompts
 from .figures import PerplexityFigures
-from .held_out import read_held_out
-from .parity import encode_prompts
+from .held_out import encode_held_out
 from .ratios import standard_errors
 
 Say = Callable[[str], None]
@@ -74,25 +72,19 @@ def prepare_text(text: HeldOutText) -> ReadyText:
     Raises:
         PromptsInvalid: there are none, they cannot be read, or none has two tokens.
         TargetTooLarge: the source is larger than what memory is left. Its output, dequantized, takes the same.
-        TokenizerFailed, SuiteInvalid, HubRefused, HubUnreachable: see `parity.encode_prompts` and `read_held_out`.
+        TargetInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `encode_held_out`.
         SourceFormatUnknown, TensorShape: the source is stored in a form that is not read.
     """
-    prompts, revision = read_held_out(text.prompts)
-    folder = text.source.fetch_model()
-    check_memory(folder, torch.float32, instead=INSTEAD)
-    ids = encode_prompts(prompts, folder, text.tokens, trust_remote_code=text.trust_remote_code)
-    texts = [row for row in ids if len(row) > 1]
+    held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
+    texts = [row for row in held_out.tokens if len(row) > 1]
     if not texts:
         raise PromptsInvalid(
             "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
         )
+    folder = text.source.fetch_model()
+    check_memory(folder, torch.float32, instead=INSTEAD)
     about: dict[str, object] = {
-        "prompts": {
-            "file": Path(text.prompts).name,
-            "revision": revision,
-            "sha256_of_turns": digest_prompts(prompts),
-            "text_tokens": text.tokens,
-        },
+        "prompts": held_out.describe() | {"text_tokens": text.tokens},
         "dtype": "float32, on dequantized weights",
     }
     return ReadyText(folder, texts, about)

@@ -9,11 +9,10 @@ import torch
 
 from kconv.head.drafters import count_bigrams
 from kconv.target.model import load_target
-from kconv.target.prompts import Prompt
 from kconv.target.states import run_target
+from kconv.target.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.measure import Drafter, measure
-from kconv.validate.parity import encode_prompts
 from kconv.validate.texts import make_texts
 
 STEPS, CAPTURED = 3, (1, 3, 5)
@@ -27,7 +26,8 @@ def model(tiny_target: Path):
 @pytest.fixture(scope="module")
 def prompts(tiny_target: Path) -> list[list[int]]:
     documents = [text for text in read_corpus().held_out if len(text) > 300][:6]
-    return encode_prompts([Prompt(str(i), "", (text,)) for i, text in enumerate(documents)], tiny_target, 40)
+    tokenizer = load_tokenizer(tiny_target)
+    return [tokenizer.encode(text)[:40] for text in documents]
 
 
 @pytest.fixture(scope="module")

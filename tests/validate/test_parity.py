@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from kconv.errors import PromptsInvalid, StatesInvalid
 from kconv.head.spec import Gqa, HeadSpec, Rope
 from kconv.target.config import read_target_config
 from kconv.target.model import load_target
-from kconv.target.prompts import read_prompts
 from kconv.target.states_plan import Wanted
 from kconv.target.states_record import RECORD
 from kconv.target.states_runner import LocalRunner
@@ -32,6 +30,7 @@ from kconv.target.stored_states import open_states
 from kconv.target.tokenizer import load_tokenizer
 from kconv.target.write_states import write_states
 from kconv.tiny.text import read_corpus
+from kconv.validate.held_out import encode_held_out
 from kconv.validate.measure import Measured
 from kconv.validate.parity import Parity, ParityFound, measure_parity
 
@@ -104,8 +103,10 @@ def states(root, tiny_target, prompts) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tiny_target) -> Callable[..., ParityFound]:
-    def run(output: Head, source: Head | None, **how) -> ParityFound:
-        parity = Parity(Folder(tiny_target), prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, **how)
+    def run(output: Head, source: Head | None, prompts: Path | None = None, **how) -> ParityFound:
+        target = Folder(tiny_target)
+        held_out = encode_held_out(str(prompts), target, PROMPT_TOKENS + NEW_TOKENS) if prompts else None
+        parity = Parity(target, held_out, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, **how)
         return measure_parity(output, source, parity, lambda _: None)
 
     return run
@@ -113,7 +114,7 @@ def run(tiny_target) -> Callable[..., ParityFound]:
 
 @pytest.fixture(scope="module")
 def live(run, spoilt, source, prompts) -> dict[str, Measured]:
-    return {m.text.kind: m for m in run(spoilt, source, prompts=str(prompts)).measured}
+    return {m.text.kind: m for m in run(spoilt, source, prompts=prompts).measured}
 
 
 @pytest.fixture(scope="module")
@@ -220,48 +221,22 @@ def test_modelopts_dumps_serve_as_states(run, output, source, states, tiny_targe
 
 
 def test_prompts_that_the_head_was_calibrated_on_are_refused(run, output, prompts, states, tmp_path):
-    for how in ({"prompts": str(prompts)}, {"states": states}):
+    for how in ({"prompts": prompts}, {"states": states}):
         with pytest.raises(PromptsInvalid, match="8 of 8 prompts are among those"):
             run(output, None, calibrated_on=(states,), **how)
     one = tmp_path / "one.jsonl"
     one.write_text(prompts.read_text().splitlines()[0] + '\n{"prompt": "Something else altogether, of some length."}\n')
     with pytest.raises(PromptsInvalid, match="1 of 2 prompts"):
-        run(output, None, prompts=str(one), calibrated_on=(states / RECORD,))
-
-
-def test_what_the_manifest_says_of_the_calibration_counts(run, output, prompts, tmp_path):
-    folder = Path(shutil.copytree(output.checkpoint.folder, tmp_path / "head"))
-    manifest = json.loads((folder / MANIFEST).read_text())
-    digest = read_prompts(prompts)[3].digest
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"conversion": {"prompts": [digest]}}))
-    head = replace(output, checkpoint=replace(output.checkpoint, folder=folder))
-    with pytest.raises(PromptsInvalid, match="1 of 8 prompts") as fault:
-        run(head, None, prompts=str(prompts))
-    assert fault.value.where.endswith(MANIFEST)
+        run(output, None, prompts=one, calibrated_on=(states / RECORD,))
 
 
 def test_other_prompts_are_let_through(run, output, states, tmp_path):
     file = tmp_path / "others.jsonl"
     file.write_text('{"prompt": "An index is returned where there is one, else nothing at all happens here."}\n')
-    found = run(output, None, prompts=str(file), calibrated_on=(states,))
+    found = run(output, None, prompts=file, calibrated_on=(states,))
     assert [row.drafter for row in found.measured[0].acceptance] == ["output"]
     # One sequence has no spread.
     assert found.measured[0].acceptance[0].standard_error is None
-
-
-def test_a_record_without_prompts_is_no_record(run, output, prompts, tmp_path):
-    (tmp_path / "empty.json").write_text("{}")
-    with pytest.raises(PromptsInvalid, match="records no prompts"):
-        run(output, None, prompts=str(prompts), calibrated_on=(tmp_path / "empty.json",))
-    with pytest.raises(PromptsInvalid, match=r"holds neither states\.json nor kconv\.json"):
-        run(output, None, prompts=str(prompts), calibrated_on=(tmp_path,))
-
-
-def test_a_suite_of_the_hub_must_be_pinned(run, output):
-    for name in ("mt-bench", "mt-bench@main"):
-        with pytest.raises(PromptsInvalid, match="may be other prompts tomorrow") as fault:
-            run(output, None, prompts=name)
-        assert "@<40 hex digits>" in fault.value.fix
 
 
 def test_texts_too_short_to_draft_in_are_refused(run, output, states):

@@ -168,7 +168,7 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
     with pytest.raises(ComparisonUnfit, match="this is a head, and its --source is a target"):
         validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
     with pytest.raises(ComparisonUnfit, match="acceptance is a head's"):
-        validate(Folder(good), parity=Parity(Folder(source), "held-out.jsonl"), **quiet)
+        validate(Folder(good), parity=Parity(Folder(source)), **quiet)
 
 
 @pytest.fixture(scope="module")
