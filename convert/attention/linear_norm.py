@@ -13,6 +13,7 @@ Without data there is no s to begin with: a guess of it keeps half of the accept
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class Linearized:
     Attributes:
         map: `[rank, attn_in]`.
         constant: s, the one number that fits best.
-        ridge: the chosen one.
+        ridge: the chosen one; infinite for the constant alone.
         error: relative error of the latent, `|Lx - n(Wx)| / |n(Wx)|`, root mean square.
         constant_error: the same of `s * g * W`.
     """
@@ -70,40 +71,28 @@ def gather(rows: Iterable[Tensor], latents: Sequence[Latent]) -> list[Moments]:
     moments = Moments(width, sum(ranks), latents[0].down.device)
     for x in rows:
         moments.add(x, torch.cat([latent.normed(x) for latent in latents], dim=-1))
-    parts = []
-    for xy in moments.xy.split(ranks, dim=1):
-        part = Moments(0)
-        part.xx, part.xy, part.rows = moments.xx, xy, moments.rows
-        parts.append(part)
-    return parts
+    return moments.split(ranks)
 
 
-def linearize(latent: Latent, moments: Moments, rows: Sequence[Tensor], ridges: Sequence[float] = RIDGES) -> Linearized:
+def linearize(latent: Latent, moments: Moments, rows: Iterable[Tensor], ridges: Sequence[float] = RIDGES) -> Linearized:
     """Return the linear map that stands in for a normed latent.
 
     Args:
         latent: the latent.
         moments: of the rows to fit on, as `gather` gives them.
-        rows: other rows, `[N, attn_in]` each, which choose the ridge.
+        rows: other rows, `[N, attn_in]` each, which choose the ridge; gone through once.
         ridges: to choose from; empty for the constant alone.
     """
     plain = latent.scaled.to(moments.xx.dtype)
     constant = float((plain * moments.xy.T).sum() / ((plain @ moments.xx) * plain).sum())
     prior = constant * plain
-    constant_error = _error(latent, prior, rows)
-    found = Linearized(prior, constant, float("inf"), constant_error, constant_error)
-    for ridge in ridges:
-        solved = moments.solve(prior, ridge)
-        error = _error(latent, solved, rows)
-        if error < found.error:
-            found = Linearized(solved, constant, ridge, error, constant_error)
-    return found
-
-
-def _error(latent: Latent, linear: Tensor, rows: Sequence[Tensor]) -> float:
-    apart = whole = 0.0
+    maps = {math.inf: prior} | {ridge: moments.solve(prior, ridge) for ridge in ridges}
+    apart, whole = dict.fromkeys(maps, 0.0), 0.0
     for x in rows:
         wanted = latent.normed(x)
-        apart += float((F.linear(x, linear.to(x.dtype)) - wanted).double().square().sum())
         whole += float(wanted.double().square().sum())
-    return (apart / whole) ** 0.5
+        for ridge, linear in maps.items():
+            apart[ridge] += float((F.linear(x, linear.to(x.dtype)) - wanted).double().square().sum())
+    errors = {ridge: (lost / whole) ** 0.5 for ridge, lost in apart.items()}
+    best = min(errors, key=lambda ridge: errors[ridge])
+    return Linearized(maps[best], constant, best, errors[best], errors[math.inf])

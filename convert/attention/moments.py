@@ -1,23 +1,25 @@
 """Second moments, streamed, and what least squares makes of them. What belongs here: sums over rows, one solve.
 
 A linear map B from x to y that minimises `E|Bx - y|^2 + ridge * |B - prior|^2` needs only the sums `x^T x` and
-`x^T y`, so rows come and go and the memory is that of the sums: 14,336 inputs of Kimi-K2's attention take 0.8 GB in
-fp32, whatever the number of rows. Products of a block are added in fp64 below `WIDE` inputs, and in fp32 above.
+`x^T y`, so rows come and go and the memory is that of the sums: 14,336 inputs of Kimi-K2's attention take 1.6 GB,
+whatever the number of rows.
+
+Sums and factors are fp64 at every width. All tokens share a mean, so the largest eigenvalue of `x^T x` is a good part
+of its trace: thousands of times the mean of the diagonal at such a width. What fp32 rounds off is then larger than the
+smallest eigenvalues and than the ridge, and the Cholesky factor of the sum does not exist.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-WIDE = 8192
+# What an attention's conversion is computed in, up to the head that is assembled of it.
+DTYPE = torch.float64
 # What is added to the diagonal, relative to its mean, so that a direction which no row has does not divide by 0.
 FLOOR = 1e-7
-
-
-def working_dtype(width: int) -> torch.dtype:
-    """Return what is computed in for an attention with this many inputs."""
-    return torch.float64 if width < WIDE else torch.float32
 
 
 class Moments:
@@ -30,18 +32,26 @@ class Moments:
     """
 
     def __init__(self, n: int, m: int = 0, device: torch.device | str = "cpu") -> None:
-        dtype = working_dtype(n)
-        self.xx = torch.zeros(n, n, dtype=dtype, device=device)
-        self.xy = torch.zeros(n, m, dtype=dtype, device=device)
+        self.xx = torch.zeros(n, n, dtype=DTYPE, device=device)
+        self.xy = torch.zeros(n, m, dtype=DTYPE, device=device)
         self.rows = 0
 
     def add(self, x: Tensor, y: Tensor | None = None) -> None:
         """Take in rows `x [N, n]`, `y [N, m]`."""
-        x = x.to(self.xx.dtype)
+        x = x.to(DTYPE)
         self.xx.addmm_(x.T, x)
         if y is not None:
-            self.xy.addmm_(x.T, y.to(x.dtype))
+            self.xy.addmm_(x.T, y.to(DTYPE))
         self.rows += len(x)
+
+    def split(self, widths: Sequence[int]) -> list[Moments]:
+        """Return the moments of the same rows with parts of y, `[n, width]` each; `xx` is shared."""
+        parts = []
+        for xy in self.xy.split(list(widths), dim=1):
+            part = Moments(0)
+            part.xx, part.xy, part.rows = self.xx, xy, self.rows
+            parts.append(part)
+        return parts
 
     def mean(self) -> Tensor:
         """Return `E[x x^T]`, `[n, n]`."""
@@ -56,7 +66,7 @@ class Moments:
         """
         strength = (ridge + FLOOR) * self.xx.diagonal().mean()
         factor = torch.linalg.cholesky(_add_to_diagonal(self.xx, strength))
-        return torch.cholesky_solve(self.xy + strength * prior.T.to(self.xx.dtype), factor).T
+        return torch.cholesky_solve(self.xy + strength * prior.T.to(DTYPE), factor).T
 
 
 def factor(mean: Tensor, floor: float = FLOOR) -> Tensor:
@@ -65,7 +75,7 @@ def factor(mean: Tensor, floor: float = FLOOR) -> Tensor:
 
 
 def _add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
-    """Return `matrix + value * I`, without an identity as large: at 14,336 inputs it is 0.8 GB."""
+    """Return `matrix + value * I`, without an identity as large: at 14,336 inputs it is 1.6 GB."""
     raised = matrix.clone()
     raised.diagonal().add_(value)
     return raised

@@ -139,8 +139,8 @@ def _phases(rope: Rope, dims: Gqa, pairs: int, distances: Tensor) -> Tensor:
     back = torch.arange(distances.shape[-1], dtype=distances.dtype, device=distances.device)
     angles = -back[:, None] * inverse_frequencies(rope, 2 * pairs).to(distances)
     weights = distances / distances.sum(-1, keepdim=True)
-    mean = weights.to(torch.complex128) @ torch.polar(torch.ones_like(angles), angles).to(torch.complex128)
-    return mean.to(_complex_of(distances.dtype))
+    turned = torch.polar(torch.ones_like(angles), angles)
+    return weights.to(turned.dtype) @ turned
 
 
 def _complex(rows: Tensor, pairs: int) -> Tensor:
@@ -150,10 +150,6 @@ def _complex(rows: Tensor, pairs: int) -> Tensor:
 
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     return torch.complex(rows.real @ matrix, rows.imag @ matrix)
-
-
-def _complex_of(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
 def _interleave(rows: Tensor, lacking: int) -> Tensor:

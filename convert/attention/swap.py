@@ -11,7 +11,7 @@ from ...errors import LayoutCannot
 from ...head.forward import DraftHead
 from ...head.slots import needs
 from ...head.spec import Gqa, HeadSpec, Mla, Rope
-from .moments import working_dtype
+from .moments import DTYPE
 
 GQA_SLOTS = tuple(f"0.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
 MLA_SLOTS = tuple(
@@ -38,10 +38,9 @@ class Attention:
 
 
 def attention_of(head: DraftHead) -> Attention:
-    """Return a head's attention, in the dtype that it is worked on in."""
+    """Return a head's attention in fp64, which it is worked on in."""
     slots = MLA_SLOTS if isinstance(head.spec.attention, Mla) else GQA_SLOTS
-    dtype = working_dtype(2 * head.spec.hidden)
-    return Attention(head.spec.attention, head.spec.rope, {slot: head.weights[slot].to(dtype) for slot in slots})
+    return Attention(head.spec.attention, head.spec.rope, {slot: head.weights[slot].to(DTYPE) for slot in slots})
 
 
 def with_attention(head: DraftHead, attention: Attention) -> DraftHead:

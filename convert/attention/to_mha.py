@@ -1,7 +1,7 @@
 """MLA to MHA. What belongs here: the order of the steps.
 
 1. One pass over the fitted rows: second moments of the attention's input against both normed latents.
-2. A linear map in place of each (`linear_norm`).
+2. A linear map in place of each (`linear_norm`), its ridge chosen on rows that were not fitted.
 3. The exact rest (`expand_mla`).
 4. A second pass: o_proj, fitted to what the original gave (`refit`).
 """
@@ -46,9 +46,8 @@ def convert_to_mha(
         "kv": Latent(weights["0.kv_a_proj_with_mqa"][: dims.kv_lora_rank], weights["0.kv_a_layernorm"], head.spec.eps),
     }
     moments = gather((step.rows for step in trace(head, calibration.part("fit"))), list(latents.values()))
-    unseen = [step.rows for step in trace(head, calibration.part("choose"))]
     linear = {
-        name: linearize(latent, own, unseen, ridges)
+        name: linearize(latent, own, (step.rows for step in trace(head, calibration.part("choose"))), ridges)
         for (name, latent), own in zip(latents.items(), moments, strict=True)
     }
     mha = assemble_mha(mla, linear["q"].map, linear["kv"].map, head_dim)

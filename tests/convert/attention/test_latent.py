@@ -98,6 +98,20 @@ def test_moments_in_parts_are_least_squares():
     assert moments.rows == 200
 
 
+def test_moments_of_rows_that_share_a_mean_are_solved_to_the_last_ridge():
+    """As of a wide attention's inputs: one direction holds nearly all. In fp32 their sum has no Cholesky factor."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 400, generator=generator) * torch.logspace(0, -5, 400) + 100.0
+    moments = Moments(400, 2)
+    for rows in x.split(64):
+        moments.add(rows, rows[:, :2] - 100.0)
+    single = (x.T @ x) / len(x)
+    assert torch.linalg.cholesky_ex(single + 1e-7 * single.diagonal().mean() * torch.eye(400)).info > 0
+    mean = moments.mean()
+    lower = factor(mean, floor=1e-12)
+    torch.testing.assert_close(lower @ lower.T, x.double().T @ x.double() / len(x), rtol=1e-9, atol=1e-7)
+
+
 def test_moments_are_solved_where_they_are():
     """A device that only knows shapes: anything made elsewhere could not be added to it."""
     moments = Moments(5, 3, device="meta")
