@@ -1,7 +1,8 @@
 """What a conversion is calibrated and measured on. What belongs here: batches of states, their split, their refusals.
 
-A batch is a text with the target's states over it. Every pass of a conversion goes over the batches anew, so they
-may be read from disk one by one: nothing here holds more than one of them.
+A batch is some texts of one length with the target's states over them. Every pass of a conversion goes over the
+batches anew, so they may be read from disk one by one: nothing here holds more than one of them. Within a batch a pass
+goes by pieces of whole texts, so that logits over a large vocabulary are held for a few texts at a time.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import CalibrationInvalid
+from ...head.chain import count_chains
 from ...head.spec import HeadSpec
 
+STEPS = 3
+"""Draft steps that are calibrated on and measured: the K that heads are mostly served with."""
 # Chains that must stand behind each input dim of the attention. Least squares through fewer follow their noise:
 # at 7 rows a dim held-out acceptance was 0.5 points below that at 80 (experiments on small heads).
 ROWS_PER_DIM = 4
+# Logits of one draft step over one piece of a batch; a step of healing holds 14 tensors of their size at once.
+PIECE_BYTES = 2**28
 Part = Literal["fit", "choose", "held-out"]
 # Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.
 PARTS = 10
@@ -41,14 +47,19 @@ class Batch:
     captured: Tensor
     hidden: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device; itself where it is there."""
+        return Batch(self.tokens.to(device), self.captured.to(device), self.hidden.to(device))
+
 
 @dataclass(frozen=True)
 class Calibration:
     """A text's batches, and what turns the target's final states into its logits.
 
     Attributes:
-        batches: re-iterable; each pass must give the same batches in the same order.
-        lm_head: the target's, `[vocab, target_hidden]`.
+        batches: re-iterable; each pass must give the same batches in the same order. They are computed with on the
+            device of `lm_head`, wherever they lie.
+        lm_head: the target's, `[vocab, target_hidden]`, on the head's device.
         name: what the text is, for the manifest.
         prompts: the digest of each prompt that the text is made of, for the manifest.
         parts: which part each batch is of; by its place where it is not said.
@@ -63,16 +74,38 @@ class Calibration:
     def part(self, part: Part) -> Iterator[Batch]:
         """Yield the batches of one part: no batch is in two."""
         for index in self.indices(part):
-            yield self.batches[index]
+            yield self.batch(index)
+
+    def batch(self, index: int) -> Batch:
+        """Return one batch, on the device that is computed on."""
+        return self.batches[index].to(self.lm_head.device)
 
     def indices(self, part: Part) -> list[int]:
         """Return which batches a part consists of."""
-        parts = self.parts or [part_of(place) for place in range(len(self.batches))]
-        return [index for index, own in enumerate(parts) if own == part]
+        return [index for index, own in enumerate(self.part_of_each()) if own == part]
+
+    def part_of_each(self) -> Sequence[Part]:
+        """Return the part of each batch."""
+        return self.parts or [part_of(place) for place in range(len(self.batches))]
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the target's logits over a batch, `[B, T, vocab]`."""
         return F.linear(batch.hidden, self.lm_head)
+
+
+def in_pieces(batches: Iterable[Batch], vocab: int) -> Iterator[Batch]:
+    """Yield batches in pieces of whole texts, whose fp32 logits `[b, T, vocab]` take at most `PIECE_BYTES`.
+
+    A text alone that takes more is a piece; a batch that takes no more is one, as it is.
+    """
+    for batch in batches:
+        texts, length = batch.tokens.shape
+        rows = max(1, PIECE_BYTES // (4 * length * vocab))
+        if rows >= texts:
+            yield batch
+            continue
+        parts = (batch.tokens.split(rows), batch.captured.split(rows), batch.hidden.split(rows))
+        yield from (Batch(*piece) for piece in zip(*parts, strict=True))
 
 
 def part_of(place: int) -> Part:
@@ -80,52 +113,99 @@ def part_of(place: int) -> Part:
     return KEPT_BACK.get(place % PARTS, "fit")
 
 
-def check_calibration(calibration: Calibration, spec: HeadSpec, steps: int) -> int:
-    """Refuse a calibration that does not belong to a head, or is too small for it.
-
-    Args:
-        calibration: the batches.
-        spec: the head that is converted.
-        steps: draft steps that are calibrated on.
+def check_calibration(calibration: Calibration, spec: HeadSpec) -> int:
+    """Refuse a calibration that does not belong to a head, is damaged, or is too small for it: one pass over it.
 
     Returns:
         Rows that are fitted on: chains times draft steps.
 
     Raises:
-        CalibrationInvalid: it is of another target than the head's, or has too few rows.
+        CalibrationInvalid: it is of another target than the head's, has values that are no numbers, or as
+            `check_amount`.
     """
-    width = len(spec.captured) * spec.target_hidden
-    for batch in islice(calibration.batches, 1):
-        found = (batch.captured.shape[-1], batch.hidden.shape[-1], tuple(calibration.lm_head.shape))
-        wanted = (width, spec.target_hidden, (spec.vocab, spec.target_hidden))
-        if found != wanted:
+    shapes = []
+    for index, batch in enumerate(calibration.batches):
+        _check_target(calibration, batch, spec)
+        _check_batch(calibration, batch, index)
+        shapes.append((batch.tokens.shape[0], batch.tokens.shape[1]))
+    return check_amount(shapes, calibration.part_of_each(), spec, calibration.name)
+
+
+def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec: HeadSpec, name: str) -> int:
+    """Refuse a calibration that is too small for a head, by its sizes alone: before its states are made.
+
+    Args:
+        shapes: of each batch, texts and tokens of each.
+        parts: of each batch.
+        spec: the head that is converted.
+        name: what the text is.
+
+    Returns:
+        Rows that are fitted on: chains times draft steps.
+
+    Raises:
+        CalibrationInvalid: it has texts too short for a draft, too few rows, or no part to choose or measure on.
+    """
+    for texts, length in shapes:
+        if length < STEPS + 2:
             raise CalibrationInvalid(
-                f"the states are {found[0]} wide with a lm_head of {list(found[2])}, and the head reads "
-                f"{len(spec.captured)} layers of {spec.target_hidden}, {width} in all, with {list(wanted[2])}",
-                where=calibration.name,
-                fix=f"Give states of the head's own target, captured from layers {list(spec.captured)} (as outputs).",
+                f"{texts} texts of {length} tokens hold no draft of {STEPS}",
+                where=name,
+                fix=f"Leave texts of fewer than {STEPS + 2} tokens out.",
             )
-    rows, needed = count_rows(calibration.part("fit"), steps), ROWS_PER_DIM * 2 * spec.hidden
-    if rows >= needed and not calibration.indices("held-out"):
-        raise CalibrationInvalid(
-            f"the text makes {len(calibration.batches)} batches, and none to measure on: it is wanted in at least "
-            f"{PARTS} batches, or {PARTS} prompts of --states, of which two are kept from the fit",
-            where=calibration.name,
-            fix="Give more text: with --states of more prompts, with --prompts also cut shorter (--context).",
-        )
+    rows = sum(
+        texts * count_chains(length, STEPS) * STEPS
+        for (texts, length), part in zip(shapes, parts, strict=True)
+        if part == "fit"
+    )
+    needed = ROWS_PER_DIM * 2 * spec.hidden
     if rows < needed:
         raise CalibrationInvalid(
             f"{rows:,} rows are too few to fit {2 * spec.hidden:,} inputs of the attention: {needed:,} are the least",
-            where=calibration.name,
-            fix=f"Give more text: at least {-(-needed * PARTS // ((PARTS - 2) * steps)):,} tokens, better ten times "
+            where=name,
+            fix=f"Give more text: at least {-(-needed * PARTS // ((PARTS - 2) * STEPS)):,} tokens, better ten times "
             "that.",
+        )
+    if not {"choose", "held-out"} <= set(parts):
+        raise CalibrationInvalid(
+            f"the text makes {len(shapes)} batches, and none to measure on: it is wanted in at least {PARTS} batches, "
+            f"or {PARTS} prompts of --states, of which two are kept from the fit",
+            where=name,
+            fix="Give more text: with --states of more prompts, with --prompts also cut shorter (--context).",
         )
     return rows
 
 
-def count_rows(batches: Iterable[Batch], steps: int) -> int:
-    """Return chains times draft steps."""
-    return sum(b.tokens.shape[0] * max(b.tokens.shape[1] - 1 - steps, 0) * steps for b in batches)
+def _check_target(calibration: Calibration, batch: Batch, spec: HeadSpec) -> None:
+    """Refuse states that are not as wide as a head of this spec reads, or a lm_head of another target."""
+    width = len(spec.captured) * spec.target_hidden
+    found = (batch.captured.shape[-1], batch.hidden.shape[-1], tuple(calibration.lm_head.shape))
+    wanted = (width, spec.target_hidden, (spec.vocab, spec.target_hidden))
+    if found != wanted:
+        raise CalibrationInvalid(
+            f"the states are {found[0]} wide with a lm_head of {list(found[2])}, and the head reads "
+            f"{len(spec.captured)} layers of {spec.target_hidden}, {width} in all, with {list(wanted[2])}",
+            where=calibration.name,
+            fix=f"Give states of the head's own target, captured from layers {list(spec.captured)} (as outputs).",
+        )
+    if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= spec.vocab:
+        raise CalibrationInvalid(
+            f"the text has token ids from {int(batch.tokens.min())} to {int(batch.tokens.max())}, and the head's "
+            f"vocabulary {spec.vocab:,} tokens",
+            where=calibration.name,
+            fix="Give states of the head's own target, over text in its own tokens.",
+        )
+
+
+def _check_batch(calibration: Calibration, batch: Batch, index: int) -> None:
+    """Refuse states that are no numbers, before hours of work end in them."""
+    for name, states in (("captured states", batch.captured), ("final states", batch.hidden)):
+        if not bool(states.isfinite().all()):
+            raise CalibrationInvalid(
+                f"the target's {name} hold values that are no finite numbers",
+                where=f"{calibration.name}, batch {index}",
+                fix="Make the states again, in bfloat16 or float32: a target overflows in float16.",
+            )
 
 
 def digest_rows(calibration: Calibration) -> str:

@@ -20,7 +20,6 @@ from .plan import Converted, as_stored, changed_slots
 from .swap import Attention, attention_of, check_convertible, with_attention
 from .to_mha import convert_to_mha
 from .to_mla import convert_to_mla
-from .trace import STEPS
 
 Kind = Literal["mha", "mla"]
 HEAL_STEPS = 200
@@ -65,7 +64,7 @@ def convert_attention(
         TrainingFailed: healing broke off.
     """
     outline(head.spec, kind, head_dim, shape or Shape())
-    rows = check_calibration(calibration, head.spec, STEPS)
+    rows = check_calibration(calibration, head.spec)
     say(f"fitting on {rows:,} rows")
     attention, details = _fit(head, kind, calibration, head_dim, shape or Shape())
     converted = with_attention(head, attention)

@@ -1,8 +1,7 @@
-"""Healing: a few steps of gradient descent towards the original head. What belongs here: the loop and its loss.
+"""Healing: a few steps of gradient descent towards the original head. What belongs here: the loop.
 
 The converted head drafts K steps on the calibration's text, on hidden states of its own, and is drawn to what the
-original drafts there: `KL(original || converted)` of each step's tokens, plus a tenth of the relative squared error
-of the hidden state that it hands on. The target has no part in it: the head is to stay the one that was trained.
+original drafts there (`distance`). The target has no part in it: the head is to stay the one that was trained.
 
 Steps of one size in every entry, as Adam's are, add up along the directions that all tokens share, and undo a good
 start within fifty. So matrices move by Muon, whose steps have one size in every direction, and in coordinates where
@@ -23,11 +22,10 @@ import torch
 from torch import Tensor
 
 from ...errors import TrainingFailed
-from ...head.chain import unroll
 from ...head.forward import DraftHead
 from .calibration import Batch, Calibration
+from .distance import distance_by_piece
 from .swap import GQA_SLOTS, MLA_SLOTS
-from .trace import STEPS
 from .white import from_white, measure_spread, to_white
 
 RATE = 0.04
@@ -37,7 +35,6 @@ costs about e^2 nats, so the rate goes with the square root of the distance (doc
 MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
-HIDDEN = 0.1
 
 # The latent of the queries stays as it was fitted: its basis may be nearly singular, and what is little in the latent
 # is then much in the queries.
@@ -88,22 +85,11 @@ def heal(
     return healed if _mean_distance(original, healed, calibration) < before else converted
 
 
-def distance(original: DraftHead, student: DraftHead, batch: Batch) -> Tensor:
-    """Return how far a head's drafts are from the original's over a batch, in nats, mean over draft steps."""
-    with torch.no_grad():
-        wanted = list(unroll(original, batch.tokens, batch.captured, STEPS))
-    total = torch.zeros((), device=batch.tokens.device)
-    for goal, step in zip(wanted, unroll(student, batch.tokens, batch.captured, STEPS), strict=True):
-        p, q = goal.logits.float().log_softmax(-1), step.logits.float().log_softmax(-1)
-        kl = (p.exp() * (p - q)).sum(-1).mean()
-        apart = (step.returned - goal.returned).square().sum() / goal.returned.square().sum()
-        total = total + kl + HIDDEN * apart
-    return total / STEPS
-
-
 @torch.no_grad()
 def _mean_distance(original: DraftHead, head: DraftHead, calibration: Calibration) -> float:
-    found = [float(distance(original, head, batch)) for batch in calibration.part("choose")]
+    found = [
+        sum(float(part) for part in distance_by_piece(original, head, batch)) for batch in calibration.part("choose")
+    ]
     return sum(found) / len(found)
 
 
@@ -137,19 +123,33 @@ def _descend(
     mine, order = calibration.indices("fit"), list[int]()
     for step in range(steps):
         order = order or torch.randperm(len(mine), generator=generator).tolist()
-        loss = distance(original, assemble(), calibration.batches[mine[order.pop()]])
-        if not math.isfinite(loss.item()):
+        loss = _take_gradient(original, assemble(), calibration.batch(mine[order.pop()]), list(trained))
+        if not math.isfinite(loss):
             raise TrainingFailed(
-                f"healing broke off: the loss is {loss.item()} at step {step + 1} of {steps}",
+                f"healing broke off: the loss is {loss} at step {step + 1} of {steps}",
                 fix="Heal for fewer steps, or give more text.",
             )
-        loss.backward()
         for one in (*optimizers, *schedules):
             one.step()
         for one in optimizers:
             one.zero_grad()
-        progress(step + 1, steps, loss.item())
+        progress(step + 1, steps, loss)
     return DraftHead(converted.spec, {name: weight.detach() for name, weight in assemble().weights.items()})
+
+
+def _take_gradient(original: DraftHead, student: DraftHead, batch: Batch, names: Sequence[str]) -> float:
+    """Add up the distance's gradient piece by piece, take it back to what the student is made of, and return the loss.
+
+    The way back from a head's weights to the coordinates that move is a triangular solve for each matrix: it is gone
+    once, behind all pieces.
+    """
+    leaves = {name: student.weights[name].detach().requires_grad_() for name in names}
+    cut, loss = DraftHead(student.spec, {**student.weights, **leaves}), 0.0
+    for part in distance_by_piece(original, cut, batch):
+        part.backward()
+        loss += part.item()
+    torch.autograd.backward([student.weights[name] for name in names], [leaf.grad for leaf in leaves.values()])
+    return loss
 
 
 def _optimizers(matrices: list[dict[str, Any]], gains: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:

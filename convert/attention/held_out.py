@@ -16,8 +16,8 @@ from torch import Tensor
 from ...errors import ConversionInaccurate
 from ...head.chain import lengths, overlap, unroll
 from ...head.forward import DraftHead
-from .calibration import Batch, Calibration
-from .trace import STEPS, run_both
+from .calibration import STEPS, Batch, Calibration, in_pieces
+from .trace import run_both
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,19 @@ def compare(
     original: DraftHead, converted: DraftHead, calibration: Calibration, batches: Iterable[Batch] | None = None
 ) -> HeldOut:
     """Measure both heads on the held-out part of a calibration, or on given batches of it."""
-    batches = list(calibration.part("held-out")) if batches is None else list(batches)
+    batches = calibration.part("held-out") if batches is None else batches
+    context, lost, whole = 0, 0.0, 0.0
     one: list[Tensor] = []
     two: list[Tensor] = []
     kl = torch.zeros(STEPS, dtype=torch.float64, device=calibration.lm_head.device)
-    for batch in batches:
-        served = calibration.logits(batch)
+    for piece in in_pieces(batches, original.spec.vocab):
+        for ran in run_both(original, converted, [piece]):
+            lost += float((ran.output - ran.original).double().square().sum())
+            whole += float(ran.original.double().square().sum())
+        context = max(context, piece.tokens.shape[1])
+        served = calibration.logits(piece)
         ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
-        drafts = (unroll(head, batch.tokens, batch.captured, STEPS) for head in (original, converted))
+        drafts = (unroll(head, piece.tokens, piece.captured, STEPS) for head in (original, converted))
         # Step by step: over a large vocabulary the logits of one are gigabytes.
         for k, (own, other) in enumerate(zip(*drafts, strict=True)):
             ours.append(overlap(own.logits[None], served[:, k:], original.target_ids))
@@ -73,14 +78,10 @@ def compare(
     # A ratio of means: its error is that of the mean of what the sequences are off by it.
     off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
     error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
-    lost = whole = 0.0
-    for ran in run_both(original, converted, batches):
-        lost += float((ran.output - ran.original).double().square().sum())
-        whole += float(ran.original.double().square().sum())
     return HeldOut(
         sequences=len(one),
         positions=places,
-        context=max(batch.tokens.shape[1] for batch in batches),
+        context=context,
         steps=STEPS,
         before=before,
         after=after,

@@ -6,8 +6,9 @@ that the original gave on the same inputs takes back what it can of that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...head.forward import DraftHead
@@ -24,14 +25,22 @@ def refit_output(original: DraftHead, converted: DraftHead, calibration: Calibra
     moments = Moments(own.shape[1], own.shape[0], own.device)
     for pair in run_both(original, converted, calibration.part("fit")):
         moments.add(pair.heads, pair.original)
-    unseen = list(run_both(original, converted, calibration.part("choose")))
-    return choose(moments, own.double(), [(pair.heads, pair.original) for pair in unseen], RIDGES)
+    unseen = run_both(original, converted, calibration.part("choose"))
+    return choose(moments, own, ((pair.heads, pair.original) for pair in unseen), RIDGES)
 
 
-def choose(moments: Moments, prior: Tensor, unseen: Sequence[tuple[Tensor, Tensor]], ridges: Sequence[float]) -> Tensor:
-    """Return the solution, or the prior, that is nearest to y on rows `(x [N, n], y [N, m])` that were not fitted."""
+def choose(moments: Moments, prior: Tensor, unseen: Iterable[tuple[Tensor, Tensor]], ridges: Sequence[float]) -> Tensor:
+    """Return the least squares of one of the ridges, or the prior: which is nearest on rows that were not fitted.
 
-    def error(linear: Tensor) -> float:
-        return sum(float((x.double() @ linear.T.double() - y.double()).square().sum()) for x, y in unseen)
-
-    return min([prior, *(moments.solve(prior, ridge) for ridge in ridges)], key=error)
+    Args:
+        moments: of the fitted rows.
+        prior: `[m, n]`.
+        unseen: other rows, `(x [N, n], y [N, m])`; gone through once.
+        ridges: to choose from.
+    """
+    maps = [prior.to(moments.xx.dtype), *(moments.solve(prior, ridge) for ridge in ridges)]
+    errors = [0.0] * len(maps)
+    for x, y in unseen:
+        for index, linear in enumerate(maps):
+            errors[index] += float((F.linear(x.to(linear.dtype), linear) - y).square().sum())
+    return maps[errors.index(min(errors))]

@@ -18,8 +18,7 @@ from torch import Tensor
 from ...head.attention import ChainContext
 from ...head.chain import along_chains
 from ...head.forward import DraftHead
-from .calibration import Batch
-from .trace import STEPS
+from .calibration import STEPS, Batch, in_pieces
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,11 @@ def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0
     device = head.weights["fc"].device
     generator = torch.Generator(device).manual_seed(seed)
     rows = 0
-    for batch in batches:
+    for piece in in_pieces(batches, head.spec.draft_vocab):
         context, loss = _Leaves(), torch.zeros((), device=device)
-        inputs = along_chains(batch.tokens, STEPS)
+        inputs = along_chains(piece.tokens, STEPS)
         positions = torch.arange(inputs.shape[2], device=device)
-        hidden = head.fuse(batch.captured[:, : inputs.shape[2]])
+        hidden = head.fuse(piece.captured[:, : inputs.shape[2]])
         for k, tokens in enumerate(inputs):
             hidden, logits = head.step(tokens, hidden, positions + k, context)
             q = logits.float().log_softmax(-1)

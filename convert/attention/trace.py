@@ -15,15 +15,12 @@ from torch import Tensor
 from ...head.attention import CausalContext, ChainContext, Context, hide_future, repeat_heads, softmax
 from ...head.chain import unroll
 from ...head.forward import DraftHead
-from .calibration import Batch
-
-STEPS = 3
-"""Draft steps that are calibrated on and measured: the K that heads are mostly served with."""
+from .calibration import STEPS, Batch, in_pieces
 
 
 @dataclass(frozen=True)
 class Traced:
-    """One draft step of a batch, as the attention sees it.
+    """One draft step of some texts, as the attention sees it.
 
     Attributes:
         x: its input `[B, T', attn_in]`, normed.
@@ -43,9 +40,9 @@ class Traced:
 
 @torch.no_grad()
 def trace(head: DraftHead, batches: Iterable[Batch]) -> Iterator[Traced]:
-    """Yield each draft step of each batch, fed with the head's own hidden states."""
-    for batch in batches:
-        for k, step in enumerate(unroll(head, batch.tokens, batch.captured, STEPS)):
+    """Yield each draft step of each piece of each batch, fed with the head's own hidden states."""
+    for piece in in_pieces(batches, head.spec.draft_vocab):
+        for k, step in enumerate(unroll(head, piece.tokens, piece.captured, STEPS)):
             x = head.attention_input(step.tokens, step.hidden)
             yield Traced(x, torch.arange(x.shape[1], device=x.device) + k, k == 0)
 

@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...head.chain import unroll
 from ...head.forward import DraftHead
-from .calibration import Batch
+from .calibration import STEPS, Batch, in_pieces
 from .moments import Moments, factor
-from .trace import STEPS
 
 # Directions with less than this share of the mean are no finer. Less, and a step moves what only rare tokens read by
 # much more than what all do: whole texts of such tokens then ended farther from the original than they began.
@@ -63,8 +62,8 @@ class Spread:
 def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Spread]:
     """Return the spread of the inputs of some of a head's matrices, K steps along the chain."""
     with _Inputs({name: head.weights[name] for name in names}) as watched:
-        for batch in batches:
-            for _ in unroll(head, batch.tokens, batch.captured, STEPS):
+        for piece in in_pieces(batches, head.spec.draft_vocab):
+            for _ in unroll(head, piece.tokens, piece.captured, STEPS):
                 pass
     # Each matrix's moments go as its factor comes: at Kimi-K2's size all of either are 5 GB.
     return {name: _spread(head.weights[name], watched.moments.pop(name)) for name in list(watched.moments)}

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.convert.attention.calibration import check_calibration, count_rows, digest_rows
-from kconv.convert.attention.trace import STEPS, trace
+from kconv.convert.attention.calibration import STEPS, check_amount, check_calibration, digest_rows
+from kconv.convert.attention.trace import trace
 from kconv.errors import CalibrationInvalid
 
 
@@ -18,29 +18,72 @@ def test_no_batch_is_in_two_parts_and_each_is_in_one(make_calibration, gqa_spec)
 
 
 def test_rows_are_those_that_are_traced(make_head, make_calibration, gqa_spec):
-    head, calibration = make_head(gqa_spec), make_calibration(gqa_spec, batches=3)
-    traced = list(trace(head, calibration.batches))
-    assert count_rows(calibration.batches, STEPS) == sum(len(step.rows) for step in traced)
-    assert [step.is_first for step in traced] == [True, False, False] * 3
+    head, calibration = make_head(gqa_spec), make_calibration(gqa_spec, batches=12)
+    traced = list(trace(head, calibration.part("fit")))
+    assert check_calibration(calibration, gqa_spec) == sum(len(step.rows) for step in traced)
+    assert [step.is_first for step in traced] == [True, False, False] * 10
     assert [int(step.positions[0]) for step in traced[:3]] == [0, 1, 2]
 
 
 def test_too_few_rows_are_refused_with_what_would_do(make_calibration, gqa_spec):
     with pytest.raises(CalibrationInvalid, match=r"48 rows are too few to fit 32 inputs .* 128 are the least") as fault:
-        check_calibration(make_calibration(gqa_spec, batches=10, rows=1, length=6), gqa_spec, STEPS)
+        check_calibration(make_calibration(gqa_spec, batches=10, rows=1, length=6), gqa_spec)
     assert "54 tokens" in fault.value.fix
 
 
 def test_enough_rows_in_too_few_batches_leave_nothing_to_measure_on(make_calibration, gqa_spec):
     with pytest.raises(CalibrationInvalid, match="in at least 10 batches"):
-        check_calibration(make_calibration(gqa_spec, batches=4, rows=8), gqa_spec, STEPS)
+        check_calibration(make_calibration(gqa_spec, batches=4, rows=8), gqa_spec)
 
 
 @pytest.mark.parametrize("other", [{"target_hidden": 14}, {"captured": (1, 3)}, {"vocab": 29, "draft_vocab": 29}])
 def test_states_of_another_target_are_refused(make_calibration, gqa_spec, other):
     calibration = make_calibration(replace(gqa_spec, **other))
     with pytest.raises(CalibrationInvalid, match=r"the head reads 3 layers of 12, 36 in all"):
-        check_calibration(calibration, gqa_spec, STEPS)
+        check_calibration(calibration, gqa_spec)
+
+
+@pytest.mark.parametrize("which", ["captured", "hidden"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_no_numbers_are_refused_wherever_they_stand(make_calibration, gqa_spec, which, value):
+    calibration = make_calibration(gqa_spec)
+    getattr(calibration.batches[9], which)[2, 5, 7] = value
+    with pytest.raises(CalibrationInvalid, match="no finite numbers") as fault:
+        check_calibration(calibration, gqa_spec)
+    assert fault.value.where == "random states, batch 9"
+
+
+def test_text_in_other_tokens_is_refused(make_calibration, gqa_spec):
+    calibration = make_calibration(gqa_spec)
+    calibration.batches[12].tokens[1, 3] = gqa_spec.vocab
+    with pytest.raises(CalibrationInvalid, match="token ids from 0 to 23, and the head's vocabulary 23"):
+        check_calibration(calibration, gqa_spec)
+
+
+def test_a_text_without_a_draft_is_refused(make_calibration, gqa_spec):
+    calibration = make_calibration(gqa_spec)
+    short = make_calibration(gqa_spec, batches=1, length=STEPS + 1).batches[0]
+    batches = [*calibration.batches, short]
+    with pytest.raises(CalibrationInvalid, match="4 texts of 4 tokens hold no draft of 3"):
+        check_calibration(replace(calibration, batches=batches), gqa_spec)
+
+
+def test_what_leaves_nothing_to_choose_or_measure_on_is_refused_by_its_sizes(gqa_spec):
+    shapes = [(8, 64)] * 3
+    assert check_amount(shapes, ("fit", "choose", "held-out"), gqa_spec, "text") == 8 * 60 * 3
+    for parts in (("fit", "choose", "choose"), ("fit", "held-out", "held-out")):
+        with pytest.raises(CalibrationInvalid, match="none to measure on"):
+            check_amount(shapes, parts, gqa_spec, "text")
+
+
+def test_batches_come_to_where_lm_head_lies(make_calibration, gqa_spec):
+    """A device that only knows shapes."""
+    calibration = make_calibration(gqa_spec)
+    moved = replace(calibration, lm_head=calibration.lm_head.to("meta"))
+    for part in ("fit", "choose", "held-out"):
+        for batch in moved.part(part):
+            assert {batch.tokens.device.type, batch.captured.device.type, batch.hidden.device.type} == {"meta"}
+    assert calibration.batches[0].to(torch.device("cpu")).tokens is calibration.batches[0].tokens
 
 
 def test_the_digest_is_of_the_tokens_in_their_order(make_calibration, gqa_spec):

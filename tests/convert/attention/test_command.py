@@ -11,7 +11,7 @@ from support.heads import random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
-from kconv.cli.attention import StoredBatches
+from kconv.cli.attention_states import StoredBatches
 from kconv.convert.attention.calibration import Calibration
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head

@@ -7,7 +7,8 @@ import torch
 
 from kconv.convert.attention.assemble_mla import Shape
 from kconv.convert.attention.convert import convert_attention
-from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, distance, heal
+from kconv.convert.attention.distance import distance_by_piece
+from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, heal
 from kconv.convert.attention.plan import as_stored
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
@@ -18,6 +19,12 @@ from kconv.errors import ConversionInaccurate
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
 WIDE = Shape(latent=32, rotary=8, q_lora_rank=32, kv_lora_rank=40, qk_rope_head_dim=16)
+
+
+@torch.no_grad()
+def mean_distance(original, head, calibration, part) -> float:
+    found = [sum(map(float, distance_by_piece(original, head, batch))) for batch in calibration.part(part)]
+    return sum(found) / len(found)
 
 
 def test_healing_comes_nearer_and_moves_only_what_it_is_told(gqa, states):
@@ -33,23 +40,18 @@ def test_healing_comes_nearer_and_moves_only_what_it_is_told(gqa, states):
         <= {name for name in start.weights if not torch.equal(more.weights[name], start.weights[name])}
         <= {*ATTENTION, *REST}
     )
-    with torch.no_grad():
-        off = [
-            sum(float(distance(gqa, head, batch)) for batch in states.part("held-out")) for head in (start, alone, more)
-        ]
+    off = [mean_distance(gqa, head, states, "held-out") for head in (start, alone, more)]
     assert off[0] > off[1] > off[2]
     assert len(losses) == 30
     assert heal(gqa, start, states, 0) is start
 
 
 def test_healing_does_not_undo_a_start_that_is_whole(gqa, states):
-    with torch.no_grad():
-        assert float(distance(gqa, gqa, states.batches[0])) == pytest.approx(0.0, abs=1e-12)
+    assert mean_distance(gqa, gqa, states, "fit") == pytest.approx(0.0, abs=1e-12)
     assert heal(gqa, gqa, states, 5) is gqa
     # At the full rate, which is for a start at a distance of 1, it stays near; at ten times that it would not.
     ended = [_descend(gqa, gqa, states, 5, (*ATTENTION, *REST), rate, 0, lambda *_: None) for rate in (RATE, 10 * RATE)]
-    with torch.no_grad():
-        near, far = (sum(float(distance(gqa, head, batch)) for batch in states.part("choose")) / 2 for head in ended)
+    near, far = (mean_distance(gqa, head, states, "choose") for head in ended)
     assert 0 < near < 0.01 < far
 
 

@@ -1,0 +1,103 @@
+"""A large vocabulary's logits are held for a few texts at a time, and no figure is another for it."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kconv.convert.attention.assemble_mla import Shape
+from kconv.convert.attention.calibration import STEPS, in_pieces
+from kconv.convert.attention.convert import convert_attention
+from kconv.convert.attention.distance import HIDDEN, distance_by_piece
+from kconv.convert.attention.heal import heal
+from kconv.convert.attention.held_out import compare
+from kconv.head.chain import unroll
+from kconv.head.forward import DraftHead
+
+pytestmark = pytest.mark.usefixtures("short_gauges")
+SHAPE = Shape(latent=6, rotary=8, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16)
+
+
+@pytest.fixture
+def one_text_at_a_time(monkeypatch):
+    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", 1)
+
+
+@pytest.fixture
+def student(gqa):
+    """The same head with some of its weights disturbed."""
+    generator = torch.Generator().manual_seed(1)
+    near = {n: w + 0.05 * torch.randn(w.shape, generator=generator, dtype=w.dtype) for n, w in gqa.weights.items()}
+    return DraftHead(gqa.spec, near)
+
+
+@pytest.mark.parametrize(("size", "texts"), [(1, [1, 1, 1, 1]), (4 * 24 * 23 * 3, [3, 1]), (4 * 24 * 23 * 4, [4])])
+def test_a_piece_is_of_whole_texts_within_the_size(states, monkeypatch, size, texts):
+    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", size)
+    batch = states.batches[0]
+    pieces = list(in_pieces([batch], vocab=23))
+    assert [len(piece.tokens) for piece in pieces] == texts
+    for name in ("tokens", "captured", "hidden"):
+        assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces]), getattr(batch, name))
+
+
+def gradients(original, student, batch) -> tuple[float, dict]:
+    leaves = {name: weight.clone().requires_grad_() for name, weight in student.weights.items()}
+    total = 0.0
+    for part in distance_by_piece(original, DraftHead(student.spec, leaves), batch):
+        part.backward()
+        total += part.item()
+    return total, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def test_the_gradient_of_the_pieces_is_that_of_the_whole(gqa, student, states, monkeypatch):
+    batch = states.batches[0]
+    whole, wanted = gradients(gqa, student, batch)
+    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", 1)
+    total, found = gradients(gqa, student, batch)
+    assert total == pytest.approx(whole, rel=1e-6)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("one_text_at_a_time")
+def test_the_distance_is_the_mean_over_the_whole_batch(gqa, student, states):
+    """By torch's own KL divergence, and the hidden state's error relative to its size over all texts."""
+    batch = states.batches[0]
+    with torch.no_grad():
+        ran = [list(unroll(head, batch.tokens, batch.captured, STEPS)) for head in (gqa, student)]
+        expected = 0.0
+        for goal, step in zip(*ran, strict=True):
+            p, q = goal.logits.float().log_softmax(-1), step.logits.float().log_softmax(-1)
+            expected += F.kl_div(q.flatten(0, 1), p.flatten(0, 1), log_target=True, reduction="batchmean").item()
+            expected += HIDDEN * float((step.returned - goal.returned).norm() / goal.returned.norm()) ** 2
+        found = list(distance_by_piece(gqa, student, batch))
+    assert len(found) == 4
+    assert float(sum(found)) == pytest.approx(expected / STEPS, rel=1e-5)
+
+
+def test_healing_and_measuring_give_the_same_in_pieces(gqa, student, states, monkeypatch):
+    whole = heal(gqa, student, states, 3)
+    figures = compare(gqa, whole, states)
+    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", 1)
+    healed = heal(gqa, student, states, 3)
+    assert not torch.equal(healed.weights["fc"], student.weights["fc"])
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(healed.weights[name], weight, rtol=1e-4, atol=1e-6)
+    for name, figure in asdict(compare(gqa, whole, states)).items():
+        assert figure == pytest.approx(getattr(figures, name), rel=1e-9), name
+
+
+@pytest.mark.usefixtures("one_text_at_a_time")
+def test_no_pass_of_a_conversion_drafts_on_more_than_one_piece(gqa, states, monkeypatch):
+    seen: set[int] = set()
+    step = DraftHead.step
+
+    def watched(self, tokens, *arguments):
+        seen.add(len(tokens))
+        return step(self, tokens, *arguments)
+
+    monkeypatch.setattr(DraftHead, "step", watched)
+    convert_attention(gqa, "mla", states, dtype="F32", shape=replace(SHAPE, latent=16), steps=2, keep=0.3)
+    assert seen == {1}
