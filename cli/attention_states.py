@@ -1,0 +1,143 @@
+"""Texts with a target's states for `--attention`: read from a folder of states, or made by running the target."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from ..checkpoint.source import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..convert.attention.calibration import Batch, Part
+    from ..head.spec import HeadSpec
+    from ..target.config import TargetConfig
+    from ..target.stored_states import StoredStates
+
+# Sequences side by side in a step of healing.
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a conversion is calibrated on: enough of it for the head, and its states not yet in memory.
+
+    Attributes:
+        name: of the file or folder.
+        prompts: the digest of each prompt.
+        parts: which part each batch is of.
+        gather: returns the batches; runs the target where their states are not stored.
+    """
+
+    name: str
+    prompts: tuple[str, ...]
+    parts: Sequence[Part]
+    gather: Callable[[], Sequence[Batch]]
+
+
+def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig) -> Texts:
+    """Open what `kconv states` wrote.
+
+    Raises:
+        StatesInvalid: they cannot be read, are of another target, or lack one of the head's layers.
+        CalibrationInvalid: they are too few.
+    """
+    from ..convert.attention.calibration import check_amount
+    from ..target.stored_states import open_states
+
+    states = open_states(folder, config=config, captured=spec.captured)
+    batches = StoredBatches(states)
+    check_amount(batches.shapes, batches.parts, spec, folder.name)
+    digests = tuple(sequence.digest for sequence in states.sequences)
+    return Texts(folder.name, digests, batches.parts, lambda: batches)
+
+
+def prompted_texts(file: Path, context: int, spec: HeadSpec, target: Source) -> Texts:
+    """Cut prompts, joined, into texts of one length for a target to run over.
+
+    Raises:
+        PromptsInvalid: they cannot be read.
+        CalibrationInvalid: they are too few.
+    """
+    import torch
+
+    from ..convert.attention.calibration import check_amount, part_of
+    from ..errors import CalibrationInvalid
+    from ..target.prompts import read_prompts
+    from ..target.tokenizer import load_tokenizer
+
+    prompts = read_prompts(file)
+    tokenizer = load_tokenizer(target.fetch_tokenizer())
+    ids = [i for prompt in prompts for turn in prompt.turns for i in tokenizer.encode(turn)]
+    count = len(ids) // context
+    if not count:
+        raise CalibrationInvalid(
+            f"{file.name} holds {len(ids):,} tokens, and a text has {context:,}",
+            where=file,
+            fix="Give more prompts, or a shorter --context.",
+        )
+    groups = torch.tensor(ids[: count * context]).view(count, context).split(ROWS)
+    parts: list[Part] = [part_of(place) for place in range(len(groups))]
+    # Before hours of running the target.
+    check_amount([(len(tokens), context) for tokens in groups], parts, spec, file.name)
+    digests = tuple(prompt.digest for prompt in prompts)
+    return Texts(file.name, digests, parts, lambda: _run_target(target.open_weights().folder, groups, spec))
+
+
+def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[Batch]:
+    import torch
+
+    from ..convert.attention.calibration import Batch
+    from ..target.model import load_target
+    from ..target.states import capture
+
+    model = load_target(folder, torch.float32)
+    return [Batch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]
+
+
+class StoredBatches(Sequence["Batch"]):
+    """Stored states as batches of one length, read when they are asked for.
+
+    Attributes:
+        parts: of each batch. All sequences of a prompt are in one: its text and its answers begin alike.
+        shapes: of each batch, sequences and tokens.
+    """
+
+    def __init__(self, states: StoredStates) -> None:
+        from ..convert.attention.calibration import part_of
+
+        self._states = states
+        prompts = sorted({sequence.digest for sequence in states.sequences})
+        parts: dict[str, Part] = {digest: part_of(place) for place, digest in enumerate(prompts)}
+        alike: dict[tuple[Part, int], list[int]] = defaultdict(list)
+        for index, sequence in enumerate(states.sequences):
+            alike[parts[sequence.digest], sequence.length].append(index)
+        groups = [same[begin : begin + ROWS] for same in alike.values() for begin in range(0, len(same), ROWS)]
+        self._groups = sorted(groups)
+        self.parts: list[Part] = [parts[states.sequences[group[0]].digest] for group in self._groups]
+        self.shapes = [(len(group), states.sequences[group[0]].length) for group in self._groups]
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        import torch
+
+        from ..convert.attention.calibration import Batch
+
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        stored = [self._states.read(i) for i in self._groups[index]]
+        return Batch(
+            torch.stack([one.tokens.long() for one in stored]),
+            torch.stack([one.captured.float() for one in stored]),
+            torch.stack([one.hidden.float() for one in stored]),
+        )
