@@ -1,0 +1,70 @@
+"""How charts look. What belongs here: one style for all of them, and the file that they are written to.
+
+Charts are shown on white and on black: on a model's page, in a report, in these docs. So they are transparent, and
+ink and colours are neither light nor dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A contrast of 3 and more on white and on black alike, which is what WCAG 2.2 asks of graphics (1.4.11). The colours
+# are near those of Okabe and Ito, which those who see few colours tell apart.
+INK = "#808080"
+COLOURS = ("#0082C8", "#C77700", "#009E73", "#CC79A7", "#8C7AE6", "#808080")
+STYLE = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.3,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
+DPI = 120
+
+
+@contextmanager
+def chart(
+    file: Path, *, panels: int = 1, width: float = 6.0, height: float = 3.4, same_y: bool = False
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Give a figure and its panels, side by side, to draw into; the file is written when all is drawn.
+
+    Args:
+        file: the PNG to write.
+        panels: how many.
+        width, height: of the figure, in inches.
+        same_y: whether the panels have one scale.
+
+    Raises:
+        ImportError: matplotlib, of kconv[plots], is not installed.
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+    from cycler import cycler
+    from matplotlib.figure import Figure
+
+    # Settings of the user's own matplotlibrc would make another picture on each machine.
+    with matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+        yield figure, list(figure.subplots(1, panels, squeeze=False, sharey=same_y)[0])
+        # Neither the date nor the version: the same figures make the same file.
+        figure.savefig(file, metadata={"Software": None})
