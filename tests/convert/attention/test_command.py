@@ -135,6 +135,13 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
 
 
+def test_a_device_that_is_not_there_is_a_wrong_wish(heads, prompts, tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ["--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--device", "cuda"]
+    result = CliRunner().invoke(main, [str(a) for a in ("to-vllm", heads / "gqa", tmp_path / "out", *asked)])
+    assert result.exit_code == 2 and "torch finds no CUDA device here" in result.output
+
+
 def test_stored_states_give_what_running_the_target_gives(heads, prompts, tiny_target, tmp_path):
     run("states", tiny_target, tmp_path / "states", "--prompts", prompts, "--captured", "1,3,5", "--text-tokens", 8)
     shown = run(
