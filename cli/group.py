@@ -20,7 +20,7 @@ JOBS = {
     "Look": ("inspect", "vocab"),
     "Convert": ("to-vllm", "to-trtllm", "to-sglang", "to-portable", "verify"),
     "Check and measure": ("validate", "bench", "compare"),
-    "Make": ("states", "synth", "train", "calibrate", "quantize"),
+    "Make": ("states", "synth", "train", "calibrate", "quantize", "quantize-head"),
     "Release": ("card", "publish", "run"),
     "Shell": ("completion",),
 }

@@ -77,7 +77,7 @@ ARROWS = {
     "validate imports the packer": ("validate/report.py", "from ..quantize import nvfp4", "quantize"),
     "cards import the plan": ("cards/card.py", "from ..convert.plan import x", "convert.plan"),
     "tiny imports convert": ("tiny/target.py", "from ..convert import plan", "convert.plan"),
-    "quantize imports convert": ("quantize/formats.py", "from ..convert.plan import x", "convert.plan"),
+    "quantize imports train": ("quantize/formats.py", "from ..train.trainer import go", "train.trainer"),
     "pipeline imports cli": ("pipeline/release.py", "from ..cli.convert import go", "cli.convert"),
     "inside a function": ("head/spec.py", "def f():\n    from ..convert.plan import x", "convert.plan"),
     "for types only": ("head/spec.py", "if TYPE_CHECKING:\n    from ..cli import convert", "cli.convert"),

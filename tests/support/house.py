@@ -17,7 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head": {"checkpoint"},
     "target": {"checkpoint"},
     "convert": {"checkpoint", "head", "target.states"},
-    "quantize": {"checkpoint", "target"},
+    "quantize": {"checkpoint", "target", "head", "convert"},
     "train": {"charts", "checkpoint", "head", "target", "convert"},
     "validate": {"charts", "checkpoint", "head", "target", "convert", "quantize.formats"},
     "cards": {"charts", "checkpoint", "convert.launch", "validate.acceptance", "validate.figures", "validate.report"},

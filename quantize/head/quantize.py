@@ -1,0 +1,131 @@
+"""A head quantized, from end to end. What belongs here: calibrate, pack, and measure what an engine would compute.
+
+What is measured has the weights as they are stored, and inputs rounded as engines round them, so the figure is of all
+that the format loses and not of the weights alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...convert.attention.calibration import Calibration
+from ...convert.attention.held_out import HeldOut, check_kept, compare
+from ...errors import TensorValue
+from ...head.forward import DraftHead
+from ...head.spec import HeadSpec
+from ..bounds import check_amax
+from ..pack import amax
+from .formats import Format
+from .inputs import Inputs, check_states, input_amaxes
+from .linears import groups_of
+
+KEEP = 0.97
+"""Share of the acceptance length that must be left, as in a conversion of the attention."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized head.
+
+    Attributes:
+        format: of its linears.
+        linears: of each, by slot, the stored tensors by their suffix: `weight`, its scales, `input_scale`.
+        input_amax: the largest magnitude that each read.
+        rows: what the scales are of: chains times draft steps.
+        held_out: figures on text that the scales are not of.
+    """
+
+    format: Format
+    linears: Mapping[str, Mapping[str, Tensor]]
+    input_amax: Mapping[str, float]
+    rows: int
+    held_out: HeldOut
+
+    @property
+    def method(self) -> str:
+        """What was done, one sentence."""
+        return f"{len(self.linears)} linears in {self.format.name}, weights and inputs, with one scale for each tensor"
+
+
+def quantize_head(
+    spec: HeadSpec,
+    weights: Mapping[str, Tensor],
+    format_: Format,
+    calibration: Calibration,
+    *,
+    keep: float = KEEP,
+    say: Callable[[str], None] = lambda _: None,
+) -> Quantized:
+    """Quantize a head's linears.
+
+    Args:
+        spec: what the head is.
+        weights: each tensor by slot, in the dtype it is stored in; the target's lm_head and embedding among them.
+        format_: what the linears become.
+        calibration: states of the head's target. Scales are of its fit and its choosing part, the figures of the rest.
+        keep: refuse a head that keeps less of the sampled acceptance length on held-out text.
+        say: told what is going on.
+
+    Raises:
+        CalibrationInvalid: the states are not of this head's target, or too few.
+        InputScalesInvalid: a linear reads NaN, only zeros, or more than a scale can hold.
+        TensorShape: a weight cannot be cut into the format's groups.
+        TensorValue: a weight is zero throughout, or holds NaN or Inf.
+        ConversionInaccurate: the held-out loss is greater than allowed.
+    """
+    groups = groups_of(spec, format_)
+    rows = check_states(calibration, spec)
+    scales = {slot: scale for group in groups for slot, scale in _scales(group, weights, format_).items()}
+    head = DraftHead(spec, {name: w.float() if w.is_floating_point() else w for name, w in weights.items()})
+    say(f"calibrating on {rows:,} rows")
+    amaxes = input_amaxes(head, calibration, scales)
+    for slot, found in amaxes.items():
+        check_amax(slot, found)
+    for group in groups:
+        amaxes |= dict.fromkeys(group, max(amaxes[slot] for slot in group))
+    linears = {
+        slot: format_.pack(weights[slot], scale) | {"input_scale": format_.scale(amaxes[slot])}
+        for slot, scale in scales.items()
+    }
+    say("measuring on held-out text")
+    figures = measure(head, format_, linears, calibration)
+    check_kept(figures, keep, None)
+    return Quantized(format_, linears, amaxes, rows, figures)
+
+
+def measure(
+    head: DraftHead, format_: Format, linears: Mapping[str, Mapping[str, Tensor]], calibration: Calibration
+) -> HeldOut:
+    """Compare a head with its quantized form as an engine computes with it, on the held-out part of a calibration.
+
+    Args:
+        head: the original, in fp32.
+        format_: of the linears.
+        linears: stored tensors by slot and suffix.
+        calibration: states of the head's target.
+    """
+    served = DraftHead(head.spec, dict(head.weights) | {slot: format_.unpack(one) for slot, one in linears.items()})
+
+    def rounded(slot: str, x: Tensor) -> Tensor:
+        return format_.round(x, linears[slot]["input_scale"])
+
+    # By the weights that are multiplied with: the original's inputs stay as they are.
+    with Inputs({slot: served.weights[slot] for slot in linears}, rounded):
+        return compare(head, served, calibration)
+
+
+def _scales(group: Sequence[str], weights: Mapping[str, Tensor], format_: Format) -> dict[str, Tensor]:
+    """Return the scale of each weight of a fused group, which is one for all."""
+    found = {slot: amax(weights[slot]) for slot in group}
+    for slot, largest in found.items():
+        if not 0 < largest < math.inf:
+            raise TensorValue(
+                f"{slot} is zero throughout" if largest == 0 else f"{slot} holds NaN or Inf",
+                where=slot,
+                fix="Export the head again.",
+            )
+    return dict.fromkeys(group, format_.scale(max(found.values())))
