@@ -149,6 +149,15 @@ def stale_quantization(config: Config, tensors: Tensors) -> None:
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
+def exclude(*entries: str) -> Change:
+    """Return the change that excludes modules from a quantization."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        config["quantization_config"] = config["quantization_config"] | {"ignore": list(entries)}
+
+    return change
+
+
 def fp8_kv_b(config: Config, tensors: Tensors) -> None:
     name = f"{P}self_attn.kv_b_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)

@@ -19,6 +19,7 @@ from .changes import (
     cut_config,
     drop,
     edit,
+    exclude,
     fp8_kv_b,
     fuse,
     initial,
@@ -219,6 +220,8 @@ FAULTS = (
     # Quantized heads.
     Fault("scales without a quantization_config", "K197", NVFP4, put(quantization_config=...)),
     Fault("the target's quantization_config", "K198", MLA_VLLM, stale_quantization),
+    Fault("ModelOpt's exclude of all that a head has", "K212", NVFP4, exclude("lm_head", "model*")),
+    Fault("an exclude of the MLP, which is quantized", "K212", NVFP4, exclude("lm_head", "*.mlp.up_proj")),
     Fault("weight_scale_2 deleted", "K199", NVFP4, drop(f"{P}mlp.up_proj.weight_scale_2")),
     Fault("quantized in a format that nobody knows", "K200", NVFP4,
           edit(f"{P}mlp.up_proj.weight", lambda t: t.to(torch.int8))),

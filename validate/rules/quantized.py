@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
-from ...convert.quantized import CONFIG_KEY, SIDE_FILE, has_scales
-from ...errors import ConfigInvalid, LayoutCannot, TensorMissing
+from ...checkpoint.folder import read_json
+from ...convert.quantized import CONFIG_KEY, SIDE_FILE, SUFFIXES, has_scales
+from ...errors import ConfigInvalid, KconvError, LayoutCannot, TensorMissing
 from ...head.contract import FLOATS
 from ...head.spec import Gqa
 from .head import HeadSubject
 from .rule import TRTLLM, VLLM, Found, rule
+from .target import entries_of
 
 NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -109,9 +112,46 @@ def kv_cache_inherited(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json", f"the target's KV cache is {scheme!r}, and the head is {subject.spec.kind.upper()}")
 
 
+@rule(
+    "K212",
+    "quantized-but-excluded",
+    "error",
+    "A linear is stored with scales, and an exclude covers it: engines build it plain, and take packed bytes for"
+    " weights.",
+    fix="Leave in ignore (or exclude_modules) only what is not quantized, as lm_head.",
+    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
+)
+def quantized_but_excluded(subject: HeadSubject) -> Iterator[Found]:
+    scaled = dict.fromkeys(name.rpartition(".")[0] for name in subject.tensors if name.rpartition(".")[2] in SUFFIXES)
+    for where, entries in _excludes(subject).items():
+        for entry in entries:
+            covered = [module for module in scaled if _covers(entry, module)]
+            if covered:
+                yield Found(where, f"{entry!r} covers {len(covered)} quantized linears, among them {covered[0]}")
+
+
+def _excludes(subject: HeadSubject) -> dict[str, tuple[str, ...]]:
+    """Return the entries that exclude modules, by where they stand."""
+    stated = subject.config.get(CONFIG_KEY)
+    found = {f"config.json: {CONFIG_KEY}": entries_of(stated) if isinstance(stated, dict) else ()}
+    side = subject.checkpoint.folder / SIDE_FILE
+    try:
+        inner = read_json(side).get("quantization") if not subject.checkpoint.headers_only and side.is_file() else None
+    except KconvError:
+        inner = None
+    return found | {SIDE_FILE: entries_of(inner) if isinstance(inner, dict) else ()}
+
+
+def _covers(entry: str, module: str) -> bool:
+    """Say whether an entry covers a module, as a part of its name or as a wildcard; engines put `model.` before it."""
+    names = (module, f"model.{module}")
+    return any(entry.removesuffix("*") in name or fnmatchcase(name, entry) for name in names)
+
+
 RULES = (
     quantization_unstated,
     quantization_stale,
+    quantized_but_excluded,
     scale_missing,
     quantized_otherwise,
     dtype_not_stated_one,
