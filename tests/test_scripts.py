@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-BENCHES = sorted(file.name for file in SCRIPTS.glob("bench*"))
+# As it is for a program in that folder.
+sys.path.insert(0, str(SCRIPTS))
+BENCHES = sorted(file.name for file in SCRIPTS.glob("bench*") if file.is_file())
 PAGE = ROOT / "docs" / "benchmarks.md"
 MARKER = re.compile(r"^<!-- bench-([a-z]+): (begin|end) -->$", re.MULTILINE)
 
@@ -34,7 +36,8 @@ def load(name: str) -> ModuleType:
     return module
 
 
-bench, gpu_check = load("bench"), load("gpu-check")
+bench, gpu_check, page = load("bench"), load("gpu-check"), importlib.import_module("bench_parts.page")
+Bench = importlib.import_module("gpu_checks.bench").Bench
 
 
 def run(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +64,7 @@ def test_it_can_be_started(name):
 
 def test_each_benchmark_of_its_own_is_run_by_the_one_command():
     assert {f"bench-{name}" for name in (*bench.PROGRAMS, "attention")} == set(BENCHES) - {"bench"}
-    assert set(bench.ORDER) == set(bench.PROGRAMS) | set(bench.OWN)
+    assert set(page.ORDER) == set(bench.PROGRAMS) | set(bench.OWN)
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
@@ -94,7 +97,7 @@ def test_a_fault_is_recorded_and_the_other_checks_go_on(monkeypatch, tmp_path, c
     monkeypatch.setattr(gpu_check, "clear", lambda: None)
     monkeypatch.setattr(gpu_check, "describe", lambda _: {"processors": 2, "libraries": {}})
     size = gpu_check.SIZES["cpu"]
-    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda *_: gpu_check.Bench(torch.device("cpu"), size, 1e12, 1e9))
+    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda *_: Bench(torch.device("cpu"), size, 1e12, 1e9))
     monkeypatch.setattr(sys, "argv", ["gpu-check", "--out", str(out)])
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
@@ -121,7 +124,7 @@ def test_wrong_bits_on_the_card_are_a_fault(monkeypatch):
 
     monkeypatch.setattr(packing, "pack", other)
     ran = gpu_check.check_packing
-    small = gpu_check.Bench(torch.device("cpu"), gpu_check.SIZES["cpu"], 1e12, 1e9)
+    small = Bench(torch.device("cpu"), gpu_check.SIZES["cpu"], 1e12, 1e9)
     with pytest.raises(AssertionError, match="not those of the CPU"):
         ran(small)
 
@@ -152,9 +155,9 @@ def test_what_the_card_found_stands_in_the_page(monkeypatch, tmp_path):
 
 
 def test_what_a_conversion_keeps_is_what_its_own_page_says():
-    page, lines = PAGE.read_text(), bench.include_attention(False)
+    text, lines = PAGE.read_text(), bench.include_attention(False)
     assert "| MLA → MHA |" in "\n".join(lines) and not any(MARKER.match(line) for line in lines)
-    assert bench.put(page, "attention", lines) == page, "run scripts/docs"
+    assert page.put(text, "attention", lines) == text, "run scripts/docs"
 
 
 def check_markers(text: str) -> list[str]:
@@ -169,17 +172,17 @@ def check_markers(text: str) -> list[str]:
 
 def test_the_pages_sections_are_well_formed():
     names = check_markers(PAGE.read_text())
-    assert names and set(names) <= set(bench.ORDER)
+    assert names and set(names) <= set(page.ORDER)
 
 
-@given(st.lists(st.sampled_from(bench.ORDER), max_size=12))
+@given(st.lists(st.sampled_from(page.ORDER), max_size=12))
 def test_a_section_is_put_in_its_place_and_leaves_the_others_alone(names):
     text = "# Benchmarks\n\nWords.\n"
     latest = {}
     for turn, name in enumerate(names):
         latest[name] = [f"## {name} {turn}", "", "| a |"]
-        text = bench.put(text, name, latest[name])
-    assert check_markers(text) == [name for name in bench.ORDER if name in latest]
+        text = page.put(text, name, latest[name])
+    assert check_markers(text) == [name for name in page.ORDER if name in latest]
     assert text.startswith("# Benchmarks\n\nWords.\n")
     assert all("\n".join(lines) in text for lines in latest.values())
     assert text.count("\n## ") == len(latest)

@@ -1,0 +1,112 @@
+"""The page of layouts: their tensors, config keys and limits, from the tables in convert/."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kconv.convert.keys import COMMON, FIXED, GQA, MLA, Key
+from kconv.convert.layout import IGNORED, Layout, Row
+from kconv.convert.layouts import LAYOUTS
+from kconv.convert.moves import Stack
+from kconv.head import slots, spec
+from kconv.validate.markdown import table
+
+ROLES = {"written": "W", "instead": "r", "beside": "b"}
+# Heads with everything that a head of their kind can have, for whether a slot is theirs.
+_REST: dict[str, Any] = {
+    "hidden": 1, "target_hidden": 1, "intermediate": 1, "layers": 2, "vocab": 2, "draft_vocab": 1, "eps": 1.0,
+    "rope": spec.Rope(1.0), "captured": (0,), "dtype": "BF16", "max_positions": 1, "mlp_bias": True, "fc_bias": True,
+    "norms": spec.Norms(True, True, True, True),
+}  # fmt: skip
+KINDS = {
+    "MHA, GQA": spec.HeadSpec(spec.Gqa(1, 1, 2, bias=True), **_REST),
+    "MLA": spec.HeadSpec(spec.Mla(1, 1, 1, 1, 2, 1), **_REST),
+}
+
+
+def layouts() -> Iterator[str]:
+    yield "A layout is a table from tensor names to slots, and one of config keys. A slot is what a tensor means,"
+    yield "whatever a file calls it, and has one shape formula. `{i}` is the decoder layer, `{a}` the index of a"
+    yield "captured state; `attn_in` is 2 x `hidden` in layer 0 and `hidden` after it; `attn_out` is heads times the"
+    yield "value dim."
+    yield from ("", "## Layouts", "")
+    yield from table(
+        ("layout", "who reads or writes it", "kconv"),
+        [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in LAYOUTS],
+    )
+    yield from ("", "## Tensors", "")
+    yield "W: the layout's own name, which is also written where kconv writes the layout. r: read in its place."
+    yield "b: read beside it, with the same bytes. ·: not known. A name that is not known, or missing, stops the work."
+    yield ""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for layout in LAYOUTS:
+        for row in layout.rows:
+            rows.setdefault(_tensor(row), {})[layout.name] = ROLES[row.role]
+    yield from table(
+        ("tensor", "slot", "shape", "layers", "heads", *(layout.name for layout in LAYOUTS)),
+        [(*key, *(own.get(layout.name, "·") for layout in LAYOUTS)) for key, own in rows.items()],
+    )
+    yield from (
+        "",
+        "## Config keys",
+        "",
+        "Of a draft head's config.json, in every layout but where it says otherwise.",
+        "",
+    )
+    parts = (("all", COMMON), ("MHA, GQA", GQA), ("MLA", MLA))
+    yield from table(
+        ("key", "also read", "what it states", "kind", "heads"),
+        [_key(key, kind) for kind, part in parts for key in part],
+    )
+    yield from ("", "Keys that change what a head computes, and the values that kconv carries; others are refused:", "")
+    yield from table(("key", "values"), [(f"`{key}`", ", ".join(map(json.dumps, v))) for key, v in FIXED.items()])
+    yield from ("", "## Where a layout differs", "", *(line for layout in LAYOUTS for line in _differs(layout)))
+    yield from (f"- In every layout `{pattern}` is left behind, as {why}." for pattern, why in IGNORED.items())
+    yield from ("", "## What a layout has no place for", "", "A head that has it is refused, with the way out:", "")
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for layout in LAYOUTS:
+        for limit in layout.limits:
+            link = limit.source.split(" ")[0]
+            key = (limit.what + (f" ([source]({link}))" if link else ""), limit.fix)
+            lacking.setdefault(key, []).append(f"`{layout.name}`")
+    yield from table(("what", "instead", "layouts"), [(*key, ", ".join(names)) for key, names in lacking.items()])
+
+
+def _tensor(row: Row) -> tuple[str, ...]:
+    known = {slot.name: slot for slot in slots.SLOTS}
+    own = [known[re.sub(r"^fc_norm\.\d$", "fc_norm.{a}", name)] for name in row.slots]
+    shape = " + ".join(slot.shape.split(",")[0] for slot in own) if isinstance(row.move, Stack) else own[0].shape
+    shape += ", " + own[0].shape.split(",", 1)[1].strip() if isinstance(row.move, Stack) and "," in own[0].shape else ""
+    heads = [kind for kind, whole in KINDS.items() if all(slot.when(whole) for slot in own)]
+    stacked = ", ".join(f"`{name}`" for name in row.slots)
+    return (f"`{row.name}`", stacked, f"`[{shape}]`", row.layers or own[0].layers, _all(heads))
+
+
+def _all(heads: list[str]) -> str:
+    return "all" if len(heads) == len(KINDS) else ", ".join(heads)
+
+
+def _key(key: Key, heads: str) -> tuple[str, ...]:
+    return (_code(key.names), _code(key.also), f"`{key.field}`", key.kind, heads)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _differs(layout: Layout) -> Iterator[str]:
+    name, config = layout.name, layout.config
+    if config.nested:
+        yield f"- `{name}`: the config's keys stand in `{config.nested}`."
+    for key, why in config.must_state.items():
+        yield f"- `{name}` must state `{key}`: {why}."
+    for key, values in config.otherwise.items():
+        allowed = ", ".join(map(json.dumps, values))
+        yield f"- `{name}`: `{key}` means something else than elsewhere, and is carried with {allowed} only."
+    for slot, why in layout.needs.items():
+        yield f"- `{name}` must hold `{slot}`, though others share the target's: {why}."
+    for pattern, why in layout.ignored.items() - IGNORED.items():
+        yield f"- `{name}`: `{pattern}` is left behind, as {why}."

@@ -1,0 +1,91 @@
+"""The page of files, and the tables of a model's keys: from pydantic's fields and the docstrings' attributes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from kconv.checkpoint.manifest import Manifest
+from kconv.target.states_record import StatesRecord
+from kconv.validate.acceptance import Acceptance
+from kconv.validate.markdown import table
+from kconv.validate.report import Report
+
+
+def schemas() -> Iterator[str]:
+    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses what is not of it."
+    for name, model in FILES.items():
+        yield from ("", f"## {name}", "", f"[JSON schema](../{schema_name(name)})")
+        for part in _parts(model):
+            title, about = part.__name__, (inspect.getdoc(part) or "").partition("\n")[0]
+            yield from ("", f"### {name}: {title}", "", about, "", *model_table(part))
+
+
+FILES: Mapping[str, type[BaseModel]] = {
+    "kconv.json": Manifest, "report.json": Report, "acceptance.json": Acceptance, "states.json": StatesRecord,
+}  # fmt: skip
+
+
+def _parts(model: type[BaseModel], seen: list[type[BaseModel]] | None = None) -> list[type[BaseModel]]:
+    """Return a model, and those that its fields hold."""
+    seen = [] if seen is None else seen
+    if model not in seen:
+        seen.append(model)
+        for field in model.model_fields.values():
+            for inner in _models_in(field.annotation):
+                _parts(inner, seen)
+    return seen
+
+
+def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
+    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+        yield kind
+    for inner in getattr(kind, "__args__", ()):
+        yield from _models_in(inner)
+
+
+def model_table(model: type[BaseModel]) -> list[str]:
+    meanings, rows = attributes(model), []
+    for name, field in model.model_fields.items():
+        kind = _kind(field.annotation)
+        default = "required" if field.is_required() else "" if field.default_factory else default_of(field.default)
+        rows.append((f"`{field.alias or name}`", f"`{kind}`", default, meanings.get(name, "")))
+    return table(("key", "type", "default", "meaning"), rows)
+
+
+def _kind(annotation: Any) -> str:
+    shown = (
+        annotation.__name__ if inspect.isclass(annotation) and not hasattr(annotation, "__args__") else str(annotation)
+    )
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", shown)
+
+
+def default_of(value: Any) -> str:
+    plain = value is None or isinstance(value, str | int | float | tuple | dict)
+    return f"`{json.dumps(value)}`" if plain else "required"
+
+
+def attributes(described: type) -> dict[str, str]:
+    """Return what the `Attributes:` of a docstring says of each name."""
+    _, _, part = (inspect.getdoc(described) or "").partition("Attributes:\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in part.splitlines():
+        start = re.match(r"    (\w[\w, ]*): (.*)", line)
+        if start:
+            names = start[1].split(", ")
+            found |= dict.fromkeys(names, start[2])
+        elif line.startswith("     "):
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+        elif line.strip():
+            break
+    return found
+
+
+def schema_name(name: str) -> str:
+    return name.replace(".json", ".schema.json")
