@@ -6,27 +6,26 @@ altogether, e.g. a trainer's own module and kconv's forward of the converted fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance, pool
+from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance
 from ..head.drafters import (
     Bigram,
     bigram_drafts,
     bigram_overlap,
     certain_overlap,
-    distinct_ngrams,
     lookup_drafts,
 )
 from ..head.forward import DraftHead
 from ..target.states import States, run_target
-from .apart import add_up, differ, name_figures, over_steps
-from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
+from .apart import differ
+from .figures import AcceptanceFigures, ParityFigures, PartFigures, TextFigures
+from .gathered import Gathered, acceptance_figures, parity_figures, text_figures
 from .parts import Parts
-from .ratios import influences, standard_errors
 from .texts import Batch, Text
 
 
@@ -65,30 +64,6 @@ class Measured:
     acceptance_by_category: tuple[AcceptanceFigures, ...] = ()
     parity_by_category: tuple[ParityFigures, ...] = ()
     parts: tuple[PartFigures, ...] = ()
-
-
-@dataclass
-class _Gathered:
-    """What was found on each sequence of a text, in one order.
-
-    Attributes:
-        categories: each sequence's.
-        acceptance: by drafter.
-        apart: differences of the two that are compared.
-    """
-
-    categories: list[str] = field(default_factory=list)
-    acceptance: dict[str, list[Acceptance]] = field(default_factory=dict)
-    apart: list[Tensor] = field(default_factory=list)
-
-    def only(self, category: str) -> _Gathered:
-        """Return what was found on the sequences of one category."""
-        own = [i for i, name in enumerate(self.categories) if name == category]
-        return _Gathered(
-            [category] * len(own),
-            {name: [found[i] for i in own] for name, found in self.acceptance.items()},
-            [self.apart[i] for i in own] if self.apart else [],
-        )
 
 
 def measure(
@@ -139,7 +114,7 @@ def measure_states(
         bigram: a bigram table to show beside the heads, with prompt lookup; neither is shown if None.
         parts: two heads whose parts are to be compared.
     """
-    gathered = _Gathered(acceptance={name: [] for name in drafters})
+    gathered = Gathered(acceptance={name: [] for name in drafters})
     for batch in text.batches:
         count_chains(batch.tokens.shape[1], steps)
         states = run(batch)
@@ -157,11 +132,11 @@ def measure_states(
     categories = sorted(set(gathered.categories))
     several = [gathered.only(category) for category in categories] if len(categories) > 1 else []
     return Measured(
-        _describe(text),
-        tuple(_acceptance(text, gathered, "")),
-        _parity(text, gathered, compare, "") if compare else None,
-        tuple(row for own in several for row in _acceptance(text, own, own.categories[0])),
-        tuple(_parity(text, own, compare, own.categories[0]) for own in several if compare),
+        text_figures(text),
+        tuple(acceptance_figures(text, gathered, "")),
+        parity_figures(text, gathered, compare, "") if compare else None,
+        tuple(row for own in several for row in acceptance_figures(text, own, own.categories[0])),
+        tuple(parity_figures(text, own, compare, own.categories[0]) for own in several if compare),
         parts.figures(text.kind) if parts else (),
     )
 
@@ -192,65 +167,3 @@ def _baselines(
         return [("bigram", by_pairs), ("prompt lookup", _greedy(found, batch))]
     by_pairs = _sampled(bigram_overlap(bigram, batch.tokens, target_logits, steps), batch)
     return [("bigram", by_pairs), ("prompt lookup", _sampled(certain_overlap(found, target_logits), batch))]
-
-
-def _acceptance(text: Text, gathered: _Gathered, category: str) -> list[AcceptanceFigures]:
-    rows = []
-    for name, parts in gathered.acceptance.items():
-        total, errors = pool(parts), standard_errors(influences(parts))
-        rows.append(
-            AcceptanceFigures(
-                drafter=name,
-                text=text.kind,
-                steps=total.steps,
-                drafts=total.drafts,
-                length=total.length,
-                standard_error=errors[-1],
-                rates=total.rates,
-                note=total.note,
-                category=category,
-                sequences=len(parts),
-                rate_errors=tuple(errors[:-1]),
-            )
-        )
-    return rows
-
-
-def _parity(text: Text, gathered: _Gathered, compare: tuple[str, str], category: str) -> ParityFigures:
-    source, output = (gathered.acceptance[name] for name in compare)
-    before, after = pool(source), pool(output)
-    errors = standard_errors(influences(output) - influences(source))
-    total = add_up(gathered.apart)
-    return ParityFigures(
-        text=text.kind,
-        steps=after.steps,
-        **name_figures(over_steps(total)),
-        length_difference=after.length - before.length,
-        length_difference_se=errors[-1],
-        category=category,
-        by_step=tuple(
-            StepFigures(
-                step=step + 1,
-                **name_figures(total, step),
-                rate_difference=after.rates[step] - before.rates[step],
-                rate_difference_se=errors[step],
-            )
-            for step in range(after.steps)
-        ),
-    )
-
-
-def _describe(text: Text) -> TextFigures:
-    rows = [batch.tokens for batch in text.batches]
-    return TextFigures(
-        kind=text.kind,
-        sequences=sum(len(r) for r in rows),
-        tokens=sum(r.numel() for r in rows),
-        distinct_4grams=_distinct(text.batches),
-    )
-
-
-def _distinct(batches: Sequence[Batch]) -> float:
-    sizes = [batch.tokens.numel() for batch in batches]
-    shares = [distinct_ngrams(batch.tokens[:, batch.prompt_length - 1 :]) for batch in batches]
-    return sum(size * share for size, share in zip(sizes, shares, strict=True)) / sum(sizes)
