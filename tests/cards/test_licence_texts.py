@@ -1,0 +1,45 @@
+"""Licence texts: which are recognised, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+from support.licence_texts import KIMI, MIT, TEXTS
+
+from kconv.cards.licences.files import find_texts
+from kconv.cards.licences.licence import LICENCES, attribution_in, by_id, copyright_in, digest_text, recognise
+from kconv.errors import LicenceUnknown
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_known_by_its_marks(name):
+    found = recognise(TEXTS[name])
+    assert found is not None and found.id == name
+
+
+@pytest.mark.parametrize("text", ["", "All rights reserved.", "MIT", "Kimi K3 License"])
+def test_any_other_text_is_not(text):
+    assert recognise(text) is None
+
+
+def test_a_text_says_whose_it_is_and_what_name_to_show():
+    assert attribution_in(KIMI) == "Kimi K2.6" and copyright_in(KIMI) == "Copyright (c) 2025 Moonshot AI"
+    assert attribution_in(MIT) is None
+    assert digest_text(KIMI) == digest_text(KIMI.replace("\n", "  \n").replace("“", '"').replace("”", '"'))
+
+
+def test_a_licence_that_kconv_does_not_know_is_named():
+    with pytest.raises(LicenceUnknown, match="gpl"):
+        by_id("gpl-3.0")
+
+
+def test_a_file_that_is_no_licence_is_named(tmp_path):
+    (tmp_path / "terms.txt").write_text("Do as you like.")
+    for file in (tmp_path / "terms.txt", tmp_path / "nowhere"):
+        with pytest.raises(LicenceUnknown):
+            find_texts([], [file])
+
+
+@pytest.mark.parametrize("licence", LICENCES.values(), ids=LICENCES)
+def test_each_licence_says_how_the_hub_is_told(licence):
+    assert licence.identifier in ("other", licence.id)
+    assert not licence.url or licence.url.startswith("https://")
