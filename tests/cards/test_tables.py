@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.acceptance_rows import FULL, row
 
 from kconv.cards.card import draw_chart
 from kconv.cards.compare import compare, draw
@@ -14,21 +15,11 @@ from kconv.cards.tables import describe, table_of
 from kconv.errors import AcceptanceInvalid, MissingExtra
 from kconv.validate.acceptance import METHOD, Acceptance, Interval, Row, Suite
 
-FULL = {
-    "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
-    "engine": "vllm", "engine_version": "0.32.0", "target": "moonshotai/Kimi-K2.6", "precision": "NVFP4",
-    "temperature": 0.0, "dataset": "MT-Bench", "revision": "a" * 40, "category": "math", "prompts": 10,
-    "max_tokens": 1024, "date": "2026-11-21", "measured_by": "self",
-}  # fmt: skip
 OTHER = {
     "draft_tokens": 4, "tree": "topk=4", "averaging": "micro_steps", "engine": "sglang", "engine_version": "0.33.0",
     "target": "moonshotai/Kimi-K2.5", "precision": "INT4", "temperature": 1.0, "reasoning": "medium",
     "max_tokens": 4096,
 }  # fmt: skip
-
-
-def row(**changes) -> Row:
-    return Row.model_validate(FULL | changes)
 
 
 def head(name: str, *rows: Row) -> Acceptance:

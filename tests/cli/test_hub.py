@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save
-from support.heads import GQA, MLA, random_slots, write_head
+from support.heads import GQA, MLA, TARGET, random_slots, write_head
 from support.hub_repos import Reply
 
 from kconv.checkpoint.manifest import read_manifest
@@ -18,15 +18,6 @@ from kconv.convert.layouts.trtllm import TRTLLM
 
 # A vocabulary that makes a file of some megabytes, beside which its header is nothing.
 SPEC = replace(MLA, vocab=20_000, draft_vocab=20_000)
-TARGET = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "kimi_k2",
-    "hidden_size": 48,
-    "num_hidden_layers": 9,
-    "vocab_size": 64,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-}
 
 
 @pytest.fixture

@@ -90,15 +90,3 @@ NVFP4_MLA = good("vllm", LATENT_QUANTIZABLE, nvfp4=True)
 
 
 FACTOR = replace(GQA, rope=Rope(5e4, replace(YARN, mscale=None, mscale_all_dim=None, attention_factor=1.5)))
-
-
-TARGET: Config = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "kimi_k2",
-    "hidden_size": 48,
-    "num_hidden_layers": 9,
-    "vocab_size": 64,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-    "rope_theta": 10000.0,
-}

@@ -58,7 +58,6 @@ from .fault import (
     REDUCED_SPEC,
     SPECULATORS,
     STATE_NORMS,
-    TARGET,
     TORCHSPEC,
     TWO_LAYERS,
     YARN_GQA,
@@ -66,7 +65,7 @@ from .fault import (
     good,
 )
 from .good_heads import LATENT_QUANTIZABLE
-from .heads import GQA, MLA, PORTABLE
+from .heads import GQA, MLA, PORTABLE, TARGET
 
 NESTED = "eagle_aux_hidden_state_layer_ids"
 

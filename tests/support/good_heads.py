@@ -16,7 +16,7 @@ from kconv.head.spec import HeadSpec
 from kconv.validate.rules.head import ENGINE_LAYOUT, WRITTEN_FOR
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 
-from .heads import GQA, MLA, PORTABLE, write_head
+from .heads import GQA, MLA, PORTABLE, random_map, write_head
 from .makers import can_make, make_config
 
 # Layouts that kconv writes, and the engines that read the folder as it is.
@@ -57,12 +57,8 @@ def trained_slots(spec: HeadSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     slots: dict[str, torch.Tensor] = {}
     for name, need in needs(spec).items():
         if name == "d2t":
-            kept = torch.randperm(spec.vocab, generator=generator)[: spec.draft_vocab].sort().values
-            slots[name] = kept - torch.arange(spec.draft_vocab)
-        elif name == "t2d":
-            kept = slots["d2t"] + torch.arange(spec.draft_vocab)
-            slots[name] = torch.zeros(spec.vocab, dtype=torch.bool).index_fill(0, kept, True)
-        else:
+            slots |= random_map(spec, generator)
+        elif name != "t2d":
             drawn = torch.randn(need.shape, generator=generator)
             if name.endswith("input_layernorm"):
                 drawn = 0.5 + 0.0 * drawn

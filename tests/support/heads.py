@@ -35,6 +35,11 @@ MLA = HeadSpec(
 )
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0))
 MHA = replace(GQA, attention=Gqa(4, kv_heads=4, head_dim=8))
+# The config of a target that these heads are for.
+TARGET = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 48, "num_hidden_layers": 9,
+    "vocab_size": 64, "num_attention_heads": 4, "max_position_embeddings": 1024, "rope_theta": 10000.0,
+}  # fmt: skip
 
 # Heads that TensorRT-LLM and vLLM can both hold.
 PORTABLE: dict[str, HeadSpec] = {
@@ -62,18 +67,21 @@ PORTABLE: dict[str, HeadSpec] = {
 }
 
 
+def random_map(spec: HeadSpec, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return a valid map of a draft vocabulary: d2t in offsets, and t2d."""
+    kept = torch.randperm(spec.vocab, generator=generator)[: spec.draft_vocab].sort().values
+    t2d = torch.zeros(spec.vocab, dtype=torch.bool).index_fill(0, kept, True)
+    return {"d2t": kept - torch.arange(spec.draft_vocab), "t2d": t2d}
+
+
 def random_slots(spec: HeadSpec, seed: int = 0, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """Return a random tensor for each slot of a spec; d2t as a valid map, in offsets."""
     generator = torch.Generator().manual_seed(seed)
     slots: dict[str, torch.Tensor] = {}
     for name, need in needs(spec).items():
         if name == "d2t":
-            kept = torch.randperm(spec.vocab, generator=generator)[: spec.draft_vocab].sort().values
-            slots[name] = kept - torch.arange(spec.draft_vocab)
-        elif name == "t2d":
-            kept = slots["d2t"] + torch.arange(spec.draft_vocab)
-            slots[name] = torch.zeros(spec.vocab, dtype=torch.bool).index_fill(0, kept, True)
-        else:
+            slots |= random_map(spec, generator)
+        elif name != "t2d":
             slots[name] = torch.randn(need.shape, generator=generator).to(TORCH[spec.dtype])
     return {name: tensor for name, tensor in slots.items() if name not in without}
 

@@ -9,28 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.acceptance_rows import FULL, row
 
 from kconv.errors import AcceptanceInvalid, DefinitionsMixed, NotACheckpoint
-from kconv.validate.acceptance import LINE, METHOD, Acceptance, Row, differences, read_acceptance
+from kconv.validate.acceptance import LINE, METHOD, Acceptance, differences, read_acceptance
 from kconv.validate.acceptance_stats import mean_of_categories
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-FULL = {
-    "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
-    "engine": "vllm", "engine_version": "0.32.0", "target": "moonshotai/Kimi-K2.6", "precision": "NVFP4",
-    "temperature": 0.0, "dataset": "MT-Bench", "revision": "a" * 40, "category": "math", "prompts": 10,
-    "max_tokens": 1024, "date": "2026-11-21", "measured_by": "self",
-}  # fmt: skip
 OTHER = {
     "metric": "draft_accept_rate", "draft_tokens": 4, "tree": "topk=4", "averaging": "micro_steps", "engine": "sglang",
     "engine_version": "0.33.0", "target": "moonshotai/Kimi-K2.5", "precision": "INT4", "temperature": 1.0,
     "reasoning": "medium", "max_tokens": 4096, "measured_by": "quoted", "dataset": "SPEED-Bench", "revision": "b" * 40,
     "category": "coding", "prompts": 80, "prompts_sha256": "c" * 64,
 }  # fmt: skip
-
-
-def row(**changes) -> Row:
-    return Row.model_validate(FULL | changes)
 
 
 def test_the_schema_in_the_docs_is_the_codes():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
-from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, TARGET, Fault
+from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.faults import FAULTS
 from support.good_heads import GOOD
+from support.heads import TARGET
 
 from kconv.checkpoint.source import Folder
 from kconv.convert.layouts import BY_NAME
