@@ -9,6 +9,12 @@ engines drop). But before the norm the basis is free: any invertible T gives `T 
 |T c| is nearly the same for every token makes the norm nearly nothing. Whitening makes it so for a normal
 distribution; from there, minimising `E(|T c|^2 / r - 1)^2` makes it so for this one. B is then fitted once more, to
 the latent as it is after the norm.
+
+Such a T is nearly singular: it makes directions that few tokens have much of hundreds of times smaller than others
+(15 of 128 more than tenfold, in the queries of a small trained head), and B T^-1 makes them as large again. What the
+latent is rounded to in bf16 must therefore not come from one entry into another. |T c| leaves T free up to a rotation:
+in the one where T is a diagonal behind a rotation of the white latent, each direction is an entry, rounded to its own
+size, and T costs nothing. As the minimum was found, rounding cost 8 % of these queries, and so turned 0.2 %.
 """
 
 from __future__ import annotations
@@ -107,7 +113,7 @@ def _variation(latents: Tensor, matrix: Tensor) -> float:
 
 
 def _to_sphere(white: Tensor) -> Tensor:
-    """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity."""
+    """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity; T comes as a diagonal times a rotation."""
     generator = torch.Generator(white.device).manual_seed(0)
     matrix = torch.eye(white.shape[1], dtype=white.dtype, device=white.device, requires_grad=True)
     optimizer = torch.optim.Adam([matrix], lr=GAUGE_RATE)
@@ -121,4 +127,5 @@ def _to_sphere(white: Tensor) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return matrix.detach()
+    _, sizes, directions = torch.linalg.svd(matrix.detach())
+    return sizes[:, None] * directions

@@ -62,6 +62,24 @@ def test_a_gauge_that_exists_is_found():
     assert torch.linalg.cond(sphere.matrix) < 1e4
 
 
+def test_what_bf16_rounds_off_a_latent_stays_as_small_behind_its_gauge():
+    """Directions that few tokens have much of are made small by the gauge, and large again behind it."""
+    latents = random(20000, 16)
+    latents[:, :4] *= torch.exp(2.5 * random(20000, 4, seed=1))
+    latents = latents @ random(16, 16, seed=5)
+    gauge, white = fit_gauge(latents[:15000], latents[15000:]), whiten(latents)
+
+    def lost(matrix: torch.Tensor) -> float:
+        stored = F.linear(latents, matrix)
+        apart = F.linear(stored.bfloat16().double() - stored, torch.linalg.inv(matrix))
+        return float(F.linear(apart, white).norm() / F.linear(latents, white).norm())
+
+    # bf16 rounds by 2^-9 at the most. The same gauge in another rotation gives the same lengths, and loses more.
+    assert lost(gauge.matrix) < 2**-9
+    rotation = torch.linalg.qr(random(16, 16, seed=9)).Q
+    assert lost(rotation @ gauge.matrix) > 2 * lost(gauge.matrix)
+
+
 def test_whitening_makes_normal_latents_as_even_as_theory_says():
     """The length of r independent normal entries varies by 1 / sqrt(2 r)."""
     latents = random(40000, 32) @ random(32, 32, seed=6)
