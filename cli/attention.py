@@ -173,7 +173,15 @@ def _open_texts(wanted: Attention, spec: HeadSpec, target: Source) -> Texts:
     from ..target.config import read_target_config
     from .attention_states import prompted_texts, stored_texts
 
+    config = read_target_config(target.fetch_config())
+    if (config.hidden, config.vocab) != (spec.target_hidden, spec.vocab) or spec.captured[-1] >= config.layers:
+        raise TargetInvalid(
+            f"the head reads layers {list(spec.captured)} of states {spec.target_hidden} wide, of a vocabulary of "
+            f"{spec.vocab:,}; the target has {config.layers} layers, {config.hidden} wide, and {config.vocab:,} tokens",
+            where=target.name,
+            fix="Give the target that the head was trained on.",
+        )
     if wanted.states is not None:
-        return stored_texts(wanted.states, spec, read_target_config(target.fetch_config()))
+        return stored_texts(wanted.states, spec, config)
     assert wanted.prompts is not None
     return prompted_texts(wanted.prompts, wanted.context, spec, target)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from ...errors import LayoutCannot
+from ...errors import LayoutCannot, TensorValue
 from ...head.forward import DraftHead
 from ...head.rope import rotary_dims
 from ...head.spec import Gqa, HeadSpec, Mla
@@ -15,7 +15,7 @@ from .calibration import Calibration, check_calibration
 from .expand_mla import fit_head_dim
 from .heal import ATTENTION, REST, Progress, heal
 from .held_out import check_kept, compare
-from .ladder import find_ladders
+from .ladder import find_ladders, lengthen
 from .plan import Converted, as_stored, changed_slots
 from .swap import Attention, attention_of, check_convertible, with_attention
 from .to_mha import convert_to_mha
@@ -59,11 +59,13 @@ def convert_attention(
 
     Raises:
         LayoutCannot: the head has that attention already, or parts that the other has no place for.
+        TensorValue: a weight of the head is no finite number.
         CalibrationInvalid: the states are not of this head's target, or too few.
         ConversionInaccurate: the held-out loss is greater than allowed.
         TrainingFailed: healing broke off.
     """
     outline(head.spec, kind, head_dim, shape or Shape())
+    _check_values(head)
     rows = check_calibration(calibration, head.spec)
     say(f"fitting on {rows:,} rows")
     attention, details = _fit(head, kind, calibration, head_dim, shape or Shape())
@@ -107,7 +109,18 @@ def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shap
         return replace(spec, attention=Gqa(dims.heads, dims.heads, head_dim), rope=rope)
     ladder = find_ladders(spec.rope, rotary_dims(dims, spec.rope) // 2, shape.rotary // 2)[0]
     mla = Mla(dims.heads, shape.q_lora_rank, shape.kv_lora_rank, dims.head_dim, shape.qk_rope_head_dim, dims.head_dim)
-    return replace(spec, attention=mla, rope=ladder.rope)
+    rope = lengthen(ladder.rope, shape.rotary // 2, shape.qk_rope_head_dim // 2)
+    return replace(spec, attention=mla, rope=rope)
+
+
+def _check_values(head: DraftHead) -> None:
+    for name, weight in head.weights.items():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            raise TensorValue(
+                f"{name} of the head holds values that are no finite numbers",
+                where=name,
+                fix="Convert a head whose weights are whole; kconv validate says which tensors are not.",
+            )
 
 
 def _fit(

@@ -111,10 +111,10 @@ def check_kept(figures: HeldOut, least: float, steps: int | None) -> None:
     """
     if not figures.kept >= least:
         more = "" if steps is None else f"Heal for more steps (--heal {max(200, 5 * steps)}). "
+        accept = f"; --keep {figures.kept - 0.005:.2f} accepts the loss by name" if figures.kept > 0.01 else ""
         raise ConversionInaccurate(
             f"the converted head keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the original's acceptance "
             f"length on {figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at "
             f"K={figures.steps}), and {least:.2%} was asked for",
-            fix=f"{more}Calibrating on more text of the kind that is served may help; --keep "
-            f"{figures.kept - 0.005:.2f} accepts the loss by name.",
+            fix=f"{more}Calibrating on more text of the kind that is served may help{accept}.",
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from ...errors import LayoutCannot
 from ...head.spec import Rope, Yarn
 
+# Engines compute theta and its powers in fp32, which ends at 3.4e38.
 LARGEST = 1e30
 
 
@@ -42,7 +43,8 @@ def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
     """Return the ladders of n pairs that can stand in for a head's P pairs.
 
     Raises:
-        LayoutCannot: RoPE is scaled in a way that engines do not read of an MLA head.
+        LayoutCannot: RoPE is scaled in a way that engines do not read of an MLA head, or the ladder would need a theta
+            that they cannot hold.
     """
     if rope.scaling is not None and not isinstance(rope.scaling, Yarn):
         raise LayoutCannot(
@@ -51,7 +53,7 @@ def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
             fix="Serve this head with its own attention.",
         )
     used = min(source_pairs, pairs)
-    high = replace(rope, theta=rope.theta ** (pairs / source_pairs), partial_rotary_factor=1.0)
+    high = replace(lengthen(rope, source_pairs, pairs), partial_rotary_factor=1.0)
     ladders = [Ladder("high", high, pairs, tuple((j,) for j in range(used)))]
     if source_pairs > pairs and source_pairs % pairs == 0:
         fold = source_pairs // pairs
@@ -63,8 +65,10 @@ def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
 def lengthen(rope: Rope, pairs: int, longer: int) -> Rope:
     """Return the ladder of `longer` pairs whose first ones are a given ladder's: pairs behind them may hold zeros.
 
+    With fewer pairs, it is that of the fastest ones.
+
     Raises:
-        LayoutCannot: it would need a theta that engines, which compute in fp32, cannot hold.
+        LayoutCannot: it would need a theta that engines cannot hold.
     """
     theta = rope.theta ** (longer / pairs)
     if theta > LARGEST:

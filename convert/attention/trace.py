@@ -91,7 +91,7 @@ class Distances:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `head.attention.Context.attend`."""
         scores = hide_future(query @ repeat_heads(key, query).transpose(-1, -2) * scale)
-        weights = softmax(scores).double().sum(0)
+        weights = softmax(scores).sum(0, dtype=torch.float64)
         length = weights.shape[-1]
         # Sheared so that what stands at one distance stands in one column.
         back = torch.arange(length, device=weights.device)[:, None] - torch.arange(length, device=weights.device)

@@ -13,7 +13,7 @@ from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
 from kconv.convert.attention.trace import run_both
-from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot
+from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot, TensorValue
 from kconv.head.chain import draft_logits, sampled_acceptance
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
 
@@ -125,8 +125,10 @@ def test_a_loss_above_the_guard_is_refused_with_the_figure(gqa, states):
     with pytest.raises(ConversionInaccurate) as fault:
         check_kept(replace(figures, kept=0.9), 0.97, None)
     assert "--heal" not in fault.value.fix and "--keep 0.90" in fault.value.fix
-    with pytest.raises(ConversionInaccurate):
-        check_kept(replace(figures, kept=float("nan")), 0.97, 50)
+    for lost in (float("nan"), 0.0):
+        with pytest.raises(ConversionInaccurate) as fault:
+            check_kept(replace(figures, kept=lost), 0.97, 50)
+        assert "--keep" not in fault.value.fix
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -154,6 +156,13 @@ def test_what_has_no_place_is_refused_at_once(gqa_spec, mla_spec, make_head, sta
         outline(replace(gqa_spec, layers=2), "mla")
     with pytest.raises(LayoutCannot, match="biases"):
         outline(replace(gqa_spec, attention=Gqa(4, 2, 8, bias=True)), "mla")
+    # One pair of 64 has no ladder of 32 whose theta fp32 holds.
+    with pytest.raises(LayoutCannot, match="theta of 1e\\+128"):
+        outline(replace(gqa_spec, attention=Gqa(4, 2, 64), rope=Rope(10000.0, None, 2 / 64)), "mla")
+    damaged = make_head(gqa_spec)
+    damaged.weights["0.gate_proj"][3, 1] = float("nan")
+    with pytest.raises(TensorValue, match="gate_proj of the head holds values"):
+        convert_attention(damaged, "mla", states, dtype="F32", shape=WIDE)
     with pytest.raises(CalibrationInvalid):
         convert_attention(
             make_head(gqa_spec), "mla", replace(states, batches=states.batches[:3]), dtype="F32", shape=WIDE
