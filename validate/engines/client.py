@@ -46,15 +46,7 @@ class Client:
 
     def complete_whole(self, prompt: list[int], new_tokens: int, **more: Any) -> tuple[list[int], dict[str, Any]]:
         """Do as `complete` with more fields in the request, and return the server's whole answer too."""
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": new_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        } | more
-        answer = self._request("/v1/completions", body)
+        answer = self._complete(prompt, new_tokens, {"return_token_ids": True} | more)
         try:
             value = json.loads(answer)
             [choice] = value["choices"]
@@ -77,14 +69,7 @@ class Client:
         Raises:
             EngineFailed: the server cannot be reached, answers with an error, or with something else.
         """
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": new_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
-        answer = self._request("/v1/completions", body)
+        answer = self._complete(prompt, new_tokens, {})
         try:
             [choice] = json.loads(answer)["choices"]
             return str(choice["text"])
@@ -111,6 +96,10 @@ class Client:
         except EngineFailed:
             return False
         return True
+
+    def _complete(self, prompt: list[int], new_tokens: int, more: dict[str, Any]) -> str:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+        return self._request("/v1/completions", body | more)
 
     def _request(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
