@@ -36,8 +36,8 @@ MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 
-# The latent of the queries stays as it was fitted: its gauge may have made entries hundreds of times smaller than others
-# (`latent`), and a step of one size in all of them is then large in the queries.
+# The latent of the queries stays as it was fitted: its gauge may have made entries hundreds of times smaller than
+# others (`latent`), and a step of one size in all of them is then large in the queries.
 FITTED = ("0.q_a_proj", "0.q_a_layernorm")
 ATTENTION = tuple(slot for slot in (*GQA_SLOTS, *MLA_SLOTS) if slot not in FITTED)
 REST = (

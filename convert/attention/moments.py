@@ -5,8 +5,8 @@ A linear map B from x to y that minimises `E|Bx - y|^2 + ridge * |B - prior|^2` 
 whatever the number of rows.
 
 Sums and factors are fp64 at every width. All tokens share a mean, so the largest eigenvalue of `x^T x` is a good part
-of its trace: thousands of times the mean of the diagonal at such a width. What fp32 rounds off can then be more than the
-smallest eigenvalues and the ridge, and a sum so rounded has no Cholesky factor.
+of its trace: thousands of times the mean of the diagonal at such a width. What fp32 rounds off can then be more than
+the smallest eigenvalues and the ridge, and a sum so rounded has no Cholesky factor.
 """
 
 from __future__ import annotations
