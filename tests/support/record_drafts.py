@@ -33,6 +33,7 @@ def record(
     new_tokens: int,
     look_ahead: int = 0,
     together: bool = False,
+    dtype: str = "float32",
 ) -> Recorded:
     """Have heads of one kind of attention served with a target, and once none.
 
@@ -46,11 +47,12 @@ def record(
         new_tokens: tokens that each prompt is continued by.
         look_ahead: tokens more that it is continued by without a head.
         together: whether prompts are continued side by side, which is faster; whose a draft is, is not told then.
+        dtype: of the weights in memory.
     """
     request = {
         "llm": {
             "model": str(target),
-            "dtype": "float32",
+            "dtype": dtype,
             "enforce_eager": True,
             "max_model_len": 256,
             "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},

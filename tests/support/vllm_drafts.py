@@ -6,7 +6,9 @@ The request is {"llm": keyword arguments of vllm.LLM, "steps": K, "new_tokens": 
 are generated without a head (0 if absent), "prompts": lists of token ids, "together": whether they go side by side,
 "heads": folder or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
 prompt, or of all in one list, "counters": what the engine counted meanwhile, by its names}, or {"error": text}. In one
-process a head takes seconds, where a server takes half a minute.
+process a head takes seconds, where a server takes half a minute. vLLM has an emulation of NVFP4 matrices, which its CPU
+build does not consider until it is told to:
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/kernels/linear/nvfp4/emulation.py#L14
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.kernels.linear import register_linear_kernel  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.kernels.linear.nvfp4.emulation import (  # pyright: ignore[reportMissingImports]
+    EmulationNvFp4LinearKernel,
+)
+from vllm.platforms import PlatformEnum  # pyright: ignore[reportMissingImports]
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer  # pyright: ignore[reportMissingImports]
 
 drafted: list[list[int]] = []
@@ -67,6 +74,7 @@ def generate(request: dict, head: str | None) -> dict:
 def main(request_file: str, answer_file: str) -> None:
     request = json.loads(Path(request_file).read_text())
     SpecDecodeBaseProposer.propose = note
+    register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     answers = {}
     for name, head in request["heads"].items():
         print(f"== HEAD {name}", flush=True)
