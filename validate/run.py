@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.source import Source
+from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
 from ..convert.layout import Layout
 from ..convert.read import Head
@@ -18,6 +18,7 @@ from ..target.config import TargetConfig
 from .assemble import assemble, config_digest, digests, figures
 from .figures import Figures
 from .kinds import is_target, refuse_unfit
+from .recorded import check_manifest
 from .report import Report
 from .rules.captured_readings import other_readings
 from .rules.head import HeadSubject, engines_of
@@ -107,11 +108,13 @@ def validate(
     if wish.engines is None:
         rules = _written_for(rules, engined.engine if engined else None)
     findings = list(check_head(rules))
+    about = _digests(checkpoint, wish)
+    if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
+        findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     provenance = _about(rules, source, wish)
     identical, measured = None, ()
     if rules.head is None:
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
-        about = _digests(checkpoint, wish)
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:
         from .structure import check_source, is_identical
@@ -135,7 +138,6 @@ def validate(
         all_figures = all_figures.model_copy(update={"engine": witness.figures})
         by = {} if wish.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
-    about = _digests(checkpoint, wish)
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
 
 
@@ -175,6 +177,9 @@ def _check_target(
         say("reading the prompts")
         ready = prepare_text(held_out)
     findings = list(run_rules(TARGET_RULES, subject))
+    about = _digests(checkpoint, wish)
+    if about:
+        findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))
     noise = perplexity = None
     if source is not None:
         from .quantized import check_quantized
@@ -194,7 +199,6 @@ def _check_target(
         else:
             perplexity = measure_perplexity(named, ready, say)
             provenance |= ready.about
-    about = _digests(checkpoint, wish)
     measured = Figures(noise=noise, perplexity=perplexity)
     return assemble(checkpoint.source, about, findings, measured, provenance, config_digest(checkpoint))
 
