@@ -24,7 +24,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
         value = find(config, name)
         if value is not ABSENT and value not in allowed:
             raise ConfigUnsupported(
-                f"{name} is {value!r}; kconv carries heads with {allowed[0]!r} only",
+                f"{name} is {value!r}; kconv carries heads {phrase(allowed)} only",
                 where="config.json",
                 fix="If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
             )
@@ -42,6 +42,11 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
             where="config.json",
             fix="If the head was trained with full attention, set use_sliding_window to false.",
         )
+
+
+def phrase(allowed: tuple[Any, ...]) -> str:
+    """Return what a value of `FIXED` asks of a head, in words."""
+    return "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
 
 
 def check_dims(spec: HeadSpec, config: Mapping[str, Any]) -> None:

@@ -107,6 +107,24 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "qkv_bias": (False, None),
     "rope_interleave": (True, None),
+    # Kimi K3's draft heads are trained without RoPE; vLLM's and SGLang's Eagle3 classes do not read the key, and turn:
+    # https://github.com/lightseekorg/TorchSpec/blob/a31111ee47e5815638d9a830d79c34eb4f5c4502/configs/draft_models/kimi_k3_eagle3_mla.json#L19
+    "mla_use_nope": (False, None),
+    # RoPE under names that vLLM reads, or TensorRT-LLM (RopeParams.from_config), which takes even rotary_emb_base for
+    # the number of dims that are turned, and lets an original_max_position_embeddings at the top win:
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L627-L637
+    # https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py
+    "rotary_pct": (1, None),
+    "rotary_emb_fraction": (1, None),
+    "rotary_dim": (None,),
+    "rotary_emb_base": (None,),
+    "original_max_position_embeddings": (None,),
+    # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L335
+    "rope_is_neox_style": (True,),
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L280
+    "is_causal": (True,),
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138
+    "index_topk": (None,),
     "eagle_config.use_aux_hidden_state": (True, None),
     "eagle_config.use_input_layernorm_in_first_layer": (True, None),
     "eagle_config.use_last_layernorm": (True, None),
@@ -123,7 +141,7 @@ ELSEWHERE = frozenset(
     architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters
     partial_rotary_factor max_position_embeddings num_aux_hidden_states
     eagle_aux_hidden_state_layer_ids eagle_config.eagle_aux_hidden_state_layer_ids
-    eagle_config.aux_hidden_state_layer_ids_are kv_lora_rank sliding_window layer_types
+    eagle_config.aux_hidden_state_layer_ids_are aux_hidden_state_layer_ids_are kv_lora_rank sliding_window layer_types
     """.split()
 )
 

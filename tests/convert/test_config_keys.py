@@ -82,6 +82,17 @@ UNSUPPORTED = {
     "quantized": {"quantization_config": {"quant_method": "fp8"}},
     "scaled logits": {"logit_scale": 2.0},
     "neox MLA": {"rope_interleave": False},
+    "Kimi K3's attention, which turns nothing": {"mla_use_nope": True},
+    "half of each head turned, by vLLM's older name": {"rotary_pct": 0.5},
+    "half of each head turned, by another name": {"rotary_emb_fraction": 0.5},
+    "half of each head turned, by TensorRT-LLM's name": {"rotary_dim": 4},
+    "theta by its older name": {"rotary_emb_base": 10000},
+    "YaRN's length at the top": {"original_max_position_embeddings": 4096},
+    "interleaved, by SGLang's name": {"rope_is_neox_style": False},
+    "attention in both directions": {"is_causal": False},
+    # vLLM and SGLang take null for false here.
+    "attention in directions that are not said": {"is_causal": None},
+    "sparse attention": {"index_topk": 2048},
     "biases of q, k and v alone": {"qkv_bias": True},
     "no captured states": {"eagle_config": {"use_aux_hidden_state": False}},
     "another first layer": {"eagle_config": {"use_input_layernorm_in_first_layer": False}},
@@ -110,6 +121,7 @@ HARMLESS = {
     "nulls": {"quantization_config": None, "logit_scale": None, "sliding_window": None, "layer_types": None},
     "one logit scale": {"logit_scale": 1.0},
     "interleaved by name": {"rope_interleave": True},
+    "RoPE's other names": {"mla_use_nope": False, "rotary_pct": 1.0, "rope_is_neox_style": True, "is_causal": True},
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...convert.config_checks import KINDS
+from ...convert.config_checks import KINDS, phrase
 from ...convert.keys import COMMON, FIXED, GQA, MLA, Key
 from .head import MISSING, HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, rule
@@ -84,7 +84,7 @@ def key_unsupported(subject: HeadSubject) -> Iterator[Found]:
     for path, allowed in FIXED.items() if subject.layout is not None else ():
         value = subject.stated(path)
         if path not in ELSEWHERE and value is not MISSING and value not in allowed:
-            yield Found(f"config.json: {path}", f"{value!r}; engines and kconv have {allowed[0]!r}")
+            yield Found(f"config.json: {path}", f"{value!r}; kconv carries heads {phrase(allowed)} only")
 
 
 @rule(
