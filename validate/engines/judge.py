@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 from ..figures import EngineFigures
 from ..report import Finding
 
 OUTPUT, COUNTS = "K701", "K702"
+# How far near ties, decided otherwise by another dtype, may take an acceptance length: this share of it, or as many
+# standard errors of the difference of two texts' lengths where there are so few drafts that these are more.
+SHARE, ERRORS = 0.1, 3.0
 
 
 def counts_agree(figures: EngineFigures) -> bool:
@@ -15,23 +20,33 @@ def counts_agree(figures: EngineFigures) -> bool:
     return counted == (figures.expected_drafts, places if figures.per_position is not None else sum(places))
 
 
+def beyond_ties(figures: EngineFigures) -> bool:
+    """Say whether an acceptance length is further from kconv's than another text of the same target can take it."""
+    drafts, places = figures.expected_drafts, figures.expected_per_position
+    # places[i] of the drafts have i + 1 tokens accepted or more, so the mean of the squares is a sum over them too.
+    squares = sum((2 * i + 1) * count for i, count in enumerate(places)) / drafts
+    variance = squares - (sum(places) / drafts) ** 2
+    spread = sqrt(variance * (1 / drafts + 1 / figures.drafts))
+    return abs(figures.length - figures.expected_length) > max(SHARE * figures.expected_length, ERRORS * spread)
+
+
 def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | None = None) -> list[Finding]:
     """Return what is wrong with an engine's figures.
 
     Args:
         figures: the figures.
         strict: whether both sides compute the same numbers, in fp32: differences are errors then. A server of
-            another dtype may decide a near tie otherwise, and its drafts after that are of another text.
+            another dtype may decide a near tie otherwise, and its drafts after that are of another text: other counts
+            are a warning then, as long as the acceptance length is one that this can give.
         read_as: the captured layers, as outputs, with which the chain gives the engine's counts, where these are not
             the head's own.
     """
-    severity = "error" if strict else "warning"
     findings = []
     if figures.same_output < figures.prompts:
         findings.append(
             Finding(
                 rule=OUTPUT,
-                severity=severity,
+                severity="error" if strict else "warning",
                 where=figures.engine,
                 message=f"{figures.prompts - figures.same_output} of {figures.prompts} greedy continuations are not "
                 f"those of {figures.reference}",
@@ -46,7 +61,7 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
         findings.append(
             Finding(
                 rule=COUNTS,
-                severity=severity,
+                severity="error" if strict or beyond_ties(figures) else "warning",
                 where=figures.engine,
                 message=f"the engine counted {figures.drafts} drafts and accepted {counted}, acceptance length "
                 f"{figures.length:.3f}; kconv's chain gives {figures.expected_drafts} and "

@@ -153,3 +153,28 @@ def test_every_count_counts(changes, rules, strict):
     found = judge(GOOD.model_copy(update=changes), strict=strict)
     assert [finding.rule for finding in found] == rules
     assert {finding.severity for finding in found} <= {"error" if strict else "warning"}
+
+
+# Of a server on another dtype: five prompts of 128 tokens, or so.
+REACHED = GOOD.model_copy(
+    update={"drafts": 248, "accepted": 434, "per_position": (200, 140, 94), "length": 2.75}
+    | {"expected_drafts": 248, "expected_per_position": (200, 140, 94), "expected_length": 2.75}
+)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "severity"),
+    [
+        (248, 0, "error"),  # the engine reads another head
+        (248, 100, "error"),
+        (252, 428, "warning"),  # length 2.70: other words after a near tie
+        (275, 407, "warning"),  # 2.48, within a tenth
+        (310, 372, "error"),  # 2.20
+        (200, 482, "error"),  # 3.41: more than the chain can accept
+        (4, 4, "warning"),  # 2.00 of four drafts says nothing
+    ],
+)
+def test_a_length_that_no_near_tie_explains_is_an_error_of_a_reached_server_too(drafts, accepted, severity):
+    changes = {"drafts": drafts, "accepted": accepted, "length": 1 + accepted / drafts, "per_position": None}
+    [finding] = judge(REACHED.model_copy(update=changes), strict=False)
+    assert (finding.rule, finding.severity) == (COUNTS, severity)
