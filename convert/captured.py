@@ -12,8 +12,9 @@ from typing import Any
 
 from ..errors import CapturedUndecided, ConfigInvalid
 
-TOP = "eagle_aux_hidden_state_layer_ids"
-NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
+IDS = "eagle_aux_hidden_state_layer_ids"
+TOP, NESTED = IDS, f"eagle_config.{IDS}"
+# What kconv writes beside each list; no engine reads it.
 CONVENTION = "aux_hidden_state_layer_ids_are"
 OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
 # Keys of eagle_config that ModelOpt's exporter writes and engines do not:
@@ -96,9 +97,9 @@ def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> 
         raise ConfigInvalid("eagle_config is not an object", where="config.json", fix="Export it again.")
     if hints.captured is not None:
         _ids(hints.captured, "--captured")
-        return _told(hints.captured, hints.captured_are or "outputs")
+        return _agreeing(_told(hints.captured, hints.captured_are or "outputs"), config, nested_config)
     top = _ids(config.get(TOP), f"config.json: {TOP}")
-    nested = _ids(nested_config.get("eagle_aux_hidden_state_layer_ids"), f"config.json: {NESTED}")
+    nested = _ids(nested_config.get(IDS), f"config.json: {NESTED}")
     listed = nested or top
     if hints.captured_are is not None and listed:
         if top not in (None, listed):
@@ -107,16 +108,10 @@ def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> 
                 where="config.json",
                 fix="Say --captured itself, or leave --captured-are out: the list beside it is always inputs.",
             )
-        return _told(listed, hints.captured_are)
+        return _agreeing(_told(listed, hints.captured_are), config, nested_config)
     saved = _saved_by(config, names)
     if top:
-        if saved == "trainer" and not nested and top == _default(default_outputs, top[-1] + 4, hints.target_layers):
-            raise CapturedUndecided(
-                f"{TOP} lists {list(top)}: the default as layer outputs, where vLLM looks for inputs",
-                where=f"config.json: {TOP}",
-                fix="Say --captured-are outputs (TorchSpec's own config) or --captured-are inputs (vLLM).",
-            )
-        return _from_top(top, nested, nested_config)
+        return _from_top(top, nested, config, nested_config, hints.target_layers, saved)
     if nested:
         return _from_nested(nested, nested_config, hints.target_layers, saved)
     if hints.target_layers is not None:
@@ -145,16 +140,53 @@ def _told(ids: tuple[int, ...], convention: str) -> Captured:
     return Captured(outputs, f"as told: {list(ids)} are layer {convention}")
 
 
-def _from_top(top: tuple[int, ...], nested: tuple[int, ...] | None, eagle_config: Mapping[str, Any]) -> Captured:
-    outputs = _told(top, "inputs").ids
-    stated = _stated(nested, eagle_config) if nested else None
-    if nested and ((stated and stated.ids != outputs) or nested not in (top, outputs)):
+def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[str, Any]) -> Captured:
+    """Return what the user says, unless the config states otherwise in words that only kconv writes."""
+    for stated in (_stated(nested_config, "eagle_config"), _stated(config, "the config")):
+        if stated is not None and stated.ids != told.ids:
+            raise ConfigInvalid(
+                f"{stated.how}, the outputs of {list(stated.ids)}; those of {list(told.ids)} were told",
+                where="config.json",
+                fix="Leave --captured and --captured-are out, or correct the config if it is wrong.",
+            )
+    return told
+
+
+def _from_top(
+    top: tuple[int, ...],
+    nested: tuple[int, ...] | None,
+    config: Mapping[str, Any],
+    nested_config: Mapping[str, Any],
+    layers: int | None,
+    saved: str,
+) -> Captured:
+    beside, stated = _stated(nested_config, "eagle_config"), _stated(config, "the config")
+    if stated is None and beside is None and nested in (None, top):
+        _refuse_outputs(top, layers, saved)
+    found = stated or Captured(_told(top, "inputs").ids, f"the top-level list {list(top)} is vLLM's: layer inputs")
+    if nested and ((beside and beside.ids != found.ids) or nested not in (top, found.ids)):
         raise ConfigInvalid(
             f"captured layers contradict: {TOP} is {list(top)}, in eagle_config {list(nested)}",
             where="config.json",
-            fix="Find out which layers the head was trained on and say --captured.",
+            fix="Find out which layers the head was trained on and "
+            + ("correct the other list." if beside or stated else "say --captured."),
         )
-    return Captured(outputs, f"the top-level list {list(top)} is vLLM's: layer inputs")
+    return found
+
+
+def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> None:
+    """Refuse a list where vLLM looks for inputs, if a trainer that counts outputs may have put it there."""
+    if top == _default(default_outputs, top[-1] + 4, layers):
+        why = "the default as layer outputs"
+    elif saved == "trainer":
+        why = "beside the trainer's own tensor names, so they may be its layer outputs"
+    else:
+        return
+    raise CapturedUndecided(
+        f"{TOP} lists {list(top)}: {why}, where vLLM looks for inputs",
+        where=f"config.json: {TOP}",
+        fix="Say --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+    )
 
 
 def _saved_by(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -166,7 +198,7 @@ def _saved_by(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 
 def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layers: int | None, saved: str) -> Captured:
-    if stated := _stated(nested, eagle_config):
+    if stated := _stated(eagle_config, "eagle_config"):
         return stated
     if nested == _default(default_inputs, nested[-1] + 3, layers):
         raise CapturedUndecided(
@@ -189,16 +221,18 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
     )
 
 
-def _stated(nested: tuple[int, ...], eagle_config: Mapping[str, Any]) -> Captured | None:
-    stated = eagle_config.get(CONVENTION)
-    if stated is None:
+def _stated(place: Mapping[str, Any], name: str) -> Captured | None:
+    """Return what stands beside a list about its convention: in eagle_config, or at the top level."""
+    stated = place.get(CONVENTION)
+    listed = None if stated is None else _ids(place.get(IDS), f"config.json: {IDS} in {name}")
+    if listed is None:
         return None
     if stated not in (OUTPUTS, INPUTS):
         raise ConfigInvalid(
-            f"eagle_config.{CONVENTION} is {stated!r}", where="config.json", fix=f"Say {OUTPUTS} or {INPUTS}."
+            f"{CONVENTION} in {name} is {stated!r}", where="config.json", fix=f"Say {OUTPUTS} or {INPUTS}."
         )
-    ids = _told(nested, "outputs" if stated == OUTPUTS else "inputs").ids
-    return Captured(ids, f"eagle_config states that {list(nested)} are {stated.replace('_', ' ')}")
+    ids = _told(listed, "outputs" if stated == OUTPUTS else "inputs").ids
+    return Captured(ids, f"{name} states that {list(listed)} are {stated.replace('_', ' ')}")
 
 
 def _ids(value: object, where: str) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...head.spec import HeadSpec
-from ..captured import TOP
+from ..captured import CONVENTION, INPUTS, TOP
 from ..config import write_keys
 from ..layout import Layout, Limit
 from .identity import identity
@@ -23,7 +23,8 @@ def captured_keys(spec: HeadSpec) -> dict[str, Any]:
     The V2 runner reads the top-level list only, V1 reads it first; both mean layer inputs:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L106
     """
-    return {TOP: [i + 1 for i in spec.captured], "num_aux_hidden_states": len(spec.captured)}
+    ids = [i + 1 for i in spec.captured]
+    return {TOP: ids, CONVENTION: INPUTS, "num_aux_hidden_states": len(ids)}
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:

@@ -25,6 +25,23 @@ DECIDED = {
     "of any length": (config([1, 8, 24, 61]), Hints(), (0, 7, 23, 60)),
     "beside the same list nested": (config([2, 30, 58], [2, 30, 58]), Hints(), (1, 29, 57)),
     "beside the outputs nested": (config([2, 30, 58], [1, 29, 57]), Hints(), (1, 29, 57)),
+    "[1, 29, 57] of a deeper target is no default": (config([1, 29, 57]), Hints(target_layers=80), (0, 28, 56)),
+    "stated inputs at the top": (config([1, 29, 57]) | {STATED: "layer_inputs"}, Hints(), (0, 28, 56)),
+    "stated inputs at the top, and told so": (
+        config([1, 29, 57]) | {STATED: "layer_inputs"},
+        Hints(captured_are="inputs"),
+        (0, 28, 56),
+    ),
+    "stated outputs, and told which": (
+        config(nested=[1, 29, 57], **{STATED: "layer_outputs"}),
+        Hints(captured=(2, 30, 58), captured_are="inputs"),
+        (1, 29, 57),
+    ),
+    "ModelOpt's default at the top, told inputs": (
+        config([1, 29, 57]),
+        Hints(captured_are="inputs"),
+        (0, 28, 56),
+    ),
     "beside the outputs, stated": (config([2, 30, 58], [1, 29, 57], **{STATED: "layer_outputs"}), Hints(), (1, 29, 57)),
     "a nested list with 1, which no default of inputs has": (config(nested=[1, 29, 57]), Hints(), (1, 29, 57)),
     "with 1, the table says, also of a list that is no one's default": (config(nested=[1, 8, 24]), Hints(), (1, 8, 24)),
@@ -68,6 +85,10 @@ UNDECIDED = {
     "[2, 30, 58] with the target's depth": (config(nested=[2, 30, 58], **MARKS), Hints(target_layers=61)),
     "[2, 4, 6], the same of 9 layers": (config(nested=[2, 4, 6], **MARKS), Hints()),
     "a list without marks": (config(nested=[7, 23, 51]), Hints()),
+    "a list that begins with 2, without marks": (config(nested=[2, 20, 40]), Hints()),
+    "ModelOpt's default where vLLM looks for inputs": (config([1, 29, 57]), Hints()),
+    "ModelOpt's default for the target's depth, there": (config([1, 29, 57]), Hints(target_layers=61)),
+    "ModelOpt's default in both places": (config([1, 29, 57], [1, 29, 57]), Hints()),
     "the embedding, as the input of layer 0": (config([0, 1, 2]), Hints()),
     "told inputs, with a 0": (config(nested=[0, 1, 3], **MARKS), Hints(captured_are="inputs")),
     "absent, with too shallow a target": (config(), Hints(target_layers=5)),
@@ -88,6 +109,22 @@ INVALID = {
     "contradiction": (config([2, 30, 58], [3, 31, 59]), Hints()),
     "contradiction with what is stated": (config([2, 30, 58], [2, 30, 58], **{STATED: "layer_outputs"}), Hints()),
     "contradiction with stated inputs": (config([2, 30, 58], [1, 29, 57], **{STATED: "layer_inputs"}), Hints()),
+    "stated outputs, told inputs": (
+        config(nested=[1, 29, 57], **{STATED: "layer_outputs"}),
+        Hints(captured_are="inputs"),
+    ),
+    "stated outputs, told others": (
+        config(nested=[1, 29, 57], **{STATED: "layer_outputs"}),
+        Hints(captured=(0, 28, 56)),
+    ),
+    "stated inputs at the top, told outputs": (
+        config([2, 30, 58]) | {STATED: "layer_inputs"},
+        Hints(captured_are="outputs"),
+    ),
+    "contradiction with stated inputs at the top": (
+        config([2, 30, 58], [7, 23, 51]) | {STATED: "layer_inputs"},
+        Hints(),
+    ),
     "a convention that does not exist": (config(nested=[1, 29, 57], **{STATED: "outputs"}), Hints()),
     "a convention that is a list": (config(nested=[1, 29, 57], **{STATED: ["layer_outputs"]}), Hints()),
     "beyond the target": (config([2, 30, 58]), Hints(target_layers=30)),
@@ -104,6 +141,22 @@ def test_invalid(found, hints):
     with pytest.raises(ConfigInvalid) as caught:
         decide(found, hints)
     assert caught.value.where and caught.value.fix
+
+
+@pytest.mark.parametrize("nested", [None, [3, 20, 40]], ids=["alone", "twice"])
+def test_a_list_at_the_top_beside_the_trainers_names_is_refused_until_told(nested):
+    """TorchSpec exports its own config as it is, and adds 1 only where it renames the layer for vLLM."""
+    names = ["midlayer.hidden_norm.weight", "fc.weight"]
+    with pytest.raises(CapturedUndecided, match="trainer"):
+        decide(config([3, 20, 40], nested), Hints(), names)
+    assert decide(config([3, 20, 40], nested), Hints(captured_are="outputs"), names).ids == (3, 20, 40)
+    assert decide(config([3, 20, 40], [2, 19, 39]), Hints(), names).ids == (2, 19, 39), "the two lists agree"
+    assert decide(config([3, 20, 40], nested), Hints(), ["layers.0.hidden_norm.weight"]).ids == (2, 19, 39)
+
+
+def test_a_list_of_inputs_that_begins_with_2_is_no_trainers_by_that():
+    with pytest.raises(CapturedUndecided, match="does not say"):
+        decide(config(nested=[2, 20, 40]), Hints(), ["layers.0.hidden_norm.weight"])
 
 
 BAD_LISTS = [

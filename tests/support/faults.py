@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kconv.convert.captured import TOP
+from kconv.convert.captured import CONVENTION, TOP
 from kconv.head.spec import Norms
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2
 
@@ -159,8 +159,8 @@ FAULTS = (
     Fault("captured layers listed twice", "K145", GQA_VLLM, put(**{TOP: [2, 2, 6]})),
     Fault("captured layers in descending order", "K145", MLA_VLLM, put(**{TOP: [6, 4, 2]})),
     Fault("a captured layer as a text", "K145", MODELOPT_MLA, nest(**{NESTED: [1, "3", 5]}), (SGLANG,)),
-    Fault("a list of outputs where vLLM looks for inputs", "K153", GQA_VLLM,
-          put(**{TOP: [1, 3, 5], "eagle_config": ...})),
+    Fault("a list of outputs where vLLM looks for inputs", "K006", GQA_VLLM,
+          put(**{TOP: [1, 3, 5], CONVENTION: ...})),
     Fault("two lists that contradict", "K146", good("portable", MLA, ENGINES), put(**{TOP: [2, 4, 7]})),
     Fault("layer input 0", "K147", GQA_VLLM, put(**{TOP: [0, 4, 6]})),
     Fault("num_aux_hidden_states of another count", "K149", MLA_VLLM, put(num_aux_hidden_states=2)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...checkpoint.manifest import MANIFEST
 from ...convert.captured import NESTED, TOP, default_outputs
 from .captured_readings import IDS, READ_BY_CONFIG, as_outputs, seen_by
 from .head import HeadSubject, listed_ids
@@ -103,30 +102,6 @@ def captured_by_default(subject: HeadSubject) -> Iterator[Found]:
 
 
 @rule(
-    "K153",
-    "captured-outputs-on-top",
-    "warning",
-    "The list at the top level, which vLLM counts as layer inputs, is what trainers list as outputs by default.",
-    fix="If the head was trained on the outputs of these layers, add 1 to each; if it really reads their inputs, leave"
-    " it, or convert it from its source, which settles it.",
-    engines=VLLM,
-    seen_in=IN_VLLM,
-)
-def captured_outputs_on_top(subject: HeadSubject) -> Iterator[Found]:
-    top = listed_ids(subject.flat.get(TOP))
-    # kconv's own outputs say in their manifest how the list was decided.
-    if not top or len(top) < 3 or (subject.checkpoint.folder / MANIFEST).exists():
-        return
-    layers = subject.target.layers if subject.target is not None else top[-1] + 4
-    if top == default_outputs(layers):
-        yield Found(
-            f"config.json: {TOP}",
-            f"{list(top)} is ModelOpt's and TensorRT-LLM's default for a target of {layers} layers, as outputs; vLLM's"
-            f" own, as inputs, is {[layer + 1 for layer in top]}",
-        )
-
-
-@rule(
     "K144",
     "captured-by-flag",
     "info",
@@ -214,7 +189,6 @@ RULES = (
     captured_misread,
     captured_not_found,
     captured_by_default,
-    captured_outputs_on_top,
     captured_by_flag,
     captured_no_list,
     captured_contradict,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.values import FLOAT_BITS, Scan, Values
-from ...convert.captured import Hints
+from ...convert.captured import CONVENTION, Hints
 from ...convert.config import ReadConfig, read_config
 from ...convert.layout import Layout, Stored
 from ...convert.layouts import BY_NAME, detect
@@ -99,16 +99,16 @@ class HeadSubject(Subject):
         if self.layout is None:
             return None, None
         try:
-            return self._read_config(self.hints), None
+            return self._read_config(self.config, self.hints), None
         except CapturedUndecided as fault:
             return self._guess(), fault
         except KconvError as fault:
             return None, fault
 
-    def _read_config(self, hints: Hints) -> ReadConfig:
+    def _read_config(self, config: Mapping[str, Any], hints: Hints) -> ReadConfig:
         assert self.layout is not None
         dtype = weight_dtype(self.checkpoint)
-        return read_config(self.config, self.tensors, dtype=dtype, hints=hints, table=self.layout.config)
+        return read_config(config, self.tensors, dtype=dtype, hints=hints, table=self.layout.config)
 
     def _guess(self) -> ReadConfig | None:
         """Read the config with as many captured layers as fc has room for; which ones they are is not looked at."""
@@ -117,7 +117,11 @@ class HeadSubject(Subject):
         fc = self.tensors.get("fc.weight")
         count = fc.shape[1] // width if fc and len(fc.shape) == 2 and width else 3
         try:
-            return self._read_config(Hints(tuple(range(max(count, 1))), max_positions=self.hints.max_positions))
+            unstated = {key: value for key, value in self.config.items() if key != CONVENTION}
+            if isinstance(unstated.get(EAGLE), Mapping):
+                unstated[EAGLE] = {key: value for key, value in unstated[EAGLE].items() if key != CONVENTION}
+            hints = Hints(tuple(range(max(count, 1))), max_positions=self.hints.max_positions)
+            return self._read_config(unstated, hints)
         except KconvError:
             return None
 
