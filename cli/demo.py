@@ -61,6 +61,9 @@ def _bars() -> Iterator[Callable]:
 
         @contextmanager
         def stage(title: str) -> Iterator[Callable[[int, int, float], None]]:
+            if not bars.console.is_terminal:
+                # A bar that is written to a log is seen when all is over.
+                click.echo(title, err=True)
             task = bars.add_task(title, total=None, note="")
 
             def advance(done: int, steps: int, loss: float) -> None:
