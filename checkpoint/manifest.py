@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,13 @@ from .folder import Checkpoint, open_checkpoint
 
 MANIFEST = "kconv.json"
 AGAIN = "Convert the head again."
+# What an engine reads of a folder: config, weights in any container, and how they are quantized.
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L893-L898
+READ_BY_ENGINES = (
+    "config.json", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*quant_config.json",
+    "quantize_config.json",
+)  # fmt: skip
 Action = Literal[
     "carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
     "converted",
@@ -40,6 +48,22 @@ class StepRecord(_Record):
     output: TensorRecord
     sources: tuple[TensorRecord, ...]
     reason: str = ""
+
+
+class DroppedRecord(TensorRecord):
+    """A source tensor that is not in the output, and why."""
+
+    reason: str
+
+
+class HintsRecord(_Record):
+    """What the user said of the source where its config is silent; see `convert.captured.Hints`."""
+
+    captured: tuple[int, ...] | None = None
+    captured_are: Literal["outputs", "inputs"] | None = None
+    target_layers: int | None = None
+    max_positions: int | None = None
+    norm_before_residual: bool | None = None
 
 
 class FileRecord(_Record):
@@ -99,14 +123,16 @@ class Manifest(_Record):
         kconv: the version that wrote it.
         exact: whether every weight's bytes are the source's, or the target's where one was added from it.
         source: how the user named the source.
+        source_config: sha256 of its config.json.
         source_layout, layout: from and to.
+        hints: what the user said of the source, by which it is read again to be compared.
         spec: the head, as `HeadSpec` names it.
         captured_by: how the captured layers were decided.
         parameters: number of weight elements in the output.
         parameters_by_origin: the same, trained and copied ones apart.
         config_carried, config_dropped: the source config's keys that kconv does not interpret.
         tensors: every tensor of the output.
-        dropped: source tensors that are not in the output, with the reason.
+        dropped: every source tensor that is not in the output.
         files: every file of the output but this one.
         training: how the head was trained, where kconv trained it: recipe, data, tokens, figures, libraries.
         conversion: how its attention was turned into the other kind, where it was.
@@ -116,8 +142,10 @@ class Manifest(_Record):
     kconv: str = Field(default_factory=lambda: version("kconv"))
     exact: bool
     source: str
+    source_config: str
     source_layout: str
     layout: str
+    hints: HintsRecord = HintsRecord()
     spec: dict[str, Any]
     captured_by: str
     parameters: int
@@ -125,7 +153,7 @@ class Manifest(_Record):
     config_carried: tuple[str, ...] = ()
     config_dropped: tuple[str, ...] = ()
     tensors: tuple[StepRecord, ...]
-    dropped: dict[str, str] = {}
+    dropped: tuple[DroppedRecord, ...] = ()
     files: tuple[FileRecord, ...]
     training: dict[str, Any] | None = None
     conversion: ConversionRecord | None = None
@@ -166,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
-    """Re-check every byte of an output against its manifest, and its source's tensors if given.
+    """Re-check every byte of an output against its manifest, and its source's config and tensors if given.
 
     Args:
         folder: an output of kconv.
@@ -179,12 +207,18 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
     for record in manifest.files:
         if Path(record.name).name != record.name or not _holds(folder / record.name, record):
             raise _mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
-    output = open_checkpoint(folder)
-    _same(output, {step.output.name: step.output for step in manifest.tensors}, AGAIN)
+    recorded = {record.name for record in manifest.files}
+    for file in sorted(folder.iterdir()):
+        if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
+            raise _mismatch(file, "engines read this file, and kconv did not write it", f"Remove it. {AGAIN}")
+    _same(open_checkpoint(folder), {step.output.name: step.output for step in manifest.tensors}, AGAIN)
     if source is not None:
-        held = {s.name: s for step in manifest.tensors for s in step.sources}
         fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
-        _same(source, held, fix, dropped=frozenset(manifest.dropped))
+        config = source.folder / "config.json"
+        if file_digest(config) != manifest.source_config:
+            raise _mismatch(config, "the output was made from another config", fix)
+        held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
+        _same(source, held | {record.name: record for record in manifest.dropped}, fix)
     return manifest
 
 
@@ -195,12 +229,10 @@ def _holds(file: Path, record: FileRecord) -> bool:
         return False
 
 
-def _same(
-    checkpoint: Checkpoint, records: dict[str, TensorRecord], fix: str, dropped: frozenset[str] = frozenset()
-) -> None:
+def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str) -> None:
     for name in sorted(records.keys() - checkpoint.tensors.keys()):
         raise _mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
-    for name in sorted(checkpoint.tensors.keys() - records.keys() - dropped):
+    for name in sorted(checkpoint.tensors.keys() - records.keys()):
         raise _mismatch(
             name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it", fix
         )

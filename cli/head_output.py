@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from ..checkpoint.manifest import Manifest
 from ..convert.plan import Plan
 from ..convert.read import Head
-from .output import print_json, wide_console
+from .output import print_json, print_next, wide_console
 
 
 def print_head(head: Head, *, as_json: bool) -> None:
@@ -83,12 +83,12 @@ def print_manifest(manifest: Manifest, out: Path, *, as_json: bool) -> None:
     for step in manifest.tensors:
         if step.reason:
             click.echo(f"{step.output.name} {step.action}: {step.reason}")
-    for name, why in manifest.dropped.items():
-        click.echo(f"{name} dropped: {why}")
+    for record in manifest.dropped:
+        click.echo(f"{record.name} dropped: {record.reason}")
     click.echo(f"captured layers: {manifest.captured_by}")
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
     click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
-    click.echo(f"next: kconv validate {shown} --source {manifest.source}")
+    print_next("validate", out, "--source", manifest.source)
 
 
 def _name(title: str) -> Column:

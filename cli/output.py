@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,11 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 def print_json(value: Any) -> None:
     """Print one JSON object on stdout."""
     click.echo(json.dumps(value, indent=2))
+
+
+def print_next(*words: str | Path) -> None:
+    """Print the kconv command to go on with, quoted for a shell."""
+    click.echo(f"next: kconv {shlex.join(click.format_filename(word) for word in words)}")
 
 
 def print_states(record: StatesRecord, out: Path, *, as_json: bool) -> None:
@@ -196,7 +202,8 @@ def print_demo(out: Path, made: Sequence[Made]) -> None:
             "identical" if head.round_trip else "[red]NOT identical",
         )
     console.print(table)
-    console.print(f"\nnext: kconv inspect {out / made[0].name / 'vllm'}", highlight=False)
+    click.echo()
+    print_next("inspect", out / made[0].name / "vllm")
 
 
 def _size(folder: Path) -> str:
@@ -218,4 +225,5 @@ def print_trained(training: Mapping[str, Any], layout: str, out: Path) -> None:
     for key, name in (("loss", "loss, nats"), ("acceptance", f"acceptance length, sampled, K={steps}")):
         table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
     Console().print(table)
-    click.echo(f"\nnext: kconv {f'validate {out}' if layout == 'vllm' else f'to-vllm {out} {out}-vllm'}")
+    click.echo()
+    print_next(*(("validate", out) if layout == "vllm" else ("to-vllm", out, f"{out}-vllm")))

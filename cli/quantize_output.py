@@ -20,7 +20,7 @@ from ..quantize.estimate import estimate
 from ..quantize.finish import copied_files
 from ..quantize.plan import QuantizePlan
 from ..quantize.run import bytes_needed, free_bytes
-from .output import print_json
+from .output import print_json, print_next
 
 # Seconds between two lines where there is no terminal to draw a bar on.
 EVERY = 30.0
@@ -144,7 +144,7 @@ def print_done(plan: QuantizePlan, out: Path, *, as_json: bool) -> None:
         f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {files} files"
     )
     click.echo(f"input_scale: {_inputs(plan)}; KV cache: {plan.recipe.kv_cache}")
-    click.echo(f"next: kconv validate {out} --source {plan.source.source}")
+    print_next("validate", out, "--source", plan.source.source)
 
 
 def _facts(plan: QuantizePlan, files: int | None) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _plan(
 
 def _write(plan: Plan, out: Path, *, as_json: bool) -> None:
     from ..convert.execute import execute
-    from .output import progress
+    from .output import print_next, progress
 
     with progress("writing", sum(step.size for step in plan.steps)) as advance:
         manifest = execute(plan, out, advance)
@@ -156,10 +156,10 @@ def _write(plan: Plan, out: Path, *, as_json: bool) -> None:
     for step in manifest.tensors:
         if step.reason:
             click.echo(f"{step.output.name} {step.action}: {step.reason}")
-    for name, why in manifest.dropped.items():
-        click.echo(f"{name} dropped: {why}")
+    for record in manifest.dropped:
+        click.echo(f"{record.name} dropped: {record.reason}")
     click.echo("weights: " + ("the source's, byte for byte" if manifest.exact else "lm_head is not the source's"))
-    click.echo(f"next: kconv vocab {shown}")
+    print_next("vocab", out)
 
 
 def _lines(report: VocabReport) -> list[str]:

@@ -12,7 +12,9 @@ from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, writ
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
     ConversionRecord,
+    DroppedRecord,
     FileRecord,
+    HintsRecord,
     Manifest,
     StepRecord,
     TensorRecord,
@@ -133,6 +135,10 @@ def _record(info: TensorInfo, blake3: str) -> TensorRecord:
     return TensorRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=blake3)
 
 
+def _dropped(info: TensorInfo, reason: str) -> DroppedRecord:
+    return DroppedRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=digest(info), reason=reason)
+
+
 def _manifest(
     plan: Plan,
     weights: Written,
@@ -163,8 +169,10 @@ def _manifest(
             step.made is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
         ),
         source=head.checkpoint.source,
+        source_config=file_digest(head.checkpoint.folder / "config.json"),
         source_layout=head.layout.name,
         layout=plan.layout.name,
+        hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
         parameters=parameters.total,
@@ -172,7 +180,7 @@ def _manifest(
         config_carried=tuple(head.read.carried),
         config_dropped=head.read.dropped,
         tensors=tuple(steps),
-        dropped=dict(plan.dropped),
+        dropped=tuple(_dropped(head.checkpoint.tensors[name], reason) for name, reason in plan.dropped.items()),
         files=files,
         training=dict(training) if training else None,
         conversion=conversion,

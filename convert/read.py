@@ -37,6 +37,7 @@ class Head:
         places: stored tensor and header entry, by each slot that is present.
         twins: tensors that repeat what others hold under another name; name and the others' slots.
         ignored: tensors that carry nothing, with the reason.
+        hints: what the user said where the config is silent or ambiguous.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +46,7 @@ class Head:
     places: Mapping[str, tuple[Stored, TensorInfo]]
     twins: Mapping[str, Stored] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    hints: Hints = field(default_factory=Hints)
 
     @property
     def spec(self) -> HeadSpec:
@@ -92,9 +94,8 @@ def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints
         As `read_head`, but TensorValue.
     """
     layout, tensors = layout or detect(checkpoint.config, checkpoint.tensors), checkpoint.tensors
-    read = read_config(
-        checkpoint.config, tensors, dtype=weight_dtype(checkpoint), hints=hints or Hints(), table=layout.config
-    )
+    hints = hints or Hints()
+    read = read_config(checkpoint.config, tensors, dtype=weight_dtype(checkpoint), hints=hints, table=layout.config)
     rows = rows_of(layout, read.spec, tensors)
     breaches = find_breaches(layout, read.spec, tensors)
     if breaches:
@@ -110,7 +111,7 @@ def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints
                 fix="Name the layout that the head is in with --from.",
             )
     twins = {name: row for name, row in held.items() if any(places[slot][1].name != name for slot in row.slots)}
-    head = Head(checkpoint, layout, read, places, twins, ignored)
+    head = Head(checkpoint, layout, read, places, twins, ignored, hints)
     _check_quantization(head)
     return head
 

@@ -118,6 +118,7 @@ def write_manifest(
     manifest = Manifest(
         exact=False,
         source=plan.source.source,
+        source_config=file_digest(plan.source.folder / "config.json"),
         source_layout=plan.form,
         layout="nvfp4",
         spec={

@@ -45,8 +45,8 @@ def test_each_engines_layout_takes_its_own_and_says_what_became_of_the_other(tmp
     assert kept.format(1) in held and other.format(1) not in held
     # Of twins either may be read; the one that is not is accounted for.
     sources = {s.name for step in manifest.tensors for s in step.sources}
-    assert sources | manifest.dropped.keys() == source.tensors.keys()
-    assert all("repeats" in why for why in manifest.dropped.values()) and len(manifest.dropped) == 2
+    assert sources | {record.name for record in manifest.dropped} == source.tensors.keys()
+    assert all("repeats" in record.reason for record in manifest.dropped) and len(manifest.dropped) == 2
 
 
 @pytest.mark.parametrize("written", ["portable", "vllm", "trtllm", "sglang"])
