@@ -10,7 +10,7 @@ import click
 
 from ..checkpoint.source import Source
 from .measuring import Measuring, measuring
-from .options import FOLDER, PATH_OR_ID, open_head, read_options, reading
+from .options import FOLDER, PATH_OR_ID, open_source, read_options, reading
 
 # As `validate.rules.rule.ASKED`, which --help must not import; a test holds the two together.
 FOR = ("vllm", "vllm-v1", "vllm-v2", "sglang", "trtllm", "all")
@@ -85,7 +85,7 @@ def validate(
 
     layout, read_hints, target_config = read_options(**hints)
     wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only)
-    # The layout and the convention that the user named are the output's; the source has its own marks.
+    # The layout and the convention that the user named are the output's; the source's are those of its conversion.
     # Its headers tell which it is, so that wrong usage is named before its weights are downloaded.
     of_target = source is not None and is_target(source.open_headers())
     if not of_target:
@@ -93,7 +93,7 @@ def validate(
     held_out = measuring.held_out(source) if source and of_target else None
     parity = measuring.parity(target)
     quantized_from = source.open_weights() if source and of_target else None
-    original = open_head(source, target=target) if source and not of_target else None
+    original = open_source(source, head, target=target) if source and not of_target else None
     with status("validating") as say:
         report = run(
             head,

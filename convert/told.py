@@ -1,4 +1,4 @@
-"""What the source's manifest says of a head's past, told on. What belongs here: that it is still of these weights."""
+"""What a manifest tells of a head's past. What belongs here: telling it on, and that it is still of these bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, TensorRecord, read_manifest
-from ..errors import ManifestMismatch
+from ..checkpoint.source import Source
+from ..errors import KconvError, ManifestMismatch
+from .captured import Hints
+from .layout import Layout
+from .layouts import by_name
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,18 @@ def read_told(folder: Path) -> Told:
     manifest = read_manifest(folder) if file.is_file() else None
     tells = manifest is not None and (manifest.training or manifest.conversion)
     return Told(file, manifest if tells else None)
+
+
+def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | None, Hints]:
+    """Return the layout and the hints by which an output's source was read when the output was made of it.
+
+    What was said of one config is not true of another: it is returned for the very config.json that it was said of.
+    Where the output, or its kconv.json, cannot be read, nothing was said: that is found when the output is checked.
+    """
+    try:
+        manifest = read_manifest(output.open_weights().folder)
+    except KconvError:
+        return None, Hints()
+    if file_digest(source.folder / "config.json") != manifest.source_config:
+        return None, Hints()
+    return by_name(manifest.source_layout), Hints(**manifest.hints.model_dump())

@@ -43,7 +43,7 @@ def check_source(output: Head, source: Head) -> list[Finding]:
         try:
             manifest = verify(output.checkpoint.folder, source.checkpoint)
             actions = {step.output.name: step.action for step in manifest.tensors}
-            left_out = set(manifest.dropped)
+            left_out = {record.name for record in manifest.dropped}
         except KconvError as fault:
             findings.append(from_fault(fault, rule="K301"))
     else:
@@ -87,10 +87,11 @@ def check_source(output: Head, source: Head) -> list[Finding]:
 
 
 def is_identical(output: Head, findings: list[Finding]) -> bool:
-    """Say whether every weight of an output has its source's bits: nothing was found, and nothing was computed."""
+    """Say whether every weight of an output has its source's bits: no bit was found to differ, and none computed."""
+    if any(finding.rule in ("K301", "K304") for finding in findings):
+        return False
     folder = output.checkpoint.folder
-    exact = not (folder / MANIFEST).exists() or read_manifest(folder).exact
-    return exact and not any(finding.rule in ("K301", "K303", "K304") for finding in findings)
+    return not (folder / MANIFEST).exists() or read_manifest(folder).exact
 
 
 def from_fault(fault: KconvError, *, rule: str) -> Finding:

@@ -83,8 +83,8 @@ def test_what_equals_the_targets_is_left_out_when_asked(tmp_path, target):
     assert planned.stdout.count("dropped") == 2
     assert kconv("to-vllm", head, tmp_path / "out", "--target", target, "--drop-shared").exit_code == 0
     tensors, manifest = written(tmp_path / "out")
-    assert manifest["dropped"].keys() == {"lm_head.weight", "embed_tokens.weight"}
-    assert not manifest["dropped"].keys() & tensors.keys()
+    dropped = {record["name"] for record in manifest["dropped"]}
+    assert dropped == {"lm_head.weight", "embed_tokens.weight"} and not dropped & tensors.keys()
     assert kconv("verify", tmp_path / "out", head).exit_code == 0
     asked = kconv("to-vllm", head, tmp_path / "other", "--drop-shared")
     assert asked.exit_code == 2 and "--target" in asked.stderr
@@ -95,6 +95,36 @@ def test_a_target_of_which_only_the_config_is_here_decides_depth(tmp_path, lean,
     assert kconv("to-vllm", lean, tmp_path / "out", "--target", target).exit_code == 0
     refused = kconv("to-portable", lean, tmp_path / "portable", "--target", target)
     assert refused.exit_code == 1 and "lm_head" in refused.stderr
+
+
+OTHERS = {
+    "another vocabulary": {"vocab_size": 128},
+    "another width": {"hidden_size": 96},
+    "both": {"hidden_size": 96, "vocab_size": 128},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("command", ["to-vllm", "to-sglang", "inspect"])
+def test_another_models_target_is_refused(tmp_path, target, command, change):
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
+    out = [] if command == "inspect" else [tmp_path / "out"]
+    (target / "config.json").write_text(json.dumps(TARGET | change))
+    refused = kconv(command, head, *out, "--target", target)
+    assert refused.exit_code == 1 and "hidden states 48 wide and a vocabulary of 64" in refused.stderr
+    assert f"where: {target}" in refused.stderr and not (tmp_path / "out").exists()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    assert kconv(command, head, *out, "--target", target).exit_code == 0
+
+
+def test_a_head_of_another_width_than_its_targets_says_so_and_fits(tmp_path, target):
+    spec = replace(GQA, target_hidden=56)
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], spec, random_slots(spec))
+    (target / "config.json").write_text(json.dumps(TARGET | {"hidden_size": 56}))
+    assert kconv("inspect", head, "--target", target).exit_code == 0
+    (target / "config.json").write_text(json.dumps(TARGET))
+    refused = kconv("inspect", head, "--target", target)
+    assert refused.exit_code == 1 and "hidden states 56 wide" in refused.stderr
 
 
 def test_rounding_is_asked_for_by_name(tmp_path):
