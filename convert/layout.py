@@ -89,6 +89,7 @@ class Layout:
         write_config: spec to config.json; None where the layout is only read.
         limits: what it cannot hold.
         needs: slots that its engine must find though others share the target's, with the reason.
+        replaces: slots that its engine takes from the target where one fits, whatever the head holds, with the reason.
         config: how its config differs from the common keys.
         ignored: patterns of names that it may hold and that carry nothing, with the reason.
     """
@@ -100,6 +101,7 @@ class Layout:
     write_config: Callable[[HeadSpec], dict[str, Any]] | None = None
     limits: tuple[Limit, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
+    replaces: Mapping[str, str] = field(default_factory=dict)
     config: ConfigTable = field(default_factory=ConfigTable)
     ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
 

@@ -49,6 +49,20 @@ class Shared:
             )
         return info
 
+    def has_another(self, slot: str, own: TensorInfo, spec: HeadSpec) -> bool:
+        """Say whether the target's tensor would fit a head's slot, and is another than the head's own.
+
+        Compared row by row, in the head's dtype; a tensor of which the bytes are not here is not said to be another.
+        """
+        theirs = self.tensors.get(slot)
+        if theirs is None or self.headers_only or theirs.dtype not in FLOATS or own.dtype not in FLOATS:
+            return False
+        from .copies import count_copies
+
+        fits = needs(spec)[slot].slot.absent_when(spec)
+        copies = count_copies(own, theirs, None) if fits else None
+        return copies is not None and copies.by_offset < copies.rows
+
 
 @dataclass(frozen=True)
 class Lent:

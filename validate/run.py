@@ -13,6 +13,7 @@ from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
 from ..convert.layout import Layout
 from ..convert.read import Head
+from ..convert.shared import Shared
 from ..errors import KconvError
 from ..target.config import TargetConfig
 from .assemble import assemble, config_digest, digests, figures
@@ -46,6 +47,7 @@ class Wish:
         hints: what the user says where a head's config is silent.
         target: the target that a head is for, where it is known.
         headers_only: no value is read, and none downloaded.
+        lent: the target's embedding and lm_head, where they are at hand.
     """
 
     engines: tuple[str, ...] | None = None
@@ -53,6 +55,7 @@ class Wish:
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
     headers_only: bool = False
+    lent: Shared | None = None
 
 
 def validate(
@@ -104,6 +107,7 @@ def validate(
         named_layout=wish.layout,
         hints=wish.hints,
         target=wish.target,
+        lent=wish.lent,
     )
     if wish.engines is None:
         rules = _written_for(rules, engined.engine if engined else None)

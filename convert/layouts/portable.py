@@ -33,5 +33,6 @@ PORTABLE = Layout(
     told_by=lambda config, names: TOP in config and CONVENTION in eagle_config(config),
     write_config=_write,
     needs=sglang.LM_HEAD,
+    replaces=TRTLLM.replaces | sglang.SGLANG.replaces,
     limits=tuple(dict.fromkeys(TRTLLM.limits + vllm.VLLM.limits + sglang.SGLANG.limits)),
 )

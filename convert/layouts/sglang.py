@@ -26,6 +26,11 @@ LM_HEAD = {
     "(https://github.com/sgl-project/sglang/issues/27829)"
 }
 
+EMBEDDING = {
+    "embed_tokens": "SGLang takes the target's embedding in place of the head's own "
+    f"({SGLANG_SOURCE}/speculative/eagle_worker_v2.py#L353-L363)"
+}
+
 
 def captured_keys(spec: HeadSpec) -> dict[str, Any]:
     """Return the keys of eagle_config by which SGLang finds the captured layers, for a DeepSeek or Kimi target.
@@ -58,6 +63,7 @@ SGLANG = Layout(
     ),
     write_config=_write,
     needs=LM_HEAD,
+    replaces=EMBEDDING,
     limits=(
         *MLA_ROPE,
         Limit(

@@ -25,6 +25,11 @@ FLAGS = {
     "next_layer_regular": True,
 }
 
+EMBEDDING = {
+    "embed_tokens": "TensorRT-LLM takes the target's embedding in place of the head's own "
+    f"({TRTLLM_MODEL}, Eagle3DraftModel.__init__)"
+}
+
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
     config = identity(spec) | write_keys(spec)
@@ -49,6 +54,7 @@ TRTLLM = Layout(
         )
     ),
     write_config=_write,
+    replaces=EMBEDDING,
     limits=(
         *MLA_ROPE,
         Limit(

@@ -121,6 +121,33 @@ def test_what_an_engine_does_not_share_is_kept(tmp_path, target):
     assert not decided.dropped, "no engine shares an embedding or lm_head of another width"
 
 
+REPLACED = ["sglang", "trtllm", "portable"]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_an_embedding_that_the_engine_would_replace_is_refused(tmp_path, target, name):
+    folder, matrices = target
+    odd = matrices["embed_tokens"].clone()
+    odd.view(torch.int16)[63, 47] ^= 1
+    source = head(tmp_path, GQA, random_slots(GQA) | matrices | {"embed_tokens": odd})
+    with pytest.raises(LayoutCannot, match="another embed_tokens than the target") as caught:
+        plan(source, BY_NAME[name], Wishes(shared(folder)))
+    assert caught.value.where == "embed_tokens.weight" and "vLLM" in caught.value.fix
+    assert plan(source, BY_NAME["vllm"], Wishes(shared(folder))).steps, "vLLM takes the head's own"
+    (tmp_path / "wide").mkdir()
+    wide = replace(GQA, target_hidden=56)
+    source = head(tmp_path / "wide", wide, random_slots(wide))
+    assert plan(source, BY_NAME[name], Wishes(shared(folder))).steps, "of another width, each engine does"
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_targets_own_embedding_in_another_dtype_is_no_other(tmp_path, target, name):
+    folder, matrices = target
+    spec = replace(GQA, dtype="F32")
+    source = head(tmp_path, spec, random_slots(spec) | {slot: own.float() for slot, own in matrices.items()})
+    assert plan(source, BY_NAME[name], Wishes(shared(folder))).steps
+
+
 def test_dropping_needs_a_target(tmp_path):
     with pytest.raises(TargetInvalid, match="target"):
         plan(head(tmp_path, GQA, random_slots(GQA)), BY_NAME["vllm"], Wishes(drop_shared=True))

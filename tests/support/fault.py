@@ -9,14 +9,16 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.source import Folder
 from kconv.convert.captured import Hints
-from kconv.head.spec import Rope
+from kconv.convert.shared import Shared
+from kconv.head.spec import HeadSpec, Rope
 from kconv.target.config import parse_target_config
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
 from kconv.validate.run import Wish
 
 from .changes import Change, Config
-from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, Good
+from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, Good, trained_slots
 from .heads import GQA, MLA, PORTABLE, YARN
 
 
@@ -32,6 +34,7 @@ class Fault:
         engines: whom the head is checked for; the base's own if empty.
         target: the config of the target that the head is said to be for.
         raw: does it to the folder instead, where config and tensors cannot say it.
+        lent: slots whose tensor of the target is at hand, another than the head's own.
     """
 
     name: str
@@ -41,13 +44,14 @@ class Fault:
     engines: tuple[str, ...] = ()
     target: Config | None = None
     raw: Callable[[Path], None] | None = None
+    lent: tuple[str, ...] = ()
 
-    @property
-    def wish(self) -> Wish:
-        """Return for whom, and for which target, the head is checked."""
+    def wish(self, folder: Path) -> Wish:
+        """Return for whom, and for which target, the head that is written into a folder is checked."""
         target = parse_target_config(self.target) if self.target else None
         layers = target.layers if target else None
-        return Wish(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target)
+        lent = lend(folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
+        return Wish(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target, lent=lent)
 
     def write(self, folder: Path) -> Path:
         """Write the head with its fault into a folder."""
@@ -62,6 +66,14 @@ class Fault:
         save_file(tensors, file)
         config_file.write_text(json.dumps(config))
         return folder
+
+
+def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec) -> Shared:
+    """Write a target's own tensors for these slots, and return what a head may share of them."""
+    folder.mkdir()
+    own = trained_slots(spec, seed=5)
+    save_file({slot: own[slot] for slot in slots}, folder / "model.safetensors")
+    return Shared("org/target", Folder(folder).open_tensors(slots))
 
 
 def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:

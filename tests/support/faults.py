@@ -242,6 +242,8 @@ FAULTS = (
     Fault("lm_head as drawn from a normal distribution", "K204", MLA_VLLM, edit("lm_head.weight", initial(0.02))),
     Fault("lm_head as torch.nn.Linear leaves it", "K204", GQA_VLLM, edit("lm_head.weight", uniform)),
     Fault("rows of lm_head that were never filled", "K205", GQA_VLLM, edit("lm_head.weight", some_rows_zero)),
+    Fault("an embedding of its own, for SGLang", "K213", GQA_SGLANG, lent=("embed_tokens",)),
+    Fault("an embedding of its own, for TensorRT-LLM", "K213", MLA_TRT, lent=("embed_tokens",)),
     Fault("a head as ModelOpt 0.47 trains it, normed twice", "K210", MODELOPT_MLA,
           edit(f"{P}input_layernorm.weight", uneven)),
     # What an engine has no place for.

@@ -35,7 +35,8 @@ def of(report: Report, rule: str) -> list[Finding]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_path: Path):
-    report = check(fault.write(tmp_path / "head"), fault.wish)
+    folder = fault.write(tmp_path / "head")
+    report = check(folder, fault.wish(folder))
     found = of(report, fault.rule)
     assert found, [finding.rule for finding in report.findings]
     assert all(f.severity == all_rules()[fault.rule].severity and f.message and f.fix for f in found)
@@ -159,7 +160,7 @@ def test_a_head_that_kconv_trained_is_not_said_to_be_normed_twice(tmp_path: Path
     folder = fault.write(tmp_path / "head")
     (folder / "modelopt").mkdir()
     (folder / "modelopt" / "training.json").write_text("{}")
-    assert not of(check(folder, fault.wish), "K210")
+    assert not of(check(folder, fault.wish(folder)), "K210")
 
 
 VALUES = st.recursive(

@@ -17,6 +17,7 @@ from ...convert.layout import Layout, Stored
 from ...convert.layouts import BY_NAME, detect
 from ...convert.own_keys import unify
 from ...convert.read import Head, claim_tensors, find_breaches, read_head, rows_of, weight_dtype
+from ...convert.shared import Shared
 from ...errors import CapturedUndecided, KconvError
 from ...head.contract import Breach
 from ...head.slots import needs
@@ -49,11 +50,13 @@ class HeadSubject(Subject):
         named_layout: the layout that the user named, None to go by the head's marks.
         hints: what the user says where the config is silent.
         target: the target that the head is for, where it is known.
+        lent: the target's embedding and lm_head, where they are at hand.
     """
 
     named_layout: Layout | None = None
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
+    lent: Shared | None = None
 
     @cached_property
     def layout(self) -> Layout | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...checkpoint.manifest import MANIFEST
 from ...head.contract import FLOATS
-from .head import HeadSubject
-from .rule import Found, Rule, rule
+from .head import HeadSubject, engine_layouts
+from .rule import SGLANG, TRTLLM, Found, Rule, rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,5 +141,26 @@ def normed_twice(subject: HeadSubject) -> Iterator[Found]:
         yield Found(name, f"its weights spread by {spread:.1%} of their mean, by which the two functions differ")
 
 
+@rule(
+    "K213",
+    "embedding-replaced",
+    "error",
+    "The head has another embedding than its target, and an engine takes the target's in its place: what was trained,"
+    " and what is measured here, is not what would be served.",
+    fix="Serve this head with vLLM, or train one with the target's embedding.",
+    engines=(SGLANG, TRTLLM),
+    seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
+    values=True,
+)
+def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
+    if subject.lent is None or subject.spec is None:
+        return
+    for engine, layout in engine_layouts(subject.engines).items():
+        for slot in layout.replaces.keys() & subject.slots.keys():
+            own = subject.tensors[subject.slots[slot]]
+            if subject.lent.has_another(slot, own, subject.spec):
+                yield Found(own.name, f"its rows are not those of the target {subject.lent.name}, which {engine} takes")
+
+
 WEIGHTS: tuple[Rule[HeadSubject], ...] = (not_finite, all_zero)
-RULES = (*WEIGHTS, norm_of_ones, lm_head_untrained, rows_never_filled, normed_twice)
+RULES = (*WEIGHTS, norm_of_ones, lm_head_untrained, rows_never_filled, normed_twice, embedding_replaced)
