@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from ..checkpoint.source import Source
 from ..errors import TargetInvalid
@@ -87,8 +88,11 @@ def take_attention(hints: dict[str, Any]) -> Attention | None:
     names = ("attention", "states", "prompts", "context", "steps", "head_dim", "keep", "device")
     kind, states, prompts, context, steps, head_dim, keep, device = (hints.pop(name) for name in names)
     if kind is None:
-        if states or prompts or steps is not None or head_dim != "auto":
-            raise click.UsageError("--states, --prompts, --heal and --head-dim go with --attention")
+        source_of = click.get_current_context().get_parameter_source
+        if any(source_of(name) is ParameterSource.COMMANDLINE for name in names):
+            raise click.UsageError(
+                "--states, --prompts, --context, --heal, --head-dim, --keep and --device go with --attention"
+            )
         return None
     if (states is None) == (prompts is None):
         raise click.UsageError("--attention needs --states or --prompts, to calibrate on")
@@ -173,15 +177,7 @@ def _open_texts(wanted: Attention, spec: HeadSpec, target: Source) -> Texts:
     from ..target.config import read_target_config
     from .attention_states import prompted_texts, stored_texts
 
-    config = read_target_config(target.fetch_config())
-    if (config.hidden, config.vocab) != (spec.target_hidden, spec.vocab) or spec.captured[-1] >= config.layers:
-        raise TargetInvalid(
-            f"the head reads layers {list(spec.captured)} of states {spec.target_hidden} wide, of a vocabulary of "
-            f"{spec.vocab:,}; the target has {config.layers} layers, {config.hidden} wide, and {config.vocab:,} tokens",
-            where=target.name,
-            fix="Give the target that the head was trained on.",
-        )
     if wanted.states is not None:
-        return stored_texts(wanted.states, spec, config)
+        return stored_texts(wanted.states, spec, read_target_config(target.fetch_config()))
     assert wanted.prompts is not None
     return prompted_texts(wanted.prompts, wanted.context, spec, target)

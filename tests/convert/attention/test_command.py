@@ -135,6 +135,13 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
 
 
+@pytest.mark.parametrize("option", [("--device", "cpu"), ("--keep", "0.5"), ("--context", 64), ("--heal", 0)])
+def test_what_goes_with_another_attention_is_not_passed_over_without(heads, tmp_path, option):
+    result = CliRunner().invoke(main, [str(a) for a in ("to-vllm", heads / "gqa", tmp_path / "out", *option)])
+    assert result.exit_code == 2 and "go with --attention" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_device_that_is_not_there_is_a_wrong_wish(heads, prompts, tiny_target, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = ["--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--device", "cuda"]
