@@ -13,6 +13,7 @@ from kconv.convert.attention.assemble_mla import Shape
 from kconv.convert.attention.calibration import Batch, Calibration
 from kconv.convert.attention.heal import heal
 from kconv.convert.attention.held_out import compare
+from kconv.convert.attention.plan import as_stored
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.convert.read import read_head
@@ -68,6 +69,8 @@ def test_gqa_to_mla_keeps_99_percent_without_a_gradient_step_and_more_after_200(
     assert found.ladder == "high" and found.ladder_errors["high"] < found.ladder_errors["stride"]
     assert unhealed.kept >= 0.99
     assert unhealed.kept_error < 0.002
+    # The gauge of a latent is nearly singular, and bf16 must not make it felt.
+    assert compare(head, as_stored(start, "BF16"), calibration, held_out).kept > unhealed.kept - 0.002
     healed = compare(head, heal(head, start, calibration, 200), calibration, held_out)
     assert healed.kept >= 0.995
     assert healed.kept > unhealed.kept
