@@ -32,16 +32,17 @@ class Choice:
     Attributes:
         quantized: names in each layer.
         exclude: entries of `ignore` that cover the rest. Engines number and name a draft's layers each their own way
-            (`model.layers.61`, `model.midlayer`), so an entry says nothing of what stands before it; and none may match
-            the bare word `kv_b_proj`, for which TensorRT-LLM would look up FP8 block scales.
+            (`model.layers.61`, `model.midlayer`), so an entry says nothing of what stands before it. It is there twice:
+            TensorRT-LLM tests it as a wildcard, SGLang's FP8 as a part of a name, and vLLM as both. None matches the
+            bare word `kv_b_proj`, for which TensorRT-LLM would look up scales of FP8 blocks.
     """
 
     quantized: tuple[str, ...]
     exclude: tuple[str, ...]
 
 
-GQA = Choice(("q_proj", "k_proj", "v_proj", "o_proj", *MLP), ("lm_head", "*.fc"))
-MLA = Choice(MLP, ("lm_head", "*.fc", "*.self_attn*"))
+GQA = Choice(("q_proj", "k_proj", "v_proj", "o_proj", *MLP), ("lm_head", "fc", "*.fc"))
+MLA = Choice(MLP, (*GQA.exclude, "self_attn", "*.self_attn*"))
 
 
 def choice_of(spec: HeadSpec) -> Choice:

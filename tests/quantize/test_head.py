@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -73,7 +74,33 @@ def test_what_is_quantized_and_what_is_excluded_are_all_linears(quantized, kind,
         "mla": {"fc", "lm_head", *(f"0.{p}" for p in ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")),
                 "0.kv_a_proj_with_mqa"},
     }[kind]  # fmt: skip
-    assert choice_of(spec).exclude == (("lm_head", "*.fc") if kind == "gqa" else ("lm_head", "*.fc", "*.self_attn*"))
+
+
+# What engines call the modules of a draft of one layer, for a target of 61.
+NAMES = {
+    "vLLM": ("model.layers.61.self_attn.{}", "model.layers.61.mlp.{}", "model.fc"),
+    "TensorRT-LLM": ("model.midlayer.self_attn.{}", "model.midlayer.mlp.{}", "model.fc"),
+    "SGLang": ("model.self_attn.{}", "model.mlp.{}", "model.fc"),
+}
+# How each tests an entry: as a part of a name, or as a wildcard on the name and on what it is part of.
+PART, WILDCARD = (lambda entry, name: entry in name), (lambda entry, name: fnmatchcase(name, entry))
+READINGS = {"vLLM": (PART, WILDCARD), "TensorRT-LLM": (WILDCARD,), "SGLang": (PART,)}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("engine", NAMES)
+def test_each_engine_excludes_what_is_plain_and_nothing_else(engine, kind):
+    attention, mlp, fc = NAMES[engine]
+    entries = choice_of(SPECS[kind]).exclude
+
+    def is_excluded(name: str) -> bool:
+        return any(reading(entry, name) for entry in entries for reading in READINGS[engine])
+
+    assert is_excluded(fc) and is_excluded("lm_head")
+    assert not any(is_excluded(mlp.format(part)) for part in ("gate_up_proj", "gate_proj", "down_proj"))
+    parts = {"gqa": ("qkv_proj", "q_proj", "o_proj"), "mla": ("fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj")}
+    assert {is_excluded(attention.format(part)) for part in parts[kind]} == {kind == "mla"}
+    assert not any(fnmatchcase("kv_b_proj", entry) for entry in entries)
 
 
 @each
