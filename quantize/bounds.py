@@ -1,10 +1,13 @@
-"""What a calibrated amax can be. What belongs here: bounds that follow from formats and from the model's own norms."""
+"""What a scale of a module can be. What belongs here: bounds that follow from formats, and from the model's norms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.header import TensorInfo
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
 from ..target.config import TargetConfig
@@ -25,6 +28,52 @@ NORMS = {
 }
 # Two roundings to bf16 on the way, of 2^-8 each.
 SLACK = 1.02
+MODULE = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\.(?:.*\.)?(?P<last>\w+)")
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A module that reads more than the norm before it can put out.
+
+    Attributes:
+        module: its name.
+        amax: the largest magnitude that it is said to read.
+        norm: the norm's name.
+        bound: the largest magnitude that the norm puts out.
+    """
+
+    module: str
+    amax: float
+    norm: str
+    bound: float
+
+
+def is_scale(value: float) -> bool:
+    """Say whether float32 can calculate with a scale of a whole module: weight_scale_2, or input_scale."""
+    return NORMAL <= value < float(scale_2(LARGEST))
+
+
+def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo]) -> Iterator[Beyond]:
+    """Yield the modules whose amax is beyond what the norm before them can put out.
+
+    RMSNorm of n numbers puts out sqrt(n) times its largest weight, at most: where all but one are zero.
+
+    Args:
+        amaxes: largest magnitude read, by module, as the target names it.
+        tensors: the target's; a module whose norm is not among them is passed over.
+    """
+    bounds: dict[str, float] = {}
+    for module, amax in amaxes.items():
+        found = MODULE.fullmatch(module)
+        norm = f"{found['layer']}.{NORMS[found['last']]}" if found and found["last"] in NORMS else ""
+        info = tensors.get(f"{norm}.weight")
+        if info is None:
+            continue
+        if norm not in bounds:
+            weight = read_tensor(info).float()
+            bounds[norm] = float(weight.abs().max()) * weight.numel() ** 0.5
+        if amax > SLACK * bounds[norm]:
+            yield Beyond(module, amax, norm, bounds[norm])
 
 
 def check_amax(name: str, amax: float) -> None:
@@ -34,7 +83,7 @@ def check_amax(name: str, amax: float) -> None:
         name: the module's.
         amax: the largest magnitude that it was seen to read.
     """
-    if not 0 < amax < LARGEST or float(scale_2(amax)) < NORMAL:
+    if not is_scale(float(scale_2(amax))):
         raise InputScalesInvalid(
             f"the amax of {name} is {amax:g}, and its input_scale nothing that float32 can calculate with",
             where=name,
@@ -45,26 +94,17 @@ def check_amax(name: str, amax: float) -> None:
 def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetConfig) -> None:
     """Raise InputScalesInvalid for an amax beyond what the norm before the module can put out.
 
-    RMSNorm of n numbers puts out sqrt(n) times its largest weight, at most: where all but one are zero.
-
     Args:
         amaxes: by module, in the text model.
         target: the target that they are of.
         config: its config.
     """
-    bounds: dict[str, float] = {}
-    for name, amax in amaxes.items():
-        parts = name.split(".")  # model.layers.1.….up_proj
-        norm = ".".join((*parts[:3], NORMS.get(parts[-1], "")))
-        info = target.tensors.get(f"{config.prefix}{norm}.weight")
-        if info is None:
-            continue
-        if norm not in bounds:
-            weight = read_tensor(info).float()
-            bounds[norm] = float(weight.abs().max()) * weight.numel() ** 0.5
-        if amax > SLACK * bounds[norm]:
-            raise InputScalesInvalid(
-                f"the amax of {name} is {amax:g}, and {norm}, which it reads, reaches {bounds[norm]:g} at most",
-                where=name,
-                fix="The file was changed, or is of another target: calibrate this one again.",
-            )
+    named = {f"{config.prefix}{name}": amax for name, amax in amaxes.items()}
+    for beyond in beyond_norms(named, target.tensors):
+        name = beyond.module.removeprefix(config.prefix)
+        norm = beyond.norm.removeprefix(config.prefix)
+        raise InputScalesInvalid(
+            f"the amax of {name} is {beyond.amax:g}, and {norm}, which it reads, reaches {beyond.bound:g} at most",
+            where=name,
+            fix="The file was changed, or is of another target: calibrate this one again.",
+        )

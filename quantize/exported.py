@@ -5,7 +5,6 @@ Every value is looked at, as the streaming road does while it writes: an export 
 
 from __future__ import annotations
 
-import math
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ..checkpoint.tensors import entry, read_tensor
 from ..checkpoint.values import Scan
 from ..errors import TensorMissing, TensorValue
 from ..target.stored import Stored
+from .bounds import is_scale
 from .finish import write_beside, write_manifest
 from .plan import QuantizePlan
 from .steps import steps
@@ -95,12 +95,11 @@ def _look(info: TensorInfo) -> str:
 
 
 def _check_scales(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
-    smallest = torch.finfo(torch.float32).tiny  # what is below is flushed to zero by some kernels
     for name in (name for module in plan.modules for name in module.outputs if name.endswith(SCALARS)):
         found = float(read_tensor(made[name]))
-        if not smallest <= found < math.inf:
+        if not is_scale(found):
             raise TensorValue(
-                f"ModelOpt made {name} {found}, and a scale is a normal number above zero",
+                f"ModelOpt made {name} {found}, and a scale is a normal number that float32 can calculate with",
                 where=name,
                 fix="Give more prompts, keep this module out of the recipe (keep: ...), or use the streaming road.",
             )

@@ -86,6 +86,7 @@ def prepare_text(text: HeldOutText) -> ReadyText:
     about: dict[str, object] = {
         "prompts": held_out.describe() | {"text_tokens": text.tokens},
         "dtype": "float32, on dequantized weights",
+        "not_run": "input_scale: activations are not rounded, as an engine rounds them",
     }
     return ReadyText(folder, texts, about)
 

@@ -115,6 +115,7 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
             ("the source's", f"{text.source:.4f}"),
             ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
             ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
+            ("activations", "not rounded: the weights alone were run, and no input_scale"),
         ]
     return table(("what", "figure"), rows)
 

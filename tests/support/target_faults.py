@@ -69,6 +69,17 @@ def fill(name: str, value: float) -> Change:
     return edit(name, lambda tensor: torch.full_like(tensor, value))
 
 
+def scale_inputs(factor: float) -> Change:
+    """Return the change of every input_scale by a factor."""
+
+    def change(config: Json, tensors: Tensors, side: Json) -> None:
+        for name in tensors:
+            if name.endswith(".input_scale"):
+                tensors[name] = tensors[name] * factor
+
+    return change
+
+
 def excludes(how: Callable[[list[str]], list[str]]) -> Change:
     """Return the change of the excludes, in both files."""
 
@@ -222,6 +233,9 @@ FAULTS = (
     TargetFault("weight_scale_2 NaN", "K442", fill(f"{EXPERT}.down_proj.weight_scale_2", float("nan"))),
     TargetFault("input_scale Inf", "K442", fill(f"{EXPERT}.down_proj.input_scale", float("inf"))),
     TargetFault("a negative input_scale", "K442", fill(f"{EXPERT}.down_proj.input_scale", -1.0)),
+    TargetFault("every input_scale times 1e30", "K442", scale_inputs(1e30)),
+    TargetFault("a denormal input_scale", "K442", fill(f"{EXPERT}.down_proj.input_scale", 1e-40)),
+    TargetFault("every input_scale times a thousand", "K444", scale_inputs(1e3)),
     TargetFault("block scales zero throughout", "K443", fill(f"{UP}.weight_scale", 0.0)),
     TargetFault("a block scale NaN", "K443",
                 edit(f"{UP}.weight_scale", lambda t: t.view(torch.uint8).clone().index_fill_(1, torch.tensor(0), 0xFF)

@@ -241,6 +241,8 @@ def test_the_command_measures_a_target_on_prompts(pair, spoiled, held_out, tmp_p
     assert found["prompts"] == 4 and abs(found["output"] / found["source"] - 1) < 0.02
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"| perplexity on held-out text | {found['output']:.4f} |" in text and "signal over noise, median" in text
+    # Nobody is to take the figure for the engine's, which rounds activations too.
+    assert "no input_scale" in text and "input_scale" in report["provenance"]["not_run"]
     # What is wrong is told by the tensors' noise, and not run.
     code, report = kconv(spoiled("bf16", swap_nibbles), "--source", source, "--prompts", few)
     assert code == 1 and report["figures"]["perplexity"] is None

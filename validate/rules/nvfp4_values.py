@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 
 import numpy as np
 
 from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
-from ...quantize.formats import fused_group
+from ...quantize.formats import E2M1_MAX, E4M3_MAX, fused_group
 from .nvfp4 import AGAIN, SCALARS, parts_of
 from .rule import TRTLLM, Found, rule
 from .target import MARK, TargetSubject
@@ -19,6 +18,7 @@ FUSED = (
 )
 # e4m3 has one NaN, with either sign.
 NAN = 0x7F
+DATA_FREE = 1.0  # the input_scale of a target that was not calibrated
 
 
 @rule(
@@ -52,16 +52,18 @@ def fused_input_scale_unequal(subject: TargetSubject) -> Iterator[Found]:
     "K442",
     "scale-value",
     "error",
-    "A scale of a whole module is NaN, infinite, zero or negative.",
+    "A scale of a whole module is NaN, zero, negative, or too small or too large to be calculated with in float32.",
     fix=AGAIN,
     values=True,
 )
 def scale_value(subject: TargetSubject) -> Iterator[Found]:
+    from ...quantize.bounds import is_scale  # here, as headers are checked without torch
+
     for suffix in SCALARS:
         for info in parts_of(subject, suffix):
             value = _scalar(info)
-            if value is not None and not (isfinite(value) and value > 0):
-                yield Found(info.name, f"is {value}")
+            if value is not None and not is_scale(value):
+                yield Found(info.name, f"is {value:g}")
 
 
 @rule(
@@ -87,6 +89,31 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
             yield Found(info.name, what)
 
 
+@rule(
+    "K444",
+    "input-scale-beyond-norm",
+    "error",
+    "An input_scale says that a module read more than the norm before it can put out: it is another target's, or was"
+    " changed. 1.0, which data-free recipes write, is passed over.",
+    fix="Calibrate this very target again, and quantize it with that.",
+    values=True,
+)
+def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
+    from ...quantize.bounds import beyond_norms  # here, as headers are checked without torch
+
+    scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
+    amaxes = {
+        name.removesuffix(".input_scale"): scale * E2M1_MAX * E4M3_MAX
+        for name, scale in scales.items()
+        if scale is not None and scale != DATA_FREE
+    }
+    for beyond in beyond_norms(amaxes, subject.tensors):
+        yield Found(
+            f"{beyond.module}.input_scale",
+            f"is of an amax of {beyond.amax:g}, and {beyond.norm} reaches {beyond.bound:g} at most",
+        )
+
+
 def _unequal(subject: TargetSubject, suffix: str) -> Iterator[Found]:
     groups: dict[str, list[TensorInfo]] = {}
     for info in parts_of(subject, suffix):
@@ -104,4 +131,4 @@ def _scalar(info: TensorInfo) -> float | None:
     return float(read_tensor(info).reshape(())) if info.dtype == "F32" and info.shape in ((), (1,)) else None
 
 
-RULES = (fused_scale_unequal, fused_input_scale_unequal, scale_value, block_scale_value)
+RULES = (fused_scale_unequal, fused_input_scale_unequal, scale_value, block_scale_value, input_scale_beyond_norm)
