@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from ..convert.plan import Plan
 
 
-def _writes(layout: str, form: str) -> click.Command:
+# Of the layouts whose `needs` name it, which --help must not import; a test holds the two together.
+LENDS = " With --target, an lm_head that HEAD does not have is added from it."
+
+
+def _writes(layout: str, form: str, lends: str = "") -> click.Command:
     @click.command(
         f"to-{layout}",
         short_help=f"Write a head in {form}.",
         help=f"""Write HEAD in {form} into the new folder OUT, with kconv.json beside it.
 
         Same attention, so exact unless --dtype is given: every weight keeps its bytes, and each source tensor is
-        accounted for. With --target, an lm_head that the layout needs and HEAD does not have is added from it.
+        accounted for.{lends}
 
         \b
         Example:
@@ -94,8 +98,8 @@ def _borrows(plan: Plan) -> bool:
 
 to_vllm = _writes("vllm", "vLLM's layout")
 to_trtllm = _writes("trtllm", "TensorRT-LLM's layout")
-to_sglang = _writes("sglang", "SGLang's layout")
-to_portable = _writes("portable", "one layout that TensorRT-LLM, vLLM and SGLang all load")
+to_sglang = _writes("sglang", "SGLang's layout", LENDS)
+to_portable = _writes("portable", "one layout that TensorRT-LLM, vLLM and SGLang all load", LENDS)
 
 
 @click.command(short_help="Re-check every byte of an output against its manifest.")

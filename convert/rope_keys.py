@@ -140,12 +140,13 @@ def _contradict(key: str, one: object, other: object) -> None:
 
 def _number(name: str, value: object) -> float:
     """Return a parameter as the number it has to be: a count of tokens whole, mscale from 0, any other above 0."""
+    is_count = name == "original_max_position_embeddings"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= sys.float_info.max:
-        if name == "original_max_position_embeddings":
-            if value > 0 and value == int(value):
+        if is_count:
+            # As every count of a config: one of 300 digits could be written and not be read again.
+            if 0 < value < 2**31 and value == int(value):
                 return int(value)
         elif value > 0 or (value == 0 and name in ("mscale", "mscale_all_dim")):
             return float(value)
-    raise ConfigInvalid(
-        f"RoPE's {name} is {value!r}, not a positive number", where="config.json", fix="Put the key right."
-    )
+    kind = "whole number of tokens below 2**31" if is_count else "positive number"
+    raise ConfigInvalid(f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Put the key right.")

@@ -6,6 +6,7 @@ from click.testing import CliRunner
 from support.commands import fault_of
 
 from kconv.cli import main
+from kconv.convert.layouts import LAYOUTS
 
 COMMANDS = sorted(main.commands)
 
@@ -52,6 +53,14 @@ def test_help_fits_80_columns(name):
     lines = [line for line in text(*filter(None, [name])) if line.strip()[:6] not in ("kconv ", "torchr")]
     verbatim = [line for line in lines if line.startswith("    --") or "eagle_" in line or "kv_" in line]
     assert not [line for line in lines if len(line) > 80 and line not in verbatim]
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.write_config], ids=lambda layout: layout.name
+)
+def test_a_conversion_says_that_an_lm_head_is_added_where_one_is_needed(layout):
+    said = "is added from it" in " ".join(" ".join(text(f"to-{layout.name}")).split())
+    assert said is ("lm_head" in layout.needs)
 
 
 def test_every_option_of_the_group_says_what_it_does():

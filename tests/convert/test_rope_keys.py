@@ -179,6 +179,8 @@ INVALID = {
     "a theta of nought": {"rope_theta": 0},
     "half a token": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 4096.5}},
     "no tokens": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 0}},
+    "tokens of 301 digits": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 1e300}},
+    "one token too many": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 2**31}},
     "a part above the whole": {"rope_theta": 1e4, "partial_rotary_factor": 1.5},
     "a part of nought": {"partial_rotary_factor": 0},
 }
@@ -189,6 +191,13 @@ def test_invalid(config):
     with pytest.raises(ConfigInvalid) as caught:
         read_rope(config)
     assert caught.value.where and caught.value.fix
+
+
+def test_the_largest_count_of_tokens_is_written_and_read():
+    config = {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 2.0**31 - 1}}
+    rope = read_rope(config)
+    assert isinstance(rope.scaling, Yarn) and rope.scaling.original_max_positions == 2**31 - 1
+    assert read_rope(json.loads(json.dumps(write_rope(rope)))) == rope
 
 
 def test_only_what_is_missing_is_said_to_be():
