@@ -5,7 +5,8 @@ A line of JSONL, or a row of a dataset, is one of
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}     ShareGPT's form
     {"prompt": "...", "response": "..."}
     {"text": "..."}
-A head drafts what the target says, so of a dialogue only the assistant's tokens count in the loss.
+A head drafts what the target says, so of a dialogue only the assistant's tokens count in the loss. What it thought
+before an answer is said too, and stands beside "content" as "reasoning_content".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..errors import TrainingDataInvalid
 from ..target.tokenizer import Tokenizer
+from .reasoning import REASONING, add_reasoning, read_reasoning
 
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 Messages = list[dict[str, str]]
@@ -87,14 +89,15 @@ def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iter
     """Yield the samples of a row: one, or more where the chat template forgets what an earlier turn said.
 
     Raises:
-        TrainingDataInvalid: the row is of none of the forms.
+        TrainingDataInvalid: the row is of none of the forms, or holds reasoning that the chat template has no place
+            for.
         TargetInvalid: it is a dialogue, and the tokenizer has no chat template.
     """
     if isinstance(row.get("text"), str):
         ids = torch.tensor(tokenizer.encode(row["text"]), dtype=torch.int64)
         yield Sample(ids, torch.ones_like(ids, dtype=torch.bool))
         return
-    yield from _encode_dialogue(_messages(row, where), tokenizer)
+    yield from _encode_dialogue(_messages(row, where), tokenizer, where)
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Messages:
@@ -104,10 +107,13 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
     try:
         messages = [
             {"role": ROLES[turn.get("role", turn.get("from"))], "content": turn.get("content", turn.get("value"))}
+            | read_reasoning(turn)
             for turn in turns or ()
         ]
-        if not any(m["role"] == "assistant" for m in messages) or any(not m["content"] for m in messages):
-            raise ValueError("it holds no answer, or an empty turn")
+        if not any(m["role"] == "assistant" for m in messages):
+            raise ValueError("it holds no answer")
+        if not all(said and isinstance(said, str) for m in messages for said in m.values()):
+            raise ValueError("a turn is empty, or no text")
     except (AttributeError, KeyError, TypeError, ValueError) as fault:
         raise TrainingDataInvalid(
             f"this row is no dialogue: {fault}",
@@ -117,7 +123,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
     return messages
 
 
-def _encode_dialogue(messages: Messages, tokenizer: Tokenizer) -> Iterator[Sample]:
+def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
     """Encode turn by turn, as an engine does: it never saw a token across the border of prompt and answer."""
     written, ids, mask = "", [], []
     for place, message in enumerate(messages):
@@ -125,6 +131,8 @@ def _encode_dialogue(messages: Messages, tokenizer: Tokenizer) -> Iterator[Sampl
             continue
         before = tokenizer.render_chat(messages[:place], answer=True)
         after = tokenizer.render_chat(messages[: place + 1], answer=False)
+        if REASONING in message:
+            after = add_reasoning(before, after, message[REASONING], where)
         if not before.startswith(written):
             # The template rewrote the past, e.g. it dropped an earlier turn's reasoning: what was is a sample of
             # its own, and what follows saw another text.

@@ -20,6 +20,7 @@ import httpx
 
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..target.prompts import Prompt
+from .reasoning import read_reasoning
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
 RETRIED = (408, 429, 500, 502, 503, 504)
@@ -56,8 +57,9 @@ def synthesize(
 ) -> Counter[str]:
     """Have a server answer prompts turn by turn, and write a line for each as it is done.
 
-    A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. Prompts
-    that `out` already has an answer to are skipped, so a run that was stopped goes on; failed ones are asked again.
+    A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. What a
+    server parsed out of an answer as its reasoning stands beside it, as "reasoning_content". Prompts that `out`
+    already has an answer to are skipped, so a run that was stopped goes on; failed ones are asked again.
 
     Args:
         prompts: what to ask.
@@ -133,13 +135,15 @@ def _ask(client: httpx.Client, asking: Asking, prompt: Prompt) -> dict[str, Any]
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
         try:
-            choice = _complete(client, asking, messages)
-            content, reason = choice["message"]["content"], choice["finish_reason"]
+            # As a chat sends them: without the reasoning of earlier answers.
+            choice = _complete(client, asking, [{key: said[key] for key in ("role", "content")} for said in messages])
+            answer, reason = choice["message"], choice["finish_reason"]
+            content = answer["content"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
             return line | {"failed": f"{type(fault).__name__}: {fault}"}
         if not content:
             return line | {"failed": f"an empty answer ({reason})"}
-        messages.append({"role": "assistant", "content": content})
+        messages.append({"role": "assistant", "content": content} | read_reasoning(answer))
         reasons.append(reason)
     return line | {"messages": messages, "finish_reasons": reasons}
 

@@ -17,6 +17,17 @@ FORGETS = (
 )
 
 
+# As Kimi-K2's: an answer that is history has an empty place for what was thought before it.
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}</s>"
+    "{% endfor %}" + ASK
+)
+# As Kimi-K2.5's, which opens the place before the target speaks.
+OPENS = THINKS.replace("<assistant>", "<assistant><think>")
+# As others have it, which write it out themselves.
+WRITES = THINKS.replace("<think></think>", "<think>{{ m.reasoning_content }}</think>")
+
+
 @pytest.fixture
 def tokenizer(tiny_target):
     found = load_tokenizer(tiny_target)
@@ -66,6 +77,36 @@ def test_a_template_that_forgets_gives_each_answer_the_context_that_it_saw(token
     assert tokenizer.decode(samples[1].ids.tolist()).startswith("<user>What is a list?</s><assistant>A sequence.</s>")
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(THINKS, "<think>Hm.</think>Hello</s>"), (OPENS, "Hm.</think>Hello</s>"), (WRITES, "<think>Hm.</think>Hello</s>")],
+)
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_what_the_target_thought_before_its_answer_is_trained_on(tokenizer, template, said, name):
+    tokenizer.inner.chat_template = template
+    dialogue = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", name: "Hm."}]
+    (sample,) = encode_row({"messages": dialogue}, tokenizer, "here")
+    assert counted(sample, tokenizer) == said
+    assert tokenizer.decode(sample.ids.tolist()) == "<user>Hi</s><assistant><think>Hm.</think>Hello</s>"
+
+
+def test_an_earlier_answers_thoughts_are_no_context_of_the_next(tokenizer):
+    tokenizer.inner.chat_template = THINKS
+    dialogue = [turn | ({"reasoning_content": "Hm."} if turn["role"] == "assistant" else {}) for turn in DIALOGUE]
+    samples = list(encode_row({"messages": dialogue}, tokenizer, "here"))
+    assert [counted(s, tokenizer) for s in samples] == [
+        "<think>Hm.</think>A sequence.</s>", "<think>Hm.</think>A mapping.</s>",
+    ]  # fmt: skip
+    assert "<think></think>A sequence." in tokenizer.decode(samples[1].ids.tolist())
+
+
+def test_thoughts_without_a_place_in_the_template_are_not_dropped(tokenizer):
+    dialogue = [DIALOGUE[0], DIALOGUE[1] | {"reasoning_content": "Hm."}]
+    with pytest.raises(TrainingDataInvalid, match="no place for it") as fault:
+        list(encode_row({"messages": dialogue}, tokenizer, "data.jsonl:7"))
+    assert fault.value.where == "data.jsonl:7"
+
+
 def test_a_plain_text_counts_whole(tokenizer):
     (sample,) = encode_row({"text": "A sequence."}, tokenizer, "here")
     assert counted(sample, tokenizer) == "A sequence."
@@ -79,6 +120,8 @@ def test_a_plain_text_counts_whole(tokenizer):
         {"messages": [{"role": "user", "content": "Hi"}]},
         {"messages": [{"role": "wizard", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [{"role": "user", "content": ["Hi"]}, {"role": "assistant", "content": "Hello"}]},
+        {"messages": [DIALOGUE[0], DIALOGUE[1] | {"reasoning_content": ["Hm."]}]},
         {"prompt": "Hi"},
     ],
 )

@@ -22,11 +22,12 @@ Answer = tuple[int, Any]
 
 @dataclass
 class Server:
-    """What the server says to the messages it is asked, and how often each last turn was asked."""
+    """What the server says to the messages it is asked, how often each last turn was asked, and the requests."""
 
     url: str = ""
     say: Callable[[list[dict[str, str]], int], Answer] = lambda messages, _: (200, messages[-1]["content"].upper())
     asked: Counter[str] = field(default_factory=Counter)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -37,7 +38,9 @@ def server() -> Iterator[Server]:
         last = body["messages"][-1]["content"]
         said.asked[last] += 1
         status, text = said.say(body["messages"], said.asked[last])
-        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        message = {"role": "assistant"} | (text if isinstance(text, dict) else {"content": text})
+        said.bodies.append(body)
+        choice = {"message": message, "finish_reason": "stop"}
         return status, json.dumps({"choices": [choice]} if status == 200 else {"error": text})
 
     with serving(answer) as said.url:
@@ -66,6 +69,15 @@ def test_every_turn_is_answered_in_the_light_of_those_before(server, tmp_path):
 def test_what_comes_out_is_training_data(server, tmp_path):
     synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl")
     assert all(row["messages"][-1]["role"] == "assistant" for _, row in read_rows(str(tmp_path / "out.jsonl")))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_what_a_reasoning_parser_took_out_is_kept_and_not_sent_again(server, tmp_path, name):
+    server.say = lambda messages, _: (200, {"content": "yes", name: f"thought {len(messages)}"})
+    synthesize(PROMPTS[:1], Asking(server.url, "m"), tmp_path / "out.jsonl")
+    said = lines(tmp_path / "out.jsonl")["a"]["messages"]
+    assert [turn.get("reasoning_content") for turn in said] == [None, "thought 1", None, "thought 3"]
+    assert all(turn.keys() == {"role", "content"} for body in server.bodies for turn in body["messages"])
 
 
 def test_a_stopped_run_goes_on_and_asks_only_what_is_left(server, tmp_path):
