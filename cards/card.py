@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import refuse_existing
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.acceptance import Acceptance
 from ..validate.report import Report
-from .evidence import Evidence, Said, cell
+from .about import Identity, foreign, identify
+from .evidence import Evidence, Said
 from .facts import SUBCARDS, Facts
 from .front_matter import front_matter
 from .licences.files import find_texts, licence_files
 from .plots import draw_bars
 from .quickstart import starts
-from .sections import ENGINES, answer, attribution, changed, conversion, known, measured, sanity
-from .tables import Table, table_of
+from .rendering import CHART, figures, render
+from .sections import ENGINES, answer, attribution, changed, known
+from .tables import Table
 
-CARD, CHART = "README.md", "acceptance.png"
+CARD = "README.md"
 STYLES = ("short", "compact", "nvidia")
 SUBCARD_TITLES = {
     "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
@@ -69,7 +69,8 @@ def gather(
     Raises:
         NotACheckpoint: kconv did not make the folder, and no facts name the head.
         LayoutCannot: the head is in a trainer's layout, which no engine serves.
-        ReportInvalid: the report, or a figure that names weights, is not of exactly the folder's; or it is not clean.
+        ReportInvalid: the report, or a figure that names weights, is not of exactly the folder's weights and
+            config.json; or it is not clean.
         LicenceUnknown: a licence file is none that kconv knows.
     """
     manifest = None
@@ -81,12 +82,14 @@ def gather(
                 where=folder,
                 fix="Convert it first (kconv to-portable, to-vllm, to-trtllm, to-sglang), then write its card.",
             )
-        for found in acceptance:
-            # A quoted figure names no weights.
-            if found.weights:
-                _refuse_foreign(found.weights, manifest, found.head)
     if report is not None:
-        _refuse_report(report, manifest)
+        _refuse_unfit(report)
+    # Quoted figures name no weights.
+    bound = [*([report] if report else []), *(found for found in acceptance if found.weights)]
+    if bound:
+        head = identify(folder, manifest)
+        for evidence in bound:
+            _refuse_foreign(evidence, head)
     targets = find_texts([target]) if target else ()
     if targets and not facts.licence.target:
         # What lies in the target's folder says under which licence it stands.
@@ -106,10 +109,6 @@ def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = F
         model_index: whether figures go into the front matter too.
         chart: whether a chart goes with the figures.
     """
-    environment = Environment(
-        loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    environment.filters["cell"] = cell
     facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
     files = licence_files(
         evidence.licences,
@@ -118,7 +117,7 @@ def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = F
         attribution=facts.licence.attribution,
         changed=changed(manifest),
     )
-    table = table_of(evidence.acceptance, facts.expected)
+    repeated = figures(evidence, chart=chart)
     link = ""
     if evidence.licence_is_named:
         own = evidence.licences[0]
@@ -127,24 +126,19 @@ def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = F
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
         "facts": facts,
-        "manifest": manifest,
         "said": said,
         "listed": said.listed,
         "licences": evidence.licences,
         "attribution": attribution(evidence),
         "files": list(files),
         "starts": starts(evidence),
-        "table": table,
-        "chart": CHART if chart and table and _bars(table) else "",
-        "sane": [line for file in evidence.acceptance for line in sanity(file.rows)],
         "subcards": list(SUBCARD_TITLES.items()),
         "labels": SUBCARDS,
         "answer": lambda card, row: answer(said, card, row),
-        **conversion(manifest),
-        **measured(evidence.report),
+        **repeated,
     }
-    text = environment.get_template(f"{style}.md.jinja").render(values)
-    return Card("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, table)
+    text = render(f"{style}.md.jinja", values)
+    return Card("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated["table"])
 
 
 def write_card(
@@ -183,45 +177,32 @@ def write(folder: Path, card: Card) -> Path:
 
 def draw_chart(file: Path, table: Table) -> None:
     """Draw a table's figures as bars."""
-    bars = _bars(table)
+    bars = table.bars
     tops = [row.draft_tokens + 1.0 for own in table.rows for row in own if row.draft_tokens]
     labels = list(dict.fromkeys(label for own in bars.values() for label in own))
     series = [(name, [own.get(label) for label in labels]) for name, own in bars.items()]
     draw_bars(file, "Acceptance length per category (bonus token included)", labels, series, max(tops, default=None))
 
 
-def _bars(table: Table) -> dict[str, dict[str, float]]:
-    """Return what is drawn: of each column of acceptance lengths, the figures by what they are about."""
-    several = len({row.dataset for own in table.rows for row in own}) > 1
-    drawn: dict[str, dict[str, float]] = {}
-    for column, own in zip(table.columns, table.rows, strict=False):
-        for row in own:
-            if row.metric == "al_incl_bonus":
-                label = " ".join(filter(None, (row.dataset if several or not row.category else "", row.category)))
-                drawn.setdefault(column, {})[label] = row.value
-    return drawn
-
-
-def _refuse_report(report: Report, manifest: Manifest | None) -> None:
-    if manifest is not None and not report.weights:
+def _refuse_unfit(report: Report) -> None:
+    if not report.weights:
         raise ReportInvalid(
             "the report names no weights, as kconv validate --headers-only reads none",
             where=report.subject,
             fix="Run kconv validate on this folder without --headers-only, and give what it writes.",
         )
-    if manifest is not None:
-        _refuse_foreign(report.weights, manifest, report.subject)
     if not report.clean:
         raise ReportInvalid(
             "the report holds errors", where=report.subject, fix="Mend what kconv validate found, then write the card."
         )
 
 
-def _refuse_foreign(weights: Mapping[str, str], manifest: Manifest, subject: str) -> None:
-    if weights != manifest.weight_files:
+def _refuse_foreign(evidence: Report | Acceptance, head: Identity) -> None:
+    what, of = ("report", evidence.subject) if isinstance(evidence, Report) else ("acceptance", evidence.head)
+    if other := foreign(evidence, head):
         raise ReportInvalid(
-            "the report is of other weights than this folder's",
-            where=subject,
+            f"the {what} is of {other}",
+            where=of,
             fix="Run kconv validate or kconv bench on this folder and give what it writes.",
         )
 

@@ -16,6 +16,7 @@ from .evidence import Evidence
 
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
 LIBRARY = "kconv"
+INDEX = "model-index"
 
 
 def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
@@ -41,9 +42,8 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     if datasets:
         found["datasets"] = datasets
     found["tags"] = list(dict.fromkeys((*TAGS, *facts.tags)))
-    results = [row for file in evidence.acceptance for row in file.rows if row.metric == "al_incl_bonus"]
-    if model_index and results:
-        found["model-index"] = [{"name": evidence.name, "results": list(_results(results))}]
+    if model_index and (figures := results(evidence)):
+        found[INDEX] = [{"name": evidence.name, "results": figures}]
     return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
 
 
@@ -68,6 +68,12 @@ def _licence(evidence: Evidence, link: str) -> dict[str, str]:
     if link:
         found["license_link"] = link
     return found
+
+
+def results(evidence: Evidence) -> list[dict[str, Any]]:
+    """Return the acceptance lengths as the Hub's evaluation results."""
+    rows = [row for file in evidence.acceptance for row in file.rows if row.metric == "al_incl_bonus"]
+    return list(_results(rows))
 
 
 def _results(rows: Iterable[Row]) -> Iterable[dict[str, Any]]:

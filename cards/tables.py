@@ -57,6 +57,18 @@ class Table:
     lines: tuple[Line, ...]
     rows: tuple[tuple[Row, ...], ...]
 
+    @property
+    def bars(self) -> dict[str, dict[str, float]]:
+        """What a chart shows: of each column of acceptance lengths, the figures by what they are about."""
+        several = len({row.dataset for own in self.rows for row in own}) > 1
+        drawn: dict[str, dict[str, float]] = {}
+        for column, own in zip(self.columns, self.rows, strict=False):
+            for row in own:
+                if row.metric == "al_incl_bonus":
+                    label = " ".join(filter(None, (row.dataset if several or not row.category else "", row.category)))
+                    drawn.setdefault(column, {})[label] = row.value
+        return drawn
+
 
 def table_of(acceptances: Iterable[Acceptance], expected: Mapping[str, Sequence[str]]) -> Table | None:
     """Lay out all figures about one head.

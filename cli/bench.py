@@ -100,6 +100,7 @@ def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], sa
     # A folder's weights can be named by their digests; those of a hub id are named by its commit.
     folder = Path(head.name)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    config = folder / "config.json"
     fields = (
         "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
         "engine_version", "baseline_url", "extra",
@@ -108,6 +109,7 @@ def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], sa
         head=head.name,
         target=options["target_name"],
         weights={file.name: file_digest(file) for file in files},
+        config=file_digest(config) if config.is_file() else "",
         **{name: options[name] for name in fields},
     )
     return measure_server(url, suite, wish, say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 @click.option("--create-pr", is_flag=True, help="Open a pull request in place of moving the branch.")
 @click.option("--expect-parent", default="", metavar="SHA", help="Refuse if the branch is on another commit.")
 @click.option("--report", type=FOLDER, help="report.json of kconv validate; DIR's own otherwise.")
-@click.option("--acceptance", type=FOLDER, help="acceptance.json of kconv bench; DIR's own otherwise.")
+@click.option("--acceptance", multiple=True, type=FOLDER, help="acceptance.json; DIR's own otherwise; repeatable.")
 @click.option("--facts", type=FOLDER, help="The card's facts file, for the licence checks; else the recipe's.")
 @click.option("--min-acceptance", type=click.FloatRange(min=0, min_open=True), help="The floor; else the recipe's.")
 @click.option("--metric", default="al_incl_bonus", show_default=True, help="What the floor is of.")
 @click.option("--suite", help="What it is measured on, e.g. MT-Bench, or a report's text, e.g. sampled.")
+@click.option("--draft-tokens", type=click.IntRange(1), metavar="K", help="At which K it is measured.")
+@click.option("--prompts", type=click.IntRange(1), metavar="N", help="On how many prompts at least.")
 @click.option("--max-loss", type=click.FloatRange(0, 1, max_open=True), help="Largest loss against the source (share).")
 @click.option("--allow", "rules", multiple=True, metavar="RULE", help="Let a check pass; needs --why.")
 @click.option("--why", "reasons", multiple=True, metavar="TEXT", help="The reason, which the card will state.")
@@ -43,11 +46,13 @@ def publish(
     create_pr: bool,
     expect_parent: str,
     report: Path | None,
-    acceptance: Path | None,
+    acceptance: tuple[Path, ...],
     facts: Path | None,
     min_acceptance: float | None,
     metric: str,
     suite: str | None,
+    draft_tokens: int | None,
+    prompts: int | None,
     max_loss: float | None,
     rules: tuple[str, ...],
     reasons: tuple[str, ...],
@@ -57,18 +62,20 @@ def publish(
     """Publish DIR, a head with its card, as the repository REPO (org/name) of the Hub.
 
     Refused unless the manifest holds, the report is clean and of these very weights, the acceptance reaches the
-    floor, and the card and its licences are complete. Then: one commit, every file read back and compared, the tag.
-    A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf auth login, or,
-    where HF_OIDC_RESOURCE is set, from the CI job's identity.
+    floor, the card says what they say, and its licences are complete. Then: one commit, every file read back and
+    compared, the tag. A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf
+    auth login, or, where HF_OIDC_RESOURCE is set, from the CI job's identity.
 
     \b
     Example:
-      kconv publish my-release my-org/my-head --tag v1 --min-acceptance 2.5 --suite MT-Bench --max-loss 0.01
       kconv publish my-release my-org/my-head --tag v1 --dry-run
+      kconv publish my-release my-org/my-head --tag v1 --min-acceptance 2.5 --suite MT-Bench --draft-tokens 3 \\
+        --prompts 80 --max-loss 0.01
     """
     if len(rules) != len(reasons):
         raise click.UsageError("each --allow needs a --why, and each --why an --allow")
-    stated = _floor(min_acceptance, metric, suite, max_loss)
+    about = {"--suite": suite, "--draft-tokens": draft_tokens, "--prompts": prompts, "--max-loss": max_loss}
+    stated = _floor(min_acceptance, metric, about)
     from ..cards.facts import read_facts
     from ..cards.publish.allow import Allowance
     from ..cards.publish.floor import read_floor, recipe_facts
@@ -96,18 +103,21 @@ def publish(
     print_published(release, made, dry_run=dry_run, as_json=as_json)
 
 
-def _floor(least: float | None, metric: str, suite: str | None, max_loss: float | None) -> Floor | None:
+def _floor(least: float | None, metric: str, about: Mapping[str, str | float | None]) -> Floor | None:
+    """Return the floor that the options state: a least figure, and by their names what it is about."""
+    given = [option for option, value in about.items() if value is not None]
     if least is None:
-        if suite is not None or max_loss is not None:
-            raise click.UsageError("--suite and --max-loss belong to --min-acceptance")
+        if given:
+            raise click.UsageError(f"{', '.join(given)}: only with --min-acceptance")
         return None
-    if suite is None or max_loss is None:
-        raise click.UsageError("--min-acceptance needs --suite, which it is measured on, and --max-loss")
+    if lacking := [option for option in about if option not in given]:
+        raise click.UsageError(f"--min-acceptance needs {', '.join(lacking)} too, without which it says nothing")
     from pydantic import ValidationError
 
     from ..cards.publish.floor import Floor
 
     try:
-        return Floor.model_validate({"metric": metric, "suite": suite, "at_least": least, "max_loss": max_loss})
+        stated = {option.removeprefix("--").replace("-", "_"): value for option, value in about.items()}
+        return Floor.model_validate(stated | {"metric": metric, "at_least": least})
     except ValidationError as fault:
         raise click.UsageError(f"the floor cannot be: {fault.errors()[0]['msg']}") from fault

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
-from ..checkpoint.source import Source
 from ..checkpoint.staging import staged
 from ..errors import ReportInvalid
 from .job import Job, open_step_head
@@ -80,6 +79,7 @@ def validate(step: Validate, job: Job) -> None:
 def bench(step: Bench, job: Job) -> None:
     """Measure acceptance on a server, or by kconv's own forward."""
     from ..validate.acceptance import ACCEPTANCE
+    from ..validate.assemble import config_digest, digests
     from ..validate.bench_suites import load_suite
 
     head, target = job.source("head"), job.maybe("target")
@@ -87,10 +87,11 @@ def bench(step: Bench, job: Job) -> None:
     if step.url:
         from ..validate.bench import Wish, measure_server
 
+        opened = head.open_weights()
         wish = Wish(
             draft_tokens=step.draft_tokens, head=head.name, concurrency=step.concurrency, max_tokens=step.max_tokens,
             temperature=step.temperature, target=step.target_name, precision=step.precision,
-            weights=_weights(head),
+            weights=digests(opened), config=config_digest(opened),
         )  # fmt: skip
         found = measure_server(step.url, suite, wish, job.say)
     else:
@@ -110,7 +111,8 @@ def write_card(step: Card, job: Job) -> None:
     """Put a head, its evidence, its licences and its card into one folder, which can be published."""
     from ..cards.card import gather, make_card, write
     from ..cards.licences.files import PATTERNS
-    from ..validate.acceptance import ACCEPTANCE, read_acceptance
+    from ..cards.publish.release import REPORT, acceptance_name
+    from ..validate.acceptance import read_acceptance
     from ..validate.report import read_report
 
     target, source, reports = job.maybe("target"), job.maybe("source"), job.files("report")
@@ -125,9 +127,9 @@ def write_card(step: Card, job: Job) -> None:
             _link(head / record.name, folder / record.name)
         _link(head / MANIFEST, folder / MANIFEST)
         for report in reports:
-            shutil.copyfile(report, folder / "report.json")
+            shutil.copyfile(report, folder / REPORT)
         for number, file in enumerate(acceptance):
-            shutil.copyfile(file, folder / (f"acceptance-{number}.json" if number else ACCEPTANCE))
+            shutil.copyfile(file, folder / acceptance_name(number))
         (folder / RECIPE).write_text(job.recipe, encoding="utf-8")
         evidence = gather(
             folder,
@@ -161,15 +163,9 @@ def publication(step: Publish, job: Job) -> tuple[Candidate, list[Allowance], Wi
     from ..cards.publish.wish import Wish
 
     folder = job.source("folder").fetch_config()
-    candidate = open_candidate(folder, None, None, job.floor, job.facts)
+    candidate = open_candidate(folder, None, (), job.floor, job.facts)
     wish = Wish(step.repo, step.tag, step.revision, step.private, step.public, step.create_pr, step.expect_parent)
     return candidate, [Allowance(one.rule, one.why) for one in step.allow], wish
-
-
-def _weights(head: Source) -> dict[str, str]:
-    from ..checkpoint.bytes import file_digest
-
-    return {file.name: file_digest(file) for file in head.open_weights().files}
 
 
 def _link(file: Path, to: Path) -> None:

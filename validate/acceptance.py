@@ -180,10 +180,17 @@ class Row(_Record):
 
 
 class Suite(_Record):
-    """What a dataset consists of, so that a table shows what is missing from it."""
+    """What a dataset consists of, so that a table shows what is missing from it.
+
+    Attributes:
+        dataset: as its rows name it.
+        categories: all that are shown.
+        whole: whether every prompt of it was asked; None where a quoted source does not say.
+    """
 
     dataset: str
     categories: tuple[str, ...]
+    whole: bool | None = None
 
 
 class Acceptance(_Record):
@@ -192,6 +199,7 @@ class Acceptance(_Record):
     Attributes:
         head: hub id or folder name.
         weights: sha256 of each weight file, where the head was at hand.
+        config: sha256 of its config.json; the same weights under another, e.g. other captured layers, are another head.
         suites: what the datasets consist of.
         rows: no two of one key.
         kconv: the version that measured; None where all is quoted.
@@ -201,6 +209,7 @@ class Acceptance(_Record):
     schema_version: Literal[1] = Field(default=1, alias="schema")
     head: str
     weights: dict[str, str] = {}
+    config: str = ""
     suites: tuple[Suite, ...] = ()
     rows: tuple[Row, ...] = Field(min_length=1)
     kconv: str | None = None
@@ -215,6 +224,15 @@ class Acceptance(_Record):
                 raise ValueError(f"two rows of {row.dataset} {row.category} have the same key")
             seen.add(key)
         return self
+
+    @property
+    def measured(self) -> bool:
+        """Whether it holds a figure that was measured, not quoted; such a file is about weights, and names them."""
+        return any(row.measured_by == "self" for row in self.rows)
+
+    def is_whole(self, dataset: str) -> bool:
+        """Say whether every prompt of a dataset was asked."""
+        return any(suite.dataset == dataset and suite.whole for suite in self.suites)
 
     def to_json(self) -> str:
         """Return acceptance.json's text."""

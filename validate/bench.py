@@ -44,6 +44,7 @@ class Wish:
         extra: more fields of each request.
         timeout: seconds that one answer may take.
         weights: sha256 of the head's weight files, where they are at hand.
+        config: sha256 of its config.json, where that is.
     """
 
     draft_tokens: int
@@ -61,6 +62,7 @@ class Wish:
     extra: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 3600.0
     weights: Mapping[str, str] = field(default_factory=dict)
+    config: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,12 @@ def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None
     return Acceptance(
         head=wish.head,
         weights=dict(wish.weights),
-        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category)),),
+        config=wish.config,
+        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category), whole=suite.whole),),
         rows=tuple(rows),
         kconv=version("kconv"),
         provenance={"model": server.model, "concurrency": wish.concurrency, "extra": dict(wish.extra)}
-        | {"seconds": round(sum(group.seconds for group in everything), 1), "whole_suite": suite.whole},
+        | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
 
 

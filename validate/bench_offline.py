@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import open_checkpoint
 from ..convert.read import Head
 from ..errors import PromptsInvalid
@@ -25,6 +24,7 @@ from ..target.tokenizer import Tokenizer, load_tokenizer
 from .acceptance import OVERALL, Acceptance, Averaging, Row
 from .acceptance import Suite as SuiteRecord
 from .acceptance_stats import Counts, interval, macro, micro, rates, sanity
+from .assemble import config_digest, digests
 from .bench_suites import Suite
 from .figures import TextKind
 from .measure import Drafter, head_drafter, measure
@@ -102,11 +102,12 @@ def measure_head(
         rows += _rows(everything, said, averaging, shared | {"category": OVERALL}, suite.prompts)
     return Acceptance(
         head=name or head.checkpoint.source,
-        weights={file.name: file_digest(file) for file in head.checkpoint.files},
-        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(counted)),),
+        weights=digests(head.checkpoint),
+        config=config_digest(head.checkpoint),
+        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(counted), whole=suite.whole),),
         rows=tuple(rows),
         kconv=version("kconv"),
-        provenance={"torch": torch.__version__, "whole_suite": suite.whole},
+        provenance={"torch": torch.__version__},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +29,8 @@ class Floor(BaseModel):
         suite: the dataset that it is measured on, as acceptance.json names it; or, of a validation report, the kind
             of text: "held-out", "sampled" or "greedy".
         category: of the suite; the whole of it if empty.
+        draft_tokens: K; a figure at another K is another figure.
+        prompts: N at least, as one prompt shows nothing; of a validation report, its sequences.
         at_least: the least figure, in the metric's unit.
         max_loss: the largest loss of acceptance length against the head's source, as a share of the source's.
     """
@@ -37,13 +40,16 @@ class Floor(BaseModel):
     metric: Metric
     suite: str = Field(min_length=1)
     category: str = OVERALL
+    draft_tokens: int = Field(ge=1)
+    prompts: int = Field(ge=1)
     at_least: float = Field(gt=0)
     max_loss: float = Field(ge=0, lt=1)
 
     @property
     def name(self) -> str:
-        """The metric and what it is over, e.g. "al_incl_bonus on MT-Bench"."""
-        return f"{self.metric} on {self.suite}{f' ({self.category})' if self.category else ''}"
+        """The metric and what it is over, e.g. "al_incl_bonus on MT-Bench at K = 3"."""
+        category = f" ({self.category})" if self.category else ""
+        return f"{self.metric} on {self.suite}{category} at K = {self.draft_tokens}"
 
 
 @dataclass(frozen=True)
@@ -87,25 +93,43 @@ def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
         ) from fault
 
 
-def find_measurements(floor: Floor, report: Report | None, acceptance: Acceptance | None) -> list[Measurement]:
-    """Return every figure about the head that the floor speaks of; what is quoted from elsewhere does not count."""
+def find_measurements(floor: Floor, report: Report | None, acceptance: Mapping[str, Acceptance]) -> list[Measurement]:
+    """Return every figure about the head that the floor speaks of.
+
+    What is quoted from elsewhere does not count, nor what was measured on a part of the suite, at another K, or on
+    fewer prompts.
+
+    Args:
+        floor: what is spoken of.
+        report: its figures count where the floor's suite is a kind of text.
+        acceptance: by the name of its file.
+    """
+    wanted = (floor.metric, floor.suite, floor.category, floor.draft_tokens)
     found = [
-        Measurement(row.value, "acceptance.json")
-        for row in (acceptance.rows if acceptance else ())
-        if (row.metric, row.dataset, row.category) == (floor.metric, floor.suite, floor.category)
+        Measurement(row.value, name)
+        for name, held in acceptance.items()
+        for row in held.rows
+        if (row.metric, row.dataset, row.category, row.draft_tokens) == wanted
         and row.measured_by == "self"
+        and held.is_whole(row.dataset)
+        and (row.prompts or 0) >= floor.prompts
     ]
     if report is not None and floor.metric == "al_incl_bonus" and not floor.category:
         found += [
             Measurement(row.length, "report.json")
             for row in report.figures.acceptance
-            if row.drafter == "output" and row.text == floor.suite
+            if (row.drafter, row.text, row.steps) == ("output", floor.suite, floor.draft_tokens)
+            and row.sequences >= floor.prompts
         ]
     return found
 
 
-def largest_loss(report: Report) -> float | None:
-    """Return the largest loss of acceptance length against the source, as a share; None where none was measured."""
-    sources = {row.text: row.length for row in report.figures.acceptance if row.drafter == "source"}
-    losses = [-p.length_difference / sources[p.text] for p in report.figures.parity if p.text in sources]
-    return max(losses, default=None)
+def largest_loss(report: Report, draft_tokens: int) -> float | None:
+    """Return the largest loss of acceptance length against the source at K drafted tokens, as a share of the source's.
+
+    None where none was measured at this K.
+    """
+    at_k = [row for row in report.figures.acceptance if row.steps == draft_tokens]
+    sources = {row.text: row.length for row in at_k if row.drafter == "source"}
+    parity = [one for one in report.figures.parity if one.steps == draft_tokens and one.text in sources]
+    return max((-one.length_difference / sources[one.text] for one in parity), default=None)

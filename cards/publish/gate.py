@@ -6,21 +6,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import yaml
-
 from ...errors import KconvError, PublishRefused
 from ...validate.report import Finding
+from ...validate.rules.head import WRITTEN_FOR
+from ...validate.rules.rule import ENGINES
+from ..about import foreign
 from ..licences.checks import CHECKS as LICENCE_CHECKS
 from ..licences.checks import check_folder
 from .allow import Allowance
+from .card_check import check_card
 from .floor import find_measurements, largest_loss
-from .release import CARD, IMAGES, REPORT, Candidate
+from .release import REPORT, Candidate
 
 # What tokens of the Hub and of the places that keep code look like.
 SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
 TEXT = (".md", ".json", ".yaml", ".yml", ".txt", ".sh", ".py", "")
-# The licence checks see to the licence and the base models.
-NEEDED = ("library_name", "pipeline_tag")
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,25 @@ def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _report_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.report is None:
-        return
-    if candidate.report.weights != candidate.weights:
-        yield REPORT, "the report is of other weights than this folder's"
-    configs = [file.sha256 for file in candidate.manifest.files if file.name == "config.json"]
-    if candidate.report.config not in configs:
-        yield REPORT, "the report is of another config.json than this folder's"
+    if candidate.report and (other := foreign(candidate.report, candidate.identity)):
+        yield REPORT, f"the report is of {other}"
 
 
 def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    for finding in candidate.report.findings if candidate.report else ():
+    if (report := candidate.report) is None:
+        return
+    for finding in report.findings:
         if finding.severity == "error":
             yield finding.where, f"validation found {finding.rule}: {finding.message}"
+    layout = candidate.manifest.layout
+    unchecked = [e for e in WRITTEN_FOR.get(layout, ENGINES) if e not in report.provenance.get("for", ())]
+    if unchecked:
+        yield REPORT, f"the folder is in {layout}'s layout, and was not checked for {', '.join(unchecked)}"
 
 
 def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if candidate.report is None:
+        yield REPORT, "without a report nothing tells how far the weights are from the source's"
         return
     figures = candidate.report.figures
     if candidate.manifest.exact and figures.identical is not True:
@@ -106,48 +108,34 @@ def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
         return
     found = find_measurements(floor, candidate.report, candidate.acceptance)
     if not found:
-        yield floor.suite, f"{floor.name} was not measured on these weights"
+        yield floor.suite, f"{floor.name}, over {floor.prompts} prompts or more, was not measured on these weights"
     for one in found:
         if not one.value >= floor.at_least:
             yield one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least:g}"
 
 
 def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.floor is None or candidate.report is None:
+    if (floor := candidate.floor) is None:
         return
-    if candidate.manifest.exact and candidate.report.figures.identical:
+    if (report := candidate.report) and candidate.manifest.exact and report.figures.identical:
         return
-    loss = largest_loss(candidate.report)
+    loss = largest_loss(report, floor.draft_tokens) if report else None
     if loss is None:
-        yield REPORT, "the loss of acceptance against the source was not measured"
-    elif not loss <= candidate.floor.max_loss:
-        yield REPORT, f"{loss:.2%} of the source's acceptance is lost; {candidate.floor.max_loss:.2%} may be"
+        yield REPORT, f"the loss of acceptance against the source was not measured at K = {floor.draft_tokens}"
+    elif not loss <= floor.max_loss:
+        yield REPORT, f"{loss:.2%} of the source's acceptance is lost; {floor.max_loss:.2%} may be"
 
 
 def _acceptance_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.acceptance and candidate.acceptance.weights not in ({}, candidate.weights):
-        yield "acceptance.json", "the acceptance was measured on other weights than this folder's"
+    for name, acceptance in candidate.acceptance.items():
+        if acceptance.weights and (other := foreign(acceptance, candidate.identity)):
+            yield name, f"the acceptance was measured on {other}"
 
 
 def _acceptance_says(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.acceptance and not candidate.acceptance.weights:
-        yield "acceptance.json", "it does not say which weights the acceptance was measured on"
-
-
-def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if not candidate.card:
-        yield CARD, "there is no card"
-        return
-    front = read_front_matter(candidate.card)
-    if front is None:
-        yield CARD, "the card has no front matter that can be read"
-        return
-    for key in NEEDED:
-        if not front.get(key):
-            yield f"{CARD}: {key}", f"the card does not say its {key}"
-    for image in IMAGES.findall(candidate.card):
-        if "://" not in image and image not in candidate.files:
-            yield CARD, f"the card shows {image}, which is not in the folder"
+    for name, acceptance in candidate.acceptance.items():
+        if acceptance.measured and not acceptance.weights:
+            yield name, "it does not say which weights the acceptance was measured on"
 
 
 def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -169,34 +157,28 @@ CHECKS = (
         "P105", "The report is of these very weights and this config.json.", VALIDATE, _report_of_these,
         allowable=False,
     ),
-    Check("P106", "The report holds no error.", "Mend what kconv validate found.", _report_clean),
+    Check(
+        "P106", "The report holds no error, and is for every engine that the layout is written for.",
+        "Mend what kconv validate found, and run it without --for.", _report_clean,
+    ),
     Check("P107", "The weights are the source's, or how far they are from it was measured.", VALIDATE, _nothing_lost),
     Check(
-        "P108", "A floor is named, with its metric and suite.",
-        "Put min_acceptance into the recipe, or give --min-acceptance with --suite and --max-loss.", _floor_named,
+        "P108", "A floor is named, with its metric, suite, K and number of prompts.",
+        "Put min_acceptance into the recipe, or give --min-acceptance and what goes with it.", _floor_named,
     ),
     Check("P109", "The acceptance reaches the floor.", "Train on, or measure with kconv bench.", _floor_reached),
     Check("P110", "No more acceptance is lost against the source than may be.", VALIDATE, _loss),
     Check(
-        "P111", "The acceptance was measured on these very weights.", "Run kconv bench on this folder.",
-        _acceptance_of_these, allowable=False,
+        "P111", "The acceptance was measured on these very weights and this config.json.",
+        "Run kconv bench on this folder.", _acceptance_of_these, allowable=False,
     ),
     Check("P112", "The acceptance says on which weights.", "Run kconv bench with the head at hand.", _acceptance_says),
-    Check("P113", "The card is complete.", "Write it again: kconv card, which lists what is missing.", _card),
+    Check(
+        "P113", "The card is complete, and says what manifest, report and acceptance say.",
+        "Write it again: kconv card with this very evidence; give its --facts here too.", check_card,
+    ),
     Check("P114", "No file holds an access token.", "Take it out, and revoke the token.", _secrets, allowable=False),
 )  # fmt: skip
-
-
-def read_front_matter(card: str) -> dict | None:
-    """Return the metadata at the head of a card; None where there is none that can be read."""
-    parts = card.split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
-        return None
-    try:
-        held = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
-        return None
-    return held if isinstance(held, dict) else None
 
 
 def judge(candidate: Candidate) -> list[Finding]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -18,14 +18,16 @@ from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...errors import KconvError, NotACheckpoint
 from ...validate.acceptance import ACCEPTANCE, Acceptance, read_acceptance
 from ...validate.report import Report, read_report
+from ..about import Identity, identify
 from ..facts import Facts
 from .floor import RECIPE, Floor
 
 CARD, REPORT = "README.md", "report.json"
 # What may lie beside a head's own files: the card and its pictures, licences, and the evidence.
+FURTHER = "acceptance-*.json"
 BESIDE = (
-    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, "acceptance-*.json", "*.png", "LICENSE*", "LICENCE*",
-    "NOTICE*", "THIRD_PARTY*",
+    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", "LICENSE*", "LICENCE*", "NOTICE*",
+    "THIRD_PARTY*",
 )  # fmt: skip
 IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
 
@@ -60,7 +62,7 @@ class Candidate:
     Attributes:
         folder: an output of kconv, with its card.
         report: a validation report.
-        acceptance: an acceptance.json.
+        acceptance: each acceptance.json that goes along, by its name.
         floor: what its acceptance must reach.
         beside: further files by the name that they are published under.
         facts: what no file says.
@@ -68,7 +70,7 @@ class Candidate:
 
     folder: Path
     report: Report | None
-    acceptance: Acceptance | None
+    acceptance: Mapping[str, Acceptance]
     floor: Floor | None
     beside: Mapping[str, Path] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
@@ -79,9 +81,9 @@ class Candidate:
         return verify(self.folder)
 
     @property
-    def weights(self) -> dict[str, str]:
-        """The sha256 of each weight file, as the manifest has it."""
-        return self.manifest.weight_files
+    def identity(self) -> Identity:
+        """What evidence must be about, as the manifest has it."""
+        return identify(self.folder, self.manifest)
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -93,7 +95,7 @@ class Candidate:
     def unaccounted(self) -> list[str]:
         """The files that neither the manifest records nor a release may hold."""
         recorded = {file.name for file in self.manifest.files}
-        return [n for n in self.files if n not in recorded and not any(fnmatch(n, p) for p in BESIDE)]
+        return [name for name in self.files if name not in recorded and not _may_lie_beside(name)]
 
     @cached_property
     def card(self) -> str:
@@ -102,10 +104,15 @@ class Candidate:
         return file.read_text(errors="replace") if file.is_file() else ""
 
 
+def acceptance_name(number: int) -> str:
+    """Return what the first (0), second, ... acceptance.json is called in a release."""
+    return FURTHER.replace("*", str(number)) if number else ACCEPTANCE
+
+
 def open_candidate(
-    folder: Path, report: Path | None, acceptance: Path | None, floor: Floor | None, facts: Facts | None = None
+    folder: Path, report: Path | None, acceptance: Sequence[Path], floor: Floor | None, facts: Facts | None = None
 ) -> Candidate:
-    """Gather what a folder is judged by: its own report.json and acceptance.json where no others are named.
+    """Gather what a folder is judged by: its own report.json and acceptance*.json where no others are named.
 
     Args:
         folder: what is to be published.
@@ -119,17 +126,25 @@ def open_candidate(
     """
     if not folder.is_dir():
         raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card has written to.")
-    beside = {REPORT: report, ACCEPTANCE: acceptance}
-    beside = {name: file for name, file in beside.items() if file is not None}
-    found = {name: beside.get(name, folder / name) for name in (REPORT, ACCEPTANCE)}
+    figures = {acceptance_name(number): file for number, file in enumerate(acceptance)}
+    held = {file.name: file for pattern in (REPORT, ACCEPTANCE, FURTHER) for file in folder.glob(pattern)}
+    beside = figures | ({REPORT: report} if report else {})
+    found = held | beside
+    reports = found.pop(REPORT, None)
     return Candidate(
         folder,
-        read_report(found[REPORT]) if report or found[REPORT].exists() else None,
-        read_acceptance(found[ACCEPTANCE]) if acceptance or found[ACCEPTANCE].exists() else None,
+        read_report(reports) if reports else None,
+        # In the order of their numbers, which is that of the card's columns.
+        {name: read_acceptance(found[name]) for name in sorted(found, key=lambda name: (len(name), name))},
         floor,
         beside,
         facts or Facts(),
     )
+
+
+def _may_lie_beside(name: str) -> bool:
+    # A pattern's * would take a folder's name in too.
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in BESIDE)
 
 
 def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_a_server_is_measured_and_the_key_is_whole(suite, tmp_path):
     assert result.exit_code == 0, result.output
     found = read_acceptance(out)
     assert found.head == str(head) and set(found.weights) == {"model.safetensors"}
+    assert found.config == sha256((head / "config.json").read_bytes()).hexdigest() and found.is_whole("prompts.jsonl")
     row = found.rows[0]
     assert (row.target, row.precision, row.reasoning) == ("moonshotai/Kimi-K2.6", "NVFP4", "off")
     assert (row.dataset, row.max_tokens, row.engine) == ("prompts.jsonl", 200, "vllm")
@@ -69,6 +71,7 @@ def test_what_is_printed_as_json_is_the_file(suite, tmp_path):
                      "--json")  # fmt: skip
     assert result.stdout == out.read_text()
     assert {row.category for row in read_acceptance(out).rows} == {"math", ""}
+    assert not read_acceptance(out).is_whole("prompts.jsonl")
 
 
 def test_a_head_is_measured_without_a_server(tiny_target, suite, tmp_path):
@@ -81,7 +84,10 @@ def test_a_head_is_measured_without_a_server(tiny_target, suite, tmp_path):
         "--draft-tokens", 2,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    row = read_acceptance(out).rows[0]
+    found = read_acceptance(out)
+    assert found.config == sha256((head / "config.json").read_bytes()).hexdigest()
+    assert found.measured and not found.is_whole("prompts.jsonl")
+    row = found.rows[0]
     assert (row.engine, row.draft_tokens, row.precision, row.category) == ("kconv", 2, "float32", "math")
     assert row.target == str(tiny_target) and row.prompts == 1
 

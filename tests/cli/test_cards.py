@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -147,10 +148,50 @@ def test_evidence_of_other_weights_is_refused(head, tmp_path, more):
     assert not (head / "README.md").exists()
 
 
-def test_figures_of_these_weights_are_taken(head, tmp_path):
-    own = {"model.safetensors": sha256((head / "model.safetensors").read_bytes()).hexdigest()}
-    run(head, "--acceptance", acceptance(tmp_path, weights=own), "--no-chart")
+def digest(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()
+
+
+def test_figures_of_this_very_head_are_taken(head, tmp_path):
+    own = {"model.safetensors": digest(head / "model.safetensors")}
+    figures = acceptance(tmp_path, weights=own, config=digest(head / "config.json"))
+    run(head, "--acceptance", figures, "--no-chart")
     assert "2.500" in (head / "README.md").read_text()
+
+
+def test_figures_of_the_same_weights_that_capture_other_layers_are_refused(tmp_path):
+    """The weights are the same bytes, as only the config says which layers the target hands over."""
+    folders = {}
+    for captured in ((1, 29, 57), (2, 4, 6)):
+        spec = replace(MLA, captured=captured)
+        source = write_head(tmp_path / f"source{captured[0]}", by_name("trtllm"), spec, random_slots(spec))
+        folders[captured] = tmp_path / f"head{captured[0]}"
+        execute(plan(read_head(open_checkpoint(source)), by_name("portable")), folders[captured])
+    right, wrong = folders.values()
+    own = {"model.safetensors": digest(right / "model.safetensors")}
+    assert own == {"model.safetensors": digest(wrong / "model.safetensors")}
+    figures = acceptance(tmp_path, weights=own, config=digest(right / "config.json"))
+    run(right, "--acceptance", figures, "--no-chart")
+    assert "2.500" in (right / "README.md").read_text()
+    result = run(wrong, "--acceptance", figures, "--no-chart")
+    assert result.exit_code == 1 and "another config.json than this folder's" in result.stderr
+    assert not (wrong / "README.md").exists()
+
+
+@pytest.mark.parametrize("evidence", ["--report", "--acceptance"])
+def test_another_heads_evidence_is_refused_by_a_folder_that_kconv_did_not_make_too(head, tmp_path, evidence):
+    said = json.loads(CliRunner().invoke(main, ["validate", str(head), "--json"]).stdout)
+    figures = acceptance(tmp_path, weights=said["weights"], config=said["config"])
+    file = {"--report": write(tmp_path / "report.json", json.dumps(said)), "--acceptance": figures}[evidence]
+    facts = write(tmp_path / "facts.yaml", "name: org/foreign\n")
+    (head / "kconv.json").unlink()
+    run(head, evidence, file, "--facts", facts, "--no-chart")
+    card = (head / "README.md").read_text()
+    assert "An Eagle3 draft head for speculative decoding" in card
+    spec = replace(MLA, dtype="F32")
+    other = write_head(tmp_path / "other", by_name("vllm"), spec, random_slots(spec))
+    result = run(other, evidence, file, "--facts", facts, "--no-chart")
+    assert result.exit_code == 1 and "other weights" in result.stderr and not (other / "README.md").exists()
 
 
 def test_a_report_of_no_weights_is_refused(head, tmp_path):

@@ -73,21 +73,26 @@ def test_what_is_allowed_stands_on_the_published_card(hub, folder):
 
 def test_a_floor_can_be_named_where_the_folder_states_none(hub, folder):
     (folder / "release.yaml").unlink()
-    floor = ["--min-acceptance", "2.4", "--suite", "sampled", "--max-loss", "0.01"]
+    about = ["--suite", "sampled", "--draft-tokens", "3", "--prompts", "4", "--max-loss", "0.01"]
     assert "P108" in kconv(folder, REPO).stderr
-    assert kconv(folder, REPO, *floor, "--dry-run").exit_code == 0
-    assert "below the floor" in kconv(folder, REPO, "--min-acceptance", "2.9", *floor[2:]).stderr
+    assert kconv(folder, REPO, "--min-acceptance", "2.4", *about, "--dry-run").exit_code == 0
+    assert "below the floor" in kconv(folder, REPO, "--min-acceptance", "2.9", *about).stderr
+    refused = kconv(folder, REPO, "--min-acceptance", "2.4", *about[:2])
+    assert refused.exit_code == 2
+    assert "needs --draft-tokens, --prompts, --max-loss" in " ".join(refused.stderr.replace("│", "").split())
 
 
+ABOUT = ["--suite", "x", "--draft-tokens", "3", "--prompts", "1", "--max-loss", "0"]
 MISUSE = {
     "a reason is missing": ["--allow", "P109"],
     "a rule is missing": ["--why", "because"],
     "no such rule": ["--allow", "P999", "--why", "because"],
     "a floor without a suite": ["--min-acceptance", "2"],
     "a suite without a floor": ["--suite", "MT-Bench"],
-    "no such metric": ["--min-acceptance", "2", "--suite", "x", "--max-loss", "0", "--metric", "speed"],
-    "a floor of nothing": ["--min-acceptance", "0", "--suite", "x", "--max-loss", "0"],
-    "a second floor": ["--min-acceptance", "2", "--suite", "x", "--max-loss", "0"],
+    "a number of prompts without a floor": ["--prompts", "80"],
+    "no such metric": ["--min-acceptance", "2", *ABOUT, "--metric", "speed"],
+    "a floor of nothing": ["--min-acceptance", "0", *ABOUT],
+    "a second floor": ["--min-acceptance", "2", *ABOUT],
 }
 
 

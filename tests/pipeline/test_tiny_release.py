@@ -49,7 +49,7 @@ def test_the_example_goes_from_nothing_to_the_hub_in_one_command(hub, tmp_path):
     for layout in ("vllm", "trtllm", "sglang"):
         assert verify(root / layout).layout == layout
     verify(root / "nvfp4")
-    candidate = open_candidate(root / "card", None, None, recipe.min_acceptance, recipe.facts)
+    candidate = open_candidate(root / "card", None, (), recipe.min_acceptance, recipe.facts)
     assert [finding for finding in judge(candidate) if finding.severity == "error"] == []
     tagged = files_under_the_tag(hub, publish["repo"], publish["tag"])
     assert tagged == {path.name: path.read_bytes() for path in (root / "card").iterdir()}

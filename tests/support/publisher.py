@@ -24,7 +24,7 @@ def main(folder: Path, repo: str, tag: str) -> None:
         child = os.fork()
         if child == 0:
             try:
-                candidate = open_candidate(folder, None, None, read_floor(folder))
+                candidate = open_candidate(folder, None, (), read_floor(folder))
                 publish(prepare(candidate), Wish(repo, tag, public=True), lambda _: None)
             except KconvError as fault:
                 print(fault, file=sys.stderr, flush=True)

@@ -16,12 +16,12 @@ TOKEN, REPO, TAG = "hf_aVerySecretTokenOfNobody", "org/head", "v1"
 
 
 def publish(folder: Path, tag: str = TAG, **wish) -> Published:
-    candidate = open_candidate(folder, None, None, read_floor(folder))
+    candidate = open_candidate(folder, None, (), read_floor(folder))
     return run(prepare(candidate), Wish(REPO, tag, **wish), lambda _: None)
 
 
 def dry(folder: Path, **wish) -> Published:
-    candidate = open_candidate(folder, None, None, read_floor(folder))
+    candidate = open_candidate(folder, None, (), read_floor(folder))
     return preview(prepare(candidate), Wish(REPO, TAG, **wish), lambda _: None)
 
 

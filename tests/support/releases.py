@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 from support.heads import MLA, random_slots, write_head
 
+from kconv.cards.card import make_card
+from kconv.cards.evidence import Evidence
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest
 from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.validate.acceptance import read_acceptance
 from kconv.validate.figures import AcceptanceFigures, Figures, ParityFigures, TextFigures
-from kconv.validate.report import Report
+from kconv.validate.report import Report, read_report
 
 FRONT = {
     "license": "mit",
@@ -32,7 +34,9 @@ LICENCE = """Copyright (c) 2026 A Test
 Permission is hereby granted, free of charge; this notice goes into all substantial portions of the Software.
 """
 LENGTH = 2.5
-FLOOR = {"metric": "al_incl_bonus", "suite": "sampled", "at_least": 2.4, "max_loss": 0.01}
+FLOOR = {
+    "metric": "al_incl_bonus", "suite": "sampled", "draft_tokens": 3, "prompts": 4, "at_least": 2.4, "max_loss": 0.01,
+}  # fmt: skip
 
 
 def write_release(folder: Path, *, seed: int = 0, front: dict[str, Any] | None = None) -> Path:
@@ -47,9 +51,15 @@ def write_release(folder: Path, *, seed: int = 0, front: dict[str, Any] | None =
 
 
 def write_card(folder: Path, front: dict[str, Any]) -> None:
-    """Write a card of these metadata, which says how the head was made."""
-    made = f"Converted from source by kconv {version('kconv')}; kconv.json has the tensors."
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n\n# A head\n\n{made}\n")
+    """Write the card of what lies in a folder, whatever that is, with these metadata."""
+    report = folder / "report.json"
+    acceptance = tuple(read_acceptance(file) for file in sorted(folder.glob("acceptance*.json"), reverse=True))
+    evidence = Evidence(
+        folder, manifest=read_manifest(folder), report=read_report(report) if report.exists() else None,
+        acceptance=acceptance,
+    )  # fmt: skip
+    text = make_card(evidence, chart=False).text.split("---\n", 2)[2]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n{text}")
 
 
 def write_report(
@@ -60,7 +70,7 @@ def write_report(
     def row(drafter: str, length: float) -> AcceptanceFigures:
         return AcceptanceFigures(
             drafter=drafter, text="sampled", steps=3, drafts=100, length=length, standard_error=0.02,
-            rates=(0.8, 0.5, 0.2), note="n",
+            rates=(0.8, 0.5, 0.2), note="n", sequences=4,
         )  # fmt: skip
 
     figures = Figures(
@@ -81,22 +91,37 @@ def write_report(
         config=hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
         findings=tuple(findings),
         figures=figures,
-        provenance={"dtype": "float32"},
+        provenance={"dtype": "float32", "for": ["vllm-v1", "vllm-v2"]},
     )
     (folder / "report.json").write_text(report.to_json())
+    _renew_card(folder)
 
 
-def write_acceptance(folder: Path, **changed: Any) -> None:
-    """Write an acceptance.json about a folder's own weights."""
-    weights = {f.name: f.sha256 for f in read_manifest(folder).files if f.name.endswith(".safetensors")}
+def write_acceptance(
+    folder: Path, *, name: str = "acceptance.json", weights: Any = None, config: str | None = None, whole: bool = True,
+    **changed: Any,
+) -> None:  # fmt: skip
+    """Write an acceptance.json about a folder's own weights and config."""
+    own = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir() if file.is_file()}
     row = {
         "metric": "al_incl_bonus", "value": 2.61, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
         "engine": "vllm", "engine_version": "0.99", "dataset": "MT-Bench", "prompts": 80, "date": "2026-01-01",
         "measured_by": "self",
     }  # fmt: skip
-    row |= {name: value for name, value in changed.items() if name != "weights"}
-    held = {"schema": 1, "head": "a-head", "weights": changed.get("weights", weights), "rows": [row]}
-    (folder / "acceptance.json").write_text(json.dumps(held))
+    row |= changed
+    held = {
+        "schema": 1, "head": "a-head", "rows": [row],
+        "weights": {n: d for n, d in own.items() if n.endswith(".safetensors")} if weights is None else weights,
+        "config": own["config.json"] if config is None else config,
+        "suites": [{"dataset": row["dataset"], "categories": [""], "whole": whole}],
+    }  # fmt: skip
+    (folder / name).write_text(json.dumps(held))
+    _renew_card(folder)
+
+
+def _renew_card(folder: Path) -> None:
+    if (folder / "README.md").exists():
+        write_card(folder, FRONT)
 
 
 def make_inexact(folder: Path) -> None:
