@@ -91,6 +91,14 @@ def decide(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -
     return decided
 
 
+def without_lists(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config that lists no captured layers, for a reader to whom it does not matter which they are."""
+    bare = {key: value for key, value in config.items() if key not in (IDS, CONVENTION)}
+    if isinstance(nested := bare.get("eagle_config"), Mapping):
+        bare["eagle_config"] = {key: value for key, value in nested.items() if key not in (IDS, CONVENTION)}
+    return bare
+
+
 def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> Captured:
     nested_config = config.get("eagle_config") or {}
     if not isinstance(nested_config, Mapping):
@@ -176,12 +184,10 @@ def _from_top(
 
 def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> None:
     """Refuse a list where vLLM looks for inputs, if a trainer that counts outputs may have put it there."""
-    if top == _default(default_outputs, top[-1] + 4, layers):
-        why = "the default as layer outputs"
-    elif saved == "trainer":
-        why = "beside the trainer's own tensor names, so they may be its layer outputs"
-    else:
+    is_default = top == _default(default_outputs, top[-1] + 4, layers)
+    if not is_default and saved != "trainer":
         return
+    why = "the default as layer outputs" if is_default else "beside the trainer's own tensor names, maybe layer outputs"
     raise CapturedUndecided(
         f"{TOP} lists {list(top)}: {why}, where vLLM looks for inputs",
         where=f"config.json: {TOP}",

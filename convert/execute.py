@@ -49,7 +49,7 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
-        TensorValue: a tensor of the output would hold NaN or Inf.
+        TensorValue: a tensor of the output would hold NaN or Inf, or nothing but zeros.
         NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
         ManifestMismatch: the source has a kconv.json that is not of the schema.
     """
@@ -66,7 +66,7 @@ def fill(
     """
     told = read_told(plan.source.checkpoint.folder)
     weights = write_safetensors(
-        folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_finite(plan), advance=advance
+        folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_filled(plan), advance=advance
     )
     files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
     # A layout that is only read is a trainer's, and no engine's.
@@ -107,17 +107,23 @@ def _pack(plan: Plan, step: Step) -> Iterator[Tensor]:
     yield step.row.move.pack([read_slot(plan.source, slot) for slot in step.row.slots])
 
 
-def _finite(plan: Plan) -> Callable[[str, Values], None]:
+def _filled(plan: Plan) -> Callable[[str, Values], None]:
     sources = {step.name: [source.info for source in step.sources] for step in plan.steps}
 
     def check(name: str, values: Values) -> None:
-        if values.not_finite:
-            stored = " + ".join(info.name for info in sources[name]) or name
-            raise TensorValue(
-                f"{values.not_finite:,} values of {stored} are NaN or Inf",
-                where=", ".join(sorted({str(info.file) for info in sources[name]})),
-                fix="Export the head again from a checkpoint of before the loss broke.",
-            )
+        # A bias may be zero throughout; a matrix or a norm that is was never filled.
+        never_filled = values.zero and not name.endswith(".bias")
+        if not values.not_finite and not never_filled:
+            return
+        stored = " + ".join(info.name for info in sources[name]) or name
+        where = ", ".join(sorted({str(info.file) for info in sources[name]}))
+        if never_filled:
+            raise TensorValue(f"every value of {stored} is zero", where=where, fix="Export the head again.")
+        raise TensorValue(
+            f"{values.not_finite:,} values of {stored} are NaN or Inf",
+            where=where,
+            fix="Export the head again from a checkpoint of before the loss broke.",
+        )
 
     return check
 

@@ -29,7 +29,7 @@ from ..head.vocab import (
     read_ids,
     target_ids,
 )
-from .captured import Hints
+from .captured import Hints, without_lists
 from .config import read_config
 from .copies import Copies, count_copies
 from .layout import Layout, unclaimed
@@ -160,7 +160,8 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
     before = checkpoint.config.get("norm_before_residual")
     hints = Hints(captured=captured, max_positions=1, norm_before_residual=None if before is not None else False)
     dtype = weight_dtype(checkpoint)
-    return read_config(checkpoint.config, checkpoint.tensors, dtype=dtype, hints=hints, table=layout.config).spec
+    config = without_lists(checkpoint.config)
+    return read_config(config, checkpoint.tensors, dtype=dtype, hints=hints, table=layout.config).spec
 
 
 def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Breach]:

@@ -60,12 +60,28 @@ def test_a_value_that_is_no_number_in_a_tensor_that_is_taken_apart_stops_it(tmp_
     assert names(tmp_path) == ["source"]
 
 
-def test_a_tensor_of_zeros_is_no_fault_here(tmp_path):
+@pytest.mark.parametrize("slot", ["norm", "fc", "0.gate_proj"])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_weight_that_was_never_filled_stops_it_and_is_named(tmp_path, slot, zero):
     slots = random_slots(MLA)
-    slots["norm"].zero_()
-    write_head(tmp_path / "source", VLLM, MLA, slots)
+    slots[slot].fill_(zero)
+    source = write_head(tmp_path / "source", VLLM, MLA, slots)
+    with pytest.raises(TensorValue, match=rf"^every value of .*{slot.removeprefix('0.')}\.weight is zero") as caught:
+        execute(decide(source), tmp_path / "out")
+    assert caught.value.where == str(source / "model.safetensors")
+    assert names(tmp_path) == ["source"]
+
+
+def test_biases_of_zeros_are_none_and_are_kept(tmp_path):
+    spec = replace(GQA, attention=replace(GQA.attention, bias=True))
+    slots = random_slots(spec)
+    for name in slots:
+        if name.endswith(".bias"):
+            slots[name].zero_()
+    write_head(tmp_path / "source", VLLM, spec, slots)
     execute(decide(tmp_path / "source"), tmp_path / "out")
-    assert not load_file(tmp_path / "out" / "model.safetensors")["norm.weight"].any()
+    biases = {n: t for n, t in load_file(tmp_path / "out" / "model.safetensors").items() if n.endswith(".bias")}
+    assert len(biases) == 4 and not any(bias.any() for bias in biases.values())
 
 
 def test_a_source_that_shrinks_while_it_is_copied_is_named_and_leaves_nothing(tmp_path):

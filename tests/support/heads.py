@@ -105,7 +105,7 @@ def write_head(
 
 
 def write_sparse(folder: Path, layout: Layout, spec: HeadSpec, config: dict, without: tuple[str, ...] = ()) -> int:
-    """Write a head of any size, all zeros that take no disk, and return the number of bytes that it claims."""
+    """Write a head of any size, but for one value a tensor zeros that take no disk; return the bytes that it claims."""
     header, at = {}, 0
     for name, row in stored(layout, spec).items():
         if name not in without:
@@ -114,7 +114,13 @@ def write_sparse(folder: Path, layout: Layout, spec: HeadSpec, config: dict, wit
             at = end
     folder.mkdir()
     write_raw(folder / "model.safetensors", header)
-    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size + at)
+    file = folder / "model.safetensors"
+    data = file.stat().st_size
+    os.truncate(file, data + at)
+    with file.open("r+b") as opened:
+        for tensor in header.values():
+            opened.seek(data + tensor["data_offsets"][0])
+            opened.write(b"\1")
     (folder / "config.json").write_text(json.dumps(config))
     return at
 

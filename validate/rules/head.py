@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.values import FLOAT_BITS, Scan, Values
-from ...convert.captured import CONVENTION, Hints
+from ...convert.captured import Hints, without_lists
 from ...convert.config import ReadConfig, read_config
 from ...convert.layout import Layout, Stored
 from ...convert.layouts import BY_NAME, detect
@@ -120,11 +120,8 @@ class HeadSubject(Subject):
         fc = self.tensors.get("fc.weight")
         count = fc.shape[1] // width if fc and len(fc.shape) == 2 and width else 3
         try:
-            unstated = {key: value for key, value in self.config.items() if key != CONVENTION}
-            if isinstance(unstated.get(EAGLE), Mapping):
-                unstated[EAGLE] = {key: value for key, value in unstated[EAGLE].items() if key != CONVENTION}
             hints = Hints(tuple(range(max(count, 1))), max_positions=self.hints.max_positions)
-            return self._read_config(unstated, hints)
+            return self._read_config(without_lists(self.config), hints)
         except KconvError:
             return None
 
