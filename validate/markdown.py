@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ..errors import OutputFailed
 from .figures import AcceptanceFigures, ParityFigures
-from .report import Finding, Report
+from .report import REPORT, Finding, Report
 
-JSON, MARKDOWN = "report.json", "report.md"
+MARKDOWN = "report.md"
 
 
 def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> None:
@@ -25,7 +25,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / JSON).write_text(report.to_json(), encoding="utf-8")
+        (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
         (folder / MARKDOWN).write_text(to_markdown(report, more=more), encoding="utf-8")
     except OSError as fault:
         raise OutputFailed(

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ..errors import NotACheckpoint, ReportInvalid
 from .figures import STRICT, Figures
 
+REPORT = "report.json"
 Severity = Literal["error", "warning", "info"]
 
 
@@ -78,19 +79,24 @@ class Report(BaseModel):
 def read_report(file: Path) -> Report:
     """Read a report.json.
 
+    Args:
+        file: the file, or the folder that it was written into (kconv validate --out).
+
     Raises:
         NotACheckpoint: the file is missing.
-        ReportInvalid: it is not of the schema.
+        ReportInvalid: it cannot be read, or is not of the schema.
     """
+    file = file / REPORT if file.is_dir() else file
     try:
         return Report.model_validate_json(file.read_bytes())
     except FileNotFoundError as fault:
         raise NotACheckpoint(
             f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
         ) from fault
-    except ValidationError as fault:
+    except (OSError, ValidationError) as fault:
+        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else fault.strerror
         raise ReportInvalid(
-            f"{file.name} is not of kconv's schema: {fault.errors()[0]['msg']}",
+            f"{file.name} cannot be taken: {what}",
             where=file,
             fix="Run kconv validate again.",
         ) from fault
