@@ -107,6 +107,8 @@ def check_recipe(recipe: EagleRecipe) -> None:
     wrong = [f"{name} is {getattr(recipe, name)}" for name in POSITIVE if not getattr(recipe, name) > 0]
     if recipe.warmup < 0:
         wrong.append(f"warmup is {recipe.warmup}")
+    if not 0 <= recipe.seed < 2**32:  # numpy's bounds, which the Trainer seeds too
+        wrong.append(f"seed is {recipe.seed}")
     if recipe.seq < recipe.ttt_steps + 2:
         wrong.append(f"{recipe.seq} tokens are too few for {recipe.ttt_steps} draft steps")
     if not recipe.captured or list(recipe.captured) != sorted(set(recipe.captured)) or recipe.captured[0] < 0:

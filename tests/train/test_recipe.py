@@ -51,6 +51,8 @@ def test_a_missing_key_is_refused(key):
         ("steps", 0),
         ("batches", -1),
         ("warmup", -1),
+        ("seed", -1),
+        ("seed", 2**32),
         ("seq", 4),
         ("captured", []),
         ("captured", [3, 1, 5]),
