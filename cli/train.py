@@ -13,7 +13,8 @@ from ..checkpoint.source import Source
 from .options import FOLDER, PATH_OR_ID, open_head
 
 if TYPE_CHECKING:
-    from ..train.run import Job
+    from ..train.arguments import Pace
+    from ..train.job import Job
 
 POSITIVE = click.IntRange(min=1)
 
@@ -39,7 +40,7 @@ class Setting(click.ParamType):
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="eagle3-mla, eagle3-gqa, or a YAML file.")
 @click.option("--set", "settings", type=Setting(), multiple=True, help="A key of the recipe; may be repeated.")
 @click.option("--data", metavar="FILE|ID", help="Dialogues or texts: a JSONL file, or a dataset's id on the Hub.")
-@click.option("--split", default="train", show_default=True, help="Of a dataset.")
+@click.option("--split", help="Of a dataset; by default train.")
 @click.option("--revision", help="Of a dataset.")
 @click.option("--held-out", metavar="FILE|ID", help="What is only looked at; by default one sample in fifty of --data.")
 @click.option("--states", type=FOLDER, help="States that kconv states wrote, instead of --data: TARGET is not run.")
@@ -52,31 +53,39 @@ class Setting(click.ParamType):
 def train(target: Source, out: Path, recipe: str, data: str | None, states: Path | None, **options: Any) -> None:
     """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
 
-    With --data the target is run while it trains; with --states it is not, and only its embedding, final norm and
-    output matrix are loaded. A run that was stopped goes on from its last checkpoint when the same command is given
-    again, and ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready for kconv to-vllm; an MLA
-    head of a reduced vocabulary, which TensorRT-LLM cannot load, is in vLLM's.
+    With --data the target is run while it trains, whole in each process; with --states it is not, and only its
+    embedding, final norm and output matrix are loaded. Under torchrun the processes share each batch, whose rows
+    their number has to divide.
+
+    A run that was stopped goes on from its last checkpoint, in .NAME.training beside OUT, when the same command is
+    given again, with as many processes; it ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready
+    for kconv to-vllm; an MLA head of a reduced vocabulary, which TensorRT-LLM cannot load, is in vLLM's. Its kconv.json
+    says what it was trained on and how; its modelopt folder has the head as ModelOpt's module, and the curves.
 
     \b
-    Example:
+    Examples:
       kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4
+      kconv train my-target my-better-head --recipe eagle3-mla --data more.jsonl --from my-head
       torchrun --nproc-per-node 8 --no-python kconv train my-target my-head --recipe eagle3-mla --states my-states
     """
     if (data is None) == (states is None):
         raise click.UsageError("give either --data or --states")
+    of_data = [name for name in ("held_out", "split", "revision") if options[name]]
+    if states and of_data:
+        raise click.UsageError(f"--{of_data[0].replace('_', '-')} is of --data; stored states have their own prompts")
     if options["trust_remote_code"] and not target.pinned:
         raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
     from ..checkpoint.manifest import read_manifest
     from ..checkpoint.staging import refuse_existing
 
     refuse_existing(out)
-    from ..train.loop import Pace
-    from ..train.run import draft_coverage
+    from ..train.arguments import Pace
+    from ..train.job import draft_coverage
     from ..train.run import train as run
     from .output import print_coverage, print_trained, steps_bar
 
-    job = _job(target, recipe, data, states, options)
     pace = Pace(options["save_every"], options["look_every"], options["shard"], options["tensorboard"])
+    job = _job(target, recipe, data, states, pace, options)
     if int(os.environ.get("RANK", "0")):
         # Another process of the run shows how it goes.
         run(job, out, pace)
@@ -90,7 +99,9 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
     print_trained(manifest.training or {}, manifest.layout, out)
 
 
-def _job(target: Source, recipe: str, data: str | None, states: Path | None, options: dict[str, Any]) -> Job:
+def _job(
+    target: Source, recipe: str, data: str | None, states: Path | None, pace: Pace, options: dict[str, Any]
+) -> Job:
     from ..target.config import read_target_config
     from ..target.tokenizer import load_tokenizer
     from ..train.jobs import Data, check_job, offline_job, online_job
@@ -100,12 +111,12 @@ def _job(target: Source, recipe: str, data: str | None, states: Path | None, opt
     # A target may be downloaded, and data read, for hours.
     check_keys(values)
     head = open_head(options["start"], target=target) if options["start"] else None
-    check_job(values, read_target_config(target.fetch_config()), head)
+    check_job(values, read_target_config(target.fetch_config()), head, pace)
     folder = target.fetch_model()
     config = read_target_config(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=options["trust_remote_code"])
     if states is not None:
         return offline_job(folder, config, tokenizer, values, states, head)
     assert data is not None, "one of the two was given"
-    given = Data(data, options["held_out"], options["split"], options["revision"])
+    given = Data(data, options["held_out"], options["split"] or Data.split, options["revision"])
     return online_job(folder, config, tokenizer, values, given, head)

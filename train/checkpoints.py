@@ -1,20 +1,42 @@
-"""What a stopped run left behind. What belongs here: whose it is, and the newest checkpoint that is whole."""
+"""Checkpoints of a run. What belongs here: their parts, whose they are, and the newest that is whole.
+
+A checkpoint holds the head and its optimizer's state whole and by name, however they were spread over processes: so
+a run goes on from it with `--shard` or without.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
-from ..errors import KconvError, OutputExists
+from ..checkpoint.header import read_header
+from ..checkpoint.tensors import entry, read_tensor
+from ..errors import KconvError, OutputExists, TrainingFailed
 from .module import WEIGHTS
 
 STATE, RUN = "trainer_state.json", "run.json"
 # In the order in which the Trainer writes them; its own state comes last:
 # https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer.py#L3065-L3119
-PARTS = (WEIGHTS, "optimizer.pt", "scheduler.pt")
+OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"
+PARTS = (WEIGHTS, OPTIMIZER, SCHEDULE)
+PREFIX = "eagle_module."
 
 
 def claim(work: Path, key: str) -> None:
@@ -39,6 +61,64 @@ def claim(work: Path, key: str) -> None:
         draft = work / f"{RUN}.{os.getpid()}"
         draft.write_text(json.dumps({"key": key}))
         draft.replace(record)
+
+
+def write_head(state: Mapping[str, Tensor], folder: Path, step: int) -> None:
+    """Write a head's weights.
+
+    Args:
+        state: of ModelOpt's `eagle_module`, whole.
+        folder: the checkpoint's.
+        step: after which they are.
+
+    Raises:
+        TrainingFailed: a weight is NaN or Inf.
+    """
+    broken = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise TrainingFailed(
+            f"{len(broken)} of the head's tensors hold NaN or Inf after step {step}",
+            where=broken[0],
+            fix="Lower the recipe's lr. The checkpoint before this one is kept.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / WEIGHTS, [entry(name, tensor.cpu()) for name, tensor in state.items()])
+
+
+def load_head(model: nn.Module, folder: Path) -> None:
+    """Give ModelOpt's Eagle model, which may be spread over processes, the weights of a checkpoint.
+
+    Raises:
+        TrainingFailed: they are another head's.
+    """
+    state: dict[str, Any] = {PREFIX + name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
+    # The target's ends are no part of a checkpoint.
+    found = set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+    lost = [name for name in found.missing_keys if name.startswith(PREFIX)] + found.unexpected_keys
+    if lost:
+        raise TrainingFailed(
+            f"the checkpoint is of another head: {lost[0]} is missing or unknown",
+            where=folder,
+            fix="Delete the folder it is in, and train again.",
+        )
+
+
+def write_optimizer(
+    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, folder: Path, *, first: bool
+) -> None:
+    """Write an optimizer's state and its schedule's; each process has to ask, and the first one writes."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if first:
+        torch.save(state, folder / OPTIMIZER)
+        torch.save(schedule.state_dict(), folder / SCHEDULE)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, folder: Path) -> None:
+    """Give an optimizer, which may be spread over processes, and its schedule the state of a checkpoint."""
+    state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
 
 
 def newest(work: Path) -> Path | None:

@@ -16,10 +16,14 @@ from transformers import DeepseekV3ForCausalLM
 
 from ..target.states import capture
 from ..target.stored_states import StatesFolder
+from .recipe import EagleRecipe
 
 Batch = dict[str, Any]
 """`input_ids` [B, T] int64, `loss_mask` [B, T] bool, and `base_model_outputs`: `aux_hidden_states` [B, T, A * H] and
 `base_model_hidden_states` [B, T, H], from which ModelOpt computes the target's logits again."""
+
+
+KEEP = 2 << 30
 
 
 class States(Protocol):
@@ -42,7 +46,7 @@ class Online:
         keep: bytes of states that may be kept for later passes over the same rows; beyond them the target runs again.
     """
 
-    def __init__(self, target: DeepseekV3ForCausalLM, captured: Sequence[int], keep: int = 2 << 30) -> None:
+    def __init__(self, target: DeepseekV3ForCausalLM, captured: Sequence[int], keep: int = KEEP) -> None:
         self._target, self._captured, self._free = target, captured, keep
         self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
@@ -57,6 +61,17 @@ class Online:
             self._free -= size
             self._kept[key] = states
         return self._kept[key]
+
+
+def online_states(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> tuple[States, States]:
+    """Return a target's states to train on and to look at, kept where they are read again.
+
+    Args:
+        target: as of `Online`.
+        recipe: the head's.
+    """
+    again = recipe.steps * recipe.accumulate > recipe.batches
+    return Online(target, recipe.captured, KEEP if again else 0), Online(target, recipe.captured)
 
 
 class Offline:

@@ -17,15 +17,17 @@ from ..target.config import TargetConfig
 from ..target.model import load_target
 from ..target.stored_states import StatesFolder, open_states
 from ..target.tokenizer import Tokenizer
-from .feed import Offline, Online, States
+from .arguments import Pace, check_processes
+from .feed import Offline, States, online_states
+from .job import Job
 from .named import complete
 from .prepare import place_sequences, prepare_dialogues
 from .recipe import EagleRecipe
-from .run import Job
 from .watch import spec_of
 from .written import choose_layout
 
 CPU = torch.device("cpu")
+DEFAULT_PACE = Pace()
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,22 @@ class Data:
     revision: str | None = None
 
 
-def check_job(values: Mapping[str, Any], config: TargetConfig, start: Head | None) -> None:
+def check_job(values: Mapping[str, Any], config: TargetConfig, start: Head | None, pace: Pace = DEFAULT_PACE) -> None:
     """Raise what a job must fail on whatever its data: these, and the target's weights, may take hours to come.
 
     Args:
         values: the recipe, as `named.complete` takes it.
         config: the target's.
         start: a head to go on from.
+        pace: how the run is to be watched and kept.
 
     Raises:
-        RecipeInvalid: the recipe cannot be.
+        RecipeInvalid: the recipe cannot be, is not the target's, or does not fit the processes.
         LayoutCannot: no engine could load the head.
     """
-    choose_layout(spec_of(complete(values, config, maxsize, start.spec if start else None), config))
+    recipe = complete(values, config, maxsize, start.spec if start else None)
+    check_processes(recipe.batch, pace)
+    choose_layout(spec_of(recipe, config))
 
 
 def online_job(
@@ -84,7 +89,7 @@ def online_job(
     def states() -> tuple[States, States]:
         model: Any = load_target(target, TORCH[recipe.dtype])
         model.to(_own_device())
-        return Online(model, recipe.captured), Online(model, recipe.captured)
+        return online_states(model, recipe)
 
     job = Job(target, recipe, prepared.text, prepared.unseen, states, prepared.facts, start=start)
     return replace(job, specials=tuple(tokenizer.specials))

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..head.spec import Mla
 from ..target.model import load_target
 from ..target.states import States
 from .decoder import served_decoders
-from .recipe import EagleRecipe, parse_recipe
+from .recipe import EagleRecipe, check_fit, parse_recipe
 
 EagleModel = Any
 """A target that `build_module` turned into ModelOpt's Eagle model; ModelOpt makes its class at run time."""
@@ -50,17 +51,7 @@ def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleMod
     Raises:
         RecipeInvalid: the recipe does not fit the target, or ModelOpt refuses it.
     """
-    layers, vocab = target.config.num_hidden_layers, target.config.vocab_size
-    if recipe.captured[-1] >= layers:
-        raise RecipeInvalid(
-            f"the recipe captures layer {recipe.captured[-1]}, and the target's layers are 0 to {layers - 1}",
-            fix="Name outputs of 0-based layers.",
-        )
-    if recipe.draft_vocab is not None and not 0 < recipe.draft_vocab < vocab:
-        raise RecipeInvalid(
-            f"draft_vocab is {recipe.draft_vocab}, and the target's vocabulary {vocab}",
-            fix="Give fewer tokens than the target has, or null for all of them.",
-        )
+    check_fit(recipe, target.config.num_hidden_layers, target.config.vocab_size)
     settings = eagle_settings(recipe, target)
     # ModelOpt tells on stdout where it finds the target's parts: three lines a head, and no result.
     with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(io.StringIO()):
@@ -126,6 +117,19 @@ def reduce_vocab(model: EagleModel, d2t: torch.Tensor) -> None:
     model.eagle_module.d2t.copy_(d2t)
     kept = d2t + torch.arange(len(d2t))
     model.eagle_module.lm_head.weight.data.copy_(model.lm_head.weight[kept])
+
+
+def run_eagle(model: Any, batch: Mapping[str, Any], recipe: EagleRecipe) -> Any:
+    """Run ModelOpt's forward, with its matrix products in the recipe's precision.
+
+    Args:
+        model: ModelOpt's Eagle model, or what shares it among processes.
+        batch: as a `Feed` gives it, on the model's device.
+        recipe: the head's.
+    """
+    device = batch["input_ids"].device.type
+    with torch.autocast(device, torch.bfloat16, enabled=recipe.compute == "BF16"):
+        return model(**batch)
 
 
 def offline_inputs(states: States) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from ..convert.rope_keys import read_rope
 from ..errors import RecipeInvalid
 from ..head.spec import HeadSpec, Norms
 from ..target.config import TargetConfig
-from .recipe import EagleRecipe, parse_recipe
+from .recipe import EagleRecipe, check_fit, parse_recipe
 
 NAMES = ("eagle3-mla", "eagle3-gqa")
 DECODERS = ("mla", "gqa")
@@ -67,21 +67,23 @@ def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: 
         start: the head that training goes on from.
 
     Raises:
-        RecipeInvalid: a key does not exist, or a value cannot be, or contradicts the head.
+        RecipeInvalid: a key does not exist, a value cannot be or contradicts the head, or the head or a value is of
+            another target.
     """
     check_keys(values)
     values = dict(values)
     decoder, passes = values.pop("decoder", None), values.pop("passes", 1)
     stated = dict(values)
-    defaults = _of_head(start) if start else _of_target(target, decoder, values)
+    defaults = _of_head(start, target) if start else _of_target(target, decoder, values)
     values = defaults | values
     if not isinstance(passes, int) or passes < 1:
         raise RecipeInvalid(f"passes is {passes!r}", fix="Give how often the data is gone through: 1 or more.")
     values.setdefault("batches", rows // _count(values, "batch"))
     values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
     recipe = parse_recipe(values)
+    check_fit(recipe, target.layers, target.vocab)
     if start:
-        whole = parse_recipe(values | _of_head(start))
+        whole = parse_recipe(values | _of_head(start, target))
         wrong = [key for key in OF_THE_HEAD if key in stated and getattr(whole, key) != getattr(recipe, key)]
         if decoder and decoder != ("mla" if start.kind == "mla" else "gqa"):
             wrong.append("decoder")
@@ -104,7 +106,13 @@ def _count(values: Mapping[str, Any], key: str) -> int:
     return count if isinstance(count, int) and count > 0 else 1
 
 
-def _of_head(spec: HeadSpec) -> dict[str, Any]:
+def _of_head(spec: HeadSpec, target: TargetConfig) -> dict[str, Any]:
+    if (spec.target_hidden, spec.vocab) != (target.hidden, target.vocab):
+        raise RecipeInvalid(
+            f"the head to go on from reads states {spec.target_hidden} wide and knows {spec.vocab:,} tokens, and the "
+            f"target has {target.hidden} and {target.vocab:,}",
+            fix="Go on from a head of this target.",
+        )
     unlike = {
         "layers": spec.layers != 1,
         "norms": spec.norms != Norms(),

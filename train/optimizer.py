@@ -18,8 +18,8 @@ from .recipe import EagleRecipe
 class MuonAdamW(torch.optim.Optimizer):
     """Two optimizers that step together.
 
-    The parameter groups are those of the two, the very same dicts, so that a schedule that sets a group's `lr`
-    sets it for the optimizer that reads it.
+    Parameter groups and state are this optimizer's, and the two work on the very same dicts: so a schedule that sets
+    a group's `lr` sets it for the one that reads it, and what saves, shards or moves an optimizer sees an ordinary one.
 
     Args:
         matrices: parameters of two dimensions, for Muon.
@@ -33,8 +33,11 @@ class MuonAdamW(torch.optim.Optimizer):
             torch.optim.AdamW(list(rest), lr=rest_lr, weight_decay=0.0),
         )
         super().__init__([group for part in self._parts for group in part.param_groups], {})
-        # The base class copies each group; share the dicts instead.
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        self._share()
+
+    def _share(self) -> None:
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,16 +46,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for part in self._parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return both states, Muon's first."""
-        return {"parts": [part.state_dict() for part in self._parts]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up both states again."""
-        for part, state in zip(self._parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        # Loading replaces the groups' dicts.
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        """Take up the state of both again."""
+        super().load_state_dict(state_dict)
+        # Loading replaces the dicts.
+        self._share()
 
 
 def make_optimizer(head: nn.Module, recipe: EagleRecipe) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import TrainingDataInvalid
 from ..target.stored_states import StatesFolder
 from ..target.tokenizer import Tokenizer
-from .run import Rows
+from .job import Rows
 from .samples import Sample, encode_row, pack_samples, read_rows
 
 HELD_OUT = 0.02  # share of the samples, or of the prompts

@@ -119,6 +119,26 @@ def check_recipe(recipe: EagleRecipe) -> None:
         raise RecipeInvalid(f"the head's recipe cannot be: {'; '.join(wrong)}", fix="Put these values right.")
 
 
+def check_fit(recipe: EagleRecipe, layers: int, vocab: int) -> None:
+    """Raise RecipeInvalid for a recipe that asks of a target what it has not.
+
+    Args:
+        recipe: the head's.
+        layers: how many the target has.
+        vocab: rows of its vocabulary.
+    """
+    if recipe.captured[-1] >= layers:
+        raise RecipeInvalid(
+            f"the recipe captures layer {recipe.captured[-1]}, and the target's layers are 0 to {layers - 1}",
+            fix="Name outputs of 0-based layers.",
+        )
+    if recipe.draft_vocab is not None and not 0 < recipe.draft_vocab < vocab:
+        raise RecipeInvalid(
+            f"draft_vocab is {recipe.draft_vocab}, and the target's vocabulary {vocab}",
+            fix="Give fewer tokens than the target has, or null for all of them.",
+        )
+
+
 # Kimi-K2.5's own, which the MLA heads share.
 KIMI_ROPE = Rope(50000.0, Yarn(64.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0))
 # A GQA head is trained without scaling, and its config says so.

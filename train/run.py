@@ -8,21 +8,12 @@ and the curves.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from ..checkpoint.bytes import file_digest
-from ..checkpoint.folder import open_checkpoint, read_json
+from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
@@ -31,58 +22,21 @@ from ..convert.layouts import by_name
 from ..convert.plan import Wishes, plan
 from ..convert.read import Head, read_head, read_slot
 from ..convert.told import read_told
-from ..errors import RecipeInvalid
-from ..head.vocab import Coverage, measure_coverage, target_ids
 from ..target.config import read_target_config
 from ..target.ends import load_ends
+from .arguments import check_processes
 from .checkpoints import claim, drop_broken, newest
-from .curves import draw_curves
-from .feed import Feed, States
+from .feed import Feed
+from .job import Job, draft_map, job_key
 from .loop import EagleTrainer, Pace, Progress
-from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
-from .recipe import EagleRecipe, check_recipe
+from .module import EagleModel, build_module, reduce_vocab
+from .outcome import MODULE, UNTRAINED, leave
+from .recipe import check_recipe
 from .watch import spec_of
-from .windows import map_draft_vocab
 from .written import choose_layout
 
-MODULE, REPORT, CURVES, UNTRAINED = "modelopt", "training.json", "curves.png", "untrained.json"
-# Raise it with each change to train/ that alters what a recipe makes.
-SOURCE = "2"
 # Enough for a curve; kconv validate measures the head that comes out.
 LOOK_BATCHES = 16
-LIBRARIES = ("torch", "transformers", "accelerate", "nvidia-modelopt")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool."""
-
-    ids: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, on what.
-
-    Attributes:
-        target: the target's folder; its ends are loaded, its layers only by `states`.
-        recipe: how.
-        text, unseen: what is trained on, and what is only looked at.
-        states: gives the target's states over the two, when training begins.
-        data: what the rows were made of, as the manifest is to say it.
-        specials: token ids that a reduced draft vocabulary keeps in any case.
-        start: a head to go on from, in any layout.
-    """
-
-    target: Path
-    recipe: EagleRecipe
-    text: Rows
-    unseen: Rows
-    states: Callable[[], tuple[States, States]]
-    data: Mapping[str, Any] = field(default_factory=dict)
-    specials: tuple[int, ...] = ()
-    start: Head | None = None
 
 
 def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
@@ -105,6 +59,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
         OutputFailed: `out` is not writable.
     """
     check_recipe(job.recipe)
+    check_processes(job.recipe.batch, pace)
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
@@ -130,18 +85,16 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
 def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     """Train to the last step, from the newest checkpoint in `work` if there is one."""
     recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
-    if recipe.batch % world:
-        raise RecipeInvalid(
-            f"a batch of {recipe.batch} rows cannot be shared by {world} processes",
-            fix="Make batch a multiple of the number of processes.",
-        )
-    claim(work, job_key(job))
+    if not int(os.environ.get("RANK", "0")):
+        claim(work, job_key(job))
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
     looked_at, dtype = LOOK_BATCHES * recipe.batch, TORCH[recipe.dtype]
+    # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
+    used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
-        Feed(job.text.ids, job.text.mask, recipe.batch // world, states, dtype),
+        Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype),
         Feed(job.unseen.ids[:looked_at], job.unseen.mask[:looked_at], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
@@ -166,29 +119,8 @@ def _start(job: Job) -> EagleModel:
     if job.start is not None:
         _take_over(model, job.start)
     elif job.recipe.draft_vocab is not None:
-        reduce_vocab(model, _draft_map(job, job.recipe.draft_vocab, model.config.vocab_size))
+        reduce_vocab(model, draft_map(job, job.recipe.draft_vocab, model.config.vocab_size))
     return model
-
-
-def draft_coverage(job: Job) -> Coverage | None:
-    """Return how much of what is trained on the head can draft; None where it drafts the whole vocabulary.
-
-    Raises:
-        RecipeInvalid, ConfigInvalid: the text holds too few distinct tokens for the draft vocabulary, or it is too
-            small for the special ones.
-    """
-    if job.recipe.draft_vocab is None:
-        return None
-    vocab = read_target_config(job.target).vocab
-    counts = job.text.ids[job.text.mask].bincount(minlength=vocab)
-    return measure_coverage(counts, target_ids(_draft_map(job, job.recipe.draft_vocab, vocab)))
-
-
-def _draft_map(job: Job, size: int, vocab: int) -> Tensor:
-    """Return `d2t` as offsets, [size] int64: that of the head to go on from, or the text's most frequent tokens."""
-    if job.start is not None:
-        return read_slot(job.start, "d2t")
-    return map_draft_vocab(job.text.ids[job.text.mask], size, vocab, job.specials)
 
 
 def _take_over(model: EagleModel, head: Head) -> None:
@@ -197,60 +129,3 @@ def _take_over(model: EagleModel, head: Head) -> None:
     for name, row in stored(by_name("modelopt"), head.spec).items():
         if name in own:
             own[name].copy_(row.move.pack([read_slot(head, slot) for slot in row.slots]))
-
-
-def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
-    """Write a trained head as ModelOpt exports it, its module, and what is known of the run; return the latter.
-
-    Args:
-        work: where the run's first look lies.
-        folder: the folder to make.
-    """
-    model = trainer.whole(lambda: build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe))
-    folder.mkdir(parents=True, exist_ok=True)
-    export_module(model, folder, job.recipe)
-    (folder / MODULE).mkdir()
-    save_module(model, folder / MODULE, job.recipe)
-    history = [read_json(work / UNTRAINED), *trainer.state.log_history]
-    looks = [{k.removeprefix("eval_"): v for k, v in row.items()} for row in history if "eval_loss" in row]
-    coverage = draft_coverage(job)
-    report = {
-        "key": job_key(job),
-        "recipe": dataclasses.asdict(job.recipe),
-        "data": dict(job.data),
-        "started_from": job.start.checkpoint.source if job.start else None,
-        "parameters": sum(p.numel() for p in model.eagle_module.parameters()),
-        "tokens": {"text": job.text.ids.numel(), "counted": int(job.text.mask.sum()), "unseen": job.unseen.ids.numel()},
-        "draft_vocab": {"share": coverage.share, **dataclasses.asdict(coverage)} if coverage else None,
-        "untrained": looks[0],
-        "trained": looks[-1],
-        "looks": looks,
-        "libraries": {name: version(name) for name in LIBRARIES},
-    }
-    (folder / MODULE / REPORT).write_text(json.dumps(report, indent=2) + "\n")
-    if find_spec("matplotlib"):
-        draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
-    return {key: value for key, value in report.items() if key != "looks"}
-
-
-def job_key(job: Job) -> str:
-    """Return 16 hex digits that name what a job makes on this installation."""
-    files = sorted([job.target / "config.json", *job.target.glob("*.safetensors")])
-    tensors = (job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask)
-    parts = {
-        "recipe": dataclasses.asdict(job.recipe),
-        "source": SOURCE,
-        "target": {file.name: file_digest(file) for file in files if file.exists()},
-        "rows": [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors],
-        "data": dict(job.data),
-        "specials": job.specials,
-        "start": {f.name: file_digest(f) for f in job.start.checkpoint.files} if job.start else None,
-        "libraries": {name: version(name) for name in LIBRARIES},
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def is_made(out: Path, key: str) -> bool:
-    """Say whether a folder holds what a job of this key makes."""
-    report = out / MODULE / REPORT
-    return report.exists() and read_json(report).get("key") == key

@@ -16,10 +16,12 @@ from torch import Tensor
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
 from ..target.model import load_target
-from .feed import Online, States
+from .feed import States, online_states
+from .job import Job, Rows, job_key
 from .loop import Pace, Progress
+from .outcome import is_made, leave
 from .recipe import EagleRecipe, check_recipe
-from .run import Job, Rows, is_made, job_key, leave, run
+from .run import run
 from .windows import cut_windows
 
 HELD_OUT_BATCHES = 8
@@ -81,8 +83,7 @@ def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tenso
     measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
 
     def states() -> tuple[States, States]:
-        target = load_target(target_folder, TORCH[recipe.dtype])
-        return Online(target, recipe.captured), Online(target, recipe.captured)
+        return online_states(load_target(target_folder, TORCH[recipe.dtype]), recipe)
 
     text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
     return Job(target_folder, recipe, text_rows, unseen_rows, states)

@@ -22,7 +22,7 @@ from ..head.slots import needs
 from ..head.spec import HeadSpec, Tokens
 from ..target.config import TargetConfig
 from .feed import Batch, Feed
-from .module import EagleModel
+from .module import EagleModel, run_eagle
 from .recipe import EagleRecipe
 
 
@@ -70,27 +70,28 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
 
 
 @torch.no_grad()
-def look(model: EagleModel, head: DraftHead, unseen: Feed, steps: int) -> dict[str, float]:
+def look(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe) -> dict[str, float]:
     """Measure a head on batches that it is never trained on.
 
     Args:
         model: ModelOpt's Eagle model, unwrapped.
         head: kconv's forward of its head.
         unseen: the batches; positions that the loss mask leaves out do not count.
-        steps: K, draft steps.
+        recipe: the head's; K is its `ttt_steps`.
 
     Returns:
         `loss`: the trained one, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of places
         where step k's likeliest token is the target's; `acceptance`: sampled acceptance length at K, bonus token
         included; `rate_k`: share of drafts accepted up to place k.
     """
+    steps = recipe.ttt_steps
     losses: list[Tensor] = []
     top1: list[Tensor] = []
     accepted = []
     model.train()  # ModelOpt takes all draft steps only then
     for index in range(len(unseen)):
         batch: Batch = _to(unseen[index], head.weights["fc"].device)
-        output = model(**batch)
+        output = run_eagle(model, batch, recipe)
         losses.append(output.loss.detach().float().cpu())
         top1.append(torch.tensor(output.train_acc[0]))
         outputs = batch["base_model_outputs"]
@@ -109,9 +110,9 @@ def look(model: EagleModel, head: DraftHead, unseen: Feed, steps: int) -> dict[s
 
 
 def head_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of ModelOpt's `eagle_module`, under its own names."""
+    """Return the weights of ModelOpt's `eagle_module`, whole and under its own names; each process has to ask."""
     eagle: nn.Module = model.eagle_module  # pyright: ignore[reportAssignmentType]
-    return {name: tensor.detach() for name, tensor in eagle.state_dict().items()}
+    return {name: whole_tensor(tensor.detach()) for name, tensor in eagle.state_dict().items()}
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

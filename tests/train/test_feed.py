@@ -1,8 +1,11 @@
+import dataclasses
+
 import torch
 
 from kconv.target.states import run_target
-from kconv.train.feed import Feed, Online
+from kconv.train.feed import Feed, Online, online_states
 from kconv.train.order import EpochOrder
+from kconv.train.recipe import TEST_GQA
 
 CAPTURED = (1, 3, 5)
 
@@ -33,14 +36,17 @@ def test_states_that_have_no_room_are_made_anew(target, text):
     assert states.read(torch.tensor([2, 3]), ids[2:])[0] is not made[0]
 
 
+def test_states_are_kept_where_they_are_read_again(target, text):
+    ids = text[:48].view(2, 24)
+    once = dataclasses.replace(TEST_GQA, batches=4, steps=4)
+    for recipe, kept in ((once, False), (dataclasses.replace(once, accumulate=2), True)):
+        states = online_states(target, recipe)[0]
+        first, again = (states.read(torch.tensor([0, 1]), ids)[0] for _ in range(2))
+        assert (first is again) == kept
+
+
 def test_each_pass_takes_every_batch_once_in_another_order():
-    order = EpochOrder(50, seed=3)
-    passes = []
-    for epoch in range(3):
-        order.set_epoch(epoch)
-        passes.append(list(order))
+    passes = [list(EpochOrder(50, 3, iter([epoch]).__next__)) for epoch in range(3)]
     assert all(sorted(one) == list(range(50)) for one in passes)
     assert len(set(map(tuple, passes))) == 3
-    later = EpochOrder(50, seed=3)
-    later.set_epoch(2)
-    assert list(later) == passes[2]
+    assert list(EpochOrder(50, 3, iter([2]).__next__)) == passes[2]

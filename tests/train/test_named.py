@@ -10,6 +10,8 @@ from kconv.errors import RecipeInvalid
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
 from kconv.target.config import TargetConfig, parse_target_config, read_target_config
+from kconv.train.arguments import Pace
+from kconv.train.jobs import check_job
 from kconv.train.named import NAMES, complete, read_recipe_file
 from kconv.train.recipe import TINY_MLA
 from kconv.train.watch import spec_of
@@ -79,6 +81,8 @@ def test_a_recipe_takes_the_data_through_once_unless_it_says_otherwise(kimi, nam
         ({"batch": 0}, "batch is 0"),
         ({"attention": {"heads": 64}}, "attention"),
         ({"optimizer": "sgd"}, "optimizer"),
+        ({"captured": [1, 29, 61]}, "captures layer 61, and the target's layers are 0 to 60"),
+        ({"draft_vocab": 163840}, "draft_vocab is 163840"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(kimi, changes, message):
@@ -135,3 +139,19 @@ def test_a_head_that_modelopt_cannot_train_is_refused(kimi, changes, what):
     spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
     with pytest.raises(RecipeInvalid, match=f"it has {what}"):
         complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"hidden": 4096, "target_hidden": 4096}, {"vocab": 128256, "draft_vocab": 128256}])
+def test_a_head_of_another_target_is_refused(kimi, changes):
+    spec = spec_of(complete(read_recipe_file("eagle3-mla"), kimi, ROWS), kimi)
+    with pytest.raises(RecipeInvalid, match="the target has 7168 and 163,840"):
+        complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))
+
+
+@pytest.mark.parametrize(
+    ("world", "pace", "message"), [("3", Pace(), "3 processes"), ("2", Pace(shard=True), "on GPUs")]
+)
+def test_processes_that_cannot_share_a_run_are_told_before_any_data(kimi, monkeypatch, world, pace, message):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(RecipeInvalid, match=message):
+        check_job(read_recipe_file("eagle3-mla"), kimi, None, pace)

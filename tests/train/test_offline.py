@@ -16,9 +16,10 @@ from kconv.target.model import load_target
 from kconv.target.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.train.feed import Online
+from kconv.train.job import Job
 from kconv.train.jobs import offline_job
 from kconv.train.prepare import place_sequences
-from kconv.train.run import Job, train
+from kconv.train.run import train
 
 VALUES = {
     "attention": {"heads": 4, "kv_heads": 2, "head_dim": 16},
