@@ -43,7 +43,7 @@ def quantize_head(
 
     \b
     Example:
-      kconv states my-target my-states --head my-head --prompts prompts.jsonl
+      kconv states my-target my-states --prompts prompts.jsonl --captured 1,29,57
       kconv quantize-head my-head my-head-fp8 --format fp8 --states my-states --target my-target
       kconv validate my-head-fp8 --source my-head
     """
@@ -56,9 +56,11 @@ def quantize_head(
     from ..checkpoint.tensors import read_tensor
     from ..convert.attention.calibration import Calibration
     from ..convert.read import read_weights
-    from ..convert.shared import SLOTS, Shared
+    from ..convert.shared import SLOTS
+    from ..errors import TargetInvalid
+    from ..pipeline.making import find_shared
     from ..quantize.head.formats import FORMATS
-    from ..quantize.head.plan import check_head, plan_quantized, write
+    from ..quantize.head.plan import plan_plain, plan_quantized, write
     from ..quantize.head.quantize import quantize_head as run
     from ..target.config import read_target_config
     from ..target.stored_states import open_states
@@ -68,22 +70,25 @@ def quantize_head(
 
     refuse_existing(out)
     read, format_ = open_head(head, target=target, **hints), FORMATS[name]
-    check_head(read, format_)
-    config = read_target_config(target.fetch_config())
-    stored = open_states(states, config=config, captured=read.spec.captured)
-    names = dict(zip(SLOTS, (config.lm_head, config.embed_tokens), strict=True))
-    tensors = target.open_tensors(names.values())
-    shared = Shared(target.name, {slot: tensors[name] for slot, name in names.items() if name in tensors})
+    shared = find_shared(target)
+    if "lm_head" not in shared.tensors:
+        raise TargetInvalid(
+            "the target has no lm_head, which its logits are made with",
+            where=target.name,
+            fix="Give the target that the head was trained on.",
+        )
+    plain = plan_plain(read, format_, shared)
+    stored = open_states(states, config=read_target_config(target.fetch_config()), captured=read.spec.captured)
     weights = read_weights(read)
     weights |= {slot: read_tensor(shared.lend(slot, read.spec)) for slot in SLOTS if slot not in weights}
     batches = StoredBatches(stored)
     digests = tuple(sequence.digest for sequence in stored.sequences)
-    lm_head = read_tensor(tensors[config.lm_head]).float()
+    lm_head = read_tensor(shared.tensors["lm_head"]).float()
     calibration = Calibration(batches, lm_head, states.name, digests, batches.parts)
     with status("quantizing") as say:
         quantized = run(read.spec, weights, format_, calibration, keep=keep, say=say)
     with torch.no_grad():
-        manifest = write(plan_quantized(read, quantized, calibration, shared), format_, out)
+        manifest = write(plan_quantized(plain, quantized, calibration), format_, out)
     print_manifest(manifest, out, as_json=as_json)
     if not as_json:
         figures = quantized.held_out

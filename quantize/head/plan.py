@@ -33,12 +33,17 @@ from .linears import choice_of, groups_of
 from .quantize import Quantized
 
 
-def check_head(head: Head, format_: Format) -> None:
-    """Refuse a head that cannot be quantized: before the states are read, not behind the work.
+def plan_plain(head: Head, format_: Format, target: Shared) -> Plan:
+    """Plan a head as it is, in the layout it has, or refuse one that cannot be quantized: before the work, not behind.
+
+    Args:
+        head: the source.
+        format_: what its linears shall become.
+        target: whose embedding and lm_head the head may share.
 
     Raises:
         ConfigUnsupported: it is quantized already.
-        LayoutCannot: kconv does not write its layout, or the engine behind it cannot read the format.
+        LayoutCannot: kconv does not write its layout, or the engine behind it cannot read the format or the head.
         TensorShape: a weight cannot be cut into the format's groups.
     """
     if head.is_quantized:
@@ -58,24 +63,20 @@ def check_head(head: Head, format_: Format) -> None:
     for limit in head.layout.limits:
         if limit.applies(head.spec, scales):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+    return plan(head, head.layout, Wishes(target))
 
 
-def plan_quantized(head: Head, quantized: Quantized, calibration: Calibration, target: Shared) -> Plan:
-    """Plan a quantized head in the layout of its source.
+def plan_quantized(plain: Plan, quantized: Quantized, calibration: Calibration) -> Plan:
+    """Return the plan of a head with its linears quantized.
 
     Args:
-        head: the source.
-        quantized: what became of its linears.
+        plain: as `plan_plain` gave it.
+        quantized: what became of the linears.
         calibration: what their scales are of.
-        target: whose embedding and lm_head the head may share.
-
-    Raises:
-        LayoutCannot: the layout, or the engine behind it, has no place for something that the head has.
     """
-    base = plan(head, head.layout, Wishes(target))
-    steps = tuple(made for step in base.steps for made in _steps(step, quantized))
-    config = dict(base.config) | {CONFIG_KEY: config_block(quantized.format, choice_of(head.spec).exclude)}
-    return replace(base, config=config, steps=steps, conversion=_record(quantized, calibration))
+    steps = tuple(made for step in plain.steps for made in _steps(step, quantized))
+    config = dict(plain.config) | {CONFIG_KEY: config_block(quantized.format, choice_of(plain.spec).exclude)}
+    return replace(plain, config=config, steps=steps, conversion=_record(quantized, calibration))
 
 
 def write(plan_: Plan, format_: Format, out: Path) -> Manifest:
