@@ -1,7 +1,7 @@
 """Quantized heads: linears stored with scales beside them. What belongs here: the formats, and their tensors' rows.
 
 A quantized linear is carried whole, weight and scales, and never re-packed: a scale belongs to the tensor it was
-measured on. What kconv computes, it computes on unquantized heads.
+measured on. `kconv quantize-head` makes such heads. What kconv computes, it computes on unquantized ones.
 """
 
 from __future__ import annotations
