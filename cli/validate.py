@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..checkpoint.source import Source
+from ..checkpoint.source import Folder, Source
 from .measuring import Measuring, measuring
 from .options import FOLDER, PATH_OR_ID, open_source, read_options, reading
 
@@ -76,6 +76,7 @@ def validate(
     measuring.check(target or source)
     if headers_only and (measuring.wanted or source):
         raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
+    from ..pipeline.making import find_shared
     from ..validate.kinds import is_target
     from ..validate.markdown import write_report
     from ..validate.rules.rule import ASKED
@@ -84,7 +85,9 @@ def validate(
     from .output import print_report, status
 
     layout, read_hints, target_config = read_options(**hints)
-    wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only)
+    # Of a target on the Hub, its embedding is gigabytes that nobody asked for.
+    lent = find_shared(target) if isinstance(target, Folder) and not headers_only else None
+    wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only, lent)
     # The layout and the convention that the user named are the output's; the source's are those of its conversion.
     # Its headers tell which it is, so that wrong usage is named before its weights are downloaded.
     of_target = source is not None and is_target(source.open_headers())

@@ -12,6 +12,7 @@ from ..head.slots import SLOTS, layers_of, needs
 from ..head.spec import HeadSpec
 from .keys import ConfigTable
 from .moves import Move, Same
+from .shared import Shared
 
 _SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
 
@@ -74,6 +75,23 @@ class Limit:
         return self.hits(spec) and (not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots))
 
 
+@dataclass(frozen=True)
+class TargetLimit:
+    """Something of a head that a layout can say for some targets, and not for others.
+
+    Attributes:
+        hits: whether a head of this spec has it beside this target.
+        what: one sentence for the user.
+        fix: what to do instead.
+        source: tag-pinned link to the line that decides it.
+    """
+
+    hits: Callable[[HeadSpec, Shared], bool]
+    what: str
+    fix: str
+    source: str
+
+
 IGNORED = {"*.rotary_emb.inv_freq": "engines compute RoPE's frequencies from the config"}
 
 
@@ -88,6 +106,7 @@ class Layout:
         told_by: whether a config and tensor names bear this layout's marks.
         write_config: spec to config.json; None where the layout is only read.
         limits: what it cannot hold.
+        target_limits: what it cannot say beside some targets.
         needs: slots that its engine must find though others share the target's, with the reason.
         replaces: slots that its engine takes from the target where one fits, whatever the head holds, with the reason.
         config: how its config differs from the common keys.
@@ -100,6 +119,7 @@ class Layout:
     told_by: Callable[[Mapping[str, Any], Iterable[str]], bool]
     write_config: Callable[[HeadSpec], dict[str, Any]] | None = None
     limits: tuple[Limit, ...] = ()
+    target_limits: tuple[TargetLimit, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
     replaces: Mapping[str, str] = field(default_factory=dict)
     config: ConfigTable = field(default_factory=ConfigTable)

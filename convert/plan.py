@@ -127,7 +127,7 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
     for limit in layout.limits:
         if limit.applies(spec, head.places):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
-    _refuse_replaced(head, layout, wishes.target)
+    _refuse_target(head, layout, wishes.target)
     shared = _droppable(head, layout, wishes)
     rows = _rows_to_write(head, layout, spec)
     steps = tuple(
@@ -210,10 +210,13 @@ def _lent(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, ta
     return Step(name, (), row, "added", Lent(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))
 
 
-def _refuse_replaced(head: Head, layout: Layout, target: Shared | None) -> None:
-    if target is None or head.checkpoint.headers_only:
+def _refuse_target(head: Head, layout: Layout, target: Shared | None) -> None:
+    if target is None:
         return
-    for slot, why in layout.replaces.items():
+    for limit in layout.target_limits:
+        if limit.hits(head.spec, target):
+            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+    for slot, why in layout.replaces.items() if not head.checkpoint.headers_only else ():
         if slot in head.places and target.has_another(slot, head.places[slot][1], head.spec):
             raise LayoutCannot(
                 f"the head has another {slot} than the target, and would be served with the target's: {why}",

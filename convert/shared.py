@@ -27,11 +27,15 @@ class Shared:
         name: of the target, as the user gave it.
         tensors: header entries of those of `SLOTS` that were found, by slot.
         headers_only: their bytes are on the Hub.
+        layers: number of its decoder layers; None where that is not known.
+        model_type: of its text model, e.g. "kimi_k2"; empty where that is not known.
     """
 
     name: str
     tensors: Mapping[str, TensorInfo]
     headers_only: bool = False
+    layers: int | None = None
+    model_type: str = ""
 
     def lend(self, slot: str, spec: HeadSpec) -> TensorInfo:
         """Return the tensor that fills a head's slot.

@@ -107,7 +107,7 @@ def find_shared(target: Source, *, headers_only: bool = False) -> Shared:
     headers_only = headers_only and not isinstance(target, Folder)
     tensors = target.open_headers().tensors if headers_only else target.open_tensors(names.values())
     found = {slot: tensors[name] for slot, name in names.items() if name in tensors}
-    return Shared(target.name, found, headers_only)
+    return Shared(target.name, found, headers_only, config.layers, config.model_type)
 
 
 def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.source import Folder
 from ..checkpoint.staging import staged
 from ..errors import ReportInvalid
 from .job import Job, open_step_head
 from .kinds import Bench, Card, Publish, Reading, Validate
+from .making import find_shared
 
 if TYPE_CHECKING:
     from ..cards.publish.allow import Allowance
@@ -47,7 +49,11 @@ def validate(step: Validate, job: Job) -> None:
         said.norm_before_residual,
     )  # fmt: skip
     wish = Wish(
-        ASKED[step.engines] if step.engines else None, by_name(said.layout) if said.layout else None, hints, config
+        ASKED[step.engines] if step.engines else None,
+        by_name(said.layout) if said.layout else None,
+        hints,
+        config,
+        lent=find_shared(target) if isinstance(target, Folder) else None,
     )
     prompts, limit = job.word("prompts"), step.prompt_tokens + step.new_tokens
     parity = None
@@ -110,16 +116,11 @@ def bench(step: Bench, job: Job) -> None:
 def write_card(step: Card, job: Job) -> None:
     """Put a head, its evidence, its licences and its card into one folder, which can be published."""
     from ..cards.card import gather, make_card, write
-    from ..cards.licences.files import PATTERNS
     from ..cards.publish.release import REPORT, acceptance_name
     from ..validate.acceptance import read_acceptance
     from ..validate.report import read_report
 
     target, source, reports = job.maybe("target"), job.maybe("source"), job.files("report")
-    files = job.files("licence_files")
-    if source:
-        at = source.fetch_licence()
-        files += sorted({file for pattern in PATTERNS for file in at.glob(pattern)})
     acceptance = job.files("acceptance")
     head = job.source("head").open_weights().folder
     with staged(job.out) as folder:
@@ -137,8 +138,9 @@ def write_card(step: Card, job: Job) -> None:
             # A card is named after its folder otherwise, which has a name of chance while it is made.
             job.facts if job.facts.name else job.facts.model_copy(update={"name": job.title}),
             [read_acceptance(file) for file in acceptance],
-            files,
+            job.files("licence_files"),
             target.fetch_licence() if target else None,
+            source.fetch_licence() if source else None,
         )
         write(folder, make_card(evidence, step.style, model_index=step.model_index, chart=step.chart))
 
@@ -158,14 +160,25 @@ def publish(step: Publish, job: Job) -> None:
 
 def publication(step: Publish, job: Job) -> tuple[Candidate, list[Allowance], Wish]:
     """Return what a step publishes, what it lets pass, and where to."""
-    from ..cards.publish.allow import Allowance
     from ..cards.publish.release import open_candidate
-    from ..cards.publish.wish import Wish
 
     folder = job.source("folder").fetch_config()
     candidate = open_candidate(folder, None, (), job.floor, job.facts)
-    wish = Wish(step.repo, step.tag, step.revision, step.private, step.public, step.create_pr, step.expect_parent)
-    return candidate, [Allowance(one.rule, one.why) for one in step.allow], wish
+    return candidate, allowances_of(step), wish_of(step)
+
+
+def wish_of(step: Publish) -> Wish:
+    """Return how and where to a step publishes."""
+    from ..cards.publish.wish import Wish
+
+    return Wish(step.repo, step.tag, step.revision, step.private, step.public, step.create_pr, step.expect_parent)
+
+
+def allowances_of(step: Publish) -> list[Allowance]:
+    """Return what a step lets pass."""
+    from ..cards.publish.allow import Allowance
+
+    return [Allowance(one.rule, one.why) for one in step.allow]
 
 
 def _link(file: Path, to: Path) -> None:

@@ -33,6 +33,7 @@ PORTABLE = Layout(
     told_by=lambda config, names: TOP in config and CONVENTION in eagle_config(config),
     write_config=_write,
     needs=sglang.LM_HEAD,
-    replaces=TRTLLM.replaces | sglang.SGLANG.replaces,
+    replaces={**TRTLLM.replaces, **sglang.SGLANG.replaces},
+    target_limits=sglang.TARGET_LIMITS,
     limits=tuple(dict.fromkeys(TRTLLM.limits + vllm.VLLM.limits + sglang.SGLANG.limits)),
 )

@@ -11,7 +11,7 @@ from typing import Any
 from ...head.spec import Gqa, HeadSpec
 from ..captured import CONVENTION, INPUTS, OUTPUTS, TOP
 from ..config import write_keys
-from ..layout import Layout, Limit, Row
+from ..layout import Layout, Limit, Row, TargetLimit
 from .identity import identity
 from .limits import MLA_ROPE, SGLANG_SOURCE, is_mla, sglang_scales_otherwise
 from .marks import eagle_config
@@ -26,6 +26,23 @@ LM_HEAD = {
     "(https://github.com/sgl-project/sglang/issues/27829)"
 }
 
+# Targets of which SGLang takes a list by DeepSeek's rule; those of Kimi K2.5 and later wrap such a model.
+DEEPSEEKS = frozenset(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"))
+CAPTURE = f"{SGLANG_SOURCE}/models/deepseek_v2.py"
+TARGET_LIMITS = (
+    TargetLimit(
+        lambda spec, target: bool(target.model_type) and target.model_type not in DEEPSEEKS,
+        "kconv writes SGLang's list of captured layers for a DeepSeek or Kimi-K2 target, and others take it otherwise",
+        "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
+        f"{CAPTURE}#L3470-L3473",
+    ),
+    TargetLimit(
+        lambda spec, target: target.layers is not None and spec.captured[-1] >= target.layers - 1,
+        "SGLang captures before a layer runs, and so never the output of the target's last one",
+        "Serve this head with vLLM or TensorRT-LLM.",
+        f"{CAPTURE}#L3193-L3194",
+    ),
+)
 EMBEDDING = {
     "embed_tokens": "SGLang takes the target's embedding in place of the head's own "
     f"({SGLANG_SOURCE}/speculative/eagle_worker_v2.py#L353-L363)"
@@ -64,13 +81,14 @@ SGLANG = Layout(
     write_config=_write,
     needs=LM_HEAD,
     replaces=EMBEDDING,
+    target_limits=TARGET_LIMITS,
     limits=(
         *MLA_ROPE,
         Limit(
             lambda s: s.captured[0] == 0,
             "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target",
             "Serve this head with vLLM or TensorRT-LLM.",
-            "https://github.com/sgl-project/sglang/pull/25454",
+            f"{CAPTURE}#L3470-L3473",
         ),
         Limit(
             lambda s: len(s.captured) * s.target_hidden == s.hidden,

@@ -117,6 +117,14 @@ def test_another_models_target_is_refused(tmp_path, target, command, change):
     assert kconv(command, head, *out, "--target", target).exit_code == 0
 
 
+def test_a_target_that_sglang_takes_a_list_of_otherwise_is_refused(tmp_path, target):
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
+    (target / "config.json").write_text(json.dumps(TARGET | {"model_type": "llama"}))
+    refused = kconv("to-sglang", head, tmp_path / "out", "--target", target)
+    assert refused.exit_code == 1 and "Kimi-K2 target" in refused.stderr and not (tmp_path / "out").exists()
+    assert kconv("to-vllm", head, tmp_path / "out", "--target", target).exit_code == 0
+
+
 def test_a_head_of_another_width_than_its_targets_says_so_and_fits(tmp_path, target):
     spec = replace(GQA, target_hidden=56)
     head = write_head(tmp_path / "head", BY_NAME["trtllm"], spec, random_slots(spec))

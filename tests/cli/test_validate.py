@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from support.changes import P, drop, edit, nest, one_nan, put
 from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
+from support.good_heads import GOOD, trained_slots
+from support.heads import GQA, TARGET
 
 from kconv.cli import main
 from kconv.validate.report import Report
@@ -141,3 +144,16 @@ def test_a_head_on_the_hub_is_checked_by_its_headers_alone(hub, tmp_path):
     shown = kconv("validate", "org/head", "--headers-only", "--json")
     assert shown.exit_code == 0 and json.loads(shown.stdout)["subject"] == f"org/head@{sha}"
     assert sum(served.sent for served in hub.served) < size / 10
+
+
+@pytest.mark.parametrize("asked, code", [("sglang", 1), ("trtllm", 1), ("vllm", 0)])
+def test_an_embedding_that_is_not_the_targets_is_found_where_it_is_not_served(tmp_path, asked, code):
+    good, own = GOOD["gqa, portable"], trained_slots(GQA)
+    head, target = good.write(tmp_path / "head"), tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    save_file({"model.embed_tokens.weight": own["embed_tokens"]}, target / "model.safetensors")
+    assert kconv("validate", head, "--for", asked, "--target", target).exit_code == 0
+    save_file({"model.embed_tokens.weight": own["embed_tokens"].flip(0)}, target / "model.safetensors")
+    shown = kconv("validate", head, "--for", asked, "--target", target)
+    assert shown.exit_code == code and ("K213 embed_tokens.weight" in shown.stdout) is bool(code)

@@ -121,6 +121,28 @@ def test_what_an_engine_does_not_share_is_kept(tmp_path, target):
     assert not decided.dropped, "no engine shares an embedding or lm_head of another width"
 
 
+UNSAID = {
+    "the output of the last layer": (replace(MLA, captured=(1, 3, 8)), {}, "never the output of the target's last"),
+    "the same, in a list of inputs": (replace(MLA, captured=(2, 3, 8)), {}, "never the output of the target's last"),
+    "a target of another class": (MLA, {"model_type": "qwen3"}, "DeepSeek or Kimi-K2 target"),
+    "a linear Kimi": (MLA, {"model_type": "kimi_linear"}, "DeepSeek or Kimi-K2 target"),
+}
+
+
+@pytest.mark.parametrize("name", ["sglang", "portable"])
+@pytest.mark.parametrize("spec, other, why", UNSAID.values(), ids=UNSAID)
+def test_what_sglang_cannot_be_told_beside_this_target_is_refused(tmp_path, name, spec, other, why):
+    """Its class of a DeepSeek or Kimi target captures in `range(layers)`, before the layer runs."""
+    beside = {"layers": 9, "model_type": "kimi_k2"} | other
+    source = head(tmp_path, spec, random_slots(spec))
+    with pytest.raises(LayoutCannot, match=why) as caught:
+        plan(source, BY_NAME[name], Wishes(Shared("org/target", {}, **beside)))
+    assert caught.value.where.startswith("https://") and caught.value.fix
+    assert plan(source, BY_NAME["vllm"], Wishes(Shared("org/target", {}, **beside))).steps
+    deeper = Shared("org/target", {}, layers=10, model_type="deepseek_v3")
+    assert plan(source, BY_NAME[name], Wishes(deeper)).steps
+
+
 REPLACED = ["sglang", "trtllm", "portable"]
 
 

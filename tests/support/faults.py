@@ -213,6 +213,10 @@ FAULTS = (
     Fault("speculators' format, for SGLang", "K192", SPECULATORS, engines=(SGLANG,)),
     # Against its target.
     Fault("a target of too few layers", "K148", GQA_VLLM, target=TARGET | {"num_hidden_layers": 4}),
+    Fault("the output of the target's last layer, for SGLang", "K154", good("sglang", replace(GQA, captured=(3, 5, 8))),
+          engines=(SGLANG,), target=TARGET),
+    Fault("a target that SGLang takes a list of otherwise", "K141", good("sglang", replace(GQA, captured=(2, 3, 5))),
+          engines=(SGLANG,), target=TARGET | {"model_type": "qwen3"}),
     Fault("a target with another RoPE", "K165", GQA_VLLM, target=TARGET | {"rope_theta": 50000.0}),
     Fault("a target of a longer context", "K167", GQA_VLLM, target=TARGET | {"max_position_embeddings": 4096}),
     Fault("a target of another vocabulary", "K180", GQA_VLLM, target=TARGET | {"vocab_size": 65}),

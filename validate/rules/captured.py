@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...convert.captured import NESTED, TOP, default_outputs
-from .captured_readings import IDS, READ_BY_CONFIG, as_outputs, seen_by
+from ...convert.captured import CONVENTION, INPUTS, NESTED, TOP, default_outputs
+from .captured_readings import IDS, READ_BY_CONFIG, as_outputs, has_deepseeks_class, seen_by
 from .head import HeadSubject, listed_ids
 from .rule import SGLANG, TRTLLM, VLLM, Found, rule
 
@@ -48,7 +48,8 @@ def captured_untranslated(subject: HeadSubject) -> Iterator[Found]:
     "error",
     "SGLang takes the list in eagle_config for layer outputs if it begins with 1 or the target is no DeepSeek or Kimi,"
     " and for layer inputs if not.",
-    fix="Convert the head (kconv to-sglang), which writes the list as SGLang reads it.",
+    fix="Convert the head (kconv to-sglang), which writes the list as SGLang reads it for a DeepSeek or Kimi-K2 target;"
+    " for any other, write the outputs.",
     engines=(SGLANG,),
     seen_in="https://github.com/sgl-project/sglang/pull/25454",
 )
@@ -177,11 +178,28 @@ def captured_embedding(subject: HeadSubject) -> Iterator[Found]:
 def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
     if subject.target is None:
         return
+    layers = subject.target.layers
     for where, value in lists(subject):
         ids = listed_ids(value)
         # As an input, the number of layers is the output of the last one.
-        if ids and max(ids) >= subject.target.layers + (where == TOP):
-            yield Found(f"config.json: {where}", f"{list(ids)} of a target of {subject.target.layers} layers")
+        as_inputs = where == TOP or subject.eagle.get(CONVENTION) == INPUTS
+        if ids and max(ids) >= layers + as_inputs:
+            yield Found(f"config.json: {where}", f"{list(ids)} of a target of {layers} layers")
+
+
+@rule(
+    "K154",
+    "captured-last-layer",
+    "error",
+    "SGLang captures before a layer of a DeepSeek or Kimi target runs, and so never the output of the last one.",
+    fix="Serve this head with vLLM or TensorRT-LLM.",
+    engines=(SGLANG,),
+    seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
+)
+def captured_last_layer(subject: HeadSubject) -> Iterator[Found]:
+    captured, target = subject.captured, subject.target
+    if captured and target and has_deepseeks_class(subject) and captured[-1] == target.layers - 1:
+        yield Found("config.json", f"the head reads the output of layer {captured[-1]}, the target's last")
 
 
 RULES = (
@@ -194,4 +212,5 @@ RULES = (
     captured_contradict,
     captured_embedding,
     captured_outside_target,
+    captured_last_layer,
 )

@@ -11,6 +11,7 @@ option of vLLM says otherwise: its --hf-overrides are the target's alone, where 
 from __future__ import annotations
 
 from ...convert.captured import NESTED, TOP, default_outputs
+from ...convert.layouts.sglang import DEEPSEEKS
 from .head import EAGLE, HeadSubject, listed_ids
 from .rule import SGLANG, VLLM, VLLM_V1, VLLM_V2
 
@@ -32,13 +33,14 @@ def seen_by(engine: str, subject: HeadSubject) -> tuple[int, ...] | None:
         return as_outputs(top or listed_ids(subject.eagle.get("layer_ids")))
     if engine == SGLANG and nested:
         # DeepSeek's class, which a Kimi target has, takes a list that begins with 1 for outputs; others take each so.
-        outputs = nested[0] == 1 or not _has_deepseeks_class(subject)
+        outputs = nested[0] == 1 or not has_deepseeks_class(subject)
         return nested if outputs else as_outputs(nested)
     return None
 
 
-def _has_deepseeks_class(subject: HeadSubject) -> bool:
-    return subject.target is None or subject.target.model_type.startswith(("deepseek", "kimi"))
+def has_deepseeks_class(subject: HeadSubject) -> bool:
+    """Say whether SGLang runs the target by DeepSeek's class; taken to be so where the target is not known."""
+    return subject.target is None or subject.target.model_type in DEEPSEEKS
 
 
 def other_readings(subject: HeadSubject) -> list[tuple[int, ...]]:
