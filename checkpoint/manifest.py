@@ -15,6 +15,7 @@ from .folder import Checkpoint, open_checkpoint
 
 MANIFEST = "kconv.json"
 AGAIN = "Convert the head again."
+ADDED = "Remove the file if it was added; if not, convert the head again."
 # What an engine reads of a folder: config, weights in any container, and how they are quantized.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L893-L898
@@ -210,7 +211,7 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
     recorded = {record.name for record in manifest.files}
     for file in sorted(folder.iterdir()):
         if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            raise _mismatch(file, "engines read this file, and kconv did not write it", f"Remove it. {AGAIN}")
+            raise _mismatch(file, "engines read this file, and no record of it was written", ADDED)
     _same(open_checkpoint(folder), {step.output.name: step.output for step in manifest.tensors}, AGAIN)
     if source is not None:
         fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
