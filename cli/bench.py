@@ -14,7 +14,7 @@ from .options import FOLDER, PATH_OR_ID, open_head, reading
 if TYPE_CHECKING:
     from ..validate.bench_suites import Suite
 
-HEAD_OPTIONS = ("layout", "captured", "captured_are", "max_positions", "norm_before_residual", "trust_remote_code")
+HEAD_OPTIONS = ("layout", "captured", "captured_are", "max_positions", "norm_before_residual")
 
 
 class JsonObject(click.ParamType):
@@ -56,6 +56,7 @@ def _split(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]
 @click.option("--engine-version", help="Where the server does not say it.")
 @click.option("--baseline-url", help="The same target served without speculation, for the speed-up.")
 @click.option("--extra", type=JsonObject(), default="{}", metavar="JSON", help="More fields of each request.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own Python; --target must be pinned.")
 @reading
 @click.option("--json", "as_json", is_flag=True, help="Print acceptance.json.")
 def bench(
@@ -75,6 +76,8 @@ def bench(
     target: Source | None = options.pop("target")
     if not head or not (url or target):
         raise click.UsageError("give --head, and either --url or --target")
+    if options["trust_remote_code"] and target and not target.pinned:
+        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
     from ..checkpoint.staging import refuse_existing
     from ..validate.bench_suites import load_suite
     from .output import status
@@ -110,6 +113,7 @@ def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], sa
         target=options["target_name"],
         weights={file.name: file_digest(file) for file in files},
         config=file_digest(config) if config.is_file() else "",
+        folder=folder if folder.is_dir() else None,
         **{name: options[name] for name in fields},
     )
     return measure_server(url, suite, wish, say)
@@ -127,5 +131,6 @@ def _offline(head: Source, target: Source, suite: Suite, options: dict[str, Any]
         max_tokens=options["max_tokens"],
         temperature=options["temperature"],
         target_name=options["target_name"] or target.name,
+        trust_remote_code=options["trust_remote_code"],
         say=say,
     )

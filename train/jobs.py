@@ -23,6 +23,7 @@ from .job import Job
 from .named import complete
 from .prepare import place_sequences, prepare_dialogues
 from .recipe import EagleRecipe
+from .seen import record_prompts
 from .watch import spec_of
 from .written import choose_layout
 
@@ -91,7 +92,8 @@ def online_job(
         model.to(_own_device())
         return online_states(model, recipe)
 
-    job = Job(target, recipe, prepared.text, prepared.unseen, states, prepared.facts, start=start)
+    facts = prepared.facts | {"prompts": record_prompts(prepared.prompts, start)}
+    job = Job(target, recipe, prepared.text, prepared.unseen, states, facts, start=start)
     return replace(job, specials=tuple(tokenizer.specials))
 
 
@@ -116,7 +118,8 @@ def offline_job(
     recipe = complete(values, config, len(text.rows.ids), start.spec if start else None)
     # Now that the recipe is whole: the layers it wants, in its order.
     wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
-    facts = {"name": folder.name, "states": stored.record.prompts.model_dump(), "sequences": len(stored.sequences)}
+    facts: dict[str, object] = {"name": folder.name, "states": stored.record.prompts.model_dump()}
+    facts |= {"sequences": len(stored.sequences), "prompts": record_prompts(text.prompts, start)}
 
     def states() -> tuple[States, States]:
         return Offline(wanted, text.places), Offline(wanted, unseen.places)

@@ -21,19 +21,24 @@ FEWEST = 4  # rows to look at; fewer say nothing
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to train on, rows that are only looked at, and what the manifest is to say of them."""
+    """Rows to train on, rows that are only looked at, what the manifest is to say of them, and the prompts trained on.
+
+    Prompts are named by their digests.
+    """
 
     text: Rows
     unseen: Rows
     facts: dict[str, object]
+    prompts: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Rows cut from stored sequences: of each the sequence and the token it begins with."""
+    """Rows cut from stored sequences: of each the sequence and the token it begins with; and the prompts' digests."""
 
     rows: Rows
     places: tuple[tuple[int, int], ...]
+    prompts: frozenset[str]
 
 
 def prepare_dialogues(
@@ -70,7 +75,8 @@ def prepare_dialogues(
     _refuse_few(unseen, name)
     digest = hashlib.sha256("".join(sorted(samples)).encode()).hexdigest()
     facts: dict[str, object] = {"name": name, "samples": len(samples), "held_out": len(others), "sha256": digest}
-    return Prepared(text, unseen, facts | ({"revision": revision} if revision else {}))
+    prompts = frozenset(prompt for sample in samples.values() for prompt in sample.prompts)
+    return Prepared(text, unseen, facts | ({"revision": revision} if revision else {}), prompts)
 
 
 def place_sequences(states: StatesFolder, seq: int, *, held_out: bool) -> Placed:
@@ -101,7 +107,8 @@ def place_sequences(states: StatesFolder, seq: int, *, held_out: bool) -> Placed
             where=states.folder,
             fix="Store the states of more prompts.",
         )
-    return Placed(Rows(torch.stack(ids), torch.stack(masks)), tuple(places))
+    prompts = frozenset(states.sequences[number].digest for number, _ in places)
+    return Placed(Rows(torch.stack(ids), torch.stack(masks)), tuple(places), prompts)
 
 
 def _samples(name: str, tokenizer: Tokenizer, split: str, revision: str | None) -> Iterable[Sample]:

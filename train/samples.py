@@ -23,6 +23,7 @@ from torch import Tensor
 from ..errors import TrainingDataInvalid
 from ..target.tokenizer import Tokenizer
 from .reasoning import REASONING, add_reasoning, read_reasoning
+from .seen import prompt_digest
 
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 Messages = list[dict[str, str]]
@@ -35,10 +36,12 @@ class Sample:
     Attributes:
         ids: token ids [L] int64.
         mask: [L] bool, whether the token counts in the loss.
+        prompts: the digests of what is answered in it: the user's turns up to each answer, or a plain text itself.
     """
 
     ids: Tensor
     mask: Tensor
+    prompts: tuple[str, ...] = ()
 
 
 def read_rows(name: str, split: str = "train", revision: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -95,7 +98,7 @@ def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iter
     """
     if isinstance(row.get("text"), str):
         ids = torch.tensor(tokenizer.encode(row["text"]), dtype=torch.int64)
-        yield Sample(ids, torch.ones_like(ids, dtype=torch.bool))
+        yield Sample(ids, torch.ones_like(ids, dtype=torch.bool), (prompt_digest([row["text"]]),))
         return
     yield from _encode_dialogue(_messages(row, where), tokenizer, where)
 
@@ -125,7 +128,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
 
 def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
     """Encode turn by turn, as an engine does: it never saw a token across the border of prompt and answer."""
-    written, ids, mask = "", [], []
+    written, ids, mask, prompts = "", [], [], []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -136,8 +139,8 @@ def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> It
         if not before.startswith(written):
             # The template rewrote the past, e.g. it dropped an earlier turn's reasoning: what was is a sample of
             # its own, and what follows saw another text.
-            yield _sample(ids, mask)
-            written, ids, mask = "", [], []
+            yield _sample(ids, mask, prompts)
+            written, ids, mask, prompts = "", [], [], []
         asked = tokenizer.encode(before[len(written) :])
         if not after.startswith(before):
             # The answer is not what follows the prompt (a template that closes an open tag): take it verbatim.
@@ -145,12 +148,13 @@ def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> It
         said = tokenizer.encode(after[len(before) :])
         ids += asked + said
         mask += [False] * len(asked) + [True] * len(said)
+        prompts.append(prompt_digest([turn["content"] for turn in messages[:place] if turn["role"] == "user"]))
         written = after
-    yield _sample(ids, mask)
+    yield _sample(ids, mask, prompts)
 
 
-def _sample(ids: list[int], mask: list[bool]) -> Sample:
-    return Sample(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool))
+def _sample(ids: list[int], mask: list[bool], prompts: list[str]) -> Sample:
+    return Sample(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), tuple(prompts))
 
 
 def pack_samples(samples: Iterable[Sample], seq: int) -> tuple[Tensor, Tensor]:

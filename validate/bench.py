@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
@@ -21,6 +22,7 @@ from .acceptance_stats import Counts, check_possible, interval, macro, mean_of_c
 from .bench_counters import NOTES, Engine, Reading
 from .bench_server import Answer, ChatServer, connect
 from .bench_suites import Suite
+from .held_out import refuse_overlap
 
 Say = Callable[[str], None]
 
@@ -45,6 +47,7 @@ class Wish:
         timeout: seconds that one answer may take.
         weights: sha256 of the head's weight files, where they are at hand.
         config: sha256 of its config.json, where that is.
+        folder: the head's, where it is at hand: what its manifest says that it was trained on is not measured on.
     """
 
     draft_tokens: int
@@ -63,6 +66,7 @@ class Wish:
     timeout: float = 3600.0
     weights: Mapping[str, str] = field(default_factory=dict)
     config: str = ""
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,10 @@ def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None
         CountersDisturbed: they count what was not asked here.
         DefinitionsMixed: it counts in two ways, or the baseline speculates.
         AcceptanceInvalid: it counts more than K drafted tokens allow.
+        PromptsInvalid: the head was trained on one of the prompts.
     """
+    if wish.folder is not None:
+        refuse_overlap((prompt.digest for prompt in suite.prompts), wish.folder)
     server = connect(url, wish.model, wish.extra, wish.timeout)
     engine = server.recognise()
     baseline = _connect_baseline(wish)

@@ -27,6 +27,7 @@ from .acceptance_stats import Counts, interval, macro, micro, rates, sanity
 from .assemble import config_digest, digests
 from .bench_suites import Suite
 from .figures import TextKind
+from .held_out import refuse_overlap
 from .measure import Drafter, head_drafter, measure
 from .texts import Batch, Text
 from .weights import load_head
@@ -50,6 +51,7 @@ def measure_head(
     precision: str = "float32",
     name: str | None = None,
     target_name: str | None = None,
+    trust_remote_code: bool = False,
     say: Say = lambda _: None,
 ) -> Acceptance:
     """Measure a head on a suite by kconv's own forward.
@@ -63,19 +65,23 @@ def measure_head(
         temperature: 0 for simulated greedy decoding, 1 for the probability that sampling accepts.
         precision: of the target's and the head's weights in memory.
         name, target_name: for acceptance.json; what the user gave if None.
+        trust_remote_code: whether the target's tokenizer may run code of its own.
         say: told what is going on.
 
     Raises:
         TargetInvalid: the target cannot be read, or has no chat template.
-        PromptsInvalid: a dialogue does not fit the target, or another temperature is asked for.
+        PromptsInvalid: a dialogue does not fit the target, the head was trained on one, or another temperature is asked
+            for.
     """
     if temperature not in KINDS:
         raise PromptsInvalid(
             f"acceptance at temperature {temperature:g} is not simulated", fix="Take 0 or 1, or measure on a server."
         )
+    refuse_overlap((prompt.digest for prompt in suite.prompts), head.checkpoint.folder)
     kind, averaging = KINDS[temperature]
     say("loading the target")
-    model, tokenizer = load_target(target, getattr(torch, precision)), load_tokenizer(target)
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    model = load_target(target, getattr(torch, precision))
     drafter = head_drafter(load_head(head, open_checkpoint(target), read_target_config(target)), draft_tokens)
     shared = {
         "metric": "al_incl_bonus", "draft_tokens": draft_tokens, "tree": "chain", "engine": "kconv",

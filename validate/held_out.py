@@ -1,4 +1,4 @@
-"""Prompts that a head has not seen. What belongs here: reading them, and refusing those of its own calibration."""
+"""Prompts that a head has not seen. What belongs here: reading them, and refusing those that it was made on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.source import Source
-from ..convert.read import Head
 from ..errors import PromptsInvalid
 from ..target.prompts import Prompt, digest_prompts, read_prompts
 from ..target.states_record import RECORD
 from ..target.tokenizer import load_tokenizer
 from .bench_suites import SUITES, load_suite
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
+# Hex digits of a digest by which prompts are told apart: as many as a trained head's manifest keeps.
+KEPT = 16
+DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHOWN = 3
 
@@ -92,12 +93,12 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
     return read_prompts(file), f"sha256:{file_digest(file)}"
 
 
-def refuse_overlap(digests: Iterable[str], head: Head, calibrated_on: Sequence[Path]) -> None:
-    """Refuse prompts that a head was calibrated on: a figure on these says nothing of others.
+def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[Path] = ()) -> None:
+    """Refuse prompts that a head was trained or calibrated on: a figure on these says nothing of others.
 
     Args:
         digests: of the prompts, as `Prompt.digest` gives them; "" where a prompt's text is not known.
-        head: the head, whose own manifest may record its calibration.
+        head: its folder, whose manifest may record its training and its calibration.
         calibrated_on: further records of its calibration: states.json, kconv.json, any JSON with prompts' digests,
             or folders that hold one of the first two.
 
@@ -105,11 +106,12 @@ def refuse_overlap(digests: Iterable[str], head: Head, calibrated_on: Sequence[P
         PromptsInvalid: one stands in such a record, or a record names no digest.
         NotACheckpoint, ConfigInvalid: a record cannot be read.
     """
-    held_out = {digest for digest in digests if digest}
+    held_out = {digest[:KEPT] for digest in digests if digest}
     for file in _records(head, calibrated_on):
         value = read_json(file)
-        own = file == head.checkpoint.folder / MANIFEST
-        known = set(_digests(value.get("conversion") if own else value))
+        own = file == head / MANIFEST
+        found = _digests([value.get("training"), value.get("conversion")] if own else value)
+        known = {digest[:KEPT] for digest in found}
         if not known and not own:
             raise PromptsInvalid(
                 "this records no prompts, so none can be held against them",
@@ -119,15 +121,15 @@ def refuse_overlap(digests: Iterable[str], head: Head, calibrated_on: Sequence[P
         both = sorted(held_out & known)
         if both:
             raise PromptsInvalid(
-                f"{len(both)} of {len(held_out)} prompts are among those that the head was calibrated on "
+                f"{len(both)} of {len(held_out)} prompts are among those that the head was trained or calibrated on "
                 f"({', '.join(digest[:12] for digest in both[:SHOWN])})",
                 where=file,
-                fix="Give prompts that were held out, or calibrate on others.",
+                fix="Give prompts that were held out, or train and calibrate on others.",
             )
 
 
-def _records(head: Head, calibrated_on: Sequence[Path]) -> Iterator[Path]:
-    manifest = head.checkpoint.folder / MANIFEST
+def _records(head: Path, calibrated_on: Sequence[Path]) -> Iterator[Path]:
+    manifest = head / MANIFEST
     if manifest.exists():
         yield manifest
     for path in calibrated_on:

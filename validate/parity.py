@@ -82,7 +82,7 @@ def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) 
 def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
     held_out = parity.prompts
     assert held_out is not None
-    refuse_overlap((p.digest for p in held_out.prompts), output, parity.calibrated_on)
+    refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, parity.calibrated_on)
     say("loading the target")
     folder = parity.target.fetch_model()
     checkpoint, config = open_checkpoint(folder, source=parity.target.name), read_target_config(folder)
@@ -115,7 +115,7 @@ def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) ->
     assert parity.states is not None
     config = read_target_config(parity.target.fetch_config())
     states = _open_states(parity.states, output, config, parity)
-    refuse_overlap((s.digest for s in states.sequences), output, parity.calibrated_on)
+    refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, parity.calibrated_on)
     say("reading the target's embedding and lm_head")
     ends = parity.target.open_tensors({config.embed_tokens, config.lm_head})
     checkpoint = Checkpoint(Path(parity.target.name), config.raw, ends, parity.target.name)

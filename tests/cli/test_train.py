@@ -50,6 +50,19 @@ def test_a_head_is_trained_and_the_next_command_is_named(tiny_target, data, tmp_
     training = json.loads((tmp_path / "head" / "kconv.json").read_text())["training"]
     assert training["recipe"]["lr"] == 3e-3
     assert training["data"]["name"] == str(data)
+    # What it was trained on is no held-out text, whichever command reads it, nor after a conversion.
+    seen, suite = tmp_path / "seen.jsonl", tmp_path / "suite.jsonl"
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    seen.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    suite.write_text(json.dumps({"prompt": "Why is the sky blue?"}) + "\n" + seen.read_text())
+    for command in (
+        ["validate", str(tmp_path / "vllm"), "--prompts", str(seen)],
+        ["bench", "--head", str(tmp_path / "vllm"), "--suite", str(suite), "--out", str(tmp_path / "a.json")],
+        ["bench", "--head", str(tmp_path / "head"), "--suite", str(suite), "--url", "http://127.0.0.1:9", "--out",
+         str(tmp_path / "a.json")],
+    ):  # fmt: skip
+        refused = CliRunner().invoke(main, [*command, "--target", str(tiny_target)])
+        assert refused.exit_code == 1 and "was trained or calibrated on" in refused.stderr, refused.output
 
 
 def test_a_head_is_trained_on_from_another_layout(tiny_target, data, tmp_path):

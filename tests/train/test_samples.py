@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kconv.errors import TrainingDataInvalid
+from kconv.target.prompts import Prompt
 from kconv.target.tokenizer import load_tokenizer
 from kconv.train.samples import Sample, encode_row, pack_samples, read_rows
 
@@ -110,6 +111,17 @@ def test_thoughts_without_a_place_in_the_template_are_not_dropped(tokenizer):
 def test_a_plain_text_counts_whole(tokenizer):
     (sample,) = encode_row({"text": "A sequence."}, tokenizer, "here")
     assert counted(sample, tokenizer) == "A sequence."
+    assert sample.prompts == (Prompt("", "", ("A sequence.",)).digest,)
+
+
+def test_what_is_answered_is_known_by_the_digests_of_held_out_prompts(tokenizer):
+    asked = ("What is a list?", "And a dict?")
+    wanted = tuple(Prompt("", "", turns).digest for turns in (asked[:1], asked))
+    (sample,) = encode_row({"messages": [{"role": "system", "content": "Be brief."}, *DIALOGUE]}, tokenizer, "here")
+    assert sample.prompts == wanted
+    tokenizer.inner.chat_template = THINKS
+    thought = [turn | ({"reasoning_content": "Hm."} if turn["role"] == "assistant" else {}) for turn in DIALOGUE]
+    assert [s.prompts for s in encode_row({"messages": thought}, tokenizer, "here")] == [wanted[:1], wanted[1:]]
 
 
 @pytest.mark.parametrize(

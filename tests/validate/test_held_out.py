@@ -10,12 +10,10 @@ import pytest
 from click.testing import CliRunner
 from support.heads import GQA, random_slots, write_head
 
-from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.convert.layouts import by_name
-from kconv.convert.read import read_head
 from kconv.errors import PromptsInvalid
 from kconv.target.prompts import read_prompts
 from kconv.validate.held_out import encode_held_out, read_held_out, refuse_overlap
@@ -59,18 +57,26 @@ def test_what_the_manifest_says_of_the_calibration_counts(head, prompts):
     digests = [prompt.digest for prompt in read_prompts(prompts)]
     (head / MANIFEST).write_text(json.dumps({"conversion": {"prompts": digests[2:]}}))
     with pytest.raises(PromptsInvalid, match="1 of 3 prompts") as fault:
-        refuse_overlap(digests, read_head(open_checkpoint(head)), ())
+        refuse_overlap(digests, head)
     assert fault.value.where == str(head / MANIFEST)
-    refuse_overlap(digests[:2], read_head(open_checkpoint(head)), ())
+    refuse_overlap(digests[:2], head)
+
+
+def test_what_the_manifest_says_of_the_training_counts(head, prompts):
+    """It keeps the beginnings of digests, as training may be on a million prompts."""
+    digests = [prompt.digest for prompt in read_prompts(prompts)]
+    (head / MANIFEST).write_text(json.dumps({"training": {"data": {"prompts": [digests[1][:16]]}}}))
+    with pytest.raises(PromptsInvalid, match="1 of 3 prompts are among those that the head was trained"):
+        refuse_overlap(digests, head)
+    refuse_overlap([digests[0], digests[2]], head)
 
 
 def test_a_record_without_prompts_is_no_record(head, tmp_path):
     (tmp_path / "empty.json").write_text("{}")
-    opened = read_head(open_checkpoint(head))
     with pytest.raises(PromptsInvalid, match="records no prompts"):
-        refuse_overlap((), opened, (tmp_path / "empty.json",))
+        refuse_overlap((), head, (tmp_path / "empty.json",))
     with pytest.raises(PromptsInvalid, match=r"holds neither states\.json nor kconv\.json"):
-        refuse_overlap((), opened, (tmp_path,))
+        refuse_overlap((), head, (tmp_path,))
 
 
 @pytest.mark.parametrize("name", ["mt-bench", "mt-bench@main"])

@@ -1,0 +1,29 @@
+"""Which prompts a head was trained on. What belongs here: what the manifest says of them, so that none is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..convert.read import Head
+from ..convert.told import read_told
+from ..target.prompts import Prompt
+
+# Hex digits of a digest that are kept: 64 bits tell a million prompts apart, in a quarter of the space.
+KEPT = 16
+
+
+def prompt_digest(turns: Sequence[str]) -> str:
+    """Return the digest of what a user said, as held-out prompts have it."""
+    return Prompt("", "", tuple(turns)).digest
+
+
+def record_prompts(digests: Iterable[str], start: Head | None) -> list[str]:
+    """Return the beginnings of prompts' digests, for the manifest.
+
+    Args:
+        digests: of the prompts that are trained on; "" where a prompt's text is not known.
+        start: a head that training goes on from; what it was trained on counts too.
+    """
+    told = read_told(start.checkpoint.folder).training if start else None
+    before = told.get("data", {}).get("prompts", ()) if told else ()
+    return sorted({*before, *(digest[:KEPT] for digest in digests if digest)})
