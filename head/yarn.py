@@ -26,7 +26,8 @@ import math
 from .spec import Gqa, Mla, Rope, Yarn
 
 
-def _m(yarn: Yarn, mscale: float) -> float:
+def m(yarn: Yarn, mscale: float) -> float:
+    """Return YaRN's `m(s)`, as the module's docstring has it."""
     return 0.1 * mscale * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
 
 
@@ -39,10 +40,10 @@ def cos_sin_factor(rope: Rope, attention: Gqa | Mla) -> float:
         return yarn.attention_factor
     if isinstance(attention, Mla):
         mscale = 1.0 if yarn.mscale is None else yarn.mscale
-        return _m(yarn, mscale) / _m(yarn, yarn.mscale_all_dim or 0.0)
+        return m(yarn, mscale) / m(yarn, yarn.mscale_all_dim or 0.0)
     if yarn.mscale and yarn.mscale_all_dim:
-        return _m(yarn, yarn.mscale) / _m(yarn, yarn.mscale_all_dim)
-    return _m(yarn, 1.0)
+        return m(yarn, yarn.mscale) / m(yarn, yarn.mscale_all_dim)
+    return m(yarn, 1.0)
 
 
 def softmax_scale(rope: Rope, attention: Gqa | Mla) -> float:
@@ -51,5 +52,5 @@ def softmax_scale(rope: Rope, attention: Gqa | Mla) -> float:
         return attention.head_dim**-0.5
     scale = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5
     if isinstance(rope.scaling, Yarn):
-        scale *= _m(rope.scaling, rope.scaling.mscale_all_dim or 0.0) ** 2
+        scale *= m(rope.scaling, rope.scaling.mscale_all_dim or 0.0) ** 2
     return scale

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from ...head.spec import Gqa, HeadSpec, Mla, Yarn
-from ...head.yarn import cos_sin_factor
+from ...head.yarn import cos_sin_factor, m
 from ..layout import Limit
 
 VLLM_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
@@ -63,10 +61,6 @@ FC_NORMS_TWICE = Limit(
 )
 
 
-def _m(yarn: Yarn, mscale: float) -> float:
-    return 0.1 * mscale * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
-
-
 def trtllm_scales_otherwise(spec: HeadSpec) -> bool:
     """Say whether TensorRT-LLM scales cos and sin of a GQA head by another factor than transformers and vLLM.
 
@@ -76,7 +70,7 @@ def trtllm_scales_otherwise(spec: HeadSpec) -> bool:
     yarn = yarn_of(spec)
     if yarn is None or not isinstance(spec.attention, Gqa):
         return False
-    factor = _m(yarn, 1.0 if yarn.mscale is None else yarn.mscale) / _m(yarn, yarn.mscale_all_dim or 0.0)
+    factor = m(yarn, 1.0 if yarn.mscale is None else yarn.mscale) / m(yarn, yarn.mscale_all_dim or 0.0)
     return factor != cos_sin_factor(spec.rope, spec.attention)
 
 
@@ -90,5 +84,5 @@ def sglang_scales_otherwise(spec: HeadSpec) -> bool:
     if yarn is None or not isinstance(spec.attention, Gqa):
         return False
     one, all_dim = yarn.mscale, yarn.mscale_all_dim
-    factor = _m(yarn, 1.0) if one is None or all_dim is None else _m(yarn, one) / _m(yarn, all_dim)
+    factor = m(yarn, 1.0) if one is None or all_dim is None else m(yarn, one) / m(yarn, all_dim)
     return factor != cos_sin_factor(spec.rope, spec.attention)

@@ -60,5 +60,12 @@ VLLM = Layout(
             "Serve this head with TensorRT-LLM, or train one without the bias.",
             f"{VLLM_SOURCE}/model_executor/models/utils.py#L458",
         ),
+        Limit(
+            is_mla,
+            "vLLM's MLA head has a plain lm_head, and fails on the scales of a quantized one",
+            "Leave lm_head out when the head is quantized.",
+            f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L299-L303",
+            holds="lm_head.weight_scale*",
+        ),
     ),
 )

@@ -68,7 +68,8 @@ REFUSED = {
         ("sglang", "portable"),
         "q_proj",
     ),
-    "a bias of fc": (replace(GQA, fc_bias=True), ("vllm", "portable"), "fc.bias"),
+    "GQA, a bias of fc": (replace(GQA, fc_bias=True), ("vllm", "sglang", "portable"), "fc.bias"),
+    "MLA, a bias of fc": (replace(MLA, fc_bias=True), ("vllm", "portable"), "fc.bias"),
     "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), ("trtllm", "portable"), "fc_norm"),
 }
 

@@ -158,11 +158,16 @@ def exclude(*entries: str) -> Change:
     return change
 
 
-def fp8_kv_b(config: Config, tensors: Tensors) -> None:
-    name = f"{P}self_attn.kv_b_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    tensors[f"{name}_scale"] = torch.tensor(0.01)
-    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+def fp8(linear: str) -> Change:
+    """Return the change that stores a linear in FP8, and says so."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        name = f"{linear}.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.tensor(0.01)
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+    return change
 
 
 def shorten(folder: Path) -> None:

@@ -18,6 +18,8 @@ IDS: Mapping[str, tuple[str, str]] = {
     "vLLM's MLA head has no norm before fc (norm_before_fc)": ("K320", "vllm-mla-norm-before-fc"),
     "vLLM's MLA head drops the biases of its MLP in silence": ("K321", "vllm-mla-mlp-bias"),
     "vLLM drops fc.bias in silence": ("K322", "vllm-fc-bias"),
+    "vLLM's MLA head has a plain lm_head, and fails on the scales of a quantized one":
+        ("K323", "vllm-mla-lm-head-quantized"),
     "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target":
         ("K330", "sglang-captures-layer-0"),
     "SGLang skips fc where what it reads is as wide as the head": ("K331", "sglang-skips-fc"),
@@ -25,13 +27,17 @@ IDS: Mapping[str, tuple[str, str]] = {
         ("K332", "sglang-norm-before-residual"),
     "SGLang's MLA head has one layer": ("K333", "sglang-mla-layers"),
     "SGLang's MLA head has no norm before fc (norm_before_fc)": ("K334", "sglang-mla-norm-before-fc"),
-    "SGLang drops the biases of q_proj, k_proj, v_proj and o_proj in silence": ("K335", "sglang-attention-bias"),
+    "SGLang drops the biases of q_proj, k_proj and v_proj in silence": ("K335", "sglang-attention-bias"),
     "SGLang drops the biases of the MLP in silence": ("K336", "sglang-mlp-bias"),
     "SGLang reads no attention_factor of YaRN, and takes an mscale of 0 otherwise than the trainer does":
         ("K337", "sglang-yarn"),
     "SGLang needs kv_b_proj of an MLA head unquantized": ("K338", "sglang-kv-b-quantized"),
     "SGLang drops an MLA head's NVFP4 config, and would take its packed bytes for weights":
         ("K339", "sglang-mla-nvfp4"),
+    "SGLang builds a bias of o_proj too where a GQA head's config asks for fc.bias, and leaves it unfilled":
+        ("K350", "sglang-fc-bias"),
+    "SGLang's fc of a GQA head is a plain linear: it drops the scales of a quantized one in silence":
+        ("K351", "sglang-fc-quantized"),
     "TensorRT-LLM takes the residual before hidden_norm, always (norm_before_residual is not read)":
         ("K340", "trtllm-norm-before-residual"),
     "TensorRT-LLM builds no fc for a single captured layer": ("K341", "trtllm-one-captured-layer"),
