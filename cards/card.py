@@ -15,7 +15,7 @@ from .about import Identity, foreign, identify
 from .evidence import Evidence, Said
 from .facts import SUBCARDS, Facts
 from .front_matter import front_matter
-from .licences.files import find_texts, licence_files
+from .licences.files import SOURCE_LICENCE, find_texts, licence_files, unstated_text
 from .plots import draw_bars
 from .quickstart import starts
 from .rendering import CHART, figures, render
@@ -97,7 +97,8 @@ def gather(
         facts = facts.model_copy(update={"licence": own})
     source = source or (Path(manifest.source) if manifest else folder)
     texts = find_texts([source, *([target] if target else [])], licence_files)
-    return Evidence(folder, facts, manifest, report, tuple(acceptance), texts)
+    unstated = unstated_text(source, (facts.licence.id, facts.licence.target))
+    return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
 
 
 def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = False, chart: bool = True) -> Card:
@@ -110,13 +111,17 @@ def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = F
         chart: whether a chart goes with the figures.
     """
     facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
-    files = licence_files(
-        evidence.licences,
-        evidence.texts,
-        about=evidence.name,
-        attribution=facts.licence.attribution,
-        changed=changed(manifest),
+    files = dict(
+        licence_files(
+            evidence.licences,
+            evidence.texts,
+            about=evidence.name,
+            attribution=facts.licence.attribution,
+            changed=changed(manifest),
+        )
     )
+    if evidence.source_licence:
+        files[SOURCE_LICENCE] = evidence.source_licence
     repeated = figures(evidence, chart=chart)
     link = ""
     if evidence.licence_is_named:

@@ -28,6 +28,7 @@ class Evidence:
         report: its validation report.
         acceptance: measured and quoted figures.
         texts: licence texts at hand.
+        source_licence: the text of the source's licence, where it is not one that is stated; "" otherwise.
     """
 
     folder: Path | None = None
@@ -36,6 +37,7 @@ class Evidence:
     report: Report | None = None
     acceptance: tuple[Acceptance, ...] = ()
     texts: tuple[Text, ...] = ()
+    source_licence: str = ""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What a head's folder owes to those whose work is in it. What belongs here: the checks L1 to L9, as findings.
+"""What a head's folder owes to those whose work is in it. What belongs here: the checks L1 to L10, as findings.
 
 An engineering reading of the licences, no legal advice.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 from ...checkpoint.manifest import MANIFEST
 from ...validate.report import Finding, Severity
 from ..facts import Facts
-from .files import NOTICE
+from .files import NOTICE, SOURCE_LICENCE
 from .folder import CARD, Folder, read_folder
-from .licence import LICENCES, UNNAMED, attribution_in, copyright_in, digest_text
+from .licence import LICENCES, UNNAMED, attribution_in, copyright_in, digest_text, recognise
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
 MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
@@ -154,9 +154,24 @@ def _endorsement(folder: Folder) -> Iterator[Found]:
             yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Say what you did yourself."
 
 
+def _source_licence(folder: Folder) -> Iterator[Found]:
+    if not folder.source_licence:
+        return
+    licence = recognise(folder.source_licence)
+    if folder.licence == (licence.id if licence else UNNAMED):
+        return
+    title = f"the {licence.title}" if licence else "a licence that kconv does not know"
+    yield (
+        "error",
+        SOURCE_LICENCE,
+        f"what the head was made from stands under {title}, and the head is stated under {folder.licence or 'none'}",
+        "State the source's licence: kconv card DIR --license ID. Leave the file where another may be stated.",
+    )
+
+
 CHECKS: Mapping[str, Callable[[Folder], Iterator[Found]]] = {
     "L1": _nvidia, "L2": _front, "L3": _target, "L4": _unnamed, "L5": _notice_kept, "L6": _changes, "L7": _prompts,
-    "L8": _bases, "L9": _endorsement,
+    "L8": _bases, "L9": _endorsement, "L10": _source_licence,
 }  # fmt: skip
 
 

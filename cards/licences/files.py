@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from ...errors import LicenceUnknown
 from .licence import Licence, attribution_in, copyright_in, recognise
 
 NOTICE = "NOTICE"
+# What the source stands under, where that is not what is stated of the head.
+SOURCE_LICENCE = "LICENSE-SOURCE"
 PATTERNS = ("LICENSE*", "LICENCE*", "COPYING*")
 LARGEST = 200_000  # bytes; what is larger is no licence
 
@@ -35,15 +37,26 @@ def find_texts(folders: Iterable[Path], files: Iterable[Path] = ()) -> tuple[Tex
     """
     texts = [_read_named(file) for file in files]
     for folder in folders:
-        for file in sorted({f for pattern in PATTERNS for f in folder.glob(pattern)} if folder.is_dir() else ()):
-            text = _read(file)
-            licence = recognise(text) if text else None
+        for text, file in _texts(folder):
+            licence = recognise(text)
             if licence:
                 texts.append(Text(licence, text, file))
     first: dict[str, Text] = {}
     for found in texts:
         first.setdefault(found.licence.id, found)
     return tuple(first.values())
+
+
+def unstated_text(source: Path, stated: Iterable[str | None]) -> str:
+    """Return the licence text in a source's folder where it is of none that is stated, "" otherwise.
+
+    Args:
+        source: the folder; one that is not there holds none.
+        stated: ids of licences, of the head and of its target.
+    """
+    texts = [text for text, _ in _texts(source)]
+    known = {licence.id for licence in map(recognise, texts) if licence}
+    return "" if known & set(stated) else next(iter(texts), "")
 
 
 def licence_files(
@@ -87,6 +100,13 @@ def _attribution(licence: Licence, found: Text | None, said: str | None) -> list
     if name:
         lines.append(f'Its licence asks large products to show "{name}" on their user interface.')
     return [*lines, ""]
+
+
+def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield what may be licences in a folder."""
+    for file in sorted({f for pattern in PATTERNS for f in folder.glob(pattern)} if folder.is_dir() else ()):
+        if text := _read(file):
+            yield text, file
 
 
 def _read_named(file: Path) -> Text:

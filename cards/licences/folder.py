@@ -14,7 +14,7 @@ from ...checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..evidence import Evidence
 from ..facts import Facts
 from ..front_matter import source_head
-from .files import NOTICE, Text, find_texts
+from .files import NOTICE, SOURCE_LICENCE, Text, find_texts
 from .licence import LICENCES, Licence
 
 CARD = "README.md"
@@ -31,6 +31,7 @@ class Folder:
         front: its front matter, empty where there is none that can be read.
         notice: NOTICE's text.
         texts: licence texts in it.
+        source_licence: the source's, where it went along as one that was not stated.
         manifest: how kconv made it; None where it did not.
         facts: what its owner says.
     """
@@ -40,6 +41,7 @@ class Folder:
     front: Mapping[str, Any]
     notice: str
     texts: tuple[Text, ...]
+    source_licence: str
     manifest: Manifest | None
     facts: Facts
 
@@ -84,6 +86,7 @@ def read_folder(path: Path, facts: Facts) -> Folder:
         front=_front_matter(card),
         notice=_read(path / NOTICE),
         texts=find_texts([path]),
+        source_licence=_read(path / SOURCE_LICENCE),
         manifest=read_manifest(path) if (path / MANIFEST).exists() else None,
         facts=facts,
     )

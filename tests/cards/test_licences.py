@@ -1,4 +1,4 @@
-"""Licences: which files follow, and each check from L1 to L9."""
+"""Licences: which files follow, and each check from L1 to L10."""
 
 from __future__ import annotations
 
@@ -189,6 +189,37 @@ def test_l9_no_endorsement(output, claim):
     assert not [rule for _, rule, _ in found(output) if rule == "L9"]
     (output / "README.md").write_text(f"{(output / 'README.md').read_text()}\n{claim}\n")
     assert ("warning", "L9", "README.md") in found(output)
+
+
+@pytest.mark.parametrize(
+    ("text", "stated", "what"),
+    [
+        (NVIDIA, "mit", "stands under the NVIDIA Open Model License"),
+        (NVIDIA, None, "is stated under none"),
+        (APACHE, "mit", "stands under the Apache License 2.0"),
+        ("All rights reserved.", "mit", "a licence that kconv does not know"),
+    ],
+    ids=["a restrictive one", "none stated", "another permissive one", "an unknown one"],
+)
+def test_l10_the_sources_licence_is_not_replaced_by_another(output, tmp_path, text, stated, what):
+    facts = FACTS.model_copy(update={"source_head": "AQ-MedAI/head", "licence": LicenceFacts(id=stated)})
+    (output.parent / "source" / "LICENSE").write_text(text)
+    (tmp_path / "mine").write_text(MIT)
+    write(output, make_card(gather(output, None, facts, licence_files=[tmp_path / "mine"])))
+    assert (output / "LICENSE-SOURCE").read_text() == text
+    # The source's folder is not needed to see it: the folder may be published elsewhere, and without these facts.
+    for known in (facts, Facts()):
+        [finding] = [one for one in check_folder(output, known) if one.rule == "L10"]
+        assert finding.severity == "error" and what in finding.message
+
+
+@pytest.mark.parametrize("stated", ["nvidia-open-model-license", "modified-mit"])
+def test_l10_one_of_the_sources_licences_that_is_stated_is_enough(output, stated):
+    (output.parent / "source" / "LICENSE-TARGET").write_text(KIMI)
+    facts = FACTS.model_copy(update={"licence": LicenceFacts(id=stated)})
+    make(output, facts, LICENSE=NVIDIA)
+    assert not (output / "LICENSE-SOURCE").exists()
+    assert "L10" not in {rule for _, rule, _ in found(output, facts)}
 
 
 def test_a_folder_without_a_card_owes_one(tmp_path):
