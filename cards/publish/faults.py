@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
 
 from ...checkpoint.hub_faults import LOGIN, named
@@ -18,6 +18,10 @@ from ...errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishR
 @contextmanager
 def written(repo: str) -> Iterator[None]:
     """Raise what huggingface_hub raises inside as a fault of kconv's; no text of an exception is repeated."""
+    if is_offline_mode():
+        raise HubUnreachable(
+            f"HF_HUB_OFFLINE is set, and publishing {repo} takes the Hub", fix="Unset it, and run the command again."
+        )
     with named(repo, None):
         try:
             _refuse_garbled(get_token())

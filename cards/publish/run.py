@@ -17,7 +17,7 @@ from .gate import judge, let_pass
 from .readback import differing, read_back, same, surplus
 from .release import Candidate, Upload, digest_release, uploads
 from .remote import Remote, Seen, writing
-from .wish import MAIN, Wish, refuse_contradictions, refuse_moved, refuse_public
+from .wish import MAIN, Wish, refuse_contradictions, refuse_moved, refuse_public, refuse_replacing
 
 Say = Callable[[str], None]
 
@@ -104,6 +104,7 @@ def preview(release: Release, wish: Wish, say: Say) -> Published:
         changed, gone = tuple(differing(release.files, listed)), tuple(surplus(release.files, listed))
         if changed or gone:
             refuse_moved(wish, parent)
+            refuse_replacing(wish, parent, listed)
         commit = "" if changed or gone else parent
         return _published(release, wish, commit=commit, uploaded=changed, deleted=gone, private=seen.private, done=())
 
@@ -119,7 +120,8 @@ def publish(release: Release, wish: Wish, say: Say) -> Published:
     Raises:
         HubRefused: no token, an expired one, or one that may not do this.
         HubMoved: the branch is not on the expected commit, moved on meanwhile, or the tag holds other files.
-        PublishRefused: the repository is public and a private one was asked for.
+        PublishRefused: the repository is public and a private one was asked for, or holds weights that kconv did not
+            publish.
         ReadBackFailed: the Hub gives back other bytes; nothing is tagged then, nor made public.
         HubUnreachable: no connection, or a Hub that stays busy.
     """
@@ -170,6 +172,7 @@ def _commit(
     if not changed and not gone:
         return parent, (), ()
     refuse_moved(wish, parent)
+    refuse_replacing(wish, parent, listed)
 
     def landed() -> str | None:
         if wish.create_pr:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from ...checkpoint.manifest import MANIFEST
 from ...errors import HubMoved, PublishRefused
 from .remote import Seen
 
 MAIN = "main"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,25 @@ def refuse_public(wish: Wish, seen: Seen) -> None:
         raise PublishRefused(
             f"{wish.repo} is public, and a private repository was asked for",
             fix="Make it private in its settings, or leave out --private.",
+        )
+
+
+def refuse_replacing(wish: Wish, parent: str, listed: Collection[str]) -> None:
+    """Raise PublishRefused where a release would take the place of weights that kconv did not publish.
+
+    One commit holds exactly a release's files, so a repository's name that was mistyped would lose all that it shows.
+
+    Args:
+        wish: how to publish.
+        parent: the commit that the branch is on.
+        listed: the files in it.
+    """
+    weights = sorted(name for name in listed if name.endswith(WEIGHTS))
+    if weights and MANIFEST not in listed and wish.expect_parent != parent:
+        raise PublishRefused(
+            f"{wish.repo} holds weights that kconv did not publish, {weights[0]} among them; they would be replaced",
+            where=f"{wish.repo}@{parent}",
+            fix=f"Check the name of the repository; if it is the right one, give --expect-parent {parent}.",
         )
 
 

@@ -179,6 +179,13 @@ def test_an_expired_token_is_named(hub, folder):
         publish(folder)
 
 
+def test_offline_nothing_is_tried_and_nothing_is_to_be_downloaded(hub, folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE is set") as offline:
+        publish(folder)
+    assert "download" not in str(offline.value) and hub.served == []
+
+
 def test_no_token_is_named(hub, folder, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(HubRefused, match="without a token"):

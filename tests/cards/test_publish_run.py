@@ -8,7 +8,7 @@ import pytest
 from support.publishing import REPO, TAG, dry, holds, publish, writes
 from support.releases import write_release
 
-from kconv.errors import PublishRefused
+from kconv.errors import HubMoved, PublishRefused
 
 pytestmark = pytest.mark.usefixtures("waits")
 
@@ -49,13 +49,28 @@ def test_without_a_tag_a_second_call_commits_nothing(hub, folder):
 
 
 def test_a_later_release_leaves_the_earlier_tag_and_no_stale_file(hub, folder, tmp_path):
-    hub.commit(REPO, {".gitattributes": b"", "old.safetensors": b"stale", "sub/x.bin": b"x", "config.json": b"{}"})
+    stale = {"kconv.json": b"{}", "old.safetensors": b"stale", "sub/x.bin": b"x", "config.json": b"{}"}
+    hub.commit(REPO, {".gitattributes": b""} | stale)
     first = publish(folder)
     assert set(first.deleted) == {"old.safetensors", "sub/x.bin"} and holds(hub, folder)
     later = write_release(tmp_path / "later", seed=1)
     second = publish(later, tag="v2")
     assert second.deleted == () and "model.safetensors" in second.uploaded and "LICENSE" not in second.uploaded
     assert holds(hub, folder, "v1") and holds(hub, later, "v2") and holds(hub, later, "main")
+
+
+@pytest.mark.parametrize("held", ["model.safetensors", "pytorch_model.bin", "gguf/head.gguf"])
+def test_weights_that_kconv_did_not_publish_are_replaced_only_by_who_names_their_commit(hub, folder, held):
+    there = hub.commit(REPO, {".gitattributes": b"", held: b"somebody's", "config.json": b"{}"})
+    for attempt in (publish, dry):
+        with pytest.raises(PublishRefused, match=f"did not publish, {held} among them") as refused:
+            attempt(folder)
+        assert f"--expect-parent {there}" in refused.value.fix
+    with pytest.raises(HubMoved):
+        publish(folder, expect_parent="0" * 40)
+    assert writes(hub) == []
+    publish(folder, expect_parent=there)
+    assert holds(hub, folder)
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be(hub, folder):
