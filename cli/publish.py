@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Put a finished folder on the Hub, if nothing speaks against it.")
 @click.argument("folder", metavar="DIR", type=FOLDER)
-@click.argument("repo", metavar="REPO")
+@click.argument("repo", metavar="[REPO]", default="")
 @click.option("--tag", default="", help="Tag of this release, given once every file was read back.")
 @click.option("--private", is_flag=True, help="Refuse a repository that is public.")
 @click.option("--public", is_flag=True, help="Make it public once everything was read back; a new one is private.")
-@click.option("--revision", default="main", show_default=True, help="Branch to commit to.")
+@click.option("--revision", default="", help="Branch to commit to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Open a pull request in place of moving the branch.")
 @click.option("--expect-parent", default="", metavar="SHA", help="Refuse if the branch is on another commit.")
 @click.option("--report", type=FOLDER, help="report.json of kconv validate; DIR's own otherwise.")
@@ -66,6 +67,9 @@ def publish(
     compared, the tag. A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf
     auth login, or, where HF_OIDC_RESOURCE is set, from the CI job's identity.
 
+    DIR's recipe says what is not said here: the floor, the facts, and, of the step that publishes to REPO or of the
+    only one, the repository, its tag, branch and visibility, and what is let pass.
+
     \b
     Example:
       kconv publish my-release my-org/my-head --tag v1 --dry-run
@@ -84,6 +88,8 @@ def publish(
     from ..cards.publish.run import prepare, preview
     from ..cards.publish.run import publish as run
     from ..cards.publish.wish import Wish
+    from ..pipeline.proving import allowances_of, wish_of
+    from ..pipeline.recipe import publications
     from .output import status
     from .release_output import print_published
 
@@ -94,8 +100,17 @@ def publish(
     said = read_facts(facts) if facts else recipe_facts(folder)
     if stated and floor:
         raise click.UsageError(f"{folder}'s recipe states the floor; leave out --min-acceptance")
-    allowances = [Allowance(rule, why) for rule, why in zip(rules, reasons, strict=True)]
-    wish = Wish(repo, tag, revision, private, public, create_pr, expect_parent)
+    steps = [step for step in publications(folder) if repo in ("", step.repo)]
+    if len(steps) > 1 or not (repo or steps):
+        many = f"{folder}'s recipe has {len(steps) or 'no'} such steps"
+        raise click.UsageError(f"{many}; name REPO, or run one of several with kconv run --only STEP")
+    given: dict[str, Any] = {
+        "tag": tag, "revision": revision, "private": private, "public": public, "create_pr": create_pr,
+        "expect_parent": expect_parent,
+    }  # fmt: skip
+    wish = replace(wish_of(steps[0]) if steps else Wish(repo), **{k: value for k, value in given.items() if value})
+    allowances = [one for step in steps for one in allowances_of(step)]
+    allowances += [Allowance(rule, why) for rule, why in zip(rules, reasons, strict=True)]
     with status("publishing") as say:
         say("checking every byte")
         release = prepare(open_candidate(folder, report, acceptance, stated or floor, said), allowances)

@@ -95,6 +95,43 @@ def fingerprint(step: StepBase, found: Found, release: Release, text: str) -> st
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def stated(step: StepBase, state: State, text: str) -> str:
+    """Return a digest of what a recipe says of a step: its parameters, and the outputs of other steps that it reads.
+
+    What lies outside of the release is not looked at again, as it may be gone by the time of a publication.
+    """
+    made = [reference(value) for _, value in inputs_of(step)]
+    parts: dict[str, Any] = {
+        "step": step.model_dump(mode="json"),
+        "inputs": [digest_marks(state.steps[n].files, rest) for n, rest in filter(None, made) if n in state.steps],
+    }
+    if isinstance(step, Card):
+        # It holds the recipe.
+        parts["recipe"] = hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
+    """Refuse a card or a publication of what another recipe made; the recipe is published as what made it.
+
+    Raises:
+        ReleaseStateInvalid: a step that it hangs on, however far back, was made as this recipe does not say.
+    """
+    if not isinstance(release.steps[name], Card | Publish):
+        return
+    before = needed(release.steps[name])
+    for other in before:
+        before += [further for further in needed(release.steps[other]) if further not in before]
+    for other in (step for step in release.steps if step in before):
+        record = state.steps.get(other)
+        if record is None or record.stated != stated(release.steps[other], state, text):
+            raise ReleaseStateInvalid(
+                f"{name} would say that this recipe made {other}, which another one did",
+                where=f"{other} in the recipe",
+                fix=f"Run the recipe from {other} on, or put it back as it was.",
+            )
+
+
 def _output(name: str, made: tuple[str, str], root: Path, state: State) -> tuple[Path, str]:
     step, rest = made
     record, path = state.steps.get(step), root / f"{step}{rest}"

@@ -12,7 +12,7 @@ from ..cards.licences.files import PATTERNS, find_texts
 from ..cards.licences.licence import LICENCES
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..validate.report import Finding
-from .inputs import Found, find_inputs, fingerprint, needed
+from .inputs import Found, find_inputs, fingerprint, needed, refuse_stale
 from .kinds import Card, StepBase
 from .recipe import Release
 from .release import Selection, why_run
@@ -119,6 +119,7 @@ def _plan(
         return Planned(name, step.kind, None, why, estimate(step, None), step.HEAVY), None
     try:
         found = find_inputs(name, step, root, state)
+        refuse_stale(name, release, text, state)
     except ReleaseStateInvalid as fault:
         return Planned(name, step.kind, None, fault.what, None, step.HEAVY), None
     # What was never made runs whatever its inputs hold, and these may take long to digest.

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..cards.facts import Facts
-from ..cards.publish.floor import Floor
+from ..cards.publish.floor import RECIPE, Floor
 from ..errors import RecipeInvalid
 from .kinds import Bench, Card, Convert, Publish, Quantize, StepBase, Tiny, Train, Validate
 
@@ -90,6 +90,23 @@ def read_release(file: Path) -> tuple[Release, str]:
         return parse_release(text), text
     except (OSError, UnicodeDecodeError) as fault:
         raise RecipeInvalid(f"{file} cannot be read: {fault}", where=file, fix="Give a YAML file.") from fault
+
+
+def publications(folder: Path) -> list[Publish]:
+    """Return the publish steps of the recipe that made a folder and lies in it; none where there is no recipe.
+
+    Raises:
+        RecipeInvalid: the recipe is no YAML mapping, or such a step is not of its schema.
+    """
+    file = folder / RECIPE
+    try:
+        held = yaml.safe_load(file.read_bytes()) if file.exists() else None
+        steps = held.get("steps") if isinstance(held, dict) else None
+        own = [step for step in steps.values() if isinstance(step, dict)] if isinstance(steps, dict) else []
+        return [Publish.model_validate(step) for step in own if step.get("do") == "publish"]
+    except (yaml.YAMLError, ValidationError) as fault:
+        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "it is no YAML"
+        raise RecipeInvalid(f"{RECIPE} cannot be read: {what}", where=file, fix="Put it right there.") from fault
 
 
 def parse_release(text: str) -> Release:

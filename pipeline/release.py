@@ -19,13 +19,14 @@ from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import PARTIAL, writing
 from ..errors import KconvError, OutputExists, RecipeInvalid
-from .inputs import Found, find_inputs, fingerprint
+from .inputs import Found, find_inputs, fingerprint, refuse_stale, stated
 from .job import Job, Say
 from .kinds import StepBase
 from .recipe import Release
 from .state import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
-from .steps import carry_out
+from .steps import STEPS, carry_out
 
+KINDS = frozenset(kind.__name__.lower() for kind in STEPS)
 Status = Literal["made", "unchanged", "left out", "failed", "not reached"]
 
 
@@ -50,9 +51,9 @@ class Selection:
             RecipeInvalid: a step that is named is not in the recipe.
         """
         names = list(release.steps)
-        kinds = {step.kind for step in release.steps.values()}
         for name in filter(None, (self.first, self.only, *self.without)):
-            if name not in names and not (name in self.without and name in kinds):
+            # A kind may be left out of a recipe that has none of it.
+            if name not in names and not (name in self.without and name in KINDS):
                 raise RecipeInvalid(f"the recipe has no step {name}", fix=f"Its steps are {', '.join(names)}.")
         begin = names.index(self.first) if self.first else 0
         return {
@@ -137,6 +138,7 @@ def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
 def _take(name: str, step: StepBase, release: Release, text: str, root: Path, state: State, say: Say) -> Outcome:
     """Run a step, or find that it need not be run."""
     found = find_inputs(name, step, root, state)
+    refuse_stale(name, release, text, state)
     own = fingerprint(step, found, release, text)
     why = why_run(name, root, state, own)
     if not why:
@@ -150,13 +152,16 @@ def _take(name: str, step: StepBase, release: Release, text: str, root: Path, st
     try:
         carry_out(step, _job(name, found, release, text, root, say))
     except KconvError as fault:
-        state.steps[name] = Done(status="failed", fingerprint=own, fault=str(fault))
+        # A report with errors is there all the same.
+        left = mark_folder(root / name, {}) if (root / name).is_dir() else {}
+        state.steps[name] = Done(status="failed", fingerprint=own, files=left, fault=str(fault))
         write_state(root, state)
         raise
     seconds = round(time.monotonic() - begin, 1)
     files = _mark_output(root / name)
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    state.steps[name] = Done(status="done", fingerprint=own, files=files, seconds=seconds, at=at)
+    said = stated(step, state, text)
+    state.steps[name] = Done(status="done", fingerprint=own, stated=said, files=files, seconds=seconds, at=at)
     write_state(root, state)
     log(root, "made", step=name, seconds=seconds, files={path: one.sha256 for path, one in files.items()})
     return Outcome(name, step.kind, "made", why, seconds, _size(files))
@@ -188,7 +193,7 @@ def _clear(name: str, step: StepBase, root: Path, state: State) -> None:
     with writing(out):
         if out.exists():
             foreign = ["it"] if record is None else []
-            if record is not None and record.status == "done":
+            if record is not None and record.status != "running":
                 foreign = sorted(mark_folder(out, record.files).keys() - record.files.keys())
             if foreign:
                 raise OutputExists(

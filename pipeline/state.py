@@ -42,7 +42,8 @@ class Done(_Record):
     Attributes:
         status: "running" from before it is carried out until its outcome is known.
         fingerprint: of everything that its outcome hangs on.
-        files: its output, by path inside it.
+        stated: of what the recipe said of it when it was made, see `inputs.stated`.
+        files: its output, by path inside it; also what a step left that failed.
         seconds: how long it took.
         at: when, UTC.
         fault: what stopped it.
@@ -50,6 +51,7 @@ class Done(_Record):
 
     status: Literal["running", "done", "failed"]
     fingerprint: str
+    stated: str = ""
     files: dict[str, Mark] = {}
     seconds: float = 0.0
     at: str = ""

@@ -82,6 +82,45 @@ def test_a_floor_can_be_named_where_the_folder_states_none(hub, folder):
     assert "needs --draft-tokens, --prompts, --max-loss" in " ".join(refused.stderr.replace("│", "").split())
 
 
+def write_recipe(folder: Path, *steps: dict) -> None:
+    named = {f"step{number}": {"do": "publish", "folder": "$card"} | step for number, step in enumerate(steps)}
+    floor = FLOOR | {"at_least": 2.6}
+    (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": floor, "steps": named}))
+
+
+ALLOWED = {"repo": REPO, "tag": "v7", "revision": "next", "allow": [{"rule": "P109", "why": "a first try"}]}
+
+
+@pytest.mark.parametrize("named", [(), (REPO,)], ids=["no repository named", "the recipe's named"])
+def test_the_recipes_own_step_says_where_and_what_is_let_pass(hub, folder, named):
+    write_recipe(folder, ALLOWED)
+    ran = kconv(folder, *named, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert (told["repo"], told["tag"], told["revision"]) == (REPO, "v7", "next")
+    assert hub.repos[REPO].tags["v7"] == hub.repos[REPO].branches["next"] and told["allowed"][0]["why"] == "a first try"
+    assert json.loads(kconv(folder, *named, "--tag", "v8", "--json").stdout)["tag"] == "v8"
+
+
+def test_the_recipes_step_is_not_that_of_another_repository(hub, folder):
+    write_recipe(folder, ALLOWED)
+    ran = kconv(folder, "org/other")
+    assert ran.exit_code == 1 and "P109" in ran.stderr and hub.served == []
+
+
+@pytest.mark.parametrize("steps", [(), (ALLOWED, ALLOWED | {"repo": "org/other"})], ids=["no step", "two steps"])
+def test_a_repository_has_to_be_named_where_the_recipe_leaves_it_open(hub, folder, steps):
+    write_recipe(folder, *steps)
+    ran = kconv(folder)
+    assert ran.exit_code == 2 and "name REPO" in ran.stderr and hub.served == []
+
+
+def test_a_recipes_step_that_cannot_be_is_named(hub, folder):
+    write_recipe(folder, {"repo": "no organisation"})
+    ran = kconv(folder)
+    assert ran.exit_code == 1 and "release.yaml cannot be read" in ran.stderr and hub.served == []
+
+
 ABOUT = ["--suite", "x", "--draft-tokens", "3", "--prompts", "1", "--max-loss", "0"]
 MISUSE = {
     "a reason is missing": ["--allow", "P109"],

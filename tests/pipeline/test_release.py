@@ -97,3 +97,12 @@ def test_steps_can_be_chosen(recipe, root):
         carry_out(recipe, root, only="publish")
     with pytest.raises(RecipeInvalid, match="no step nothing"):
         carry_out(recipe, root, only="nothing")
+    with pytest.raises(RecipeInvalid, match="no step pubish"):
+        carry_out(recipe, root, without=("pubish",))
+    with pytest.raises(RecipeInvalid, match="no step quantize"):
+        carry_out(recipe, root, only="quantize")
+
+
+def test_a_kind_may_be_left_out_of_a_recipe_that_has_none_of_it(recipe, root):
+    del recipe["steps"]["publish"], recipe["steps"]["card"]
+    assert ran(carry_out(recipe, root, without=("publish", "train"))) == ["vllm", "trtllm", "sglang", "report"]

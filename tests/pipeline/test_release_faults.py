@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
 from support import releaser
 from support.releases import write_acceptance
-from support.releasing import REPO, carry_out, changed, ran, write_inputs
+from support.releasing import REPO, carry_out, changed, planned, ran, write_inputs
 
 from kconv.checkpoint.manifest import verify
 from kconv.errors import (
@@ -30,6 +31,12 @@ from kconv.errors import (
 from kconv.pipeline.state import STATE, locked, read_state, write_state
 
 KILLS = 8
+
+
+def flip(weights: Path) -> None:
+    data = bytearray(weights.read_bytes())
+    data[-4] ^= 1
+    weights.write_bytes(data)
 
 
 def test_what_a_user_put_there_is_never_deleted(made, root):
@@ -68,13 +75,40 @@ def test_a_report_with_an_error_stops_the_run_and_is_kept(made, root, tmp_path):
     other = write_inputs(tmp_path / "other")
     source = changed(made, "report", source=other["steps"]["vllm"]["head"])
     weights = tmp_path / "other" / "source" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-4] ^= 1
-    weights.write_bytes(data)
+    flip(weights)
     with pytest.raises(ReportInvalid, match="validation found"):
         carry_out(source, root)
     assert json.loads((root / "report" / "report.json").read_text())["findings"]
     assert carry_out(made, root)["report"].status == "made"
+
+
+def test_what_a_user_put_beside_a_failed_steps_report_is_never_deleted(made, root, tmp_path):
+    flip(tmp_path / "source" / "model.safetensors")
+    with pytest.raises(ReportInvalid, match="validation found"):
+        carry_out(made, root, only="report")
+    (root / "report" / "NOTES.txt").write_text("mine")
+    with pytest.raises(OutputExists, match=r"NOTES\.txt"):
+        carry_out(made, root, only="report")
+    assert (root / "report" / "NOTES.txt").read_text() == "mine"
+    (root / "report" / "NOTES.txt").unlink()
+    with pytest.raises(ReportInvalid, match="validation found"):
+        carry_out(made, root, only="report")
+
+
+@pytest.mark.parametrize("selection", [{"only": "card"}, {"first": "card"}, {"only": "publish"}], ids=str)
+def test_a_recipe_is_not_published_with_what_another_one_made(made, root, hub, selection):
+    other, calls = changed(made, "vllm", dtype="bfloat16"), len(hub.served)
+    card = (root / "card" / "release.yaml").read_bytes()
+    [first, *_] = planned(other, root, **selection).steps
+    assert first.runs is None and "this recipe made vllm" in first.why
+    with pytest.raises(ReleaseStateInvalid, match="this recipe made vllm, which another one did"):
+        carry_out(other, root, **selection)
+    assert (root / "card" / "release.yaml").read_bytes() == card and len(hub.served) == calls
+    # Neither does a step pass whose own parameters stand, and whose input was made anew meanwhile.
+    carry_out(other, root, only="vllm")
+    with pytest.raises(ReleaseStateInvalid, match="this recipe made report"):
+        carry_out(other, root, only="card")
+    assert carry_out(other, root, without=("publish", "card"))["report"].status == "made"
 
 
 def test_the_gate_stands_before_the_hub(made, root, hub, tmp_path):
