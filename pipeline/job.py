@@ -11,6 +11,7 @@ from ..cards.publish.floor import Floor
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Folder, Source
 from ..convert.read import Head, read_head
+from ..errors import RecipeInvalid
 from .kinds import Reading
 
 Say = Callable[[str], None]
@@ -67,6 +68,19 @@ class Job:
     def maybe(self, field: str) -> Source | None:
         """Return the checkpoint that a field names, None where it names none."""
         return self.inputs[field][0] if self.inputs.get(field) else None
+
+    def trusts(self, asked: bool) -> bool:
+        """Return what a step says of running the target's own Python, which its tokenizer may need.
+
+        Raises:
+            RecipeInvalid: it may be run, and the target is named by no commit.
+        """
+        target = self.maybe("target")
+        if asked and target is not None and not target.pinned:
+            raise RecipeInvalid(
+                "trust_remote_code runs code of one commit only", where="target", fix=f"Name it: {target.name}"
+            )
+        return asked
 
     def word(self, field: str) -> str | None:
         """Return the file, as a path, or the name that a field holds; None where it holds none."""

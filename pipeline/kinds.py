@@ -72,6 +72,7 @@ class Train(StepBase):
     start: str | None = None
     save_every: int = Field(default=200, ge=1)
     look_every: int = Field(default=200, ge=1)
+    trust_remote_code: bool = False  # for the tokenizer of a target at a commit
 
     @model_validator(mode="after")
     def _on_something(self) -> Self:
@@ -124,6 +125,7 @@ class Validate(StepBase):
     prompt_tokens: int = Field(default=32, ge=1)
     new_tokens: int = Field(default=64, ge=1)
     engines: str | None = None
+    trust_remote_code: bool = False  # for the tokenizer of a target at a commit
     reading: Reading = Reading()
 
 
@@ -145,6 +147,7 @@ class Bench(StepBase):
     limit: int | None = Field(default=None, ge=1)
     target_name: str | None = None
     precision: str | None = None
+    trust_remote_code: bool = False  # for the tokenizer of a target at a commit
     reading: Reading = Reading()
 
     @model_validator(mode="after")

@@ -52,9 +52,9 @@ def train(step: Train, job: Job) -> None:
     from ..train.named import read_recipe_file
     from ..train.run import train as run
 
-    target = job.source("target")
+    target, trusted = job.source("target"), job.trusts(step.trust_remote_code)
     folder = target.fetch_model()
-    config, tokenizer = read_target_config(folder), load_tokenizer(folder)
+    config, tokenizer = read_target_config(folder), load_tokenizer(folder, trust_remote_code=trusted)
     start, states = job.maybe("start"), job.word("states")
     head = open_step_head(start, Reading(), target) if start else None
     values = read_recipe_file(job.word("recipe") or "") | step.set

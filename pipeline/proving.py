@@ -43,6 +43,7 @@ def validate(step: Validate, job: Job) -> None:
     from ..validate.run import validate as run
 
     target, source, said = job.maybe("target"), job.maybe("source"), step.reading
+    trusted = job.trusts(step.trust_remote_code)
     config = read_target_config(target.fetch_config()) if target else None
     hints = Hints(
         said.captured, said.captured_are, config.layers if config else None, said.max_positions,
@@ -60,7 +61,7 @@ def validate(step: Validate, job: Job) -> None:
     if target and prompts:
         parity = Parity(
             target,
-            encode_held_out(prompts, target, limit),
+            encode_held_out(prompts, target, limit, trust_remote_code=trusted),
             steps=step.steps,
             prompt_tokens=step.prompt_tokens,
             new_tokens=step.new_tokens,
@@ -88,7 +89,7 @@ def bench(step: Bench, job: Job) -> None:
     from ..validate.assemble import config_digest, digests
     from ..validate.bench_suites import load_suite
 
-    head, target = job.source("head"), job.maybe("target")
+    head, target, trusted = job.source("head"), job.maybe("target"), job.trusts(step.trust_remote_code)
     suite = load_suite(job.word("suite") or step.suite, limit=step.limit)
     if step.url:
         from ..validate.bench import Wish, measure_server
@@ -97,7 +98,7 @@ def bench(step: Bench, job: Job) -> None:
         wish = Wish(
             draft_tokens=step.draft_tokens, head=head.name, concurrency=step.concurrency, max_tokens=step.max_tokens,
             temperature=step.temperature, target=step.target_name, precision=step.precision,
-            weights=digests(opened), config=config_digest(opened),
+            weights=digests(opened), config=config_digest(opened), folder=opened.folder,
         )  # fmt: skip
         found = measure_server(step.url, suite, wish, job.say)
     else:
@@ -107,7 +108,7 @@ def bench(step: Bench, job: Job) -> None:
         found = measure_head(
             open_step_head(head, step.reading, target), target.fetch_model(), suite, draft_tokens=step.draft_tokens,
             max_tokens=step.max_tokens, temperature=step.temperature, target_name=step.target_name or target.name,
-            say=job.say,
+            trust_remote_code=trusted, say=job.say,
         )  # fmt: skip
     with staged(job.out) as folder:
         (folder / ACCEPTANCE).write_text(found.to_json())

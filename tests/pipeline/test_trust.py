@@ -1,0 +1,111 @@
+"""A target whose tokenizer is Python of its own: run by the steps that read text where the recipe trusts one commit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.heads import MLA, random_slots, write_head
+
+from kconv.cards.facts import Facts
+from kconv.checkpoint.hub import HubRepo
+from kconv.checkpoint.source import Folder, Source
+from kconv.cli import main
+from kconv.convert.layouts import by_name
+from kconv.errors import RecipeInvalid, ReportInvalid, TargetInvalid, TrainingDataInvalid
+from kconv.pipeline import making, proving
+from kconv.pipeline.job import Job
+from kconv.pipeline.kinds import Bench, Train, Validate
+from kconv.target.config import read_target_config
+
+CODE = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+
+
+@pytest.fixture
+def target(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a target with a tokenizer as Kimi-K2's is."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(tiny_target, tmp_path / "target")
+    file = folder / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (folder / "own.py").write_text(CODE)
+    return folder
+
+
+@pytest.fixture
+def head(target: Path, tmp_path: Path) -> Path:
+    config = read_target_config(target)
+    sizes = {"hidden": config.hidden, "target_hidden": config.hidden, "vocab": config.vocab}
+    spec = replace(MLA, **sizes, draft_vocab=config.vocab)
+    return write_head(tmp_path / "head", by_name("vllm"), spec, random_slots(spec))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "Why is the sky blue?"}) + "\n")
+    return file
+
+
+def job(tmp_path: Path, sources: dict[str, Source], **words: object) -> Job:
+    named: dict[str, Any] = {field: (str(word),) for field, word in words.items()}
+    inputs = {field: (source,) for field, source in sources.items()}
+    return Job(tmp_path / "out", "it", inputs, named, Facts(), None, "", lambda _: None)
+
+
+def test_a_head_is_trained_with_it(target, tmp_path):
+    def run(trusted: bool) -> None:
+        step = Train(do="train", target="t", recipe="eagle3-gqa", data="d", trust_remote_code=trusted)
+        making.train(step, job(tmp_path, {"target": Folder(target)}, recipe="eagle3-gqa", data=tmp_path / "no.jsonl"))
+
+    _refuses_and_goes_on(run, TrainingDataInvalid)
+
+
+def test_a_head_is_validated_with_it(target, prompts, tmp_path):
+    def run(trusted: bool) -> None:
+        step = Validate(do="validate", head="h", target="t", prompts="p", trust_remote_code=trusted)
+        sources: dict[str, Source] = {"target": Folder(target), "head": Folder(tmp_path / "no-head")}
+        proving.validate(step, job(tmp_path, sources, prompts=prompts))
+
+    _refuses_and_goes_on(run, ReportInvalid)
+
+
+def _refuses_and_goes_on(run: Callable[[bool], None], beyond: type[Exception]) -> None:
+    with pytest.raises(TargetInvalid, match="cannot be loaded"):
+        run(False)
+    with pytest.raises(beyond):
+        run(True)
+
+
+def test_a_head_is_benched_with_it(target, head, prompts, tmp_path):
+    step = Bench(do="bench", head="h", target="t", suite="s", max_tokens=3)
+    made = job(tmp_path, {"target": Folder(target), "head": Folder(head)}, suite=prompts)
+    with pytest.raises(TargetInvalid, match="cannot be loaded"):
+        proving.bench(step, made)
+    proving.bench(step.model_copy(update={"trust_remote_code": True}), made)
+    assert (tmp_path / "out" / "acceptance.json").is_file()
+
+
+def test_the_bench_command_has_the_option_that_its_fault_names(target, head, prompts, tmp_path):
+    words = ["bench", "--head", head, "--target", target, "--suite", prompts, "--max-tokens", 3, "--out"]
+    refused = CliRunner().invoke(main, [*map(str, words), str(tmp_path / "a.json")])
+    assert refused.exit_code == 1 and "--trust-remote-code" in refused.stderr
+    done = CliRunner().invoke(main, [*map(str, words), str(tmp_path / "a.json"), "--trust-remote-code"])
+    assert done.exit_code == 0, done.output
+
+
+def test_only_one_commit_is_trusted(tmp_path):
+    named = HubRepo("org/kimi", "a" * 40, pinned=True)
+    assert job(tmp_path, {"target": named}).trusts(True)
+    moving = job(tmp_path, {"target": replace(named, pinned=False)})
+    assert not moving.trusts(False)
+    with pytest.raises(RecipeInvalid, match="one commit") as fault:
+        moving.trusts(True)
+    assert named.name in fault.value.fix
