@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ...convert.launch import ENGINES
 from ...errors import KconvError, PublishRefused
 from ...validate.report import Finding
-from ...validate.rules.head import WRITTEN_FOR
-from ...validate.rules.rule import ENGINES
 from ..about import foreign
 from ..licences.checks import CHECKS as LICENCE_CHECKS
 from ..licences.checks import check_folder
@@ -21,6 +20,14 @@ from .release import REPORT, Candidate
 # What tokens of the Hub and of the places that keep code look like.
 SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
 TEXT = (".md", ".json", ".yaml", ".yml", ".txt", ".sh", ".py", "")
+
+# vLLM is validated for its two model runners, which read a config each in its own way.
+VALIDATED_AS = {"vllm": ("vllm-v1", "vllm-v2")}
+
+
+def written_for(layout: str) -> tuple[str, ...]:
+    """Return whom a report on a layout must be for, as kconv validate names them."""
+    return tuple(name for engine in ENGINES.get(layout, (layout,)) for name in VALIDATED_AS.get(engine, (engine,)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
         if finding.severity == "error":
             yield finding.where, f"validation found {finding.rule}: {finding.message}"
     layout = candidate.manifest.layout
-    unchecked = [e for e in WRITTEN_FOR.get(layout, ENGINES) if e not in report.provenance.get("for", ())]
+    unchecked = [engine for engine in written_for(layout) if engine not in report.provenance.get("for", ())]
     if unchecked:
         yield REPORT, f"the folder is in {layout}'s layout, and was not checked for {', '.join(unchecked)}"
 

@@ -22,12 +22,15 @@ from kconv.cards.evidence import Evidence
 from kconv.cards.front_matter import results
 from kconv.cards.publish.allow import Allowance, record_exceptions
 from kconv.cards.publish.floor import Floor, read_floor
-from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, judge
+from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, judge, written_for
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.publish.run import prepare
+from kconv.cards.sections import ENGINES as SERVED
+from kconv.convert.layouts import by_name
 from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid
 from kconv.validate.acceptance import Acceptance, read_acceptance
 from kconv.validate.report import Finding
+from kconv.validate.rules.head import engines_of
 
 ERROR = Finding(rule="K101", severity="error", where="lm_head", message="It is not there.", fix="Add it.")
 WARNING = Finding(rule="K102", severity="warning", where="lm_head", message="It looks odd.", fix="Look.")
@@ -201,6 +204,11 @@ def test_the_documentation_lists_every_check():
     page = (Path(__file__).parent.parent.parent / "docs" / "release.md").read_text()
     for check in (MANIFEST_HOLDS, *CHECKS):
         assert f"| {check.rule} | {check.says} | {'yes' if check.allowable else 'never'} |" in page
+
+
+@pytest.mark.parametrize("layout", SERVED)
+def test_a_layouts_report_is_for_whom_kconv_validate_checks_it_by_itself(layout):
+    assert set(written_for(layout)) == set(engines_of(by_name(layout)))
 
 
 def test_every_check_is_broken_by_something():
