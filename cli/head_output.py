@@ -85,6 +85,8 @@ def print_manifest(manifest: Manifest, out: Path, *, as_json: bool) -> None:
             click.echo(f"{step.output.name} {step.action}: {step.reason}")
     for record in manifest.dropped:
         click.echo(f"{record.name} dropped: {record.reason}")
+    if manifest.config_carried:
+        click.echo(f"config keys carried as they are: {', '.join(manifest.config_carried)}")
     click.echo(f"captured layers: {manifest.captured_by}")
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
     click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
