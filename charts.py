@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,8 @@ def chart(
     from matplotlib.figure import Figure
 
     # Settings of the user's own matplotlibrc would make another picture on each machine.
-    with matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
+    settings: dict[Any, Any] = {**matplotlib.rcParamsDefault, **STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         yield figure, list(figure.subplots(1, panels, squeeze=False, sharey=same_y)[0])
         # Neither the date nor the version: the same figures make the same file.
