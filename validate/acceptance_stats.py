@@ -46,7 +46,8 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
 
     Raises:
         CountersMissing: nothing was drafted.
-        AcceptanceInvalid: the acceptance length is above K + 1, or the places do not add up.
+        AcceptanceInvalid: the acceptance length is above K + 1.
+        DefinitionsMixed: the places do not add up, or are not K: an engine that counts places counts all of them.
     """
     if counts.drafts <= 0:
         raise CountersMissing(
@@ -62,7 +63,7 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
     places = counts.per_position
     if places is None:
         return
-    if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) > draft_tokens:
+    if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
         raise DefinitionsMixed(
             f"the {len(places)} places count {sum(places):g} accepted tokens, the total {counts.accepted:g}, K is "
             f"{draft_tokens}",

@@ -22,9 +22,11 @@ from .acceptance_stats import Counts, check_possible, interval, macro, mean_of_c
 from .bench_counters import NOTES, Engine, Reading
 from .bench_server import Answer, ChatServer, connect
 from .bench_suites import Suite
+from .bench_told import check_told
 from .held_out import refuse_overlap
 
 Say = Callable[[str], None]
+AS_TOLD = "as told: no engine says which weights it serves"
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,14 @@ def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None
         CountersMissing: it serves without speculation, or does not count.
         CountersReset: its counters went backwards.
         CountersDisturbed: they count what was not asked here.
-        DefinitionsMixed: it counts in two ways, or the baseline speculates.
+        DefinitionsMixed: it counts in two ways, drafts otherwise than is said, or the baseline speculates.
         AcceptanceInvalid: it counts more than K drafted tokens allow.
         PromptsInvalid: the head was trained on one of the prompts.
     """
     if wish.folder is not None:
         refuse_overlap((prompt.digest for prompt in suite.prompts), wish.folder)
     server = connect(url, wish.model, wish.extra, wish.timeout)
-    engine = server.recognise()
+    engine, told = server.recognise(), check_told(server, wish.draft_tokens, wish.tree)
     baseline = _connect_baseline(wish)
     shared = {
         "metric": "al_incl_bonus", "draft_tokens": wish.draft_tokens, "tree": wish.tree, "engine": engine.name,
@@ -139,6 +141,7 @@ def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None
         rows=tuple(rows),
         kconv=version("kconv"),
         provenance={"model": server.model, "concurrency": wish.concurrency, "extra": dict(wish.extra)}
+        | {"weights": AS_TOLD, "server": told}
         | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
 

@@ -45,6 +45,7 @@ class SpecServer:
         foreign: tokens of verify steps counted with each request, that no one here asked for.
         restart_after: counters begin again after so many requests.
         looping: answers repeat themselves.
+        info: what SGLang's /server_info says beside the version.
     """
 
     engine: str | None
@@ -56,6 +57,7 @@ class SpecServer:
     foreign: int = 0
     restart_after: int = 0
     looping: bool = False
+    info: dict[str, object] = field(default_factory=dict)
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -165,7 +167,7 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
             elif self.path == "/v1/models":
                 self._send(200, json.dumps({"data": [{"id": "tiny {kimi}"}]}))
             elif self.path in VERSIONS.get(server.engine or "", VERSION_PATHS):
-                self._send(200, json.dumps({"version": "1.2.3"}))
+                self._send(200, json.dumps({"version": "1.2.3"} | server.info))
             else:
                 self._send(404, "{}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kconv.errors import (
     CountersReset,
     DefinitionsMixed,
     EngineFailed,
+    PromptsInvalid,
 )
 from kconv.target.prompts import Prompt
 from kconv.validate import bench_server
@@ -169,6 +171,43 @@ def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions(
 def test_another_k_than_the_servers_is_refused(engine):
     with serving(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
         measure_server(server.url, SUITE, Wish(draft_tokens=1, head="h"))
+
+
+def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
+    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 places .* K is 5"):
+        measure_server(server.url, SUITE, Wish(draft_tokens=5, head="h"))
+
+
+INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_draft_model_path": "/heads/mine"}
+
+
+def test_what_sglang_says_of_its_drafting_is_kept():
+    with serving("sglang", info=INFO) as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", weights={"model.safetensors": "00"}))
+    assert found.provenance["server"] == INFO
+    assert "as told" in found.provenance["weights"]
+
+
+@pytest.mark.parametrize(
+    ("info", "tree", "message"),
+    [
+        ({"speculative_num_steps": 5}, "chain", "drafts 5 tokens in a chain, and K is said to be 3"),
+        ({"speculative_eagle_topk": 4}, "chain", "top-k 4, and the tree is said to be 'chain'"),
+        ({"speculative_eagle_topk": 1}, "topk=4", "top-k 1, and the tree is said to be 'topk=4'"),
+    ],
+)
+def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
+    with serving("sglang", info=INFO | info) as server:
+        with pytest.raises(DefinitionsMixed, match=message):
+            measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", tree=tree))
+        assert server.asked == []
+
+
+def test_prompts_that_the_head_was_trained_on_are_refused_before_a_server_is_asked(tmp_path: Path):
+    seen = [WRITING[2].digest[:16]]
+    (tmp_path / "kconv.json").write_text(json.dumps({"training": {"data": {"prompts": seen}}}))
+    with pytest.raises(PromptsInvalid, match="1 of 9 prompts"):
+        measure_server("http://127.0.0.1:9", SUITE, Wish(draft_tokens=K, head="h", folder=tmp_path))
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path):

@@ -20,8 +20,10 @@ from ...target.config import read_target_config
 from ...target.generate import generate_greedy
 from ...target.model import load_target
 from ...target.tokenizer import Tokenizer, load_tokenizer
+from ..acceptance_stats import Counts, check_possible
 from ..bench_counters import Engine
 from ..bench_server import ChatServer, connect
+from ..bench_told import check_told
 from ..figures import EngineFigures
 from ..held_out import read_held_out
 from ..report import Finding
@@ -106,7 +108,8 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
 
     Raises:
         EngineFailed: the engine does not start, dies, cannot be reached or answers with an error.
-        CountersMissing, CountersReset, DefinitionsMixed: its counters say nothing of this.
+        CountersMissing, CountersReset: its counters say nothing of this.
+        DefinitionsMixed, AcceptanceInvalid: it drafts another number of tokens than is said.
         PromptsInvalid: there are no prompts, or one is too long.
         TargetInvalid: the target cannot be read, or does not belong to the head.
     """
@@ -129,7 +132,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         say("vLLM with the head: starting")
         with serve(_with_head(serving, head)) as speculating:
             say("vLLM with the head: generating")
-            served = _count(speculating.client, bench.prompts, reference, asked.new_tokens)
+            served = _count(speculating.client, bench.prompts, reference, asked)
         strict, of = True, WITHOUT
     say("simulating the chain")
 
@@ -189,16 +192,17 @@ def _with_head(serving: Serving, head: Head) -> Serving:
     )
 
 
-def _count(
-    client: Client, prompts: Sequence[list[int]], reference: Sequence[Sequence[int]], new_tokens: int
-) -> _Served:
+def _count(client: Client, prompts: Sequence[list[int]], reference: Sequence[Sequence[int]], asked: Engined) -> _Served:
+    new_tokens = asked.new_tokens
     before = client.read_counters()
     outputs = [client.complete(prompt, new_tokens) for prompt in prompts]
     counted: SpecCounters = client.read_counters().since(before)
     # Raises where nothing was drafted.
     _ = counted.acceptance_length
+    places = counted.accepted_per_position
+    check_possible(Counts(counted.drafts, counted.accepted, places), asked.steps, client.url)
     same = sum(list(own[:new_tokens]) == output for own, output in zip(reference, outputs, strict=True))
-    return _Served("vllm", same, counted.drafts, counted.accepted, counted.accepted_per_position)
+    return _Served("vllm", same, counted.drafts, counted.accepted, places)
 
 
 def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) -> _Served:
@@ -208,8 +212,9 @@ def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) ->
         raise EngineFailed(
             f"{asked.engine} is asked for, and this is {engine.name}", where=server.url, fix="Check the address."
         )
+    check_told(server, asked.steps, "chain")
     if engine.name == "vllm":
-        return _count(server, bench.prompts, reference, asked.new_tokens)
+        return _count(server, bench.prompts, reference, asked)
     return _count_other(server, engine, asked, bench, reference)
 
 
@@ -223,6 +228,7 @@ def _count_other(
     texts = [server.complete_text(prompt, asked.new_tokens) for prompt in bench.prompts]
     found = server.rest(engine).since(before, server.url)
     counts = engine.count(found, asked.steps, len(texts), len(texts))
+    check_possible(counts, asked.steps, server.url)
     inner = bench.tokenizer.inner
     own = [inner.decode(list(row[: asked.new_tokens]), skip_special_tokens=True) for row in reference]
     same = sum(text.strip() == str(theirs).strip() for text, theirs in zip(texts, own, strict=True))

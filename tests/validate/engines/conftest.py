@@ -79,7 +79,7 @@ def head(own, tmp_path_factory) -> Head:
     root = tmp_path_factory.mktemp("head")
     [(often, _)] = Counter(token for row in own[1] for token in row).most_common(1)
     slots = random_slots(SPEC, seed=0, without=("t2d",))
-    slots |= {"lm_head": torch.zeros(2, SPEC.hidden), "d2t": torch.tensor([often, often])}
+    slots |= {"lm_head": torch.ones(2, SPEC.hidden), "d2t": torch.tensor([often, often])}
     write_head(root / "trained", MODELOPT, SPEC, slots, TRTLLM.write_config(SPEC))
     execute(plan(read_head(open_checkpoint(root / "trained"), layout=MODELOPT), by_name("vllm")), root / "vllm")
     return read_head(open_checkpoint(root / "vllm"))

@@ -8,7 +8,7 @@ import pytest
 from support.counting import NEW_TOKENS, STEPS, metrics
 
 from kconv.checkpoint.source import Folder
-from kconv.errors import CountersMissing, EngineFailed, PromptsInvalid
+from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
 from kconv.target.tokenizer import load_tokenizer
 from kconv.validate.engines.check import FORWARD, Engined, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT
@@ -113,7 +113,21 @@ def test_what_cannot_be_asked_is_told(head, server, asked, known, tmp_path):
         check_engine(head, Engined("vllm", Folder(tmp_path), str(empty)), lambda _: None)
 
 
+def test_another_number_of_drafted_tokens_is_told(head, server, asked, stand_in, known):
+    expected = known[2]
+    places = (*(int(count) for count in expected.accepted), 0)
+    url = server("vllm", metrics(0, (0,) * len(places)), metrics(expected.drafts, places))
+    with pytest.raises(DefinitionsMixed, match=r"4 places .* K is 3"):
+        check_engine(head, asked(url=url), lambda _: None)
+    url = server("sglang", sglang(0, 0, 0), sglang(1, 3, 1))
+    stand_in.answers["/server_info"] = (200, json.dumps({"speculative_num_steps": 5}))
+    with pytest.raises(DefinitionsMixed, match="drafts 5 tokens"):
+        check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
+
+
 def test_a_server_that_drafts_nothing_is_told(head, server, asked):
+    with pytest.raises(CountersMissing, match="nothing was drafted"):
+        check_engine(head, asked(url=server("trtllm", trtllm(0, 0), trtllm(0, 0)), engine=None), lambda _: None)
     nothing = metrics(0, (0, 0, 0))
     with pytest.raises(CountersMissing, match="drafted nothing"):
         check_engine(head, asked(url=server("vllm", nothing, nothing)), lambda _: None)
