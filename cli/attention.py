@@ -114,6 +114,7 @@ def convert(
     from ..convert.attention.plan import check_layout, plan_converted
     from ..convert.execute import execute
     from ..convert.layouts import by_name
+    from ..convert.plan import refuse_target
     from ..convert.read import read_weights
     from ..convert.shared import SLOTS
     from ..head.forward import DraftHead
@@ -129,6 +130,7 @@ def convert(
     check_layout(spec, outline(spec, wanted.kind, wanted.head_dim), table, read.places)
     texts = _open_texts(wanted, spec, target)
     shared = find_shared(target)
+    refuse_target(read, table, shared)
     weights = read_weights(read)
     for slot in SLOTS:
         if slot not in weights:

@@ -127,7 +127,7 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
     for limit in layout.limits:
         if limit.applies(spec, head.places):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
-    _refuse_target(head, layout, wishes.target)
+    refuse_target(head, layout, wishes.target)
     shared = _droppable(head, layout, wishes)
     rows = _rows_to_write(head, layout, spec)
     steps = tuple(
@@ -210,7 +210,12 @@ def _lent(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, ta
     return Step(name, (), row, "added", Lent(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))
 
 
-def _refuse_target(head: Head, layout: Layout, target: Shared | None) -> None:
+def refuse_target(head: Head, layout: Layout, target: Shared | None) -> None:
+    """Refuse a layout whose engine would serve a head otherwise beside this target.
+
+    Raises:
+        LayoutCannot: by a captured layer, or by the target's embedding in place of the head's own.
+    """
     if target is None:
         return
     for limit in layout.target_limits:

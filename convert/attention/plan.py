@@ -21,7 +21,7 @@ from ...head.slots import needs
 from ...head.spec import HeadSpec
 from ..config import carry
 from ..layout import Layout, Stored, stored
-from ..plan import Plan, Source, Step, step_of
+from ..plan import Plan, Source, Step, refuse_target, step_of
 from ..read import Head
 from ..shared import SLOTS, Lent, Shared
 from .calibration import Calibration, digest_rows
@@ -104,10 +104,12 @@ def plan_converted(
         target: the target's embedding and lm_head, where they are at hand.
 
     Raises:
-        LayoutCannot: the layout, or the engine behind it, has no place for something that the output has.
+        LayoutCannot: the layout, or the engine behind it, has no place for something that the output has, or would
+            serve it otherwise beside this target.
     """
     spec = check_layout(head.spec, converted.head.spec, layout, head.places)
     assert layout.write_config is not None
+    refuse_target(head, layout, target)
     known, own = needs(head.spec), head.places
     attention = tuple(Source(row, info) for slot, (row, info) in own.items() if slot not in needs(spec))
     reason = (

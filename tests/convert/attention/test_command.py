@@ -92,7 +92,7 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     assert len(record.calibration_sha256) == 64 and record.calibration == "prompts.jsonl"
     assert record.held_out["kept"] > 0 and record.held_out["sequences"] >= 8
     measure = ("validate", tmp_path / "mla", "--target", tiny_target, "--prompts", prompts, "--new-tokens", 8)
-    assert "1 of 1 prompts are among those that the head was calibrated on" in run(*measure, fails=PromptsInvalid)
+    assert "1 of 1 prompts are among those that the head was trained or calibrated on" in run(*measure, fails=PromptsInvalid)
     actions = {step.output.name: step.action for step in manifest.tensors}
     assert actions["layers.0.self_attn.kv_b_proj.weight"] == "converted"
     assert actions["lm_head.weight"] in ("carried", "renamed")
@@ -133,6 +133,14 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     )  # fmt: skip
     assert "rows are too few to fit 128 inputs" in shown
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
+
+
+def test_an_embedding_that_the_engine_would_replace_is_refused_here_too(prompts, tiny_target, tmp_path):
+    slots = {n: w * 0.1 if w.ndim == 2 else w * 0.1 + 1.0 for n, w in random_slots(SPEC).items()}
+    write_head(tmp_path / "own", by_name("vllm"), SPEC, {n: w.bfloat16() for n, w in slots.items()})
+    asked = ("--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
+    shown = run("to-sglang", tmp_path / "own", tmp_path / "out", *asked, fails=LayoutCannot)
+    assert "another embed_tokens than the target" in shown and "gathering" not in shown
 
 
 @pytest.mark.parametrize("option", [("--device", "cpu"), ("--keep", "0.5"), ("--context", 64), ("--heal", 0)])
