@@ -18,8 +18,8 @@ from ..checkpoint.tensors import entry, read_tensor
 from ..checkpoint.values import Scan
 from ..errors import TensorMissing, TensorValue
 from ..target.stored import Stored
-from .bounds import is_scale
 from .finish import write_beside, write_manifest
+from .formats import is_scale
 from .plan import QuantizePlan
 from .steps import steps
 

@@ -12,6 +12,12 @@ GROUP_SIZE = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
+# Engines take the reciprocal of an input_scale in float32, where that of a denormal number may be infinite:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2097
+SMALLEST_SCALE = 2.0**-126
+# The next norm squares in float32 what is made of an activation; beyond this a square is infinite.
+LARGEST_AMAX = 2.0**64
+
 # Suffix: dtype, and the shape of the tensor for a weight [out, in].
 TENSORS: dict[str, tuple[str, Callable[[int, int], tuple[int, ...]]]] = {
     "weight": ("U8", lambda rows, columns: (rows, columns // 2)),
@@ -28,6 +34,11 @@ FUSED = (
 _FIRST = {member: members[0] for members in FUSED for member in members}
 KV_CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+
+
+def is_scale(value: float) -> bool:
+    """Say whether float32 can calculate with a scale of a whole module: weight_scale_2, or input_scale."""
+    return SMALLEST_SCALE <= value < LARGEST_AMAX / (E2M1_MAX * E4M3_MAX)
 
 
 def weight_tensors(module: str, shape: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": {"checkpoint", "head", "target.states"},
     "quantize": {"checkpoint", "target", "head", "convert"},
     "train": {"charts", "checkpoint", "head", "target", "convert"},
-    "validate": {"charts", "checkpoint", "head", "target", "convert", "quantize.formats", "quantize.bounds"},
+    "validate": {"charts", "checkpoint", "head", "target", "convert", "quantize.formats"},
     "cards": {"charts", "checkpoint", "convert.launch", "validate.acceptance", "validate.figures", "validate.report"},
     "tiny": {"checkpoint", "target"},
 }

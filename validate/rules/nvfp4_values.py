@@ -8,7 +8,7 @@ import numpy as np
 
 from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
-from ...quantize.formats import E2M1_MAX, E4M3_MAX, fused_group
+from ...quantize.formats import E2M1_MAX, E4M3_MAX, fused_group, is_scale
 from .nvfp4 import AGAIN, SCALARS, parts_of
 from .rule import TRTLLM, Found, rule
 from .target import MARK, TargetSubject
@@ -57,8 +57,6 @@ def fused_input_scale_unequal(subject: TargetSubject) -> Iterator[Found]:
     values=True,
 )
 def scale_value(subject: TargetSubject) -> Iterator[Found]:
-    from ...quantize.bounds import is_scale  # here, as headers are checked without torch
-
     for suffix in SCALARS:
         for info in parts_of(subject, suffix):
             value = _scalar(info)
@@ -99,7 +97,7 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
     values=True,
 )
 def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
-    from ...quantize.bounds import beyond_norms  # here, as headers are checked without torch
+    from ...target.norms import beyond_norms  # here, as headers are checked without torch
 
     scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
     amaxes = {
