@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
 from ..errors import ManifestMismatch, NotACheckpoint
 from .report import Finding
 
@@ -32,8 +32,9 @@ def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole:
     except (ManifestMismatch, NotACheckpoint) as fault:
         yield _broken(MANIFEST, fault.what)
         return
-    for name in sorted(weights.keys() - records.keys()):
-        yield _broken(name, f"{MANIFEST} does not account for it")
+    for file in sorted(folder.iterdir()):
+        if file.name not in records and any(file.match(pattern) for pattern in READ_BY_ENGINES):
+            yield _broken(file.name, f"engines read it, and {MANIFEST} does not account for it")
     for name, record in sorted(records.items()):
         if Path(name).name != name:
             yield _broken(MANIFEST, f"it records {name!r}, which is no file of its own folder")

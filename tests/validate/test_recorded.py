@@ -70,9 +70,11 @@ def test_a_head_that_cannot_be_read_is_held_against_its_manifest_too(converted):
     assert broken(converted) == ["config.json"]
 
 
-def test_a_weight_file_that_the_manifest_does_not_know_is_found(converted):
+def test_a_file_that_engines_read_and_the_manifest_does_not_know_is_found(converted):
     save_file({"midlayer.extra": torch.ones(1)}, converted / "more.safetensors")
-    assert broken(converted) == ["more.safetensors"]
+    (converted / "pytorch_model.bin").write_bytes(b"weights")
+    (converted / "README.md").write_text("A card, which no engine reads.")
+    assert broken(converted) == ["more.safetensors", "pytorch_model.bin"]
 
 
 def test_a_recorded_file_that_is_gone_is_found_in_a_folder_and_not_in_a_download(converted):
