@@ -14,7 +14,7 @@ from .bytes import digest, file_digest
 from .folder import Checkpoint, open_checkpoint
 
 MANIFEST = "kconv.json"
-AGAIN = "Convert the head again."
+AGAIN = "Fetch the folder again, or make it again with kconv."
 ADDED = "Remove the file if it was added; if not, convert the head again."
 # What an engine reads of a folder: config, weights in any container, and how they are quantized.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208

@@ -10,8 +10,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
 from ..errors import ManifestMismatch, NotACheckpoint
 from .report import Finding
-
-FIX = "Fetch the folder again, or make it again with kconv; do not serve it as it is."
+from .rules.comparisons import MAKE_AGAIN
 
 
 def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole: bool) -> Iterator[Finding]:
@@ -53,4 +52,4 @@ def _sha256(file: Path) -> str:
 
 
 def _broken(where: str, message: str) -> Finding:
-    return Finding(rule="K301", severity="error", where=where, message=message, fix=FIX)
+    return Finding(rule="K301", severity="error", where=where, message=message, fix=MAKE_AGAIN)

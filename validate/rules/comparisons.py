@@ -12,6 +12,7 @@ from ..report import Severity
 from .rule import Found, Rule, Subject
 
 AGAIN = "Convert the source again; do not serve this output."
+MAKE_AGAIN = "Fetch the folder again, or make it again with kconv; do not serve it as it is."
 QUANTIZE_AGAIN = "Quantize the target again, and give the very target that it is made from."
 
 
@@ -26,7 +27,8 @@ class Compared(NamedTuple):
 
 
 COMPARED = (
-    Compared("K301", "manifest-broken", "error", "The folder's bytes are not those that its manifest records.", AGAIN),
+    Compared("K301", "manifest-broken", "error", "The folder's bytes are not those that its manifest records.",
+             MAKE_AGAIN),
     Compared("K302", "manifest-absent", "warning", "The folder has no manifest; only its tensors can be compared with"
              " the source's.", "Convert the head with kconv to have one."),
     Compared("K303", "another-head", "error", "The output's config describes another head than the source's.",
@@ -41,7 +43,8 @@ COMPARED = (
     Compared("K701", "output-changed", "error", "An engine's greedy output with speculation is not its output without:"
              " speculation may not change a token.", "Do not serve this; look for the engine's own fault first."),
     Compared("K702", "counts-differ", "error", "An engine accepted other numbers of drafts than kconv's own chain of"
-             " the same head: it reads the head otherwise than its config says.",
+             " the same head: it reads the head otherwise than its config says. Of a server that is reached,"
+             " whose dtype is its own, a warning where that may be the cause.",
              "Compare the captured layers, RoPE and norms that the engine's log speaks of with the head's."),
 )  # fmt: skip
 
