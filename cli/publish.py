@@ -73,8 +73,7 @@ def publish(
     \b
     Example:
       kconv publish my-release my-org/my-head --tag v1 --dry-run
-      kconv publish my-release my-org/my-head --tag v1 --min-acceptance 2.5 --suite MT-Bench --draft-tokens 3 \\
-        --prompts 80 --max-loss 0.01
+      kconv publish my-release --tag v1 --min-acceptance 2.5 --suite MT-Bench --draft-tokens 3 --prompts 80
     """
     if len(rules) != len(reasons):
         raise click.UsageError("each --allow needs a --why, and each --why an --allow")

@@ -23,7 +23,7 @@ def check_amax(name: str, amax: float) -> None:
         raise InputScalesInvalid(
             f"the amax of {name} is {amax:g}, and its input_scale nothing that float32 can calculate with",
             where=name,
-            fix="Calibrate this target again, with more prompts.",
+            fix="Calibrate again, with other prompts.",
         )
 
 

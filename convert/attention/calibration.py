@@ -123,12 +123,25 @@ def check_calibration(calibration: Calibration, spec: HeadSpec) -> int:
         CalibrationInvalid: it is of another target than the head's, has values that are no numbers, or as
             `check_amount`.
     """
-    shapes = []
+    shapes = check_batches(calibration, spec)
+    return check_amount(shapes, calibration.part_of_each(), spec, calibration.name)
+
+
+def check_batches(calibration: Calibration, spec: HeadSpec) -> list[tuple[int, int]]:
+    """Refuse a calibration that does not belong to a head, or is damaged: one pass over it.
+
+    Returns:
+        Of each batch, texts and tokens of each.
+
+    Raises:
+        CalibrationInvalid: it is of another target than the head's, or has values that are no numbers.
+    """
+    shapes: list[tuple[int, int]] = []
     for index, batch in enumerate(calibration.batches):
         _check_target(calibration, batch, spec)
         _check_batch(calibration, batch, index)
         shapes.append((batch.tokens.shape[0], batch.tokens.shape[1]))
-    return check_amount(shapes, calibration.part_of_each(), spec, calibration.name)
+    return shapes
 
 
 def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec: HeadSpec, name: str) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...convert.attention.calibration import STEPS, Calibration, Part
+from ...convert.attention.calibration import STEPS, Calibration, Part, check_batches
 from ...convert.attention.trace import trace
 from ...errors import CalibrationInvalid
 from ...head.chain import count_chains
@@ -64,22 +64,12 @@ def check_states(calibration: Calibration, spec: HeadSpec) -> int:
         Rows that the scales are of: chains times draft steps.
 
     Raises:
-        CalibrationInvalid: they are of another target than the head's, or too few.
+        CalibrationInvalid: they are of another target than the head's, have values that are no numbers, or are too few.
         PromptsInvalid: a text is too short to draft in.
     """
-    wanted = (len(spec.captured) * spec.target_hidden, spec.target_hidden, (spec.vocab, spec.target_hidden))
     rows: dict[Part, int] = {"fit": 0, "choose": 0, "held-out": 0}
-    for part in rows:
-        for batch in calibration.part(part):
-            found = (batch.captured.shape[-1], batch.hidden.shape[-1], tuple(calibration.lm_head.shape))
-            if found != wanted:
-                raise CalibrationInvalid(
-                    f"the states are {found[0]} wide with a lm_head of {list(found[2])}, and the head reads "
-                    f"{len(spec.captured)} layers of {spec.target_hidden} with {list(wanted[2])}",
-                    where=calibration.name,
-                    fix=f"Give states of the head's own target, from layers {list(spec.captured)} (as outputs).",
-                )
-            rows[part] += batch.tokens.shape[0] * count_chains(batch.tokens.shape[1], STEPS) * STEPS
+    for part, (texts, length) in zip(calibration.part_of_each(), check_batches(calibration, spec), strict=True):
+        rows[part] += texts * count_chains(length, STEPS) * STEPS
     calibrated = rows["fit"] + rows["choose"]
     if not calibrated or not rows["held-out"]:
         raise CalibrationInvalid(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.heads import GQA, MLA, random_slots
 
-from kconv.convert.attention.calibration import Batch, Calibration
+from kconv.convert.attention.calibration import Batch, Calibration, Part
 from kconv.convert.attention.trace import trace
 from kconv.errors import (
     CalibrationInvalid,
@@ -162,9 +162,9 @@ def filled(slot: str, value: float) -> dict[str, torch.Tensor]:
     return weights | {slot: weights[slot].index_fill(0, torch.arange(len(weights[slot])), value)}
 
 
-def spoiled(value: float) -> Calibration:
+def spoiled(value: float, part: Part = "fit") -> Calibration:
     states = states_of(SPEC)
-    for batch in states.batches:
+    for batch in states.part(part):
         batch.captured[0, 0, 0] = value
     return states
 
@@ -174,8 +174,14 @@ REFUSED = {
     "a weight of zeros": (SPEC, filled("0.up_proj", 0.0), states_of(SPEC), TensorValue, "zero throughout"),
     "a weight with NaN": (SPEC, filled("0.o_proj", float("nan")), states_of(SPEC), TensorValue, "NaN or Inf"),
     "a weight with Inf": (SPEC, filled("0.q_proj", float("inf")), states_of(SPEC), TensorValue, "NaN or Inf"),
-    "states with NaN": (SPEC, weights_of(SPEC), spoiled(float("nan")), InputScalesInvalid, "nan"),
-    "states with Inf": (SPEC, weights_of(SPEC), spoiled(float("inf")), InputScalesInvalid, "amax"),
+    "states with NaN": (SPEC, weights_of(SPEC), spoiled(float("nan")), CalibrationInvalid, "no finite numbers"),
+    "states with Inf": (SPEC, weights_of(SPEC), spoiled(float("inf")), CalibrationInvalid, "no finite numbers"),
+    "held-out states with NaN": (
+        SPEC, weights_of(SPEC), spoiled(float("nan"), "held-out"), CalibrationInvalid, "no finite numbers",
+    ),
+    "a linear that reads Inf": (
+        SPEC, filled("0.post_attention_layernorm", 3e38), states_of(SPEC), InputScalesInvalid, "amax",
+    ),
     "a linear that reads zeros": (
         SPEC, filled("0.post_attention_layernorm", 0.0), states_of(SPEC), InputScalesInvalid, "0.gate_proj is 0",
     ),
