@@ -11,12 +11,9 @@ import click
 from click.core import ParameterSource
 
 from ..checkpoint.source import Source
-from ..errors import TargetInvalid
 from .options import FOLDER, open_head
 
 if TYPE_CHECKING:
-    from ..checkpoint.header import TensorInfo
-    from ..convert.shared import Shared
     from ..head.spec import HeadSpec
     from .attention_states import Texts
 
@@ -119,7 +116,7 @@ def convert(
     from ..convert.shared import SLOTS
     from ..head.forward import DraftHead
     from ..pipeline.making import find_shared
-    from .head_output import print_manifest
+    from .head_output import print_kept, print_manifest
     from .output import steps_bar
 
     refuse_existing(out)
@@ -138,7 +135,7 @@ def convert(
     moved = {n: w.to(wanted.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}
     original = DraftHead(spec, moved)
     click.echo("gathering states", err=True)
-    lm_head = read_tensor(_find_lm_head(shared)).to(wanted.device, torch.float32)
+    lm_head = read_tensor(shared.lm_head).to(wanted.device, torch.float32)
     calibration = Calibration(texts.gather(), lm_head, texts.name, texts.prompts, texts.parts)
     with steps_bar("healing") as healed:
         converted = convert_attention(
@@ -156,23 +153,7 @@ def convert(
         manifest = execute(plan_converted(read, table, converted, calibration, shared), out)
     print_manifest(manifest, out, as_json=as_json)
     if not as_json:
-        figures = converted.held_out
-        click.echo(
-            f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
-            f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
-            f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
-        )
-
-
-def _find_lm_head(shared: Shared) -> TensorInfo:
-    """Return the target's own lm_head, whose vocabulary may be larger than the head's."""
-    if "lm_head" not in shared.tensors:
-        raise TargetInvalid(
-            "the target has no lm_head, which its logits are made with",
-            where=shared.name,
-            fix="Give the target that the head was trained on.",
-        )
-    return shared.tensors["lm_head"]
+        print_kept(converted.held_out)
 
 
 def _open_texts(wanted: Attention, spec: HeadSpec, target: Source) -> Texts:

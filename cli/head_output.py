@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
@@ -15,6 +15,18 @@ from ..checkpoint.manifest import Manifest
 from ..convert.plan import Plan
 from ..convert.read import Head
 from .output import print_json, print_next, wide_console
+
+if TYPE_CHECKING:
+    from ..convert.attention.held_out import HeldOut
+
+
+def print_kept(figures: HeldOut) -> None:
+    """Print what an approximation keeps of the acceptance length."""
+    click.echo(
+        f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
+        f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
+        f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
+    )
 
 
 def print_head(head: Head, *, as_json: bool) -> None:

@@ -57,7 +57,6 @@ def quantize_head(
     from ..convert.attention.calibration import Calibration
     from ..convert.read import read_weights
     from ..convert.shared import SLOTS
-    from ..errors import TargetInvalid
     from ..pipeline.making import find_shared
     from ..quantize.head.formats import FORMATS
     from ..quantize.head.plan import plan_plain, plan_quantized, write
@@ -65,25 +64,19 @@ def quantize_head(
     from ..target.config import read_target_config
     from ..target.stored_states import open_states
     from .attention_states import StoredBatches
-    from .head_output import print_manifest
+    from .head_output import print_kept, print_manifest
     from .output import status
 
     refuse_existing(out)
     read, format_ = open_head(head, target=target, **hints), FORMATS[name]
     shared = find_shared(target)
-    if "lm_head" not in shared.tensors:
-        raise TargetInvalid(
-            "the target has no lm_head, which its logits are made with",
-            where=target.name,
-            fix="Give the target that the head was trained on.",
-        )
+    lm_head = read_tensor(shared.lm_head).float()
     plain = plan_plain(read, format_, shared)
     stored = open_states(states, config=read_target_config(target.fetch_config()), captured=read.spec.captured)
     weights = read_weights(read)
     weights |= {slot: read_tensor(shared.lend(slot, read.spec)) for slot in SLOTS if slot not in weights}
     batches = StoredBatches(stored)
     digests = tuple(sequence.digest for sequence in stored.sequences)
-    lm_head = read_tensor(shared.tensors["lm_head"]).float()
     calibration = Calibration(batches, lm_head, states.name, digests, batches.parts)
     with status("quantizing") as say:
         quantized = run(read.spec, weights, format_, calibration, keep=keep, say=say)
@@ -91,12 +84,7 @@ def quantize_head(
         manifest = write(plan_quantized(plain, quantized, calibration), format_, out)
     print_manifest(manifest, out, as_json=as_json)
     if not as_json:
-        figures = quantized.held_out
         before = sum(info.size for info in read.checkpoint.tensors.values())
         after = sum(file.size for file in manifest.files if file.name in manifest.weight_files)
         click.echo(f"bytes: {after:,} of {before:,}")
-        click.echo(
-            f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
-            f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
-            f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
-        )
+        print_kept(quantized.held_out)

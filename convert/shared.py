@@ -37,6 +37,21 @@ class Shared:
     layers: int | None = None
     model_type: str = ""
 
+    @property
+    def lm_head(self) -> TensorInfo:
+        """The target's own lm_head, whose vocabulary may be larger than a head's.
+
+        Raises:
+            TargetInvalid: it has none.
+        """
+        if "lm_head" not in self.tensors:
+            raise TargetInvalid(
+                "the target has no lm_head, which its logits are made with",
+                where=self.name,
+                fix="Give the target that the head was trained on.",
+            )
+        return self.tensors["lm_head"]
+
     def lend(self, slot: str, spec: HeadSpec) -> TensorInfo:
         """Return the tensor that fills a head's slot.
 

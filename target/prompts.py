@@ -9,6 +9,10 @@ from pathlib import Path
 
 from ..errors import PromptsInvalid
 
+# Hex digits of a digest that a trained head's manifest keeps, and by which prompts are told apart: 64 bits tell a
+# million prompts apart, in a quarter of the space.
+KEPT = 16
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..convert.read import Head
 from ..convert.told import read_told
-from ..target.prompts import Prompt
-
-# Hex digits of a digest that are kept: 64 bits tell a million prompts apart, in a quarter of the space.
-KEPT = 16
+from ..target.prompts import KEPT, Prompt
 
 
 def prompt_digest(turns: Sequence[str]) -> str:

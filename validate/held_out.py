@@ -13,13 +13,11 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
-from ..target.prompts import Prompt, digest_prompts, read_prompts
+from ..target.prompts import KEPT, Prompt, digest_prompts, read_prompts
 from ..target.states_record import RECORD
 from ..target.tokenizer import load_tokenizer
 from .bench_suites import SUITES, load_suite
 
-# Hex digits of a digest by which prompts are told apart: as many as a trained head's manifest keeps.
-KEPT = 16
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHOWN = 3
