@@ -1,4 +1,4 @@
-"""Checkpoints of a run. What belongs here: their parts, whose they are, and the newest that is whole.
+"""Checkpoints of a run. What belongs here: their parts, whose they are, and the one to go on from.
 
 A checkpoint holds the head and its optimizer's state whole and by name, however they were spread over processes: so
 a run goes on from it with `--shard` or without.
@@ -39,28 +39,37 @@ PARTS = (WEIGHTS, OPTIMIZER, SCHEDULE)
 PREFIX = "eagle_module."
 
 
-def claim(work: Path, key: str) -> None:
+def claim(work: Path, key: str, world: int) -> None:
     """Make a run's folder, or take up the one that the same run left.
 
     Args:
         work: the folder of its checkpoints.
         key: names everything that decides what comes out of the run.
+        world: how many processes the run is of; a checkpoint holds random numbers of each.
 
     Raises:
-        OutputExists: another run's checkpoints are there.
+        OutputExists: another run's checkpoints are there, or this run's of another number of processes.
     """
     work.mkdir(parents=True, exist_ok=True)
     record = work / RUN
-    if record.exists() and read_json(record).get("key") != key:
+    if not record.exists():
+        draft = work / f"{RUN}.{os.getpid()}"
+        draft.write_text(json.dumps({"key": key, "processes": world}))
+        draft.replace(record)
+        return
+    found = read_json(record)
+    if found.get("key") != key:
         raise OutputExists(
             "another run stopped here: its recipe, target, data or libraries were others",
             where=work,
             fix="Repeat that run's command to go on with it, or delete the folder to begin anew.",
         )
-    if not record.exists():
-        draft = work / f"{RUN}.{os.getpid()}"
-        draft.write_text(json.dumps({"key": key}))
-        draft.replace(record)
+    if found.get("processes") != world:
+        raise OutputExists(
+            f"the run that stopped here was of another number of processes: {found.get('processes')}, not {world}",
+            where=work,
+            fix="Start as many again to go on with it, or delete the folder to begin anew.",
+        )
 
 
 def write_head(state: Mapping[str, Tensor], folder: Path, step: int) -> None:
@@ -121,17 +130,29 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
     schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
 
 
-def newest(work: Path) -> Path | None:
-    """Return the newest whole checkpoint of a run; None where there is none."""
-    found = sorted(work.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
-    return next((folder for folder in reversed(found) if _is_whole(folder)), None)
+def newest(work: Path, steps: int) -> Path | None:
+    """Return the checkpoint that a run of so many steps goes on from; None where there is none.
+
+    It is the newest whole one before the last step: from that of the last step the Trainer would take one more, as it
+    looks whether it is done only after a step.
+    https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer_callback.py#L590-L593
+    """
+    return max((folder for folder in work.glob("checkpoint-*") if _is_usable(folder, steps)), key=_step, default=None)
 
 
-def drop_broken(work: Path) -> None:
-    """Delete the checkpoints that a kill cut short."""
+def drop_unusable(work: Path, steps: int) -> None:
+    """Delete the checkpoints that `newest` passes over: cut short by a kill, or of the last step."""
     for folder in work.glob("checkpoint-*"):
-        if not _is_whole(folder):
+        if not _is_usable(folder, steps):
             shutil.rmtree(folder)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _is_usable(folder: Path, steps: int) -> bool:
+    return _step(folder) < steps and _is_whole(folder)
 
 
 def _is_whole(folder: Path) -> bool:

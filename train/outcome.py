@@ -1,6 +1,7 @@
 """What a run leaves. What belongs here: the trained head as ModelOpt exports it, its module, and the report of the run.
 
-`modelopt/` holds the same head as ModelOpt's own module, training.json, and the curves.
+`modelopt/` holds the same head as ModelOpt's own module, training.json, and the curves. The report stands in
+training.json with every look and without the prompts' digests, and in the manifest the other way round.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str
         "looks": looks,
         "libraries": {name: version(name) for name in LIBRARIES},
     }
-    (folder / MODULE / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    data = {name: value for name, value in job.data.items() if name != "prompts"}
+    (folder / MODULE / REPORT).write_text(json.dumps(report | {"data": data}, indent=2) + "\n")
     if find_spec("matplotlib"):
         draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
     return {key: value for key, value in report.items() if key != "looks"}

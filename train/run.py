@@ -24,11 +24,11 @@ from ..convert.read import Head, read_head, read_slot
 from ..convert.told import read_told
 from ..target.config import read_target_config
 from ..target.ends import load_ends
-from .arguments import check_processes
-from .checkpoints import claim, drop_broken, newest
+from .arguments import Pace, check_processes
+from .checkpoints import claim, drop_unusable, newest
 from .feed import Feed
 from .job import Job, draft_map, job_key
-from .loop import EagleTrainer, Pace, Progress
+from .loop import EagleTrainer, Progress
 from .module import EagleModel, build_module, reduce_vocab
 from .outcome import MODULE, UNTRAINED, leave
 from .recipe import check_recipe
@@ -55,7 +55,8 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
         LayoutCannot: no engine could load the head.
         ManifestMismatch: the manifest of the head to go on from is not of the schema.
         TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
-        OutputExists: something is at `out`, or another run's checkpoints stand beside it.
+        OutputExists: something is at `out`, or beside it stand checkpoints of another run, or of this one with another
+            number of processes.
         OutputFailed: `out` is not writable.
     """
     check_recipe(job.recipe)
@@ -83,10 +84,10 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
 
 
 def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
-    """Train to the last step, from the newest checkpoint in `work` if there is one."""
+    """Train to the last step, from the newest checkpoint before it in `work` if there is one."""
     recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
     if not int(os.environ.get("RANK", "0")):
-        claim(work, job_key(job))
+        claim(work, job_key(job), world)
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
@@ -98,10 +99,10 @@ def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
         Feed(job.unseen.ids[:looked_at], job.unseen.mask[:looked_at], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
-    resume = newest(work)
+    resume = newest(work, recipe.steps)
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
-        drop_broken(work)
+        drop_unusable(work, recipe.steps)
     trainer.accelerator.wait_for_everyone()
     if resume is None:
         untrained = trainer.evaluate() | {"step": 0}

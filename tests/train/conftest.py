@@ -11,6 +11,8 @@ import torch
 
 from kconv.target.model import load_target
 from kconv.train import recipe as recipes
+from kconv.train.feed import Online
+from kconv.train.job import Job, Rows
 from kconv.train.recipe import EagleRecipe
 from kconv.train.trainer import train_head
 
@@ -47,6 +49,29 @@ def text():
 @pytest.fixture(scope="session")
 def held_out():
     return torch.randint(3, 512, (1200,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def rows():
+    def make(count: int, seed: int) -> Rows:
+        ids = torch.randint(3, 512, (count, 24), generator=torch.Generator().manual_seed(seed))
+        return Rows(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    return make(16, 0), make(8, 1)
+
+
+@pytest.fixture(scope="session")
+def make_job(tiny_target, rows):
+    """Return a function that gives a job of a recipe, on random tokens."""
+
+    def make(recipe: EagleRecipe, **changes) -> Job:
+        def states():
+            model = load_target(tiny_target, torch.float32)
+            return Online(model, recipe.captured), Online(model, recipe.captured)
+
+        return Job(tiny_target, recipe, *rows, states, **changes)
+
+    return make
 
 
 @pytest.fixture(scope="session")

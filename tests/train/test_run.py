@@ -1,4 +1,4 @@
-"""Training runs as a whole: stopped and gone on with, from another head, refused."""
+"""Training runs as a whole: what comes out of them, from another head, refused."""
 
 import dataclasses
 import json
@@ -15,15 +15,12 @@ from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.errors import LayoutCannot, OutputExists, RecipeInvalid, TrainingFailed
+from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
 from kconv.head.spec import Yarn
 from kconv.target.config import read_target_config
-from kconv.target.model import load_target
+from kconv.train.arguments import Pace
 from kconv.train.checkpoints import newest
-from kconv.train.feed import Online
-from kconv.train.job import Job, Rows
-from kconv.train.loop import Pace
-from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
+from kconv.train.recipe import TEST_GQA, TEST_MLA
 from kconv.train.run import train
 from kconv.train.watch import spec_of
 
@@ -32,33 +29,8 @@ GQA = dataclasses.replace(TEST_GQA, **FEW)
 MLA = dataclasses.replace(TEST_MLA, **FEW)
 
 
-@pytest.fixture(scope="module")
-def rows():
-    def make(count: int, seed: int) -> Rows:
-        ids = torch.randint(3, 512, (count, 24), generator=torch.Generator().manual_seed(seed))
-        return Rows(ids, torch.ones_like(ids, dtype=torch.bool))
-
-    return make(16, 0), make(8, 1)
-
-
-@pytest.fixture(scope="module")
-def make_job(tiny_target, rows):
-    def make(recipe: EagleRecipe, **changes) -> Job:
-        def states():
-            model = load_target(tiny_target, torch.float32)
-            return Online(model, recipe.captured), Online(model, recipe.captured)
-
-        return Job(tiny_target, recipe, *rows, states, **changes)
-
-    return make
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -87,44 +59,11 @@ def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tm
     assert {path.name for path in tmp_path.iterdir()} == {"head"}
 
 
-@pytest.mark.parametrize("step", [1, 4, 5, 6, 11])
-def test_a_run_that_stopped_ends_with_the_same_weights(make_job, unstopped, tmp_path, step):
-    class Stopped(Exception):
-        pass
-
-    def stop(done: int, _steps: int, _loss: float) -> None:
-        if done == step:
-            raise Stopped
-
-    pace = Pace(save_every=5, look_every=6)
-    with pytest.raises(Stopped):
-        train(make_job(GQA), tmp_path / "head", pace, stop)
-    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
-
-
-def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped, tmp_path):
-    def stop(done: int, _steps: int, _loss: float) -> None:
-        if done == 12:
-            raise KeyboardInterrupt
-
-    pace = Pace(save_every=5, look_every=6)
-    with pytest.raises(KeyboardInterrupt):
-        train(make_job(GQA), tmp_path / "head", pace, stop)
-    work = tmp_path / ".head.training"
-    assert newest(work) == work / "checkpoint-10"
-    (work / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 2')
-    assert newest(work) == work / "checkpoint-5"
-    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
-
-
-def test_another_runs_checkpoints_are_refused(make_job, tmp_path):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(make_job(GQA), tmp_path / "head", progress=stop)
-    with pytest.raises(OutputExists, match="another run"):
-        train(make_job(dataclasses.replace(GQA, lr=0.01)), tmp_path / "head")
+def test_the_prompts_digests_stand_in_the_manifest_alone(make_job, tmp_path):
+    data = {"name": "texts", "prompts": ["a" * 16]}
+    out = train(make_job(dataclasses.replace(GQA, steps=2), data=data), tmp_path / "head")
+    assert json.loads((out / "kconv.json").read_text())["training"]["data"] == data
+    assert json.loads((out / "modelopt" / "training.json").read_text())["data"] == {"name": "texts"}
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(make_job, tmp_path):
@@ -132,7 +71,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
     with pytest.raises(TrainingFailed, match=r"loss is \w+ at step|hold NaN or Inf after step"):
         train(make_job(recipe), tmp_path / "head", Pace(save_every=1))
     assert not (tmp_path / "head").exists()
-    kept = newest(tmp_path / ".head.training")
+    kept = newest(tmp_path / ".head.training", recipe.steps)
     assert kept is not None
     assert all(torch.isfinite(w).all() for w in load_file(kept / "eagle_module.safetensors").values())
 

@@ -1,0 +1,106 @@
+"""Training runs that stopped, and are gone on with."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kconv.errors import OutputExists, OutputFailed
+from kconv.train import run
+from kconv.train.arguments import Pace
+from kconv.train.checkpoints import newest
+from kconv.train.recipe import TEST_GQA
+from kconv.train.run import train
+
+GQA = dataclasses.replace(TEST_GQA, batches=4, steps=12, batch=4, seq=24, warmup=2)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def unstopped(make_job, tmp_path_factory) -> Path:
+    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, look_every=6))
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 6, 11])
+def test_a_run_that_stopped_ends_with_the_same_weights(make_job, unstopped, tmp_path, step):
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, _steps: int, _loss: float) -> None:
+        if done == step:
+            raise Stopped
+
+    pace = Pace(save_every=5, look_every=6)
+    with pytest.raises(Stopped):
+        train(make_job(GQA), tmp_path / "head", pace, stop)
+    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped, tmp_path):
+    def stop(done: int, _steps: int, _loss: float) -> None:
+        if done == 12:
+            raise KeyboardInterrupt
+
+    pace = Pace(save_every=5, look_every=6)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(GQA), tmp_path / "head", pace, stop)
+    work = tmp_path / ".head.training"
+    assert newest(work, 12) == work / "checkpoint-10"
+    (work / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 2')
+    assert newest(work, 12) == work / "checkpoint-5"
+    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+
+
+@pytest.mark.parametrize("save_every", [5, 10])
+def test_a_run_that_stopped_behind_its_last_step_takes_no_further_one(make_job, tmp_path, monkeypatch, save_every):
+    # Under a rate that does not end at 0 a further step would show; the last one is within a pass.
+    recipe, pace = dataclasses.replace(GQA, steps=10, schedule="constant_with_warmup"), Pace(save_every=save_every)
+    wanted = train(make_job(recipe), tmp_path / "unstopped", pace)
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "leave", fail)
+        with pytest.raises(OutputFailed, match="no space left"):
+            train(make_job(recipe), tmp_path / "head", pace)
+    told = []
+    out = train(make_job(recipe), tmp_path / "head", pace, lambda *step: told.append(step[:2]))
+    assert told == [(step, 10) for step in range(10 - save_every + 1, 11)]
+    assert same(weights(out), weights(wanted))
+
+
+def test_a_run_is_gone_on_with_by_as_many_processes(make_job, unstopped, tmp_path, monkeypatch):
+    def stop(done: int, *_) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    pace = Pace(save_every=5, look_every=6)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(GQA), tmp_path / "head", pace, stop)
+    with monkeypatch.context() as patch, pytest.raises(OutputExists, match="number of processes: 1, not 2"):
+        patch.setenv("WORLD_SIZE", "2")
+        train(make_job(GQA), tmp_path / "head", pace)
+    told = []
+    out = train(make_job(GQA), tmp_path / "head", pace, lambda *step: told.append(step[0]))
+    assert told == list(range(6, 13))
+    assert same(weights(out), weights(unstopped))
+
+
+def test_another_runs_checkpoints_are_refused(make_job, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(GQA), tmp_path / "head", progress=stop)
+    with pytest.raises(OutputExists, match="another run"):
+        train(make_job(dataclasses.replace(GQA, lr=0.01)), tmp_path / "head")
