@@ -23,25 +23,25 @@ def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_reasoning(before: str, after: str, reasoning: str, where: str) -> str:
-    """Return a rendered dialogue with the reasoning of its last answer in it.
+    """Return a rendered dialogue with the reasoning of its last answer in the place that was left empty for it.
 
     Args:
         before: the dialogue up to where that answer begins.
-        after: the dialogue with the answer, as the chat template writes it.
+        after: the dialogue with the answer, as the chat template writes it without the reasoning.
         reasoning: what the target said before the answer.
         where: the row, for messages.
 
     Raises:
         TrainingDataInvalid: the template has no place for it.
     """
-    if reasoning in after[len(before) :]:
-        return after
-    history, empty, answer = after.rpartition(OPEN + CLOSE)
     # What the target is asked with may end in the opening tag already.
-    if not empty or len(history) < len(before.removesuffix(OPEN)):
+    start = len(before.removesuffix(OPEN))
+    gap, empty, answer = after[start:].partition(OPEN + CLOSE)
+    # Behind other text the tags are the answer's own.
+    if not empty or gap.strip():
         raise TrainingDataInvalid(
             f"this row has {REASONING}, and the target's chat template no place for it ({OPEN}{CLOSE})",
             where=where,
             fix="Give answers of this very target, or the chat template that it is served with.",
         )
-    return f"{history}{OPEN}{reasoning}{CLOSE}{answer}"
+    return f"{after[:start]}{gap}{OPEN}{reasoning}{CLOSE}{answer}"

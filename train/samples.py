@@ -134,7 +134,10 @@ def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> It
             continue
         before = tokenizer.render_chat(messages[:place], answer=True)
         after = tokenizer.render_chat(messages[: place + 1], answer=False)
-        if REASONING in message:
+        # A template that writes reasoning itself gives another text where there is none.
+        if REASONING in message and after == tokenizer.render_chat(
+            [*messages[:place], message | {REASONING: ""}], answer=False
+        ):
             after = add_reasoning(before, after, message[REASONING], where)
         if not before.startswith(written):
             # The template rewrote the past, e.g. it dropped an earlier turn's reasoning: what was is a sample of

@@ -108,6 +108,24 @@ def test_thoughts_without_a_place_in_the_template_are_not_dropped(tokenizer):
     assert fault.value.where == "data.jsonl:7"
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "answer"), [("4", "yes, 4"), ("Hm.", "use <think></think> tags"), ("<think>", "Hello"), ("\n", "Hi")]
+)
+@pytest.mark.parametrize("template", [THINKS, WRITES])
+def test_thoughts_come_before_the_answer_whatever_it_says(tokenizer, template, reasoning, answer):
+    tokenizer.inner.chat_template = template
+    row = {"messages": [DIALOGUE[0], {"role": "assistant", "content": answer, "reasoning": reasoning}]}
+    (sample,) = encode_row(row, tokenizer, "here")
+    assert counted(sample, tokenizer) == f"<think>{reasoning}</think>{answer}</s>"
+
+
+@pytest.mark.parametrize("answer", ["yes, 4", "use <think></think> tags for 4"])
+def test_an_answer_is_no_place_for_thoughts(tokenizer, answer):
+    row = {"messages": [DIALOGUE[0], {"role": "assistant", "content": answer, "reasoning": "4"}]}
+    with pytest.raises(TrainingDataInvalid, match="no place for it"):
+        list(encode_row(row, tokenizer, "here"))
+
+
 def test_a_plain_text_counts_whole(tokenizer):
     (sample,) = encode_row({"text": "A sequence."}, tokenizer, "here")
     assert counted(sample, tokenizer) == "A sequence."
