@@ -34,8 +34,8 @@ from ..tiny.text import read_corpus
 from ..tiny.tokenizer import pack
 from ..train.module import load_module
 from ..train.original import run_module
+from ..train.outcome import MODULE
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
-from ..train.run import MODULE
 from ..train.trainer import head_key, train_head
 from ..validate.assemble import figures, make_report
 from ..validate.measure import Drafter, head_drafter, measure

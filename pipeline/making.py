@@ -47,8 +47,8 @@ def train(step: Train, job: Job) -> None:
     """Train a head with ModelOpt, from where an interrupted run stopped."""
     from ..target.config import read_target_config
     from ..target.tokenizer import load_tokenizer
+    from ..train.arguments import Pace
     from ..train.jobs import Data, offline_job, online_job
-    from ..train.loop import Pace
     from ..train.named import read_recipe_file
     from ..train.run import train as run
 

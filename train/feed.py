@@ -22,7 +22,7 @@ Batch = dict[str, Any]
 """`input_ids` [B, T] int64, `loss_mask` [B, T] bool, and `base_model_outputs`: `aux_hidden_states` [B, T, A * H] and
 `base_model_hidden_states` [B, T, H], from which ModelOpt computes the target's logits again."""
 
-
+# Bytes of states that are kept for later passes.
 KEEP = 2 << 30
 
 

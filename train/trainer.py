@@ -16,9 +16,10 @@ from torch import Tensor
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
 from ..target.model import load_target
+from .arguments import Pace
 from .feed import States, online_states
 from .job import Job, Rows, job_key
-from .loop import Pace, Progress
+from .loop import Progress
 from .outcome import is_made, leave
 from .recipe import EagleRecipe, check_recipe
 from .run import run

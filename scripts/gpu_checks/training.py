@@ -44,8 +44,9 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.checkpoint.tensors import TORCH
     from kconv.target.config import parse_target_config
     from kconv.target.model import build_target
+    from kconv.train.arguments import Pace
     from kconv.train.feed import Feed
-    from kconv.train.loop import EagleTrainer, Pace
+    from kconv.train.loop import EagleTrainer
     from kconv.train.module import build_module
     from kconv.train.named import complete, read_recipe_file
     from kconv.train.watch import spec_of

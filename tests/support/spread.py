@@ -17,9 +17,10 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from kconv.target.model import load_target
 from kconv.train import arguments
+from kconv.train.arguments import Pace
 from kconv.train.feed import online_states
 from kconv.train.job import Job, Rows
-from kconv.train.loop import Pace, Progress
+from kconv.train.loop import Progress
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
 from kconv.train.run import train
 
