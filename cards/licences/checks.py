@@ -165,7 +165,8 @@ def _source_licence(folder: Folder) -> Iterator[Found]:
         "error",
         SOURCE_LICENCE,
         f"what the head was made from stands under {title}, and the head is stated under {folder.licence or 'none'}",
-        "State the source's licence: kconv card DIR --license ID. Leave the file where another may be stated.",
+        "State it: kconv card DIR --license ID, or as the target's in the facts. Where another may be stated, leave "
+        "the file, then let it pass: --allow L10 --why.",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,16 +47,22 @@ def find_texts(folders: Iterable[Path], files: Iterable[Path] = ()) -> tuple[Tex
     return tuple(first.values())
 
 
-def unstated_text(source: Path, stated: Iterable[str | None]) -> str:
-    """Return the licence text in a source's folder where it is of none that is stated, "" otherwise.
+def unstated_text(source: Path, stated: Collection[str | None]) -> str:
+    """Return the first licence text in a source's folder that is of none that is stated, "" where each is.
+
+    A source that carries its own source's text is judged by that alone: it says what the weights came under.
 
     Args:
         source: the folder; one that is not there holds none.
         stated: ids of licences, of the head and of its target.
     """
-    texts = [text for text, _ in _texts(source)]
-    known = {licence.id for licence in map(recognise, texts) if licence}
-    return "" if known & set(stated) else next(iter(texts), "")
+    texts = {file.name: text for text, file in _texts(source)}
+    judged = [texts[SOURCE_LICENCE]] if SOURCE_LICENCE in texts else texts.values()
+    for text in judged:
+        licence = recognise(text)
+        if licence is None or licence.id not in stated:
+            return text
+    return ""
 
 
 def licence_files(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.licence_texts import KIMI, MIT, TEXTS
+from support.licence_texts import APACHE, KIMI, MIT, NVIDIA, TEXTS
 
-from kconv.cards.licences.files import find_texts
+from kconv.cards.licences.files import find_texts, unstated_text
 from kconv.cards.licences.licence import LICENCES, attribution_in, by_id, copyright_in, digest_text, recognise
 from kconv.errors import LicenceUnknown
 
@@ -43,3 +43,20 @@ def test_a_file_that_is_no_licence_is_named(tmp_path):
 def test_each_licence_says_how_the_hub_is_told(licence):
     assert licence.identifier in ("other", licence.id)
     assert not licence.url or licence.url.startswith("https://")
+
+
+HELD = {
+    "all are stated": ({"LICENSE": MIT, "LICENSE-TARGET": KIMI}, ""),
+    "the target's beside it": ({"LICENSE": NVIDIA, "LICENSE-TARGET": KIMI}, NVIDIA),
+    "the target's beside it, first by its name": ({"COPYING": KIMI, "LICENSE": NVIDIA}, NVIDIA),
+    "the one that a first card stated": ({"LICENSE": MIT, "LICENSE-SOURCE": NVIDIA}, NVIDIA),
+    "the source's own is stated": ({"LICENSE": APACHE, "LICENSE-SOURCE": MIT}, ""),
+    "one that kconv does not know": ({"LICENSE": MIT, "LICENSE-MODEL": "All rights reserved."}, "All rights reserved."),
+}
+
+
+@pytest.mark.parametrize(("held", "unstated"), HELD.values(), ids=HELD)
+def test_a_stated_licence_does_not_hide_another_of_the_sources(tmp_path, held, unstated):
+    for name, text in held.items():
+        (tmp_path / name).write_text(text)
+    assert unstated_text(tmp_path, ("mit", "modified-mit")) == unstated
