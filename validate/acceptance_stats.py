@@ -17,6 +17,7 @@ from .acceptance import METHOD, Interval, Row, Sanity
 
 DRAWS = 2000
 LEVEL = 0.95
+SAY_K = "Say K as the server was started with (bench: --draft-tokens, validate: --steps)"
 NGRAM = 4
 TOKENS_A_WORD = 4  # more than any language takes
 # Words, and every sign of a script that has no spaces by itself.
@@ -58,7 +59,7 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
         raise AcceptanceInvalid(
             f"an acceptance length of {length:.3f} is above the {draft_tokens + 1} of K = {draft_tokens}",
             where=where,
-            fix="Give --draft-tokens as the server was started with, and let no one else use the server meanwhile.",
+            fix=f"{SAY_K}, and let no one else use the server meanwhile.",
         )
     places = counts.per_position
     if places is None:
@@ -68,7 +69,7 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
             f"the {len(places)} places count {sum(places):g} accepted tokens, the total {counts.accepted:g}, K is "
             f"{draft_tokens}",
             where=where,
-            fix="Give --draft-tokens as the server was started with; these counters are not of one chain.",
+            fix=f"{SAY_K}; these counters are not of one chain.",
         )
 
 

@@ -21,7 +21,7 @@ def check_told(server: ChatServer, draft_tokens: int, tree: str) -> dict[str, An
     Args:
         server: which is measured.
         draft_tokens: K, as the user says it.
-        tree: "chain", or how drafts branch, as the user says it.
+        tree: "chain", or "topk=N" where drafts branch, as the user says it.
 
     Raises:
         DefinitionsMixed: the server says otherwise.
@@ -35,13 +35,14 @@ def check_told(server: ChatServer, draft_tokens: int, tree: str) -> dict[str, An
         raise DefinitionsMixed(
             f"the server drafts {told[STEPS]} tokens in a chain, and K is said to be {draft_tokens}",
             where=server.url,
-            fix=f"Give --draft-tokens {told[STEPS]}.",
+            fix=f"Say K = {told[STEPS]} (bench: --draft-tokens, validate: --steps).",
         )
     branches = told.get(BRANCHES)
-    if branches is not None and (branches == 1) != (tree == "chain"):
+    drafted = "chain" if branches == 1 else f"topk={branches}"
+    if branches is not None and tree != drafted:
         raise DefinitionsMixed(
             f"the server drafts with top-k {branches}, and the tree is said to be {tree!r}",
             where=server.url,
-            fix="Give --tree chain." if branches == 1 else f"Give --tree topk={branches}.",
+            fix=f"Say so (bench: --tree {drafted}), or, for validate, start the server with top-k 1.",
         )
     return told

@@ -91,6 +91,13 @@ def test_counts_that_cannot_be_are_refused(counts, fault):
         check_possible(counts, K, "a prompt")
 
 
+@pytest.mark.parametrize("counts", [Counts(10, 31, None), Counts(10, 6, (4, 2))], ids=["above K+1", "another K"])
+def test_whoever_measures_is_told_how_k_is_said(counts):
+    with pytest.raises((AcceptanceInvalid, DefinitionsMixed)) as fault:
+        check_possible(counts, K, "a prompt")
+    assert "bench: --draft-tokens, validate: --steps" in fault.value.fix
+
+
 def test_groups_that_count_otherwise_are_not_added_up():
     with pytest.raises(DefinitionsMixed):
         add_up([Counts(1, 1, (1, 0, 0)), Counts(1, 1, None)])

@@ -188,12 +188,19 @@ def test_what_sglang_says_of_its_drafting_is_kept():
     assert "as told" in found.provenance["weights"]
 
 
+def test_a_tree_that_is_the_servers_is_measured():
+    with serving("sglang", info=INFO | {"speculative_eagle_topk": 4}) as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", tree="topk=4"))
+    assert {row.tree for row in found.rows} == {"topk=4"}
+
+
 @pytest.mark.parametrize(
     ("info", "tree", "message"),
     [
         ({"speculative_num_steps": 5}, "chain", "drafts 5 tokens in a chain, and K is said to be 3"),
         ({"speculative_eagle_topk": 4}, "chain", "top-k 4, and the tree is said to be 'chain'"),
         ({"speculative_eagle_topk": 1}, "topk=4", "top-k 1, and the tree is said to be 'topk=4'"),
+        ({"speculative_eagle_topk": 4}, "topk=8", "top-k 4, and the tree is said to be 'topk=8'"),
     ],
 )
 def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
