@@ -68,7 +68,8 @@ def publish(
     auth login, or, where HF_OIDC_RESOURCE is set, from the CI job's identity.
 
     DIR's recipe says what is not said here: the floor, the facts, and, of the step that publishes to REPO or of the
-    only one, the repository, its tag, branch and visibility, and what is let pass.
+    only one, the repository, its tag, branch and visibility, and what is let pass. With --create-pr, its tag, branch
+    and --public are left for when the pull request is merged.
 
     \b
     Example:
@@ -83,10 +84,10 @@ def publish(
     from ..cards.publish.allow import Allowance
     from ..cards.publish.floor import read_floor, recipe_facts
     from ..cards.publish.gate import allowable
-    from ..cards.publish.release import open_candidate
+    from ..cards.publish.release import open_candidate, refuse_absent
     from ..cards.publish.run import prepare, preview
     from ..cards.publish.run import publish as run
-    from ..cards.publish.wish import Wish
+    from ..cards.publish.wish import MAIN, Wish
     from ..pipeline.proving import allowances_of, wish_of
     from ..pipeline.recipe import publications
     from .output import status
@@ -95,19 +96,26 @@ def publish(
     if unknown := set(rules) - allowable():
         known = ", ".join(sorted(allowable()))
         raise click.UsageError(f"--allow {', '.join(sorted(unknown))}: what can be let pass is {known}")
+    refuse_absent(folder)
     floor = read_floor(folder)
     said = read_facts(facts) if facts else recipe_facts(folder)
     if stated and floor:
         raise click.UsageError(f"{folder}'s recipe states the floor; leave out --min-acceptance")
     steps = [step for step in publications(folder) if repo in ("", step.repo)]
-    if len(steps) > 1 or not (repo or steps):
-        many = f"{folder}'s recipe has {len(steps) or 'no'} such steps"
-        raise click.UsageError(f"{many}; name REPO, or run one of several with kconv run --only STEP")
+    if not (repo or steps):
+        raise click.UsageError(f"name REPO: no recipe in {folder} has a step that publishes")
+    if len(steps) > 1:
+        several = f"{len(steps)} steps of {folder}'s recipe publish{f' to {repo}' if repo else ''}"
+        raise click.UsageError(f"{several}; run one with kconv run --only STEP{'' if repo else ', or name REPO'}")
     given: dict[str, Any] = {
         "tag": tag, "revision": revision, "private": private, "public": public, "create_pr": create_pr,
         "expect_parent": expect_parent,
     }  # fmt: skip
-    wish = replace(wish_of(steps[0]) if steps else Wish(repo), **{k: value for k, value in given.items() if value})
+    wish = wish_of(steps[0]) if steps else Wish(repo)
+    if create_pr:
+        # A pull request has none of these; the step's are for when it is merged.
+        wish = replace(wish, tag="", revision=MAIN, public=False)
+    wish = replace(wish, **{k: value for k, value in given.items() if value})
     allowances = [one for step in steps for one in allowances_of(step)]
     allowances += [Allowance(rule, why) for rule, why in zip(rules, reasons, strict=True)]
     with status("publishing") as say:

@@ -76,6 +76,11 @@ class Report(BaseModel):
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
+def report_file(path: Path) -> Path:
+    """Return a report's file, where that or the folder that it was written into is named."""
+    return path / REPORT if path.is_dir() else path
+
+
 def read_report(file: Path) -> Report:
     """Read a report.json.
 
@@ -86,7 +91,7 @@ def read_report(file: Path) -> Report:
         NotACheckpoint: the file is missing.
         ReportInvalid: it cannot be read, or is not of the schema.
     """
-    file = file / REPORT if file.is_dir() else file
+    file = report_file(file)
     try:
         return Report.model_validate_json(file.read_bytes())
     except FileNotFoundError as fault:

@@ -124,6 +124,28 @@ def find_measurements(floor: Floor, report: Report | None, acceptance: Mapping[s
     return found
 
 
+def list_measured(report: Report | None, acceptance: Mapping[str, Acceptance]) -> list[str]:
+    """Return what was measured of the head, whatever a floor speaks of, e.g. "MT-Bench at K = 3, 80 prompts, whole".
+
+    Args:
+        report: its figures count by their kind of text.
+        acceptance: by the name of its file; categories are left out, as their suite says what they are of.
+    """
+    suites = [
+        f"{row.metric} on {row.dataset} at K = {row.draft_tokens}, {row.prompts or 0} prompts, "
+        f"{'whole' if held.is_whole(row.dataset) else 'a part'}"
+        for held in acceptance.values()
+        for row in held.rows
+        if row.measured_by == "self" and row.category == OVERALL
+    ]
+    texts = [
+        f"al_incl_bonus on {row.text} at K = {row.steps}, {row.sequences} prompts"
+        for row in (report.figures.acceptance if report else ())
+        if row.drafter == "output"
+    ]
+    return list(dict.fromkeys(suites + texts))
+
+
 def largest_loss(report: Report, draft_tokens: int) -> float | None:
     """Return the largest loss of acceptance length against the source at K drafted tokens, as a share of the source's.
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ...convert.launch import ENGINES
 from ...errors import KconvError, PublishRefused
-from ...validate.report import Finding
+from ...validate.report import REPORT, Finding
 from ..about import foreign
 from ..licences.checks import CHECKS as LICENCE_CHECKS
 from ..licences.checks import check_folder
 from .allow import Allowance
 from .card_check import check_card
-from .floor import find_measurements, largest_loss
-from .release import REPORT, Candidate
+from .floor import find_measurements, largest_loss, list_measured
+from .release import Candidate
 
 # What tokens of the Hub and of the places that keep code look like.
 SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
@@ -115,7 +115,8 @@ def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
         return
     found = find_measurements(floor, candidate.report, candidate.acceptance)
     if not found:
-        yield floor.suite, f"{floor.name}, over {floor.prompts} prompts or more, was not measured on these weights"
+        measured = "; ".join(list_measured(candidate.report, candidate.acceptance)) or "nothing"
+        yield floor.suite, f"{floor.name}, over {floor.prompts} prompts or more, was not measured; measured: {measured}"
     for one in found:
         if not one.value >= floor.at_least:
             yield one.where, f"{floor.name} is {one.value:.3f}, below the floor of {floor.at_least:g}"

@@ -17,12 +17,12 @@ from ...checkpoint.bytes import file_digest
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...errors import KconvError, NotACheckpoint
 from ...validate.acceptance import ACCEPTANCE, Acceptance, read_acceptance
-from ...validate.report import Report, read_report
+from ...validate.report import REPORT, Report, read_report, report_file
 from ..about import Identity, identify
 from ..facts import Facts
 from .floor import RECIPE, Floor
 
-CARD, REPORT = "README.md", "report.json"
+CARD = "README.md"
 # What may lie beside a head's own files: the card and its pictures, licences, and the evidence.
 FURTHER = "acceptance-*.json"
 BESIDE = (
@@ -109,6 +109,12 @@ def acceptance_name(number: int) -> str:
     return FURTHER.replace("*", str(number)) if number else ACCEPTANCE
 
 
+def refuse_absent(folder: Path) -> None:
+    """Raise NotACheckpoint where there is no such folder."""
+    if not folder.is_dir():
+        raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card has written to.")
+
+
 def open_candidate(
     folder: Path, report: Path | None, acceptance: Sequence[Path], floor: Floor | None, facts: Facts | None = None
 ) -> Candidate:
@@ -116,7 +122,7 @@ def open_candidate(
 
     Args:
         folder: what is to be published.
-        report, acceptance: evidence that lies elsewhere.
+        report, acceptance: evidence that lies elsewhere; of a report, its folder may be named too.
         floor: what the acceptance must reach.
         facts: what no file says; the licence checks heed it.
 
@@ -124,11 +130,10 @@ def open_candidate(
         NotACheckpoint: a file that was named is not there.
         ReportInvalid, AcceptanceInvalid: one of them is not of its schema.
     """
-    if not folder.is_dir():
-        raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card has written to.")
+    refuse_absent(folder)
     figures = {acceptance_name(number): file for number, file in enumerate(acceptance)}
     held = {file.name: file for pattern in (REPORT, ACCEPTANCE, FURTHER) for file in folder.glob(pattern)}
-    beside = figures | ({REPORT: report} if report else {})
+    beside = figures | ({REPORT: report_file(report)} if report else {})
     found = held | beside
     reports = found.pop(REPORT, None)
     return Candidate(

@@ -190,6 +190,26 @@ def test_evidence_from_elsewhere_is_published_with_the_folder(folder, tmp_path):
     assert files["report.json"].content == tmp_path / "elsewhere.json"
 
 
+def test_a_report_is_published_from_the_folder_that_kconv_validate_wrote(folder, tmp_path):
+    (tmp_path / "rep").mkdir()
+    (folder / "report.json").rename(tmp_path / "rep" / "report.json")
+    made = open_candidate(folder, tmp_path / "rep", (), read_floor(folder))
+    files = {file.name: file for file in prepare(made).files}
+    assert files["report.json"].content == tmp_path / "rep" / "report.json"
+
+
+def test_a_floor_of_another_name_is_shown_what_was_measured(folder):
+    write_acceptance(folder)
+    write_acceptance(folder, dataset="GSM8K", prompts=5, whole=False, name="acceptance-1.json")
+    write_acceptance(folder, dataset="HumanEval", measured_by="quoted", url="https://x", name="acceptance-2.json")
+    set_floor(folder, suite="mtbench", prompts=80)
+    [told] = [message for message in said(folder) if "not measured" in message]
+    assert "al_incl_bonus on MT-Bench at K = 3, 80 prompts, whole" in told
+    assert "al_incl_bonus on GSM8K at K = 3, 5 prompts, a part" in told
+    assert "al_incl_bonus on sampled at K = 3, 4 prompts" in told
+    assert "HumanEval" not in told
+
+
 def test_a_folder_or_a_report_that_is_not_there_is_named(folder):
     with pytest.raises(NotACheckpoint, match="no folder"):
         open_candidate(folder / "nowhere", None, (), None)

@@ -108,11 +108,42 @@ def test_the_recipes_step_is_not_that_of_another_repository(hub, folder):
     assert ran.exit_code == 1 and "P109" in ran.stderr and hub.served == []
 
 
-@pytest.mark.parametrize("steps", [(), (ALLOWED, ALLOWED | {"repo": "org/other"})], ids=["no step", "two steps"])
-def test_a_repository_has_to_be_named_where_the_recipe_leaves_it_open(hub, folder, steps):
+def test_a_pull_request_leaves_the_steps_tag_branch_and_visibility_for_its_merge(hub, folder):
+    hub.commit(REPO, {".gitattributes": b""})
+    hub.repos[REPO].private = True
+    write_recipe(folder, ALLOWED | {"public": True})
+    ran = kconv(folder, "--create-pr", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    held = hub.repos[REPO]
+    assert held.tags == {} and "next" not in held.branches and held.private
+    refused = kconv(folder, "--create-pr", "--tag", "v8")
+    assert refused.exit_code == 1 and "Leave out the tag" in refused.stderr
+
+
+OPEN = {
+    "no step": ((), "has a step that publishes"),
+    "two steps": ((ALLOWED, ALLOWED | {"repo": "org/other"}), "2 steps of"),
+}
+
+
+@pytest.mark.parametrize(("steps", "message"), OPEN.values(), ids=OPEN)
+def test_a_repository_has_to_be_named_where_the_recipe_leaves_it_open(hub, folder, steps, message):
     write_recipe(folder, *steps)
     ran = kconv(folder)
-    assert ran.exit_code == 2 and "name REPO" in ran.stderr and hub.served == []
+    said = " ".join(ran.stderr.replace("│", "").split())
+    assert ran.exit_code == 2 and "name REPO" in said and message in said and hub.served == []
+
+
+def test_steps_that_publish_to_one_repository_are_told_apart_by_their_names(hub, folder):
+    write_recipe(folder, ALLOWED, ALLOWED | {"tag": "v8"})
+    ran = kconv(folder, REPO)
+    said = " ".join(ran.stderr.replace("│", "").split())
+    assert ran.exit_code == 2 and "kconv run --only STEP" in said and "name REPO" not in said and hub.served == []
+
+
+def test_a_folder_that_is_not_there_is_named(hub, tmp_path):
+    ran = kconv(tmp_path / "nosuch", "--dry-run")
+    assert ran.exit_code == 1 and "there is no folder" in ran.stderr and hub.served == []
 
 
 def test_a_recipes_step_that_cannot_be_is_named(hub, folder):

@@ -8,13 +8,15 @@ import pytest
 
 from kconv.errors import NotACheckpoint, ReportInvalid
 from kconv.validate.markdown import write_report
-from kconv.validate.report import Report, read_report
+from kconv.validate.report import Report, read_report, report_file
 
 
 def test_a_report_is_read_by_its_name_or_its_folders(tmp_path: Path):
     report = Report(subject="head", weights={"model.safetensors": "0" * 64})
     write_report(report, tmp_path / "report")
     assert read_report(tmp_path / "report" / "report.json") == read_report(tmp_path / "report") == report
+    assert report_file(tmp_path / "report") == tmp_path / "report" / "report.json"
+    assert report_file(tmp_path / "mine.json") == tmp_path / "mine.json"
 
 
 def test_a_report_that_is_not_there_is_named(tmp_path: Path):
