@@ -117,9 +117,9 @@ def bench(step: Bench, job: Job) -> None:
 def write_card(step: Card, job: Job) -> None:
     """Put a head, its evidence, its licences and its card into one folder, which can be published."""
     from ..cards.card import gather, make_card, write
-    from ..cards.publish.release import REPORT, acceptance_name
+    from ..cards.publish.release import acceptance_name
     from ..validate.acceptance import read_acceptance
-    from ..validate.report import read_report
+    from ..validate.report import REPORT, read_report, report_file
 
     target, source, reports = job.maybe("target"), job.maybe("source"), job.files("report")
     acceptance = job.files("acceptance")
@@ -129,7 +129,7 @@ def write_card(step: Card, job: Job) -> None:
             _link(head / record.name, folder / record.name)
         _link(head / MANIFEST, folder / MANIFEST)
         for report in reports:
-            shutil.copyfile(report, folder / REPORT)
+            shutil.copyfile(report_file(report), folder / REPORT)
         for number, file in enumerate(acceptance):
             shutil.copyfile(file, folder / acceptance_name(number))
         (folder / RECIPE).write_text(job.recipe, encoding="utf-8")

@@ -36,6 +36,12 @@ def test_steps_are_recorded_by_names_that_hold_elsewhere_too(made, root):
     assert "kconv-partial" not in (root / "card" / "README.md").read_text()
 
 
+def test_a_report_may_be_named_by_the_step_that_made_it(made, root):
+    values = changed(changed(made, "card", report="$report"), "publish", tag="v2")
+    assert ran(carry_out(values, root)) == ["card", "publish"]
+    assert (root / "card" / "report.json").read_bytes() == (root / "report" / "report.json").read_bytes()
+
+
 def test_a_second_call_does_nothing(made, root, hub):
     before, calls = read_state(root), len(hub.served)
     outcomes = carry_out(made, root)
