@@ -75,14 +75,17 @@ def _writes(layout: str, form: str, lends: str = "") -> click.Command:
         # By headers first, so that what cannot be converted is refused before it is downloaded.
         shared = find_shared(target, headers_only=True) if target else None
         wishes = Wishes(shared, drop_shared and dry_run, rounded)
-        decided = plan(open_headers(head, **hints), by_name(layout), wishes)
+        table, headers = by_name(layout), open_headers(head, **hints)
+        decided = plan(headers, table, wishes)
         if dry_run:
             print_plan(decided, as_json=as_json)
             return
-        # The Hub's copy of a target takes long to fetch; to count its parameters alone is not worth it.
-        at_hand = isinstance(target, Folder) or drop_shared or _borrows(decided)
+        # The Hub's copy of a target takes long to fetch; to count its parameters alone is not worth it, and what an
+        # engine takes in place of the head's own is compared.
+        replaced = table.replaces.keys() & headers.places.keys()
+        at_hand = isinstance(target, Folder) or drop_shared or replaced or _borrows(decided)
         wishes = Wishes(find_shared(target) if target and at_hand else None, drop_shared, rounded)
-        decided = plan(open_head(head, **hints), by_name(layout), wishes)
+        decided = plan(open_head(head, **hints), table, wishes)
         with progress("converting", sum(step.size for step in decided.steps)) as advance:
             manifest = execute(decided, out, advance)
         print_manifest(manifest, out, as_json=as_json)

@@ -77,6 +77,20 @@ def test_of_a_hubs_target_only_the_shard_in_question_is_fetched(tmp_path, lean, 
     assert "lm_head.weight" not in written(tmp_path / "vllm")[0]
 
 
+@pytest.mark.parametrize("name, code", [("sglang", 1), ("trtllm", 1), ("portable", 1), ("vllm", 0)])
+def test_a_hubs_embedding_is_fetched_where_it_is_served_in_place_of_the_heads(tmp_path, hub, name, code):
+    own = random_slots(GQA)
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, own)
+    config = json.dumps(TARGET).encode()
+    hub.commit("org/another", {"config.json": config, "model.safetensors": save(TENSORS)})
+    same = save(TENSORS | {"model.embed_tokens.weight": own["embed_tokens"]})
+    hub.commit("org/same", {"config.json": config, "model.safetensors": same})
+    shown = kconv(f"to-{name}", head, tmp_path / "out", "--target", "org/another")
+    assert shown.exit_code == code and ("another embed_tokens than the target" in shown.stderr) is bool(code)
+    assert (tmp_path / "out").exists() is not bool(code)
+    assert kconv(f"to-{name}", head, tmp_path / "same", "--target", "org/same").exit_code == 0
+
+
 def test_what_equals_the_targets_is_left_out_when_asked(tmp_path, target):
     head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
     planned = kconv("to-vllm", head, tmp_path / "out", "--target", target, "--drop-shared", "--dry-run")
