@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from ..convert.captured import Hints
     from ..convert.layout import Layout
     from ..convert.read import Head
-    from ..head.spec import HeadSpec
     from ..target.config import TargetConfig
 
 FOLDER = click.Path(path_type=Path)
@@ -85,56 +83,19 @@ def open_head(source: Source, **options: Any) -> Head:
     Raises:
         TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
     """
-    return _open(source.name, source.open_weights(), **options)
+    return _open(source.open_weights(), **options)
 
 
 def open_headers(source: Source, **options: Any) -> Head:
     """Open a head by its config and headers alone, as the options of `reading` say; see `open_head`."""
-    return _open(source.name, source.open_headers(), **options)
+    return _open(source.open_headers(), **options)
 
 
-def open_source(source: Source, output: Source, *, target: Source | None) -> Head:
-    """Open the head that an output was made of, as it was read then: by its own marks, and by what was said of it."""
-    from ..convert.told import how_source_was_read
+def _open(checkpoint: Checkpoint, *, target: Source | None = None, **options: Any) -> Head:
+    from ..pipeline.heads import open_beside
 
-    checkpoint = source.open_weights()
-    layout, hints = how_source_was_read(output, checkpoint)
-    layers = read_options(target=target)[1].target_layers
-    return _read(source.name, checkpoint, layout, replace(hints, target_layers=layers or hints.target_layers))
-
-
-def _open(name: str, checkpoint: Checkpoint, *, target: Source | None = None, **options: Any) -> Head:
-    layout, hints, config = read_options(target=target, **options)
-    head = _read(name, checkpoint, layout, hints)
-    if target and config:
-        _check_fit(head.spec, config, target.name)
-    return head
-
-
-def _check_fit(spec: HeadSpec, target: TargetConfig, name: str) -> None:
-    from ..errors import TargetInvalid
-
-    if (spec.target_hidden, spec.vocab) != (target.hidden, target.vocab):
-        raise TargetInvalid(
-            f"the head reads hidden states {spec.target_hidden} wide and a vocabulary of {spec.vocab:,}; the target's "
-            f"are {target.hidden} wide and {target.vocab:,}",
-            where=name,
-            fix="Give the target that the head was trained on, or state target_hidden_size in the head's config.",
-        )
-
-
-def _read(name: str, checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Head:
-    from ..convert.read import claim_tensors, read_head
-    from ..errors import KconvError
-
-    read = claim_tensors if checkpoint.headers_only else read_head
-    try:
-        return read(checkpoint, layout=layout, hints=hints)
-    except KconvError as fault:
-        # What reads a config does not know whose it is, and a command may have two.
-        if fault.where == "config.json":
-            fault.where = f"{name}/config.json"
-        raise
+    layout, hints, _ = read_options(**options)
+    return open_beside(checkpoint, layout, hints, target)
 
 
 def read_options(

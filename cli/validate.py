@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from ..checkpoint.source import Folder, Source
 from .measuring import Measuring, measuring
-from .options import FOLDER, PATH_OR_ID, open_source, read_options, reading
+from .options import FOLDER, PATH_OR_ID, read_options, reading
 
 # As `validate.rules.rule.ASKED`, which --help must not import; a test holds the two together.
 FOR = ("vllm", "vllm-v1", "vllm-v2", "sglang", "trtllm", "all")
@@ -76,6 +77,7 @@ def validate(
     measuring.check(target or source)
     if headers_only and (measuring.wanted or source):
         raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
+    from ..pipeline.heads import open_origin
     from ..pipeline.making import find_shared
     from ..validate.kinds import is_target
     from ..validate.markdown import write_report
@@ -86,7 +88,7 @@ def validate(
 
     layout, read_hints, target_config = read_options(**hints)
     # Of a target on the Hub, its embedding is gigabytes that nobody asked for.
-    lent = find_shared(target) if isinstance(target, Folder) and not headers_only else None
+    lent = partial(find_shared, target) if isinstance(target, Folder) and not headers_only else None
     wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only, lent)
     # The layout and the convention that the user named are the output's; the source's are those of its conversion.
     # Its headers tell which it is, so that wrong usage is named before its weights are downloaded.
@@ -96,7 +98,7 @@ def validate(
     held_out = measuring.held_out(source) if source and of_target else None
     parity = measuring.parity(target)
     quantized_from = source.open_weights() if source and of_target else None
-    original = open_source(source, head, target=target) if source and not of_target else None
+    original = open_origin(source.open_weights(), head, target) if source and not of_target else None
     with status("validating") as say:
         report = run(
             head,

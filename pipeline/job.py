@@ -10,8 +10,11 @@ from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Folder, Source
-from ..convert.read import Head, read_head
+from ..convert.captured import Hints
+from ..convert.layout import Layout
+from ..convert.read import Head
 from ..errors import RecipeInvalid
+from .heads import open_beside
 from .kinds import Reading
 
 Say = Callable[[str], None]
@@ -95,6 +98,7 @@ def open_step_head(source: Source, reading: Reading, target: Source | None) -> H
     """Open a head with its weights, as a recipe says to read it.
 
     Raises:
+        TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
         KconvError: it cannot be read; see `convert.read`.
     """
     return read_step_head(source.open_weights(), reading, target)
@@ -102,13 +106,20 @@ def open_step_head(source: Source, reading: Reading, target: Source | None) -> H
 
 def read_step_head(checkpoint: Checkpoint, reading: Reading, target: Source | None) -> Head:
     """Read a head, by its headers alone where the checkpoint is of these; see `open_step_head`."""
-    from ..convert.captured import Hints
-    from ..convert.layouts import by_name
-    from ..convert.read import claim_tensors
-    from ..target.config import read_target_config
+    return open_beside(checkpoint, *told(reading), target)
 
-    layers = read_target_config(target.fetch_config()).layers if target else None
-    said = reading
-    hints = Hints(said.captured, said.captured_are, layers, said.max_positions, said.norm_before_residual)
-    layout = by_name(said.layout) if said.layout else None
-    return (claim_tensors if checkpoint.headers_only else read_head)(checkpoint, layout=layout, hints=hints)
+
+def told(reading: Reading) -> tuple[Layout | None, Hints]:
+    """Return the layout that a recipe names, None to go by a head's marks, and what it says where a config is silent.
+
+    Raises:
+        UnknownLayout: there is no such layout.
+    """
+    from ..convert.layouts import by_name
+
+    return by_name(reading.layout) if reading.layout else None, Hints(
+        reading.captured,
+        reading.captured_are,
+        max_positions=reading.max_positions,
+        norm_before_residual=reading.norm_before_residual,
+    )

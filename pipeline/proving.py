@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.source import Folder
 from ..checkpoint.staging import staged
 from ..errors import ReportInvalid
-from .job import Job, open_step_head
-from .kinds import Bench, Card, Publish, Reading, Validate
+from .heads import open_origin
+from .job import Job, open_step_head, told
+from .kinds import Bench, Card, Publish, Validate
 from .making import find_shared
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ SHOWN = 5
 
 def validate(step: Validate, job: Job) -> None:
     """Check a head or a target; the report is there even where it says that something is wrong."""
-    from ..convert.captured import Hints
-    from ..convert.layouts import by_name
     from ..target.config import read_target_config
     from ..validate.held_out import encode_held_out
     from ..validate.markdown import write_report
@@ -42,19 +42,16 @@ def validate(step: Validate, job: Job) -> None:
     from ..validate.run import Wish, is_target
     from ..validate.run import validate as run
 
-    target, source, said = job.maybe("target"), job.maybe("source"), step.reading
+    target, source = job.maybe("target"), job.maybe("source")
     trusted = job.trusts(step.trust_remote_code)
     config = read_target_config(target.fetch_config()) if target else None
-    hints = Hints(
-        said.captured, said.captured_are, config.layers if config else None, said.max_positions,
-        said.norm_before_residual,
-    )  # fmt: skip
+    layout, hints = told(step.reading)
     wish = Wish(
         ASKED[step.engines] if step.engines else None,
-        by_name(said.layout) if said.layout else None,
-        hints,
+        layout,
+        replace(hints, target_layers=config.layers if config else None),
         config,
-        lent=find_shared(target) if isinstance(target, Folder) else None,
+        lent=partial(find_shared, target) if isinstance(target, Folder) else None,
     )
     prompts, limit = job.word("prompts"), step.prompt_tokens + step.new_tokens
     parity = None
@@ -68,8 +65,10 @@ def validate(step: Validate, job: Job) -> None:
         )
     opened = source.open_weights() if source else None
     quantized_from = opened if opened and is_target(opened) else None
-    original = open_step_head(source, Reading(), target) if source and not quantized_from else None
-    report = run(job.source("head"), wish, source=original, quantized_from=quantized_from, parity=parity, say=job.say)
+    head = job.source("head")
+    # What the step says of reading is said of the head; of its source the conversion was told.
+    original = open_origin(opened, head, target) if opened and not quantized_from else None
+    report = run(head, wish, source=original, quantized_from=quantized_from, parity=parity, say=job.say)
     with staged(job.out) as folder:
         write_report(report, folder)
     if not report.clean:

@@ -47,7 +47,7 @@ class Wish:
         hints: what the user says where a head's config is silent.
         target: the target that a head is for, where it is known.
         headers_only: no value is read, and none downloaded.
-        lent: the target's embedding and lm_head, where they are at hand.
+        lent: finds the target's embedding and lm_head; called where a rule needs them. None where they are not at hand.
     """
 
     engines: tuple[str, ...] | None = None
@@ -55,7 +55,7 @@ class Wish:
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
     headers_only: bool = False
-    lent: Shared | None = None
+    lent: Callable[[], Shared] | None = None
 
 
 def validate(

@@ -157,3 +157,32 @@ def test_an_embedding_that_is_not_the_targets_is_found_where_it_is_not_served(tm
     save_file({"model.embed_tokens.weight": own["embed_tokens"].flip(0)}, target / "model.safetensors")
     shown = kconv("validate", head, "--for", asked, "--target", target)
     assert shown.exit_code == code and ("K213 embed_tokens.weight" in shown.stdout) is bool(code)
+    assert "K214" not in shown.stdout
+
+
+@pytest.mark.parametrize("asked, said", [("all", True), ("sglang", True), ("trtllm", True), ("vllm", False)])
+def test_an_embedding_that_was_not_compared_is_said_where_it_is_not_served(hub, tmp_path, asked, said):
+    head, target = GOOD["gqa, portable"].write(tmp_path / "head"), tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    hub.commit("org/target", {"config.json": json.dumps(TARGET).encode()})
+    for options in ([], ["--target", "org/target"], ["--target", target]):
+        shown = kconv("validate", head, "--for", asked, *options)
+        assert shown.exit_code == 0 and ("info K214 embed_tokens.weight" in shown.stdout) is said
+
+
+def test_a_target_that_is_not_whole_is_asked_for_its_embedding_alone(tmp_path):
+    whole, lean = GOOD["gqa, portable"].write(tmp_path / "whole"), tmp_path / "lean"
+    Fault("", "", GOOD["gqa, portable"], drop("embed_tokens.weight")).write(lean)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    placed = {"model.embed_tokens.weight": "model-1.safetensors"}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    for missing in (None, b"version https://git-lfs.github.com/spec/v1\n"):
+        if missing:
+            (target / "model-1.safetensors").write_bytes(missing)
+        assert kconv("validate", whole, "--for", "vllm", "--target", target).exit_code == 0
+        assert kconv("validate", lean, "--for", "sglang", "--target", target).exit_code == 0
+        refused = kconv("validate", whole, "--for", "sglang", "--target", target)
+        assert refused.exit_code == 1 and "model-1.safetensors" in refused.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -50,7 +51,7 @@ class Fault:
         """Return for whom, and for which target, the head that is written into a folder is checked."""
         target = parse_target_config(self.target) if self.target else None
         layers = target.layers if target else None
-        lent = lend(folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
+        lent = partial(lend, folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
         return Wish(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target, lent=lent)
 
     def write(self, folder: Path) -> Path:
@@ -70,7 +71,7 @@ class Fault:
 
 def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec) -> Shared:
     """Write a target's own tensors for these slots, and return what a head may share of them."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     own = trained_slots(spec, seed=5)
     save_file({slot: own[slot] for slot in slots}, folder / "model.safetensors")
     return Shared("org/target", Folder(folder).open_tensors(slots))

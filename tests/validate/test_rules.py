@@ -22,7 +22,8 @@ from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 from kconv.validate.rules.table import HEAD_RULES, all_rules
 from kconv.validate.run import Hints, Wish, validate
 
-ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196"}  # what a launch flag must supply
+# What a launch flag must supply, and what is not compared where no target is given.
+ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214"}
 
 
 def check(folder: Path, wish: Wish) -> Report:

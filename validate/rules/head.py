@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -50,13 +50,13 @@ class HeadSubject(Subject):
         named_layout: the layout that the user named, None to go by the head's marks.
         hints: what the user says where the config is silent.
         target: the target that the head is for, where it is known.
-        lent: the target's embedding and lm_head, where they are at hand.
+        lent: finds the target's embedding and lm_head, where they are at hand.
     """
 
     named_layout: Layout | None = None
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
-    lent: Shared | None = None
+    lent: Callable[[], Shared] | None = None
 
     @cached_property
     def layout(self) -> Layout | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...checkpoint.manifest import MANIFEST
 from ...head.contract import FLOATS
+from ...head.slots import needs
 from .head import HeadSubject, engine_layouts
 from .rule import SGLANG, TRTLLM, Found, Rule, rule
 
@@ -153,14 +154,51 @@ def normed_twice(subject: HeadSubject) -> Iterator[Found]:
     values=True,
 )
 def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
-    if subject.lent is None or subject.spec is None:
+    replaced = _replaced(subject)
+    if subject.lent is None or subject.spec is None or not replaced:
         return
+    target = subject.lent()
+    for slot, engines in replaced.items():
+        own = subject.tensors[subject.slots[slot]]
+        if target.has_another(slot, own, subject.spec):
+            yield Found(own.name, f"its rows are not those of the target {target.name}, by which {engines} would draft")
+
+
+@rule(
+    "K214",
+    "embedding-not-compared",
+    "info",
+    "The head has an embedding of its own, and an engine takes the target's in its place: whether the two are one was"
+    " not looked at, as the target's is not at hand.",
+    fix="Say --target, a folder that holds the target's embedding; to-sglang, to-trtllm and to-portable compare too.",
+    engines=(SGLANG, TRTLLM),
+    values=True,
+)
+def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
+    for slot, engines in _replaced(subject).items():
+        if subject.lent is None or slot not in subject.lent().tensors:
+            yield Found(subject.slots[slot], f"not compared with the target's, by which {engines} would draft")
+
+
+def _replaced(subject: HeadSubject) -> dict[str, str]:
+    """Return the slots of the head's own that are served with the target's, and the engines that do so."""
+    if subject.spec is None:
+        return {}
+    engines: dict[str, list[str]] = {}
     for engine, layout in engine_layouts(subject.engines).items():
         for slot in layout.replaces.keys() & subject.slots.keys():
-            own = subject.tensors[subject.slots[slot]]
-            if subject.lent.has_another(slot, own, subject.spec):
-                yield Found(own.name, f"its rows are not those of the target {subject.lent.name}, which {engine} takes")
+            if needs(subject.spec)[slot].slot.absent_when(subject.spec):
+                engines.setdefault(slot, []).append(engine)
+    return {slot: " and ".join(names) for slot, names in engines.items()}
 
 
 WEIGHTS: tuple[Rule[HeadSubject], ...] = (not_finite, all_zero)
-RULES = (*WEIGHTS, norm_of_ones, lm_head_untrained, rows_never_filled, normed_twice, embedding_replaced)
+RULES = (
+    *WEIGHTS,
+    norm_of_ones,
+    lm_head_untrained,
+    rows_never_filled,
+    normed_twice,
+    embedding_replaced,
+    embedding_not_compared,
+)

@@ -1,0 +1,76 @@
+"""Heads that a user named. What belongs here: opening one as it was said to be read, for commands and steps alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.source import Source
+from ..convert.captured import Hints
+from ..convert.layout import Layout
+from ..convert.read import Head, claim_tensors, read_head
+from ..convert.told import how_source_was_read
+from ..errors import KconvError, TargetInvalid
+from ..head.spec import HeadSpec
+from ..target.config import TargetConfig, read_target_config
+
+
+def open_beside(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:
+    """Read a head for its target, by its headers alone where the checkpoint is of these.
+
+    Args:
+        checkpoint: the head.
+        layout: the layout that it is in, None to go by its marks.
+        hints: what is said where its config is silent; a target's depth stands for `target_layers`.
+        target: the target that it is for, None where that is not known.
+
+    Raises:
+        TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
+        KconvError: it cannot be read; see `convert.read`.
+    """
+    config = _config(target)
+    head = _read(checkpoint, layout, hints, config)
+    if target and config:
+        _check_fit(head.spec, config, target.name)
+    return head
+
+
+def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Head:
+    """Read the head that an output was made of, as it was read then: by its own marks, and by what was said of it.
+
+    Args:
+        checkpoint: the head that the output was made of.
+        output: what was made of it; its kconv.json tells what was said, see `how_source_was_read`.
+        target: whose depth decides default captures, None for what kconv.json says of it.
+
+    Raises:
+        KconvError: it cannot be read; see `convert.read`.
+    """
+    layout, hints = how_source_was_read(output, checkpoint)
+    return _read(checkpoint, layout, hints, _config(target))
+
+
+def _config(target: Source | None) -> TargetConfig | None:
+    return read_target_config(target.fetch_config()) if target else None
+
+
+def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: TargetConfig | None) -> Head:
+    read = claim_tensors if checkpoint.headers_only else read_head
+    hints = replace(hints, target_layers=target.layers) if target else hints
+    try:
+        return read(checkpoint, layout=layout, hints=hints)
+    except KconvError as fault:
+        # What reads a config does not know whose it is, and a command may have two.
+        if fault.where == "config.json":
+            fault.where = f"{checkpoint.source}/config.json"
+        raise
+
+
+def _check_fit(spec: HeadSpec, target: TargetConfig, name: str) -> None:
+    if (spec.target_hidden, spec.vocab) != (target.hidden, target.vocab):
+        raise TargetInvalid(
+            f"the head reads hidden states {spec.target_hidden} wide and a vocabulary of {spec.vocab:,}; the target's "
+            f"are {target.hidden} wide and {target.vocab:,}",
+            where=name,
+            fix="Give the target that the head was trained on, or state target_hidden_size in the head's config.",
+        )
