@@ -15,7 +15,6 @@ from support.record_drafts import record
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
-from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
@@ -27,7 +26,7 @@ from kconv.target.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 from kconv.validate.engines.judge import COUNTS
-from kconv.validate.engines.simulate import simulate
+from kconv.validate.engines.simulate import simulate, with_captured
 from kconv.validate.engines.vllm import Serving, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -141,10 +140,10 @@ def own(answers) -> list[list[int]]:
 
 
 def simulated(folder: Path, target, demo: Path, prompts, own, *, untranslated: bool = False) -> Acceptance:
-    # As vLLM takes the list: for inputs of its layers.
-    hints = Hints(captured_are="inputs") if untranslated else Hints()
-    head = read_head(open_checkpoint(folder), hints=hints)
-    assert head.spec.captured == ((0, 2, 4) if untranslated else (1, 3, 5))
+    head = read_head(open_checkpoint(folder))
+    assert head.spec.captured == (1, 3, 5)
+    # vLLM takes the list for inputs of its layers.
+    head = with_captured(head, (0, 2, 4)) if untranslated else head
     return simulate(head, target, demo / "target", prompts, own, STEPS)
 
 
