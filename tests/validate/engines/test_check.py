@@ -119,7 +119,12 @@ def test_ctrl_c_and_sigterm_stop_what_was_started(play, tiny_target, tmp_path, n
         "import sys; from pathlib import Path; from kconv.validate.engines.vllm import Serving, serve\n"
         "with serve(Serving(Path(sys.executable), Path(sys.argv[1]))): pass"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tiny_target)], stderr=subprocess.DEVNULL)
+    # A shell's background job ignores Ctrl-C, and so would what it starts.
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tiny_target)],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not starts.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
