@@ -150,8 +150,15 @@ def plan_converted(
             fix="Choose another layout.",
         )
     config = carry(layout.write_config(spec), head.read.carried)
-    record = _record(converted, calibration)
-    return Plan(head, layout, spec, config, tuple(steps), dropped, target, record)
+    told = record(
+        calibration,
+        converted.held_out,
+        method=converted.method,
+        rows=converted.rows,
+        details=converted.details,
+        heal_steps=converted.heal_steps,
+    )
+    return Plan(head, layout, spec, config, tuple(steps), dropped, target, told)
 
 
 def check_layout(source: HeadSpec, converted: HeadSpec, layout: Layout, slots: Mapping[str, object]) -> HeadSpec:
@@ -171,16 +178,34 @@ def check_layout(source: HeadSpec, converted: HeadSpec, layout: Layout, slots: M
     return spec
 
 
-def _record(converted: Converted, calibration: Calibration) -> ConversionRecord:
+def record(
+    calibration: Calibration,
+    held_out: HeldOut,
+    *,
+    method: str,
+    rows: int,
+    details: Mapping[str, Any],
+    heal_steps: int = 0,
+) -> ConversionRecord:
+    """Return what the manifest says of an approximation: what was done, on what, and what that kept.
+
+    Args:
+        calibration: what it was fitted or scaled on.
+        held_out: figures on text that neither saw.
+        method: the steps, one sentence.
+        rows: what was fitted on, chains times draft steps.
+        details: what was chosen on the way.
+        heal_steps: steps towards the original.
+    """
     return ConversionRecord(
-        method=converted.method,
+        method=method,
         calibration=calibration.name,
         calibration_sha256=digest_rows(calibration),
         sequences=sum(len(batch.tokens) for batch in calibration.batches),
         context=max(batch.tokens.shape[1] for batch in calibration.batches),
-        rows=converted.rows,
-        heal_steps=converted.heal_steps,
-        held_out=asdict(converted.held_out),
-        details=dict(converted.details),
+        rows=rows,
+        heal_steps=heal_steps,
+        held_out=asdict(held_out),
+        details=dict(details),
         prompts=tuple(sorted(set(calibration.prompts))),
     )

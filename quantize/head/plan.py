@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from ...checkpoint.bytes import file_digest
-from ...checkpoint.manifest import ConversionRecord, FileRecord, Manifest, write_manifest
+from ...checkpoint.manifest import FileRecord, Manifest, write_manifest
 from ...checkpoint.staging import staged
 from ...checkpoint.tensors import NAMES
-from ...convert.attention.calibration import Calibration, digest_rows
+from ...convert.attention.calibration import Calibration
+from ...convert.attention.plan import record
 from ...convert.execute import fill
 from ...convert.layout import Stored
 from ...convert.made import Values
@@ -76,7 +77,14 @@ def plan_quantized(plain: Plan, quantized: Quantized, calibration: Calibration) 
     """
     steps = tuple(made for step in plain.steps for made in _steps(step, quantized))
     config = dict(plain.config) | {CONFIG_KEY: config_block(quantized.format, choice_of(plain.spec).exclude)}
-    return replace(plain, config=config, steps=steps, conversion=_record(quantized, calibration))
+    told = record(
+        calibration,
+        quantized.held_out,
+        method=quantized.method,
+        rows=quantized.rows,
+        details={"format": quantized.format.name, "input_amax": dict(quantized.input_amax)},
+    )
+    return replace(plain, config=config, steps=steps, conversion=told)
 
 
 def write(plan_: Plan, format_: Format, out: Path) -> Manifest:
@@ -114,18 +122,3 @@ def _steps(step: Step, quantized: Quantized) -> Iterator[Step]:
 
 def _row(name: str, slot: str, tensor: Tensor) -> Stored:
     return Stored(Expected(name, tuple(tensor.shape), (NAMES[tensor.dtype],), may_be_absent=True), (slot,), Same())
-
-
-def _record(quantized: Quantized, calibration: Calibration) -> ConversionRecord:
-    return ConversionRecord(
-        method=quantized.method,
-        calibration=calibration.name,
-        calibration_sha256=digest_rows(calibration),
-        sequences=sum(len(batch.tokens) for batch in calibration.batches),
-        context=max(batch.tokens.shape[1] for batch in calibration.batches),
-        rows=quantized.rows,
-        heal_steps=0,
-        held_out=asdict(quantized.held_out),
-        details={"format": quantized.format.name, "input_amax": dict(quantized.input_amax)},
-        prompts=tuple(sorted(set(calibration.prompts))),
-    )

@@ -6,19 +6,10 @@ import struct
 import tracemalloc
 
 import pytest
-from support.safetensors_bytes import entry, write_raw
+from support.safetensors_bytes import DATA, GOOD, entry, write_raw
 
 from kconv.checkpoint.header import read_header
 from kconv.errors import CorruptHeader, NotACheckpoint
-
-GOOD = {
-    "__metadata__": {"format": "pt"},
-    "a": entry("F32", [2, 3], 0, 24),
-    "b": entry("BF16", [4], 24, 32),
-    "empty": entry("I64", [0, 7], 32, 32),
-    "scalar": entry("BOOL", [], 32, 33),
-}
-DATA = bytes(range(33))
 
 
 def test_a_sound_file_is_read(tmp_path):

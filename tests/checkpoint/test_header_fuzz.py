@@ -5,19 +5,10 @@ import copy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from support.safetensors_bytes import entry, write_raw
+from support.safetensors_bytes import DATA, GOOD, write_raw
 
 from kconv.checkpoint.header import build_header, read_header
 from kconv.errors import CorruptHeader, NotACheckpoint
-
-GOOD = {
-    "__metadata__": {"format": "pt"},
-    "a": entry("F32", [2, 3], 0, 24),
-    "b": entry("BF16", [4], 24, 32),
-    "empty": entry("I64", [0, 7], 32, 32),
-    "scalar": entry("BOOL", [], 32, 33),
-}
-DATA = bytes(range(33))
 
 
 def _library(file):

@@ -13,6 +13,17 @@ def entry(dtype: str, shape: list, begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
+# A sound file.
+GOOD = {
+    "__metadata__": {"format": "pt"},
+    "a": entry("F32", [2, 3], 0, 24),
+    "b": entry("BF16", [4], 24, 32),
+    "empty": entry("I64", [0, 7], 32, 32),
+    "scalar": entry("BOOL", [], 32, 33),
+}
+DATA = bytes(range(33))
+
+
 def write_raw(file: Path, header: dict[str, Any] | bytes, data: bytes = b"", *, length: int | None = None) -> Path:
     """Write a file from a header, as an object or as its very bytes, and data; `length` is what the file claims."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
