@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -25,6 +26,26 @@ class Run:
     wall: float
     cpu: float
     peak: float
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds on the wall, and of the processor, which a busy machine lengthens less."""
+
+    wall: float
+    processor: float
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.wall + other.wall, self.processor + other.processor)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.wall - other.wall, self.processor - other.processor)
+
+
+def clock() -> Spent:
+    """Return the time, and the processor time of all programs that were started here and have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Spent(time.perf_counter(), children.ru_utime + children.ru_stime)
 
 
 def processor() -> str:
