@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ..checkpoint.source import Source
-from .options import FOLDER, open_head
+from .options import FOLDER, check_trusted, open_head
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
@@ -30,6 +30,7 @@ class Attention:
     head_dim: int | None
     keep: float
     device: Literal["cpu", "cuda"]
+    trust_remote_code: bool
 
 
 def converting(command: Callable) -> Callable:
@@ -75,6 +76,11 @@ def converting(command: Callable) -> Callable:
             show_default=True,
             help="Where to convert, heal and measure; --prompts runs the target on the CPU all the same.",
         ),
+        click.option(
+            "--trust-remote-code",
+            is_flag=True,
+            help="Run the tokenizer's own Python for --prompts; --target must be pinned.",
+        ),
     ):
         command = option(command)
     return command
@@ -82,20 +88,22 @@ def converting(command: Callable) -> Callable:
 
 def take_attention(hints: dict[str, Any]) -> Attention | None:
     """Take these options out of a command's; None where no other attention is asked for."""
-    names = ("attention", "states", "prompts", "context", "steps", "head_dim", "keep", "device")
-    kind, states, prompts, context, steps, head_dim, keep, device = (hints.pop(name) for name in names)
+    names = ("attention", "states", "prompts", "context", "steps", "head_dim", "keep", "device", "trust_remote_code")
+    kind, states, prompts, context, steps, head_dim, keep, device, trusted = (hints.pop(name) for name in names)
     if kind is None:
         source_of = click.get_current_context().get_parameter_source
         if any(source_of(name) is ParameterSource.COMMANDLINE for name in names):
             raise click.UsageError(
-                "--states, --prompts, --context, --heal, --head-dim, --keep and --device go with --attention"
+                "--states, --prompts, --context, --heal, --head-dim, --keep, --device and --trust-remote-code go with"
+                " --attention"
             )
         return None
     if (states is None) == (prompts is None):
         raise click.UsageError("--attention needs --states or --prompts, to calibrate on")
     if kind == "mla" and head_dim != "auto":
         raise click.UsageError("--head-dim is of MHA")
-    return Attention(kind, states, prompts, context, steps, None if head_dim == "auto" else int(head_dim), keep, device)
+    dims = None if head_dim == "auto" else int(head_dim)
+    return Attention(kind, states, prompts, context, steps, dims, keep, device, trusted)
 
 
 def convert(
@@ -119,6 +127,7 @@ def convert(
     from .head_output import print_kept, print_manifest
     from .output import steps_bar
 
+    check_trusted(wanted.trust_remote_code, target)
     refuse_existing(out)
     if wanted.device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no CUDA device here")
@@ -163,4 +172,4 @@ def _open_texts(wanted: Attention, spec: HeadSpec, target: Source) -> Texts:
     if wanted.states is not None:
         return stored_texts(wanted.states, spec, read_target_config(target.fetch_config()))
     assert wanted.prompts is not None
-    return prompted_texts(wanted.prompts, wanted.context, spec, target)
+    return prompted_texts(wanted.prompts, wanted.context, spec, target, trust_remote_code=wanted.trust_remote_code)

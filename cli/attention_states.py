@@ -56,8 +56,17 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig) -> Texts:
     return Texts(folder.name, digests, batches.parts, lambda: batches)
 
 
-def prompted_texts(file: Path, context: int, spec: HeadSpec, target: Source) -> Texts:
+def prompted_texts(
+    file: Path, context: int, spec: HeadSpec, target: Source, *, trust_remote_code: bool = False
+) -> Texts:
     """Cut prompts, joined, into texts of one length for a target to run over.
+
+    Args:
+        file: the prompts.
+        context: tokens of a text.
+        spec: the head's.
+        target: whose tokenizer cuts, and which is run later.
+        trust_remote_code: whether the tokenizer may run code of its own.
 
     Raises:
         PromptsInvalid: they cannot be read.
@@ -71,7 +80,7 @@ def prompted_texts(file: Path, context: int, spec: HeadSpec, target: Source) -> 
     from ..target.tokenizer import load_tokenizer
 
     prompts = read_prompts(file)
-    tokenizer = load_tokenizer(target.fetch_tokenizer())
+    tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
     ids = [i for prompt in prompts for turn in prompt.turns for i in tokenizer.encode(turn)]
     count = len(ids) // context
     if not count:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, open_head, reading
+from .options import FOLDER, PATH_OR_ID, check_trusted, open_head, reading
 
 if TYPE_CHECKING:
     from ..validate.bench_suites import Suite
@@ -76,8 +76,7 @@ def bench(
     target: Source | None = options.pop("target")
     if not head or not (url or target):
         raise click.UsageError("give --head, and either --url or --target")
-    if options["trust_remote_code"] and target and not target.pinned:
-        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    check_trusted(options["trust_remote_code"], target)
     from ..checkpoint.staging import refuse_existing
     from ..validate.bench_suites import load_suite
     from .output import status

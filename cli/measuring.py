@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER
+from .options import FOLDER, check_trusted
 
 if TYPE_CHECKING:
     from ..validate.engines.check import Engined
@@ -56,8 +56,7 @@ class Measuring:
             raise click.UsageError(f"{self.engine} cannot be started here; give the --url of one that runs")
         if self.engine and not (self.python or self.url):
             raise click.UsageError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
-        if self.trust_remote_code and target and not target.pinned:
-            raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+        check_trusted(self.trust_remote_code, target)
 
     @property
     def wanted(self) -> bool:
@@ -108,8 +107,7 @@ class Measuring:
 
         if self.states or self.wants_engine:
             raise click.UsageError("a target is measured with --prompts; --states and engines are about heads")
-        if self.trust_remote_code and not source.pinned:
-            raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {source.name}")
+        check_trusted(self.trust_remote_code, source)
         if not self.prompts:
             return None
         return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)

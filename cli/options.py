@@ -77,6 +77,16 @@ def reading(command: Callable) -> Callable:
     return command
 
 
+def check_trusted(trust_remote_code: bool, target: Source | None) -> None:
+    """Refuse to run the code of a target's tokenizer unless the user named the commit that it is of.
+
+    Raises:
+        UsageError: --trust-remote-code is given, and the target may be another one tomorrow.
+    """
+    if trust_remote_code and target and not target.pinned:
+        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+
+
 def open_head(source: Source, **options: Any) -> Head:
     """Open a head with its weights, downloaded if need be, as the options of `reading` say.
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .options import check_trusted
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,8 +48,7 @@ def read_sequences(
         UsageError: code shall be run that is not pinned.
         PromptsInvalid, TokenizerFailed: the prompts or the tokenizer cannot be read.
     """
-    if trust_remote_code and not target.pinned:
-        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    check_trusted(trust_remote_code, target)
     import torch
 
     from ..checkpoint.bytes import file_digest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, LayerIds
+from .options import FOLDER, PATH_OR_ID, LayerIds, check_trusted
 
 if TYPE_CHECKING:
     from ..target.config import TargetConfig
@@ -90,8 +90,7 @@ def states(
         raise click.UsageError("--sampled is drawn by a target in memory; with --url take --greedy")
     if no_held_out and not sampled and not greedy:
         raise click.UsageError("--no-held-out leaves nothing to write; add --sampled or --greedy")
-    if trust_remote_code and not target.pinned:
-        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    check_trusted(trust_remote_code, target)
     from ..checkpoint.folder import Checkpoint, open_checkpoint
     from ..checkpoint.staging import refuse_existing
     from ..checkpoint.tensors import TORCH

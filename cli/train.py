@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, open_head
+from .options import FOLDER, PATH_OR_ID, check_trusted, open_head
 
 if TYPE_CHECKING:
     from ..train.arguments import Pace
@@ -73,8 +73,7 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
     of_data = [name for name in ("held_out", "split", "revision") if options[name]]
     if states and of_data:
         raise click.UsageError(f"--{of_data[0].replace('_', '-')} is of --data; stored states have their own prompts")
-    if options["trust_remote_code"] and not target.pinned:
-        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    check_trusted(options["trust_remote_code"], target)
     from ..checkpoint.manifest import read_manifest
     from ..checkpoint.staging import refuse_existing
 

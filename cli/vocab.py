@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, reading
+from .options import FOLDER, PATH_OR_ID, check_trusted, reading
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
@@ -91,8 +91,7 @@ def _check_usage(
         raise click.UsageError("--prune needs --text, whose most frequent tokens are kept")
     if text and not target:
         raise click.UsageError("--text needs --target, for its tokenizer")
-    if trust and target and not target.pinned:
-        raise click.UsageError(f"--trust-remote-code runs code of one commit only; name it: {target.name}")
+    check_trusted(trust, target)
 
 
 def _flag(operation: str) -> str:

@@ -101,6 +101,22 @@ def test_the_bench_command_has_the_option_that_its_fault_names(target, head, pro
     assert done.exit_code == 0, done.output
 
 
+def test_an_attention_is_converted_with_it(target, head, prompts, tmp_path):
+    out = tmp_path / "mha"
+    words = ["to-vllm", head, out, "--attention", "mha", "--target", target, "--prompts", prompts, "--context", 16]
+    refused = CliRunner().invoke(main, list(map(str, words)))
+    assert refused.exit_code == 1 and "--trust-remote-code" in refused.stderr
+    read = CliRunner().invoke(main, [*map(str, words), "--trust-remote-code"])
+    assert read.exit_code == 1 and f"{prompts.name} holds" in read.stderr and not out.exists()
+
+
+def test_an_attention_is_converted_with_one_commits_code_alone(target, head, prompts, hub, tmp_path):
+    hub.commit("org/kimi", target)
+    words = ["to-vllm", head, tmp_path / "mha", "--attention", "mha", "--prompts", prompts, "--trust-remote-code"]
+    asked = CliRunner().invoke(main, [*map(str, words), "--target", "org/kimi@main"])
+    assert asked.exit_code == 2 and "one commit only" in asked.stderr
+
+
 def test_only_one_commit_is_trusted(tmp_path):
     named = HubRepo("org/kimi", "a" * 40, pinned=True)
     assert job(tmp_path, {"target": named}).trusts(True)
