@@ -15,7 +15,8 @@ from kconv.validate.rules.table import all_rules
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
-LINK = re.compile(r"(?<!\\)\]\(<?([^)#\s>]+)(?:#[^)\s>]*)?>?\)")
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!\\)\]\(<?([^)#\s>]*)(?:#([^)\s>]*))?>?\)")
 
 
 def test_the_reference_is_current():
@@ -30,11 +31,24 @@ def test_the_readmes_figures_are_those_of_the_benchmarks():
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
+def test_the_benchmarks_repeat_other_pages_as_they_are():
+    script = [sys.executable, ROOT / "scripts" / "bench", "--check"]
+    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
+
+
 @pytest.mark.slow
 def test_the_tutorial_prints_what_it_says():
     script = [sys.executable, ROOT / "scripts" / "docs-tutorial", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"run scripts/docs-tutorial: {ran.stdout}{ran.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_command_prints_is_printed_in_the_tutorial(page):
+    # There scripts/docs-tutorial runs it.
+    made = (DOCS / "tutorial.md").read_text()
+    assert [block for block in CONSOLE.findall(page.read_text()) if block not in made] == []
 
 
 def test_the_reference_has_everything():
@@ -46,11 +60,48 @@ def test_the_reference_has_everything():
     assert not {name for name in names if name not in reference["layouts"]}
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what a page's headings are linked by."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def leads_somewhere(page: Path, path: str, anchor: str) -> bool:
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     # Cards stand in their own repository on the Hub, beside a LICENSE that is not here.
-    inside = [link for link in LINK.findall(page.read_text()) if ":" not in link and link != "LICENSE"]
-    assert not [link for link in inside if not (page.parent / link).exists()]
+    inside = [link for link in LINK.findall(page.read_text()) if ":" not in link[0] and link[0] != "LICENSE"]
+    assert [link for link in inside if not leads_somewhere(page, *link)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_by_name_have_an_address(page):
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)
+    assert set(re.findall(r"\]\[([^\]]+)\]", text)) == set(re.findall(r"^\[([^\]]+)\]: \S+$", text, re.M))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_into_code_are_pinned(page):
+    # A branch moves on, and the line with it.
+    assert re.findall(r"https://github\.com/[\w.-]+/[\w.-]+/blob/(?:main|master)/\S+", page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path, anchor, leads",
+    [
+        ("how/captured-layers.md", "where-engines-look", True),
+        ("how/captured-layers.md", "where-nobody-looks", False),
+        ("how/captured-layers.md", "", True),
+        ("how/gone.md", "", False),
+        ("", "kconv", True),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_seen(path, anchor, leads):
+    assert leads_somewhere(DOCS / "index.md", path, anchor) is leads
 
 
 def entries(nav):
