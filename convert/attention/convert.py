@@ -14,7 +14,8 @@ from .assemble_mla import Shape, pad_mla
 from .calibration import Calibration, check_calibration
 from .expand_mla import fit_head_dim
 from .heal import ATTENTION, REST, Progress, heal
-from .held_out import check_kept, compare
+from .held_out import compare
+from .kept import KEEP, check_kept
 from .ladder import find_ladders, lengthen
 from .plan import Converted, as_stored, changed_slots
 from .swap import Attention, attention_of, check_convertible, with_attention
@@ -24,8 +25,6 @@ from .to_mla import convert_to_mla
 Kind = Literal["mha", "mla"]
 HEAL_STEPS = 200
 """Enough for 99.9 % of the acceptance at 1 : 4; at 1 : 32 more steps gain more still (docs/attention.md)."""
-KEEP = 0.97
-"""Share of the acceptance length that must be left."""
 
 
 def convert_attention(
@@ -83,7 +82,7 @@ def convert_attention(
     converted = as_stored(converted, dtype)
     say("measuring on held-out text")
     figures = compare(head, converted, calibration)
-    check_kept(figures, keep, tried)
+    check_kept(figures, keep, "" if tried is None else f"Heal for more steps (--heal {max(200, 5 * tried)}).")
     method = f"{head.spec.kind.upper()} to {kind.upper()}, approximate: least squares on states"
     method += f", {steps} steps of healing" if steps else ", no healing"
     return Converted(converted, changed_slots(head, converted), method, rows, steps, figures, details)

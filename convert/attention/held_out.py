@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import ConversionInaccurate
 from ...head.chain import lengths, overlap, unroll
 from ...head.forward import DraftHead
 from .calibration import STEPS, Batch, Calibration, in_pieces
@@ -96,25 +95,3 @@ def _divergence(original: Tensor, converted: Tensor) -> Tensor:
     """Return KL(original || converted) at each position, `[B, T', draft_vocab]` twice to `[B, T']`."""
     p = original.float().log_softmax(-1)
     return (p - converted.float().log_softmax(-1)).mul_(p.exp()).sum(-1)
-
-
-def check_kept(figures: HeldOut, least: float, steps: int | None) -> None:
-    """Refuse a conversion that keeps less of the acceptance length than was asked for.
-
-    Args:
-        figures: of the conversion.
-        least: share that was asked for.
-        steps: of healing that it has behind it; None where healing led away, and more would too.
-
-    Raises:
-        ConversionInaccurate: it keeps less.
-    """
-    if not figures.kept >= least:
-        more = "" if steps is None else f"Heal for more steps (--heal {max(200, 5 * steps)}). "
-        accept = f"; --keep {figures.kept - 0.005:.2f} accepts the loss by name" if figures.kept > 0.01 else ""
-        raise ConversionInaccurate(
-            f"the converted head keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the original's acceptance "
-            f"length on {figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at "
-            f"K={figures.steps}), and {least:.2%} was asked for",
-            fix=f"{more}Calibrating on more text of the kind that is served may help{accept}.",
-        )

@@ -32,6 +32,7 @@ class Format:
         pack: a weight `[out, in]` and its scale to the tensors that are stored, by the suffix of their names.
         unpack: these tensors to the weight that they stand for, fp32 `[out, in]`.
         round: an input `[..., in]` and its scale to what an engine makes of it, in the input's dtype.
+        finer: the format to try where this one loses too much.
     """
 
     name: str
@@ -42,6 +43,12 @@ class Format:
     pack: Callable[[Tensor, Tensor], dict[str, Tensor]]
     unpack: Callable[[Mapping[str, Tensor]], Tensor]
     round: Callable[[Tensor, Tensor], Tensor]
+    finer: Format | None = None
+
+    @property
+    def option(self) -> str:
+        """What `kconv quantize-head --format` calls it."""
+        return self.name.lower()
 
     def scale(self, amax: float) -> Tensor:
         """Return the scale, fp32 [], by which a largest magnitude just fits."""
@@ -96,8 +103,9 @@ NVFP4 = Format(
     _pack_nvfp4,
     _unpack_nvfp4,
     _round_nvfp4,
+    finer=FP8,
 )
-FORMATS = {"fp8": FP8, "nvfp4": NVFP4}
+FORMATS = {format_.option: format_ for format_ in (FP8, NVFP4)}
 
 
 def config_block(format_: Format, exclude: Sequence[str]) -> dict[str, Any]:

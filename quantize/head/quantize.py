@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...convert.attention.calibration import Calibration
-from ...convert.attention.held_out import HeldOut, check_kept, compare
+from ...convert.attention.held_out import HeldOut, compare
+from ...convert.attention.kept import KEEP, check_kept
 from ...errors import TensorValue
 from ...head.forward import DraftHead
 from ...head.spec import HeadSpec
@@ -22,9 +23,6 @@ from ..pack import amax
 from .formats import Format
 from .inputs import Inputs, check_states, input_amaxes
 from .linears import groups_of
-
-KEEP = 0.97
-"""Share of the acceptance length that must be left, as in a conversion of the attention."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +77,24 @@ def quantize_head(
     """
     groups = groups_of(spec, format_)
     rows = check_states(calibration, spec)
-    scales = {slot: scale for group in groups for slot, scale in _scales(group, weights, format_).items()}
+    largest = {slot: found for group in groups for slot, found in _largest_of(group, weights).items()}
     head = DraftHead(spec, {name: w.float() if w.is_floating_point() else w for name, w in weights.items()})
     say(f"calibrating on {rows:,} rows")
-    amaxes = input_amaxes(head, calibration, scales)
+    amaxes = input_amaxes(head, calibration, largest)
     for slot, found in amaxes.items():
         check_amax(slot, found)
     for group in groups:
         amaxes |= dict.fromkeys(group, max(amaxes[slot] for slot in group))
-    linears = {
-        slot: format_.pack(weights[slot], scale) | {"input_scale": format_.scale(amaxes[slot])}
-        for slot, scale in scales.items()
-    }
+
+    linears = _pack(weights, largest, amaxes, format_)
     say("measuring on held-out text")
     figures = measure(head, format_, linears, calibration)
-    check_kept(figures, keep, None)
+    instead, finer = "", format_.finer
+    if finer is not None and not figures.kept >= keep:
+        say(f"measuring {finer.name}, too")
+        kept = measure(head, finer, _pack(weights, largest, amaxes, finer), calibration).kept
+        instead = f"In {finer.name} it keeps {kept:.2%}: --format {finer.option}." if kept >= keep else ""
+    check_kept(figures, keep, instead)
     return Quantized(format_, linears, amaxes, rows, figures)
 
 
@@ -118,9 +119,9 @@ def measure(
         return compare(head, served, calibration)
 
 
-def _scales(group: Sequence[str], weights: Mapping[str, Tensor], format_: Format) -> dict[str, Tensor]:
-    """Return the scale of each weight of a fused group, which is one for all."""
-    found = {slot: amax(weights[slot]) for slot in group}
+def _largest_of(group: Sequence[str], weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest magnitude of each weight of a fused group, which is one for all."""
+    found = {slot: float(amax(weights[slot])) for slot in group}
     for slot, largest in found.items():
         if not 0 < largest < math.inf:
             raise TensorValue(
@@ -128,4 +129,14 @@ def _scales(group: Sequence[str], weights: Mapping[str, Tensor], format_: Format
                 where=slot,
                 fix="Export the head again.",
             )
-    return dict.fromkeys(group, format_.scale(max(found.values())))
+    return dict.fromkeys(group, max(found.values()))
+
+
+def _pack(
+    weights: Mapping[str, Tensor], largest: Mapping[str, float], amaxes: Mapping[str, float], format_: Format
+) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that are stored, by slot and suffix."""
+    return {
+        slot: format_.pack(weights[slot], format_.scale(found)) | {"input_scale": format_.scale(amaxes[slot])}
+        for slot, found in largest.items()
+    }

@@ -152,9 +152,15 @@ def test_what_is_measured_has_rounded_weights_and_rounded_inputs(quantized):
     assert abs(kl["neither"]) < 1e-9 < min(kl["weights"], kl["inputs"]) and kl["all"] > max(kl["weights"], kl["inputs"])
 
 
-def test_more_loss_than_is_allowed_is_refused():
-    with pytest.raises(ConversionInaccurate, match="of the original's acceptance length"):
-        quantize_head(SPEC, weights_of(SPEC), NVFP4, states_of(SPEC), keep=1.5)
+def test_more_loss_than_is_allowed_is_refused_and_fp8_named_where_it_keeps_enough(quantized):
+    kept = {name: quantized["gqa", name].held_out.kept for name in FORMATS}
+    assert kept["nvfp4"] < kept["fp8"] < 1.5
+    between = (kept["nvfp4"] + kept["fp8"]) / 2
+    for format_, keep, is_named in ((NVFP4, between, True), (NVFP4, 1.5, False), (FP8, 1.5, False)):
+        with pytest.raises(ConversionInaccurate, match="of the original's acceptance length") as caught:
+            quantize_head(SPEC, weights_of(SPEC), format_, states_of(SPEC), keep=keep)
+        assert (f"In FP8 it keeps {kept['fp8']:.2%}: --format fp8." in caught.value.fix) == is_named
+        assert ("--format" in caught.value.fix) == is_named
 
 
 def filled(slot: str, value: float) -> dict[str, torch.Tensor]:

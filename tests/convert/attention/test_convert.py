@@ -7,7 +7,8 @@ import torch
 
 from kconv.convert.attention.assemble_mla import Shape
 from kconv.convert.attention.convert import convert_attention, outline
-from kconv.convert.attention.held_out import check_kept, compare
+from kconv.convert.attention.held_out import compare
+from kconv.convert.attention.kept import check_kept
 from kconv.convert.attention.plan import as_stored
 from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
@@ -15,6 +16,7 @@ from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_
 from kconv.convert.attention.trace import run_both
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot, TensorValue
 from kconv.head.chain import draft_logits, sampled_acceptance
+from kconv.head.forward import DraftHead
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
@@ -118,17 +120,29 @@ def test_the_figures_are_those_of_the_chain(gqa, states):
 
 def test_a_loss_above_the_guard_is_refused_with_the_figure(gqa, states):
     figures = compare(gqa, gqa, states)
-    check_kept(figures, 1.0, 0)
+    check_kept(figures, 1.0)
     with pytest.raises(ConversionInaccurate, match=r"keeps 90\.00% .* and 97\.00% was asked for") as fault:
-        check_kept(replace(figures, kept=0.9), 0.97, 50)
-    assert "--heal 250" in fault.value.fix
-    with pytest.raises(ConversionInaccurate) as fault:
-        check_kept(replace(figures, kept=0.9), 0.97, None)
-    assert "--heal" not in fault.value.fix and "--keep 0.90" in fault.value.fix
+        check_kept(replace(figures, kept=0.9), 0.97, "Do this instead.")
+    assert fault.value.fix.startswith("Do this instead. Calibrating") and "--keep 0.90" in fault.value.fix
     for lost in (float("nan"), 0.0):
         with pytest.raises(ConversionInaccurate) as fault:
-            check_kept(replace(figures, kept=lost), 0.97, 50)
-        assert "--keep" not in fault.value.fix
+            check_kept(replace(figures, kept=lost), 0.97)
+        assert fault.value.fix.startswith("Calibrating") and "--keep" not in fault.value.fix
+
+
+def test_more_healing_is_named_where_healing_helped(gqa, states, monkeypatch):
+    def refuse() -> str:
+        with pytest.raises(ConversionInaccurate) as fault:
+            convert_attention(gqa, "mla", states, dtype="F32", shape=replace(WIDE, rotary=4), steps=50, keep=1.5)
+        return fault.value.fix
+
+    monkeypatch.setattr(
+        "kconv.convert.attention.convert.heal", lambda head, start, *_, **__: DraftHead(start.spec, start.weights)
+    )
+    assert refuse().startswith("Heal for more steps (--heal 250).")
+    # As where its steps led away.
+    monkeypatch.setattr("kconv.convert.attention.convert.heal", lambda head, start, *_, **__: start)
+    assert "--heal" not in refuse()
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
