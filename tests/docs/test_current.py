@@ -79,6 +79,11 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_rules_that_a_page_names_exist(page):
+    assert set(re.findall(r"\bK\d{3}\b", page.read_text())) <= all_rules().keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_by_name_have_an_address(page):
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)
     assert set(re.findall(r"\]\[([^\]]+)\]", text)) == set(re.findall(r"^\[([^\]]+)\]: \S+$", text, re.M))

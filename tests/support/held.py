@@ -187,7 +187,10 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
     "docs/guides/nvidia-to-vllm.md": {
         "MLA, full vocabulary, {} tensors": lambda: (len(needs(KIMI_MLA).keys() - {"embed_tokens"}),),
         "for a Kimi-K2.x these are {}.": lambda: kimi_captures()[1:],
-        "If the length is near {:g}, run": lambda: (drafted(0),),
+        "If the length is near {:g}:": lambda: (drafted(0),),
+    },
+    "docs/guides/one-token-per-step.md": {
+        "Near {:g} here too": lambda: (drafted(0),),
     },
     "docs/guides/train.md": {
         "{:.0f} kB for Kimi-K2's": lambda: (states_bytes(1) / 1e3,),
