@@ -135,7 +135,7 @@ def convert(
     spec = read.spec
     check_layout(spec, outline(spec, wanted.kind, wanted.head_dim), table, read.places)
     texts = _open_texts(wanted, spec, target)
-    shared = find_shared(target)
+    shared = find_shared(target, SLOTS)
     refuse_target(read, table, shared)
     weights = read_weights(read)
     for slot in SLOTS:

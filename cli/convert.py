@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ..checkpoint.source import Folder, Source
+from ..checkpoint.source import Source
 from .attention import convert, converting, take_attention
 from .options import FOLDER, PATH_OR_ID, open_head, open_headers, reading
-
-if TYPE_CHECKING:
-    from ..convert.plan import Plan
-
 
 # Of the layouts whose `needs` name it, which --help must not import; a test holds the two together.
 LENDS = " With --target, an lm_head that HEAD does not have is added from it."
@@ -66,37 +62,27 @@ def _writes(layout: str, form: str, lends: str = "") -> click.Command:
         from ..convert.execute import execute
         from ..convert.layouts import by_name
         from ..convert.plan import Wishes, plan
-        from ..pipeline.making import find_shared
+        from ..pipeline.making import find_shapes, find_taken
         from .head_output import print_manifest, print_plan
         from .output import progress
 
         refuse_existing(out)
         rounded = DTYPES[dtype] if dtype else ""
         # By headers first, so that what cannot be converted is refused before it is downloaded.
-        shared = find_shared(target, headers_only=True) if target else None
+        shared = find_shapes(target) if target else None
         wishes = Wishes(shared, drop_shared and dry_run, rounded)
         table, headers = by_name(layout), open_headers(head, **hints)
         decided = plan(headers, table, wishes)
         if dry_run:
             print_plan(decided, as_json=as_json)
             return
-        # The Hub's copy of a target takes long to fetch; to count its parameters alone is not worth it, and what an
-        # engine takes in place of the head's own is compared.
-        replaced = table.replaces.keys() & headers.places.keys()
-        at_hand = isinstance(target, Folder) or drop_shared or replaced or _borrows(decided)
-        wishes = Wishes(find_shared(target) if target and at_hand else None, drop_shared, rounded)
-        decided = plan(open_head(head, **hints), table, wishes)
+        taken = find_taken(target, headers, table, drop_shared=drop_shared) if target else None
+        decided = plan(open_head(head, **hints), table, Wishes(taken, drop_shared, rounded))
         with progress("converting", sum(step.size for step in decided.steps)) as advance:
             manifest = execute(decided, out, advance)
         print_manifest(manifest, out, as_json=as_json)
 
     return command
-
-
-def _borrows(plan: Plan) -> bool:
-    from ..convert.shared import Lent
-
-    return any(isinstance(step.made, Lent) for step in plan.steps)
 
 
 to_vllm = _writes("vllm", "vLLM's layout")

@@ -69,7 +69,7 @@ def quantize_head(
 
     refuse_existing(out)
     read, format_ = open_head(head, target=target, **hints), FORMATS[name]
-    shared = find_shared(target)
+    shared = find_shared(target, SLOTS)
     lm_head = read_tensor(shared.lm_head).float()
     plain = plan_plain(read, format_, shared)
     stored = open_states(states, config=read_target_config(target.fetch_config()), captured=read.spec.captured)

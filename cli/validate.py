@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..checkpoint.source import Folder, Source
+from ..checkpoint.source import Source
 from .measuring import Measuring, measuring
 from .options import FOLDER, PATH_OR_ID, read_options, reading
 
@@ -87,8 +87,7 @@ def validate(
     from .output import print_report, status
 
     layout, read_hints, target_config = read_options(**hints)
-    # Of a target on the Hub, its embedding is gigabytes that nobody asked for.
-    lent = partial(find_shared, target) if isinstance(target, Folder) and not headers_only else None
+    lent = partial(find_shared, target) if target and not headers_only else None
     wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only, lent)
     # The layout and the convention that the user named are the output's; the source's are those of its conversion.
     # Its headers tell which it is, so that wrong usage is named before its weights are downloaded.

@@ -117,6 +117,7 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
     Raises:
         LayoutCannot: the layout, or the engine behind it, has no place for something this head has.
         TargetInvalid: the target does not hold what the layout needs of it.
+        KconvError: the target holds it, and it cannot be had; see `Shared.find`.
     """
     wishes = wishes or Wishes()
     spec = replace(head.spec, dtype=wishes.dtype) if wishes.dtype else head.spec
@@ -243,7 +244,7 @@ def _droppable(head: Head, layout: Layout, wishes: Wishes) -> dict[str, str]:
         slot: f"equal, byte for byte, to {theirs.name} of the target {wishes.target.name}, which engines share"
         for slot in SLOTS
         if slot in head.places and slot not in layout.needs and known[slot].slot.absent_when(head.spec)
-        if (theirs := wishes.target.tensors.get(slot)) is not None and same_bytes(head.places[slot][1], theirs)
+        if (theirs := wishes.target.find(slot)) is not None and same_bytes(head.places[slot][1], theirs)
     }
 
 

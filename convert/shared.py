@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import stream
 from ..checkpoint.header import TensorInfo
-from ..errors import TargetInvalid
+from ..errors import KconvError, TargetInvalid
 from ..head.contract import FLOATS
 from ..head.slots import needs
 from ..head.spec import HeadSpec
@@ -29,6 +29,7 @@ class Shared:
         headers_only: their bytes are on the Hub.
         layers: number of its decoder layers; None where that is not known.
         model_type: of its text model, e.g. "kimi_k2"; empty where that is not known.
+        absent: why a slot's tensor cannot be had though the target has one, e.g. as its shard is not there.
     """
 
     name: str
@@ -36,6 +37,17 @@ class Shared:
     headers_only: bool = False
     layers: int | None = None
     model_type: str = ""
+    absent: Mapping[str, KconvError] = field(default_factory=dict)
+
+    def find(self, slot: str) -> TensorInfo | None:
+        """Return the tensor that the target has for a slot; None where it has none.
+
+        Raises:
+            KconvError: it has one, which cannot be had.
+        """
+        if slot in self.absent:
+            raise self.absent[slot]
+        return self.tensors.get(slot)
 
     @property
     def lm_head(self) -> TensorInfo:
@@ -43,22 +55,25 @@ class Shared:
 
         Raises:
             TargetInvalid: it has none.
+            KconvError: see `find`.
         """
-        if "lm_head" not in self.tensors:
+        info = self.find("lm_head")
+        if info is None:
             raise TargetInvalid(
                 "the target has no lm_head, which its logits are made with",
                 where=self.name,
                 fix="Give the target that the head was trained on.",
             )
-        return self.tensors["lm_head"]
+        return info
 
     def lend(self, slot: str, spec: HeadSpec) -> TensorInfo:
         """Return the tensor that fills a head's slot.
 
         Raises:
             TargetInvalid: the target does not hold it, or not in the shape and dtype that the head needs.
+            KconvError: see `find`.
         """
-        info, shape = self.tensors.get(slot), needs(spec)[slot].shape
+        info, shape = self.find(slot), needs(spec)[slot].shape
         if info is None or info.shape != shape or info.dtype not in FLOATS:
             found = f"{info.name} {info.dtype} {list(info.shape)}" if info else "none"
             raise TargetInvalid(
@@ -71,9 +86,12 @@ class Shared:
     def has_another(self, slot: str, own: TensorInfo, spec: HeadSpec) -> bool:
         """Say whether the target's tensor would fit a head's slot, and is another than the head's own.
 
-        Compared row by row, in the head's dtype; a tensor of which the bytes are not here is not said to be another.
+        Compared row by row, in the head's dtype; a tensor of which the bytes are on the Hub is not said to be another.
+
+        Raises:
+            KconvError: see `find`.
         """
-        theirs = self.tensors.get(slot)
+        theirs = self.find(slot)
         if theirs is None or self.headers_only or theirs.dtype not in FLOATS or own.dtype not in FLOATS:
             return False
         from .copies import count_copies

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
-from ..checkpoint.source import Folder
 from ..checkpoint.staging import staged
 from ..errors import ReportInvalid
 from .heads import open_origin
@@ -51,7 +50,7 @@ def validate(step: Validate, job: Job) -> None:
         layout,
         replace(hints, target_layers=config.layers if config else None),
         config,
-        lent=partial(find_shared, target) if isinstance(target, Folder) else None,
+        lent=partial(find_shared, target) if target else None,
     )
     prompts, limit = job.word("prompts"), step.prompt_tokens + step.new_tokens
     parity = None

@@ -76,13 +76,13 @@ def _convert(step: Convert, found: Found | None) -> int | None:
     from ..convert.layouts import by_name
     from ..convert.plan import Wishes, plan
     from .job import read_step_head
-    from .making import find_shared
+    from .making import find_shapes
 
     if found is None:
         return None
     target = found.inputs["target"][0] if step.target else None
     head = read_step_head(found.inputs["head"][0].open_headers(), step.reading, target)
-    shared = find_shared(target, headers_only=True) if target else None
+    shared = find_shapes(target) if target else None
     wishes = Wishes(shared, step.drop_shared, DTYPES[step.dtype] if step.dtype else "")
     return sum(one.size for one in plan(head, by_name(step.layout), wishes).steps)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -47,7 +47,8 @@ class Wish:
         hints: what the user says where a head's config is silent.
         target: the target that a head is for, where it is known.
         headers_only: no value is read, and none downloaded.
-        lent: finds the target's embedding and lm_head; called where a rule needs them. None where they are not at hand.
+        lent: finds what it is asked for of the target's embedding and lm_head, by slot; called where a rule needs one,
+            as it may take a download. None where there is no target to ask.
     """
 
     engines: tuple[str, ...] | None = None
@@ -55,7 +56,7 @@ class Wish:
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
     headers_only: bool = False
-    lent: Callable[[], Shared] | None = None
+    lent: Callable[[Iterable[str]], Shared] | None = None
 
 
 def validate(

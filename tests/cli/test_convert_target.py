@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -60,19 +61,20 @@ def test_an_lm_head_is_asked_for_and_taken_from_the_target(tmp_path, lean, targe
 def test_of_a_hubs_target_only_the_shard_in_question_is_fetched(tmp_path, lean, hub):
     shards = {"model-1.safetensors": TENSORS, "model-2.safetensors": {"x": torch.zeros(512, 512)}}
     placed = {name: shard for shard, tensors in shards.items() for name in tensors}
-    hub.commit(
-        "org/target",
-        {
-            "config.json": json.dumps(TARGET).encode(),
-            "model.safetensors.index.json": json.dumps({"weight_map": placed}).encode(),
-            **{name: save(tensors) for name, tensors in shards.items()},
-        },
-    )
+    files = {name: save(tensors) for name, tensors in shards.items()}
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": placed}).encode()}
+    hub.commit("org/target", {"config.json": json.dumps(TARGET).encode()} | index | files)
+
+    def sent(name):
+        return hub.sent(sha256(files[name]).hexdigest())
+
     assert kconv("to-portable", lean, tmp_path / "out", "--target", "org/target", "--dry-run").exit_code == 0
-    assert hub.sent("model-1.safetensors") < 2 * 64 * 48 * 2, "a dry run reads headers"
+    headers = sent("model-2.safetensors")
+    assert 0 < headers < 512 * 512 and 0 < sent("model-1.safetensors") < 2 * 64 * 48 * 2, "a dry run reads headers"
     assert kconv("to-portable", lean, tmp_path / "out", "--target", "org/target").exit_code == 0
     assert torch.equal(written(tmp_path / "out")[0]["lm_head.weight"], MATRICES["lm_head"])
-    assert hub.sent("model-2.safetensors") < 512 * 512
+    assert sent("model-1.safetensors") > len(files["model-1.safetensors"])
+    assert sent("model-2.safetensors") == 2 * headers
     assert kconv("to-vllm", lean, tmp_path / "vllm", "--target", "org/target").exit_code == 0
     assert "lm_head.weight" not in written(tmp_path / "vllm")[0]
 
@@ -109,6 +111,27 @@ def test_a_target_of_which_only_the_config_is_here_decides_depth(tmp_path, lean,
     assert kconv("to-vllm", lean, tmp_path / "out", "--target", target).exit_code == 0
     refused = kconv("to-portable", lean, tmp_path / "portable", "--target", target)
     assert refused.exit_code == 1 and "lm_head" in refused.stderr
+
+
+def test_of_a_target_that_was_fetched_in_part_only_the_shard_in_question_need_be_there(tmp_path, lean, target):
+    (target / "model.safetensors").unlink()
+    shards = {"lm_head.weight": "model-1.safetensors", "model.embed_tokens.weight": "model-2.safetensors"}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    out = tmp_path / "portable"
+    refused = kconv("to-portable", lean, out, "--target", target)
+    assert refused.exit_code == 1 and "model-1.safetensors, which is not there" in refused.stderr and not out.exists()
+    save_file({"lm_head.weight": MATRICES["lm_head"]}, target / "model-1.safetensors")
+    assert kconv("to-portable", lean, out, "--target", target).exit_code == 0
+    assert torch.equal(written(out)[0]["lm_head.weight"], MATRICES["lm_head"])
+    # A conversion that takes nothing of the target asks for no shard; one that compares its embedding for that one.
+    head = write_head(tmp_path / "own", BY_NAME["trtllm"], GQA, random_slots(GQA))
+    (target / "model-1.safetensors").unlink()
+    assert kconv("to-vllm", head, tmp_path / "vllm", "--target", target).exit_code == 0
+    assert written(tmp_path / "vllm")[1]["parameters_by_origin"]["unknown"] > 0
+    for name, more in (("sglang", []), ("vllm", ["--drop-shared"])):
+        refused = kconv(f"to-{name}", head, tmp_path / "other", "--target", target, *more)
+        assert refused.exit_code == 1 and ", which is not there" in refused.stderr
+        assert not (tmp_path / "other").exists()
 
 
 OTHERS = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from support.changes import P, drop, edit, nest, one_nan, put
 from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.good_heads import GOOD, trained_slots
@@ -169,6 +170,24 @@ def test_an_embedding_that_was_not_compared_is_said_where_it_is_not_served(hub, 
     for options in ([], ["--target", "org/target"], ["--target", target]):
         shown = kconv("validate", head, "--for", asked, *options)
         assert shown.exit_code == 0 and ("info K214 embed_tokens.weight" in shown.stdout) is said
+
+
+@pytest.mark.parametrize("asked, code", [("sglang", 1), ("vllm", 0)])
+def test_of_a_hubs_target_the_file_with_the_embedding_is_fetched_where_it_is_served(hub, tmp_path, asked, code):
+    head, own = GOOD["gqa, portable"].write(tmp_path / "head"), trained_slots(GQA)
+    shards = {
+        "model-1.safetensors": save({"model.embed_tokens.weight": own["embed_tokens"].flip(0)}),
+        "model-2.safetensors": save({"lm_head.weight": own["lm_head"]}),
+    }
+    placed = {"model.embed_tokens.weight": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": placed}).encode()}
+    hub.commit("org/target", {"config.json": json.dumps(TARGET).encode()} | index | shards)
+    shown = kconv("validate", head, "--for", asked, "--target", "org/target")
+    assert shown.exit_code == code and ("K213 embed_tokens.weight" in shown.stdout) is bool(code)
+    first, second = (sha256(data).hexdigest() for data in shards.values())
+    assert bool(hub.sent(first)) is bool(code) and not hub.sent(second)
+    headers = kconv("validate", head, "--for", asked, "--target", "org/target", "--headers-only")
+    assert headers.exit_code == 0 and "K213" not in headers.stdout
 
 
 def test_a_target_that_is_not_whole_is_asked_for_its_embedding_alone(tmp_path):

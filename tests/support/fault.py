@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,12 +69,12 @@ class Fault:
         return folder
 
 
-def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec) -> Shared:
-    """Write a target's own tensors for these slots, and return what a head may share of them."""
+def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec, asked: Iterable[str]) -> Shared:
+    """Write a target's own tensors for these slots, and return what is asked for of them."""
     folder.mkdir(exist_ok=True)
     own = trained_slots(spec, seed=5)
     save_file({slot: own[slot] for slot in slots}, folder / "model.safetensors")
-    return Shared("org/target", Folder(folder).open_tensors(slots))
+    return Shared("org/target", Folder(folder).open_tensors(asked))
 
 
 def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:

@@ -50,13 +50,13 @@ class HeadSubject(Subject):
         named_layout: the layout that the user named, None to go by the head's marks.
         hints: what the user says where the config is silent.
         target: the target that the head is for, where it is known.
-        lent: finds the target's embedding and lm_head, where they are at hand.
+        lent: finds what it is asked for of the target's embedding and lm_head, by slot.
     """
 
     named_layout: Layout | None = None
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
-    lent: Callable[[], Shared] | None = None
+    lent: Callable[[Iterable[str]], Shared] | None = None
 
     @cached_property
     def layout(self) -> Layout | None:

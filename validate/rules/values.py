@@ -157,7 +157,7 @@ def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
     replaced = _replaced(subject)
     if subject.lent is None or subject.spec is None or not replaced:
         return
-    target = subject.lent()
+    target = subject.lent(replaced)
     for slot, engines in replaced.items():
         own = subject.tensors[subject.slots[slot]]
         if target.has_another(slot, own, subject.spec):
@@ -170,13 +170,15 @@ def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
     "info",
     "The head has an embedding of its own, and an engine takes the target's in its place: whether the two are one was"
     " not looked at, as the target's is not at hand.",
-    fix="Say --target, a folder that holds the target's embedding; to-sglang, to-trtllm and to-portable compare too.",
+    fix="Say --target, a folder that holds the target's embedding, or a hub id, of which the file with it is fetched.",
     engines=(SGLANG, TRTLLM),
     values=True,
 )
 def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
-    for slot, engines in _replaced(subject).items():
-        if subject.lent is None or slot not in subject.lent().tensors:
+    replaced = _replaced(subject)
+    target = subject.lent(replaced) if subject.lent and replaced else None
+    for slot, engines in replaced.items():
+        if target is None or target.find(slot) is None:
             yield Found(subject.slots[slot], f"not compared with the target's, by which {engines} would draft")
 
 
