@@ -72,6 +72,11 @@ def signal_to_noise(source: Stored, output: Stored) -> float:
         its, mine = its.double(), mine.double()
         signal += float(its.square().sum())
         change += float((mine - its).square().sum())
+    return decibels(signal, change)
+
+
+def decibels(signal: float, change: float) -> float:
+    """Return a power over another in dB; infinite where the second is nothing, NaN where that says nothing."""
     if not change:
         return math.inf
     return 10 * math.log10(signal / change) if signal > 0 and math.isfinite(signal / change) else math.nan

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..checkpoint.manifest import MANIFEST, read_manifest, verify
+from ..convert.quantized import SUFFIXES
 from ..convert.read import Head, read_slot
 from ..errors import KconvError
 from ..head.slots import needs
+from .quantized_head import check_rounded, rounded
 from .report import Finding
 from .rules.head import HeadSubject
 from .rules.rule import run_rules
@@ -34,7 +36,7 @@ def check_source(output: Head, source: Head) -> list[Finding]:
     """Hold an output against its source: the manifest byte by byte, and each slot bit by bit.
 
     What the manifest says was computed, added from the target or left out is not the source's, and is not
-    compared with it.
+    compared with it; what was quantized is, by its noise, with a manifest or without.
     """
     findings: list[Finding] = []
     actions: dict[str, str] = {}
@@ -69,6 +71,8 @@ def check_source(output: Head, source: Head) -> list[Finding]:
             )
         )
     computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "carried") not in SAME_BITS}
+    forms = rounded(output, source)
+    computed |= {name for slot in forms for name in (slot, *(f"{slot}.{suffix}" for suffix in SUFFIXES))}
     absent = {slot for slot, (_, info) in source.places.items() if info.name in left_out}
     if "converted" in actions.values():
         absent |= source.places.keys() - needs(output.spec).keys()
@@ -83,12 +87,12 @@ def check_source(output: Head, source: Head) -> list[Finding]:
                     fix="Convert the source again; do not serve this output.",
                 )
             )
-    return findings
+    return findings + check_rounded(output, source, forms)
 
 
 def is_identical(output: Head, findings: list[Finding]) -> bool:
     """Say whether every weight of an output has its source's bits: no bit was found to differ, and none computed."""
-    if any(finding.rule in ("K301", "K304") for finding in findings):
+    if any(finding.rule in ("K301", "K304", "K305", "K306") for finding in findings):
         return False
     folder = output.checkpoint.folder
     return not (folder / MANIFEST).exists() or read_manifest(folder).exact

@@ -191,6 +191,19 @@ def test_damage_is_found(quantized, tmp_path, head, damage, rule):
     assert rule in {finding.rule for finding in report.findings if finding.severity == "error"}
 
 
+@each
+def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, kind, name):
+    source, out = quantized / f"{kind}-{name}", tmp_path / "out"
+    out.mkdir()
+    for file in ("config.json", "hf_quant_config.json", "model.safetensors"):
+        (out / file).write_bytes((source / file).read_bytes())
+    report = validate(Folder(out), Wish(), source=read_head(open_checkpoint(quantized / kind)), say=lambda _: None)
+    assert [finding.rule for finding in report.findings if finding.severity != "info"] == ["K302"]
+    (noise,) = [finding for finding in report.findings if finding.rule == "K306"]
+    assert f"{len(scaled(out))} linears are rounded to {name.upper()}" in noise.message
+    assert report.figures.identical is False
+
+
 def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, tmp_path):
     out = tmp_path / "out"
 

@@ -13,6 +13,7 @@ from .rule import Found, Rule, Subject
 
 AGAIN = "Convert the source again; do not serve this output."
 MAKE_AGAIN = "Fetch the folder again, or make it again with kconv; do not serve it as it is."
+QUANTIZE_HEAD_AGAIN = "Quantize the head again, and give the very head that it is made from."
 QUANTIZE_AGAIN = "Quantize the target again, and give the very target that it is made from."
 
 
@@ -34,6 +35,10 @@ COMPARED = (
     Compared("K303", "another-head", "error", "The output's config describes another head than the source's.",
              "Convert the source again."),
     Compared("K304", "bits-differ", "error", "A weight's bits are not the source's, and no manifest says why.", AGAIN),
+    Compared("K305", "rounded-too-far", "error", "A head's quantized linear is further from its source than rounding"
+             " takes it: a scale, the order of the nibbles, or the weight itself is another's.", QUANTIZE_HEAD_AGAIN),
+    Compared("K306", "compared-by-noise", "info", "Linears of the head are quantized, and the source's are not: they"
+             " are compared by their noise and not by their bits.", "Nothing to do."),
     Compared("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
              " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
     Compared("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
