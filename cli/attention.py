@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ..checkpoint.source import Source
-from .options import FOLDER, check_trusted, open_head
+from .options import FOLDER, check_trusted, keeping, open_head
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
@@ -61,14 +61,7 @@ def converting(command: Callable) -> Callable:
             show_default=True,
             help="Of MHA; vLLM's FlashInfer takes 256 and not 192.",
         ),
-        click.option(
-            "--keep",
-            metavar="SHARE",
-            default=0.97,
-            show_default=True,
-            type=click.FloatRange(0, 1),
-            help="Refuse what keeps less of the acceptance length on held-out text.",
-        ),
+        keeping,
         click.option(
             "--device",
             type=click.Choice(["cpu", "cuda"]),

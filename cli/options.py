@@ -10,6 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..checkpoint.source import Source, resolve
+from ..convert.attention.kept import KEEP
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
@@ -52,6 +53,16 @@ class LayerIds(click.ParamType):
         if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
             self.fail(f"{value!r} is no ascending list like 1,29,57", param, ctx)
         return ids
+
+
+keeping = click.option(
+    "--keep",
+    metavar="SHARE",
+    default=KEEP,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Refuse what keeps less of the acceptance length on held-out text.",
+)
 
 
 def reading(command: Callable) -> Callable:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, open_head, reading
+from .options import FOLDER, PATH_OR_ID, keeping, open_head, reading
 
 
 @click.command(short_help="Write a draft head's linears in FP8 or NVFP4.")
@@ -18,14 +18,7 @@ from .options import FOLDER, PATH_OR_ID, open_head, reading
     "--format", "name", required=True, type=click.Choice(["fp8", "nvfp4"]), help="What the linears are written in."
 )
 @click.option("--states", type=FOLDER, required=True, help="What kconv states wrote of the target, to calibrate on.")
-@click.option(
-    "--keep",
-    metavar="SHARE",
-    default=0.97,
-    show_default=True,
-    type=click.FloatRange(0, 1),
-    help="Refuse what keeps less of the acceptance length on held-out text.",
-)
+@keeping
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 @reading
 def quantize_head(
