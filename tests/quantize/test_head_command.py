@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.good_heads import trained_slots
-from support.heads import read_bytes, write_head
+from support.heads import FITTING_GQA, FITTING_MLA, read_bytes, write_head
 from support.makers import make_config
 
 from kconv.cards.sections import conversion
@@ -22,25 +22,11 @@ from kconv.cli import main
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
-from kconv.head.spec import Gqa, HeadSpec, Mla, Rope
+from kconv.head.spec import HeadSpec
 from kconv.tiny.text import read_corpus
 from kconv.validate.run import Wish, validate
 
-SPEC = HeadSpec(
-    attention=Gqa(4, kv_heads=2, head_dim=16),
-    hidden=64,
-    target_hidden=64,
-    intermediate=96,
-    layers=1,
-    vocab=512,
-    draft_vocab=512,
-    rope=Rope(10000.0),
-    captured=(1, 3, 5),
-    eps=1e-5,
-    dtype="BF16",
-    max_positions=1024,
-)
-SPECS = {"gqa": SPEC, "mla": replace(SPEC, attention=Mla(2, 32, 32, 32, 16, 32), rope=Rope(50000.0))}
+SPECS = {"gqa": FITTING_GQA, "mla": FITTING_MLA}
 FORMATS = ("fp8", "nvfp4")
 P = "layers.0."
 
@@ -212,12 +198,14 @@ def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, tmp_path
         return run("quantize-head", head, out, *words, fails=fault)
 
     assert "quantized already" in refused(quantized / "gqa-fp8", ConfigUnsupported)
-    shown = refused(write(tmp_path / "trained", SPEC, "modelopt"), LayoutCannot)
+    shown = refused(write(tmp_path / "trained", FITTING_GQA, "modelopt"), LayoutCannot)
     assert "is a trainer's" in shown and "kconv to-vllm" in shown
     # SGLang drops an MLA head's NVFP4 config, and takes the bytes for weights.
     sglang = write(tmp_path / "sglang", SPECS["mla"], "sglang")
     assert "SGLang" in refused(sglang, LayoutCannot, "nvfp4")
-    assert "layer" in refused(write(tmp_path / "other", replace(SPEC, captured=(1, 2, 5)), "vllm"), StatesInvalid)
+    assert "layer" in refused(
+        write(tmp_path / "other", replace(FITTING_GQA, captured=(1, 2, 5)), "vllm"), StatesInvalid
+    )
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["other", "sglang", "trained"]
 
 

@@ -35,7 +35,10 @@ MLA = HeadSpec(
 )
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0))
 MHA = replace(GQA, attention=Gqa(4, kv_heads=4, head_dim=8))
-# The config of a target that these heads are for.
+# Heads that fit the tests' trained target.
+FITTING_GQA = replace(GQA, hidden=64, target_hidden=64, intermediate=96, vocab=512, draft_vocab=512)
+FITTING_MLA = replace(FITTING_GQA, attention=Mla(2, 32, 32, 32, 16, 32), rope=Rope(50000.0))
+# The config of a target that the others are for.
 TARGET = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 48, "num_hidden_layers": 9,
     "vocab_size": 64, "num_attention_heads": 4, "max_position_embeddings": 1024, "rope_theta": 10000.0,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner
-from support.heads import random_slots, write_head
+from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
@@ -16,33 +16,17 @@ from kconv.convert.attention.calibration import Calibration
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, KconvError, LayoutCannot, PromptsInvalid
-from kconv.head.spec import Gqa, HeadSpec, Mla, Rope
+from kconv.head.spec import Gqa, Mla
 from kconv.target.config import read_target_config
 from kconv.target.stored_states import open_states
 from kconv.validate.structure import check_source, check_values, is_identical
-
-SPEC = HeadSpec(
-    attention=Gqa(4, kv_heads=2, head_dim=16),
-    hidden=64,
-    target_hidden=64,
-    intermediate=96,
-    layers=1,
-    vocab=512,
-    draft_vocab=512,
-    rope=Rope(10000.0),
-    captured=(1, 3, 5),
-    eps=1e-5,
-    dtype="BF16",
-    max_positions=1024,
-)
-LATENT = replace(SPEC, attention=Mla(2, 32, 32, 32, 16, 32), rope=Rope(50000.0))
 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
     """Heads of random weights that share the tiny target's embedding."""
     root = tmp_path_factory.mktemp("heads")
-    for name, spec in (("gqa", SPEC), ("mla", LATENT), ("narrow", replace(SPEC, captured=(1, 3)))):
+    for name, spec in (("gqa", FITTING_GQA), ("mla", FITTING_MLA), ("narrow", replace(FITTING_GQA, captured=(1, 3)))):
         slots = random_slots(spec, without=("embed_tokens",))
         slots = {n: (w * 0.1 if w.ndim == 2 else w * 0.1 + 1.0).to(w.dtype) for n, w in slots.items()}
         write_head(root / name, by_name("vllm"), spec, slots)
@@ -138,8 +122,8 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
 
 
 def test_an_embedding_that_the_engine_would_replace_is_refused_here_too(prompts, tiny_target, tmp_path):
-    slots = {n: w * 0.1 if w.ndim == 2 else w * 0.1 + 1.0 for n, w in random_slots(SPEC).items()}
-    write_head(tmp_path / "own", by_name("vllm"), SPEC, {n: w.bfloat16() for n, w in slots.items()})
+    slots = {n: w * 0.1 if w.ndim == 2 else w * 0.1 + 1.0 for n, w in random_slots(FITTING_GQA).items()}
+    write_head(tmp_path / "own", by_name("vllm"), FITTING_GQA, {n: w.bfloat16() for n, w in slots.items()})
     asked = ("--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
     shown = run("to-sglang", tmp_path / "own", tmp_path / "out", *asked, fails=LayoutCannot)
     assert "another embed_tokens than the target" in shown and "gathering" not in shown
