@@ -1,0 +1,150 @@
+"""What docs/attention.md is measured on. What belongs here: tiny targets, their heads, and texts with their states."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.attention.assemble_mla import Shape
+from kconv.convert.attention.calibration import Batch, Calibration
+from kconv.convert.read import read_head
+from kconv.head.forward import DraftHead
+from kconv.head.spec import Gqa, Mla
+from kconv.target.config import read_target_config
+from kconv.target.model import load_target
+from kconv.target.states import run_target
+from kconv.target.tokenizer import load_tokenizer
+from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import DEMO, TinyRecipe
+from kconv.tiny.target import make_target
+from kconv.tiny.text import read_corpus
+from kconv.tiny.tokenizer import pack
+from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
+from kconv.train.trainer import head_key, train_head
+from kconv.train.windows import cut_windows
+from kconv.validate.weights import load_head
+
+FITTED, MEASURED, SEQ, ROWS = 150, 12, 96, 8
+ADAMW = {"optimizer": "adamw", "lr": 3e-3, "rest_lr": 3e-3, "steps": 400, "batches": 200}
+# "wide" has as many KV dims as MHA, so that a latent of 1 : 32 has entries to speak of.
+HEADS: dict[str, Gqa | Mla] = {
+    "mla": Mla(8, q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+    "mha": Gqa(8, 8, 32),
+    "gqa": Gqa(8, 2, 32),
+    "wide": Gqa(16, 8, 32),
+}
+# The same with heads of twice the dims.
+LARGE: dict[str, Gqa | Mla] = {
+    "mla": Mla(8, q_lora_rank=128, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+    "mha": Gqa(8, 8, 64),
+    "gqa": Gqa(8, 2, 64),
+    "wide": Gqa(16, 8, 64),
+}
+
+
+@dataclass(frozen=True)
+class Bed:
+    """A target and how its heads are trained."""
+
+    target: TinyRecipe
+    training: dict
+    says: str
+    heads: dict[str, Gqa | Mla] = field(default_factory=lambda: HEADS)
+
+    def shape(self, ratio: int, kind: str) -> Shape:
+        """Return MLA's dims for a latent of 1 : ratio, and half of the rotary dims, as at Kimi-K2's size: 64 of 128."""
+        gqa = self.heads[kind]
+        assert isinstance(gqa, Gqa)
+        return Shape(2 * gqa.kv_heads * gqa.head_dim // ratio, rotary=gqa.head_dim // 2, q_lora_rank=4 * gqa.head_dim)
+
+
+BEDS = {
+    "words": Bed(DEMO, {}, "the demo's target (512 tokens), heads trained with Muon, as kconv trains tiny heads"),
+    "bytes": Bed(
+        replace(DEMO, vocab_size=259, steps=250),
+        ADAMW,
+        "a target of the demo's dims that reads bytes, heads of 0.3 to 0.5 million parameters, trained with AdamW",
+    ),
+    "large": Bed(
+        replace(DEMO, vocab_size=259, hidden_size=320, steps=250),
+        ADAMW | {"intermediate": 1280},
+        "a wider target that reads bytes, heads of two to three million parameters",
+        LARGE,
+    ),
+}
+
+
+class Bench:
+    """A bed's target, states and heads, made when they are asked for."""
+
+    def __init__(self, bed: Bed) -> None:
+        self.bed = bed
+        self.folder = make_target(bed.target, cache_root())
+        self.model = load_target(self.folder, torch.float32)
+        self.tokenizer = load_tokenizer(self.folder).inner
+        corpus = read_corpus()
+        self.text, self.held = pack(self.tokenizer, corpus.train), pack(self.tokenizer, corpus.held_out)
+
+    def recipe(self, kind: str) -> EagleRecipe:
+        """Return how a head of `bed.heads` is trained."""
+        base = TINY_MLA if kind == "mla" else TINY_GQA
+        return dataclasses.replace(base, attention=self.bed.heads[kind], **self.bed.training)
+
+    def head(self, kind: str) -> DraftHead:
+        """Return a head of `bed.heads`; it is trained where the cache has it not."""
+        recipe = self.recipe(kind)
+        key = head_key(self.folder, recipe, self.text, self.held)
+        out = train_head(self.folder, cache_root() / f"head-{key}", recipe, self.text, self.held)
+        return load_head(read_head(open_checkpoint(out)), open_checkpoint(self.folder), read_target_config(self.folder))
+
+    def states(self, text: torch.Tensor, seq: int, batches: int, rows: int, name: str) -> Calibration:
+        """Return the target's states over windows of a text, `rows` of `seq` tokens to a batch."""
+        found = []
+        for tokens in cut_windows(text, seq, batches * rows, seed=1).split(rows):
+            states = run_target(self.model, tokens, (1, 3, 5))
+            found.append(Batch(tokens, states.captured, states.hidden))
+        return Calibration(found, self.model.lm_head.weight.detach(), name)
+
+    @cached_property
+    def fitted(self) -> Calibration:
+        """What conversions are fitted to, and healed on."""
+        return self.states(self.text, SEQ, FITTED, ROWS, "docstrings")
+
+    @cached_property
+    def held_out(self) -> list[Batch]:
+        """Held-out documents in texts as long as the fitted ones."""
+        return list(self.states(self.held, SEQ, MEASURED, ROWS, "held-out").batches)
+
+    @cached_property
+    def unseen(self) -> dict[str, list[Batch]]:
+        """Held-out documents, the same in longer texts, and source code, which no one was trained on."""
+        code = pack(
+            self.tokenizer, [without_docstrings(Path(json.__file__).with_name(n)) for n in ("decoder.py", "encoder.py")]
+        )
+        return {
+            "held-out": self.held_out,
+            "1,024 tokens": list(self.states(self.held, 1024, 2, 4, "long").batches),
+            "source code": list(self.states(code, SEQ, 4, ROWS, "code").batches),
+        }
+
+
+@cache
+def open_bed(bed: str) -> Bench:
+    """Return the bench of a bed by name, with all that it has made already."""
+    return Bench(BEDS[bed])
+
+
+def without_docstrings(file: Path) -> str:
+    """Return a source as Python writes it, without the docstrings, which are what heads are trained on."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

@@ -1,0 +1,185 @@
+"""Healing in other forms than kconv's. What belongs here: the same descent in plain coordinates, at several rates.
+
+A rate is that of the peak, relative to the size of each tensor. Texts, their order, what is healed and the schedule
+are those of `convert.attention.heal`; but what it ends at is measured even where the start was nearer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from kconv.convert.attention.calibration import Calibration
+from kconv.convert.attention.distance import distance_by_piece
+from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, _optimizers, _share, _size
+from kconv.convert.attention.held_out import compare
+from kconv.head.forward import DraftHead
+
+from .attention_beds import open_bed
+from .attention_rows import ROWS_OF_TABLE, cell, percent, start_of
+from .attention_store import load, measured_on, save
+
+BED, NAME = "bytes", "healing"
+NEAR, FAR = "gqa-mla", "mha-1-32"
+SLOTS = (*ATTENTION, *REST)
+Descent = Callable[[DraftHead, DraftHead, Calibration, int, float], DraftHead]
+
+
+def descend_by_adamw(
+    original: DraftHead, start: DraftHead, calibration: Calibration, steps: int, rate: float
+) -> DraftHead:
+    """Heal by AdamW alone, in the matrices' own coordinates."""
+    return _descend_plainly(original, start, calibration, steps, rate, lambda all_: _optimizers([], all_))
+
+
+def descend_by_muon(
+    original: DraftHead, start: DraftHead, calibration: Calibration, steps: int, rate: float
+) -> DraftHead:
+    """Heal by Muon, and gains by AdamW, in the matrices' own coordinates."""
+
+    def make(groups: list[dict]) -> list[torch.optim.Optimizer]:
+        matrices = [group for group in groups if group["params"][0].ndim == 2]
+        return _optimizers(matrices, [group for group in groups if group["params"][0].ndim == 1])
+
+    return _descend_plainly(original, start, calibration, steps, rate, make)
+
+
+def descend_in_white(
+    original: DraftHead, start: DraftHead, calibration: Calibration, steps: int, rate: float
+) -> DraftHead:
+    """Heal as kconv does, but at a given rate."""
+    return _descend(original, start, calibration, steps, SLOTS, rate, 0, lambda *_: None)
+
+
+def _descend_plainly(
+    original: DraftHead,
+    start: DraftHead,
+    calibration: Calibration,
+    steps: int,
+    rate: float,
+    make: Callable[[list[dict]], list[torch.optim.Optimizer]],
+) -> DraftHead:
+    trained = {name: w.detach().clone().requires_grad_() for name, w in start.weights.items() if name in SLOTS}
+    student = DraftHead(start.spec, {**start.weights, **trained})
+    optimizers = make([{"params": [weight], "lr": rate * _size(weight)} for weight in trained.values()])
+    schedules = [LambdaLR(one, lambda step: _share(step, steps)) for one in optimizers]
+    generator = torch.Generator().manual_seed(0)
+    mine, order = calibration.indices("fit"), list[int]()
+    for _ in range(steps):
+        order = order or torch.randperm(len(mine), generator=generator).tolist()
+        for part in distance_by_piece(original, student, calibration.batch(mine[order.pop()])):
+            part.backward()
+        for one in (*optimizers, *schedules):
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+    return DraftHead(start.spec, {name: weight.detach() for name, weight in student.weights.items()})
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of healing, and the rates that it is tried at from either start."""
+
+    says: str
+    descend: Descent
+    rates: tuple[float, ...]
+
+
+FORMS = {
+    "adamw": Form("AdamW", descend_by_adamw, (0.00025, 0.0005, 0.001, 0.003)),
+    "muon": Form("Muon", descend_by_muon, (0.002, 0.004, 0.008, 0.016)),
+    "white": Form("Muon where each matrix's inputs are white", descend_in_white, (0.003, 0.006, 0.012, 0.024)),
+}
+# 200 steps take four times as long: at a few rates, and kconv's own are in the rows of the bed.
+TRIALS = [
+    *((start, form, 50, rate) for start in (FAR, NEAR) for form in FORMS for rate in FORMS[form].rates),
+    *((FAR, form, 200, rate) for form in ("adamw", "muon") for rate in FORMS[form].rates[:3]),
+]
+
+
+def measure_healing(only: str, seconds: float) -> None:
+    """Measure the trials whose names fit, until the time is over."""
+    begun = time.monotonic()
+    for start, form, steps, rate in TRIALS:
+        name, found = key(start, form, steps, rate), load(NAME)
+        if name in found or not fnmatchcase(name, only) or time.monotonic() - begun > seconds:
+            continue
+        bench, (original, converted) = open_bed(BED), start_of(BED, start)
+        if start not in found:
+            found[start] = {"distance": mean_distance(original, converted, bench.fitted)}
+        healed = FORMS[form].descend(original, converted, bench.fitted, steps, rate)
+        figures = compare(original, healed, bench.fitted, bench.held_out)
+        found[name] = dataclasses.asdict(figures)
+        save(NAME, found)
+        print(f"{name}: {percent(figures)}", flush=True)
+
+
+def key(start: str, form: str, steps: int, rate: float) -> str:
+    """Return the name of a trial in the store."""
+    return f"{start} {form} {steps} {rate}"
+
+
+@torch.no_grad()
+def mean_distance(original: DraftHead, head: DraftHead, calibration: Calibration) -> float:
+    """Return a head's distance from the original on the texts that choose, which kconv's rate goes with."""
+    found = [sum(map(float, distance_by_piece(original, head, batch))) for batch in calibration.part("choose")]
+    return sum(found) / len(found)
+
+
+def describe_healing() -> list[str]:
+    """Return the trials as Markdown: the best of each form, and how each goes with the rate from either start."""
+    found = load(NAME)
+    if not all(start in found for start in (FAR, NEAR)):
+        return ["Not measured yet: `scripts/bench-attention --healing` takes half an hour."]
+    rows, own = load(BED), {start: RATE * found[start]["distance"] ** 0.5 for start in (FAR, NEAR)}
+    starts = {start: f"{ROWS_OF_TABLE[start].says} ({_unhealed(rows[start])} unhealed)" for start in (FAR, NEAR)}
+    kconv = (rows[FAR][str(steps)]["figures"]["held-out"] for steps in (50, 200))
+    return [
+        f'{starts[FAR]}, on the "{BED}" bed; kept acceptance in %, at the best of the rates that were tried:',
+        "",
+        "| healing | 50 steps | 200 steps |",
+        "| --- | --- | --- |",
+        *(
+            f"| {FORMS[form].says} | {_best(found, form, 50)} | {_best(found, form, 200)} |"
+            for form in ("adamw", "muon")
+        ),
+        f"| {FORMS['white'].says}, as kconv heals, at its own rate | " + " | ".join(cell(one) for one in kconv) + " |",
+        "",
+        "What 50 steps come to at each rate, from that start and from a nearer one:",
+        "",
+        "| start | healing | kept at a rate |",
+        "| --- | --- | --- |",
+        *(
+            f"| {says} | {FORMS[form].says} | {'; '.join(_at_rates(found, start, form, 50))} |"
+            for start, says in starts.items()
+            for form in FORMS
+        ),
+        "",
+        f"The starts are {found[FAR]['distance']:.3f} and {found[NEAR]['distance']:.4f} nats from the original, so the "
+        f"rates that kconv takes are {own[FAR]:.4f} and {own[NEAR]:.4f}. Measured on {measured_on(NAME)}.",
+    ]
+
+
+def _unhealed(row: dict) -> str:
+    return f"{100 * row['0']['figures']['held-out']['kept']:.1f}"
+
+
+def _best(found: dict, form: str, steps: int) -> str:
+    tried = {
+        rate: found[key(FAR, form, steps, rate)] for rate in FORMS[form].rates if key(FAR, form, steps, rate) in found
+    }
+    if not tried:
+        return ""
+    best = max(tried, key=lambda rate: tried[rate]["kept"])
+    return f"{cell(tried[best])} at {best}"
+
+
+def _at_rates(found: dict, start: str, form: str, steps: int) -> list[str]:
+    keys = {rate: key(start, form, steps, rate) for rate in FORMS[form].rates}
+    return [f"{100 * found[name]['kept']:.1f} at {rate}" for rate, name in keys.items() if name in found]

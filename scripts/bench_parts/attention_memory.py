@@ -1,0 +1,128 @@
+"""What a conversion holds in memory at Kimi-K2's size. What belongs here: logits, counted, and arithmetic."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kconv.convert.attention.calibration import PIECE_BYTES, ROWS_PER_DIM, STEPS, Batch, Calibration
+from kconv.convert.attention.distance import distance_by_piece
+from kconv.convert.attention.heal import ATTENTION, REST
+from kconv.convert.attention.held_out import compare
+from kconv.convert.attention.sensitivity import measure_sensitivity
+from kconv.head.chain import count_chains
+from kconv.head.forward import DraftHead
+from kconv.head.slots import needs
+from kconv.head.spec import Gqa, HeadSpec
+
+from .attention_store import load, save
+from .heads import FULL
+from .machine import apart
+
+NAME, TEXT = "memory", 512
+# A vocabulary that dwarfs all else, in a head that is small otherwise.
+SPEC = replace(
+    FULL, attention=Gqa(2, 2, 16), hidden=32, target_hidden=32, intermediate=32, vocab=60_000, draft_vocab=60_000
+)
+
+
+def _heal(original: DraftHead, converted: DraftHead, calibration: Calibration) -> None:
+    for name in ("fc", "0.q_proj"):
+        converted.weights[name].requires_grad_()
+    for part in distance_by_piece(original, converted, calibration.batch(0)):
+        part.backward()
+
+
+PASSES: dict[str, Callable[[DraftHead, DraftHead, Calibration], object]] = {
+    "a step of healing": _heal,
+    "measuring the two heads": lambda one, two, calibration: compare(one, two, calibration, calibration.batches),
+    "the Fisher information": lambda one, two, calibration: measure_sensitivity(one, calibration.batches),
+}
+
+
+def measure_memory() -> None:
+    """Count the tensors as large as one draft step's logits that each pass holds at its peak."""
+    found = {name: apart(count_logits, name) for name in PASSES}
+    save(NAME, found)
+    for name, count in found.items():
+        print(f"{name}: {count:.1f}")
+
+
+def count_logits(name: str) -> float:
+    """Return by how many such tensors a pass over one text raises the peak of this process's memory."""
+    original, converted = make_head(SPEC, 0), make_head(SPEC, 1)
+    text = make_states(SPEC, batches=1, length=TEXT)
+    # Libraries that the first call loads are not its tensors.
+    PASSES[name](original, converted, make_states(SPEC, batches=1, length=STEPS + 2))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    PASSES[name](original, converted, text)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (peak - pages * resource.getpagesize()) / logits_bytes(SPEC)
+
+
+def logits_bytes(spec: HeadSpec) -> int:
+    """Return what one draft step's fp32 logits over a text take."""
+    return 4 * count_chains(TEXT, STEPS) * spec.draft_vocab
+
+
+def make_head(spec: HeadSpec, seed: int) -> DraftHead:
+    """Return a head of random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, need in needs(spec).items():
+        drawn = torch.randn(need.shape, generator=generator)
+        weights[name] = drawn * need.shape[1] ** -0.5 if drawn.ndim == 2 else 1 + 0.1 * drawn
+    return DraftHead(spec, weights)
+
+
+def make_states(spec: HeadSpec, batches: int, length: int) -> Calibration:
+    """Return random states over batches of one random text each."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(1, length, width, generator=generator)
+
+    found = [
+        Batch(
+            torch.randint(spec.vocab, (1, length), generator=generator),
+            draw(len(spec.captured) * spec.target_hidden),
+            draw(spec.target_hidden),
+        )
+        for _ in range(batches)
+    ]
+    return Calibration(found, torch.randn(spec.vocab, spec.target_hidden, generator=generator), "random")
+
+
+def describe_memory(spec: HeadSpec = FULL) -> list[str]:
+    """Return the arithmetic as Markdown: by the dims of a head, and by the counts that were measured."""
+    inputs, logits = 2 * spec.hidden, logits_bytes(spec)
+    widths = [
+        need.shape[1] for name, need in needs(spec).items() if name in (*ATTENTION, *REST) and len(need.shape) == 2
+    ]
+    factors = 4 * sum(width**2 for width in widths)
+    counted = load(NAME)
+    held = ", ".join(f"{name} {count:.1f} ({_size(count * logits)})" for name, count in counted.items())
+    return [
+        f"At least {ROWS_PER_DIM} rows for each input of the attention are asked for: {ROWS_PER_DIM * inputs:,} for "
+        f"its {inputs:,}. Their second moments take {_size(8 * inputs**2)} whatever the number of rows, and the factor "
+        "of them as much.",
+        "",
+        f"Of the passes over the states logits weigh most: over {spec.draft_vocab:,} tokens those of one draft step of "
+        f"a text of {TEXT} are {_size(logits)}. So a pass goes through a batch by pieces: as many whole texts as have "
+        f"logits of {PIECE_BYTES >> 20} MiB or less, and one at the least; the gradients of the pieces add up to that "
+        f"of the batch. Tensors of that size at the peak: {held or 'not counted yet'}. Longer texts need in proportion "
+        "more, whatever the batch.",
+        "",
+        f"Healing an MLA head with an MLP of {spec.intermediate:,} also holds a triangular factor for each matrix that "
+        f"it moves, {_size(factors)} in fp32, which are made from second moments of {_size(2 * factors)} in fp64, each "
+        "dropped as its factor comes.",
+    ]
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -1,0 +1,117 @@
+"""What bf16 costs a converted head. What belongs here: heads rounded, computed in bf16, and turned, each measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kconv.convert.attention import latent as gauges
+from kconv.convert.attention.held_out import compare
+from kconv.convert.attention.plan import as_stored
+from kconv.head.forward import DraftHead
+
+from .attention_beds import open_bed
+from .attention_rows import ROWS_OF_TABLE, cell, convert, percent, start_of
+from .attention_store import load, measured_on, save
+
+BED, NAME = "bytes", "bf16"
+LATENTS = (("q_a_proj", "q_a_layernorm", "q_b_proj"), ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"))
+
+
+def turn_latents(head: DraftHead, seed: int = 0) -> DraftHead:
+    """Return an MLA head with each latent turned by a rotation drawn at random.
+
+    A norm without gains commutes with a rotation, so what the head computes is the same but for rounding.
+    """
+    weights, generator = dict(head.weights), torch.Generator().manual_seed(seed)
+    for down, norm, up in (tuple(f"0.{name}" for name in names) for names in LATENTS):
+        if not bool((weights[norm] == 1).all()):
+            raise ValueError(f"{norm} has gains, which do not commute with a rotation")
+        rank = len(weights[norm])
+        rotation = torch.linalg.qr(torch.randn(rank, rank, generator=generator, dtype=torch.float64)).Q
+        latent, key_rope = weights[down].double().split([rank, len(weights[down]) - rank])
+        weights[down] = torch.cat([rotation @ latent, key_rope]).to(weights[down])
+        weights[up] = (weights[up].double() @ rotation.T).to(weights[up])
+    return DraftHead(head.spec, weights)
+
+
+def in_bf16(head: DraftHead) -> DraftHead:
+    """Return a head that computes in bf16."""
+    # A head computes in the dtype of fc.
+    return DraftHead(head.spec, {**head.weights, "fc": head.weights["fc"].bfloat16()})
+
+
+# What becomes of the original and of the converted head before they are compared.
+ROUNDED: dict[str, Callable[[DraftHead, DraftHead], tuple[DraftHead, DraftHead]]] = {
+    "fp32": lambda original, converted: (original, converted),
+    "weights in bf16": lambda original, converted: (original, as_stored(converted, "BF16")),
+    "both heads computed in bf16": lambda original, converted: (in_bf16(original), in_bf16(converted)),
+}
+
+
+def convert_in_white(row: str) -> DraftHead:
+    """Return a row's head with each gauge T as it is found: symmetric, in the coordinates where the latent is white."""
+
+    def find(white: Tensor) -> Tensor:
+        turned = to_sphere(white)
+        return F.normalize(turned).T @ turned
+
+    to_sphere = gauges._to_sphere
+    with patch.object(gauges, "_to_sphere", find):
+        return convert(open_bed(BED), ROWS_OF_TABLE[row])
+
+
+BASES: dict[str, Callable[[str], DraftHead]] = {
+    "as converted": lambda row: start_of(BED, row)[1],
+    "latents turned at random": lambda row: turn_latents(start_of(BED, row)[1]),
+    "gauges as they are found": convert_in_white,
+}
+CASES = (
+    *(("gqa-mla", basis) for basis in BASES),
+    *(("mha-1-32", basis) for basis in ("as converted", "latents turned at random")),
+    ("mla-mha", "as converted"),
+)
+
+
+def measure_rounding(only: str, seconds: float) -> None:
+    """Measure the rows whose names fit, unhealed, until the time is over."""
+    begun, bench = time.monotonic(), open_bed(BED)
+    for name, basis in CASES:
+        found = load(NAME)
+        if basis in found.get(name, {}) or not fnmatchcase(name, only) or time.monotonic() - begun > seconds:
+            continue
+        original, converted = start_of(BED, name)[0], BASES[basis](name)
+        kept = {}
+        for rounded, apply in ROUNDED.items():
+            figures = compare(*apply(original, converted), bench.fitted, bench.held_out)
+            kept[rounded] = dataclasses.asdict(figures)
+            print(f"{name}, {basis}, {rounded}: {percent(figures)}", flush=True)
+        found.setdefault(name, {})[basis] = kept
+        save(NAME, found)
+
+
+def describe_rounding() -> list[str]:
+    """Return what was measured as a Markdown table."""
+    found = load(NAME)
+    if not found:
+        return ["Not measured yet: `scripts/bench-attention --bf16` takes ten minutes."]
+    return [
+        "| conversion | head | " + " | ".join(ROUNDED) + " |",
+        "| --- | --- | " + " | ".join("---" for _ in ROUNDED) + " |",
+        *(
+            f"| {ROWS_OF_TABLE[name].says} | {basis} | "
+            + " | ".join(cell(found[name][basis][one]) for one in ROUNDED)
+            + " |"
+            for name, basis in CASES
+            if basis in found.get(name, {})
+        ),
+        "",
+        f'Kept acceptance in %, unhealed, on the "{BED}" bed. Measured on {measured_on(NAME)}.',
+    ]
