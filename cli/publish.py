@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 @click.option("--min-acceptance", type=click.FloatRange(min=0, min_open=True), help="The floor; else the recipe's.")
 @click.option("--metric", default="al_incl_bonus", show_default=True, help="What the floor is of.")
 @click.option("--suite", help="What it is measured on, e.g. MT-Bench, or a report's text, e.g. sampled.")
+@click.option("--target", metavar="NAME", help="For which target, as acceptance.json names it, e.g. org/name@commit.")
+@click.option("--temperature", type=click.FloatRange(0), help="At which temperature; not of a report's text.")
 @click.option("--draft-tokens", type=click.IntRange(1), metavar="K", help="At which K it is measured.")
 @click.option("--prompts", type=click.IntRange(1), metavar="N", help="On how many prompts at least.")
 @click.option("--max-loss", type=click.FloatRange(0, 1, max_open=True), help="Largest loss against the source (share).")
@@ -52,6 +54,8 @@ def publish(
     min_acceptance: float | None,
     metric: str,
     suite: str | None,
+    target: str | None,
+    temperature: float | None,
     draft_tokens: int | None,
     prompts: int | None,
     max_loss: float | None,
@@ -74,12 +78,12 @@ def publish(
     \b
     Example:
       kconv publish my-release my-org/my-head --tag v1 --dry-run
-      kconv publish my-release --tag v1 --min-acceptance 2.5 --suite MT-Bench --draft-tokens 3 --prompts 80
+      kconv publish my-release --min-acceptance 2.5 --suite sampled --draft-tokens 3 --prompts 80 --max-loss 0.01
     """
     if len(rules) != len(reasons):
         raise click.UsageError("each --allow needs a --why, and each --why an --allow")
     about = {"--suite": suite, "--draft-tokens": draft_tokens, "--prompts": prompts, "--max-loss": max_loss}
-    stated = _floor(min_acceptance, metric, about)
+    stated = _floor(min_acceptance, metric, about, {"--target": target, "--temperature": temperature})
     from ..cards.facts import read_facts
     from ..cards.publish.allow import Allowance
     from ..cards.publish.floor import read_floor, recipe_facts
@@ -125,9 +129,12 @@ def publish(
     print_published(release, made, dry_run=dry_run, as_json=as_json)
 
 
-def _floor(least: float | None, metric: str, about: Mapping[str, str | float | None]) -> Floor | None:
-    """Return the floor that the options state: a least figure, and by their names what it is about."""
-    given = [option for option, value in about.items() if value is not None]
+def _floor(
+    least: float | None, metric: str, about: Mapping[str, str | float | None], more: Mapping[str, str | float | None]
+) -> Floor | None:
+    """Return the floor that the options state: a least figure, what it is about, and what only a suite's is about."""
+    options = {**about, **more}
+    given = [option for option, value in options.items() if value is not None]
     if least is None:
         if given:
             raise click.UsageError(f"{', '.join(given)}: only with --min-acceptance")
@@ -139,7 +146,7 @@ def _floor(least: float | None, metric: str, about: Mapping[str, str | float | N
     from ..cards.publish.floor import Floor
 
     try:
-        stated = {option.removeprefix("--").replace("-", "_"): value for option, value in about.items()}
+        stated = {option.removeprefix("--").replace("-", "_"): options[option] for option in given}
         return Floor.model_validate(stated | {"metric": metric, "at_least": least})
     except ValidationError as fault:
         raise click.UsageError(f"the floor cannot be: {fault.errors()[0]['msg']}") from fault

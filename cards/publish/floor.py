@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...errors import RecipeInvalid
-from ...validate.acceptance import OVERALL, Acceptance, Metric
-from ...validate.report import Report
+from ...validate.acceptance import OVERALL, Acceptance, Metric, Row
+from ...validate.figures import TextKind
+from ...validate.report import REPORT, Report
 from ..facts import Facts
 
 # The recipe that made a folder lies in it, and is published with it.
 RECIPE = "release.yaml"
 KEY, FACTS = "min_acceptance", "facts"
+# What a validation report measures on; how its tokens come about is said by the name.
+TEXTS = get_args(TextKind)
 Part = TypeVar("Part", bound=BaseModel)
 
 
@@ -29,6 +32,9 @@ class Floor(BaseModel):
         suite: the dataset that it is measured on, as acceptance.json names it; or, of a validation report, the kind
             of text: "held-out", "sampled" or "greedy".
         category: of the suite; the whole of it if empty.
+        target: what is drafted for, with its revision, as the figure's own file names it. One report is of one target,
+            so of a kind of text it may be left out.
+        temperature: that answers are drawn at, 0 for greedy ones; None of a kind of text.
         draft_tokens: K; a figure at another K is another figure.
         prompts: N at least, as one prompt shows nothing; of a validation report, its sequences.
         at_least: the least figure, in the metric's unit.
@@ -40,16 +46,31 @@ class Floor(BaseModel):
     metric: Metric
     suite: str = Field(min_length=1)
     category: str = OVERALL
+    target: str = ""
+    temperature: float | None = Field(default=None, ge=0)
     draft_tokens: int = Field(ge=1)
     prompts: int = Field(ge=1)
     at_least: float = Field(gt=0)
     max_loss: float = Field(ge=0, lt=1)
 
     @property
+    def of_text(self) -> bool:
+        """Whether it is of a validation report's kind of text."""
+        return self.suite in TEXTS
+
+    @property
     def name(self) -> str:
-        """The metric and what it is over, e.g. "al_incl_bonus on MT-Bench at K = 3"."""
+        """The metric and what it is over, e.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target"."""
         category = f" ({self.category})" if self.category else ""
-        return f"{self.metric} on {self.suite}{category} at K = {self.draft_tokens}"
+        return f"{self.metric} on {self.suite}{category} at " + _how(self.draft_tokens, self.temperature, self.target)
+
+    @model_validator(mode="after")
+    def _says_how(self) -> Self:
+        if self.of_text and self.temperature is not None:
+            raise ValueError(f"{self.suite} is a kind of text, which has no temperature to choose; leave it out")
+        if not self.of_text and (self.temperature is None or not self.target):
+            raise ValueError(f"a floor on {self.suite} says target and temperature; at others it is another figure")
+        return self
 
 
 @dataclass(frozen=True)
@@ -96,54 +117,71 @@ def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
 def find_measurements(floor: Floor, report: Report | None, acceptance: Mapping[str, Acceptance]) -> list[Measurement]:
     """Return every figure about the head that the floor speaks of.
 
-    What is quoted from elsewhere does not count, nor what was measured on a part of the suite, at another K, or on
-    fewer prompts.
+    What is quoted from elsewhere does not count, nor what was measured on a part of the suite, for another target or
+    revision, at another temperature or K, or on fewer prompts.
 
     Args:
         floor: what is spoken of.
         report: its figures count where the floor's suite is a kind of text.
         acceptance: by the name of its file.
     """
-    wanted = (floor.metric, floor.suite, floor.category, floor.draft_tokens)
-    found = [
+    if floor.of_text:
+        return _on_text(floor, report) if report else []
+    return [
         Measurement(row.value, name)
         for name, held in acceptance.items()
         for row in held.rows
-        if (row.metric, row.dataset, row.category, row.draft_tokens) == wanted
-        and row.measured_by == "self"
-        and held.is_whole(row.dataset)
-        and (row.prompts or 0) >= floor.prompts
+        if _speaks_of(floor, row) and held.is_whole(row.dataset)
     ]
-    if report is not None and floor.metric == "al_incl_bonus" and not floor.category:
-        found += [
-            Measurement(row.length, "report.json")
-            for row in report.figures.acceptance
-            if (row.drafter, row.text, row.steps) == ("output", floor.suite, floor.draft_tokens)
-            and row.sequences >= floor.prompts
-        ]
-    return found
+
+
+def _speaks_of(floor: Floor, row: Row) -> bool:
+    wanted = (floor.metric, floor.suite, floor.category, floor.target, floor.temperature, floor.draft_tokens)
+    measured = (row.metric, row.dataset, row.category, row.target, row.temperature, row.draft_tokens)
+    return measured == wanted and row.measured_by == "self" and (row.prompts or 0) >= floor.prompts
+
+
+def _on_text(floor: Floor, report: Report) -> list[Measurement]:
+    elsewhere = floor.target and floor.target != report.provenance.get("target")
+    if elsewhere or floor.category or floor.metric != "al_incl_bonus":
+        return []
+    return [
+        Measurement(row.length, REPORT)
+        for row in report.figures.acceptance
+        if (row.drafter, row.text, row.steps) == ("output", floor.suite, floor.draft_tokens)
+        and row.sequences >= floor.prompts
+    ]
 
 
 def list_measured(report: Report | None, acceptance: Mapping[str, Acceptance]) -> list[str]:
-    """Return what was measured of the head, whatever a floor speaks of, e.g. "MT-Bench at K = 3, 80 prompts, whole".
+    """Return what was measured of the head, whatever a floor speaks of.
+
+    E.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target, 80 prompts, whole".
 
     Args:
         report: its figures count by their kind of text.
         acceptance: by the name of its file; categories are left out, as their suite says what they are of.
     """
     suites = [
-        f"{row.metric} on {row.dataset} at K = {row.draft_tokens}, {row.prompts or 0} prompts, "
-        f"{'whole' if held.is_whole(row.dataset) else 'a part'}"
+        f"{row.metric} on {row.dataset} at {_how(row.draft_tokens, row.temperature, row.target)}, {row.prompts or 0} "
+        f"prompts, {'whole' if held.is_whole(row.dataset) else 'a part'}"
         for held in acceptance.values()
         for row in held.rows
         if row.measured_by == "self" and row.category == OVERALL
     ]
+    target = report.provenance.get("target") if report else None
     texts = [
-        f"al_incl_bonus on {row.text} at K = {row.steps}, {row.sequences} prompts"
+        f"al_incl_bonus on {row.text} at {_how(row.steps, None, target)}, {row.sequences} prompts"
         for row in (report.figures.acceptance if report else ())
         if row.drafter == "output"
     ]
     return list(dict.fromkeys(suites + texts))
+
+
+def _how(draft_tokens: int | None, temperature: float | None, target: str | None) -> str:
+    """Say under what a figure is measured, as far as that is stated."""
+    drawn = "" if temperature is None else f", temperature {temperature:g}"
+    return f"K = {draft_tokens}{drawn}" + (f", for {target}" if target else "")
 
 
 def largest_loss(report: Report, draft_tokens: int) -> float | None:

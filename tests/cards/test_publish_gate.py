@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.release_faults import ALONG, BROKEN, ERROR, alter_card, candidate, found, index_figure, said, set_floor
-from support.releases import FLOOR, make_inexact, write_acceptance, write_report
+from support.releases import FLOOR, SUITE, make_inexact, write_acceptance, write_report
 
 from kconv.cards.publish.allow import Allowance, record_exceptions
 from kconv.cards.publish.floor import Floor, read_floor
@@ -78,16 +78,26 @@ def test_a_warning_stops_nothing(folder):
 
 def test_a_suite_of_an_engine_is_a_floor_too(folder):
     write_acceptance(folder)
-    floor = Floor(metric="al_incl_bonus", suite="MT-Bench", draft_tokens=3, prompts=80, at_least=2.6, max_loss=0.0)
+    floor = Floor.model_validate(FLOOR | SUITE | {"prompts": 80, "at_least": 2.6})
     assert found(folder, floor) == []
     assert found(folder, floor.model_copy(update={"at_least": 2.62})) == ["P109"]
+
+
+def test_a_reports_target_may_be_named_too(folder):
+    held = json.loads((folder / "report.json").read_text())
+    held["provenance"]["target"] = "org/target@v2"
+    (folder / "report.json").write_text(json.dumps(held))
+    set_floor(folder, target="org/target@v2")
+    assert "P109" not in found(folder)
+    set_floor(folder, target="org/target@main")
+    assert "P109" in found(folder)
 
 
 def test_figures_of_several_files_count_and_stand_on_the_card(folder):
     write_acceptance(folder)
     write_acceptance(folder, dataset="SPEED-Bench", value=2.7, name="acceptance-1.json")
     assert list(candidate(folder).acceptance) == ["acceptance.json", "acceptance-1.json"]
-    set_floor(folder, suite="SPEED-Bench", prompts=80)
+    set_floor(folder, **SUITE | {"suite": "SPEED-Bench"}, prompts=80)
     assert found(folder) == []
 
 
@@ -104,7 +114,8 @@ def test_figures_in_the_metadata_are_those_of_the_file(folder):
 def test_without_a_report_each_thing_that_it_would_show_is_to_be_allowed(folder):
     """One reason for a missing report is no reason for an unmeasured loss."""
     (folder / "report.json").unlink()
-    write_acceptance(folder, dataset="sampled")
+    write_acceptance(folder)
+    set_floor(folder, **SUITE)
     assert found(folder) == ["P104", "P107", "P110"]
     with pytest.raises(PublishRefused, match="P107"):
         prepare(candidate(folder), [Allowance("P104", "none was made")])
@@ -174,6 +185,10 @@ def test_everything_that_is_published_has_its_files_hash(folder):
         {"draft_tokens": 0},
         {"prompts": 0},
         {"draft_tokens": None},
+        SUITE | {"target": ""},
+        SUITE | {"temperature": None},
+        SUITE | {"temperature": -1.0},
+        {"temperature": 1.0},
     ],
 )
 def test_a_floor_that_cannot_be_is_refused(folder, floor):
@@ -200,12 +215,13 @@ def test_a_report_is_published_from_the_folder_that_kconv_validate_wrote(folder,
 
 def test_a_floor_of_another_name_is_shown_what_was_measured(folder):
     write_acceptance(folder)
-    write_acceptance(folder, dataset="GSM8K", prompts=5, whole=False, name="acceptance-1.json")
+    write_acceptance(folder, dataset="GSM8K", prompts=5, temperature=1, whole=False, name="acceptance-1.json")
     write_acceptance(folder, dataset="HumanEval", measured_by="quoted", url="https://x", name="acceptance-2.json")
-    set_floor(folder, suite="mtbench", prompts=80)
+    set_floor(folder, **SUITE | {"suite": "mtbench"}, prompts=80)
     [told] = [message for message in said(folder) if "not measured" in message]
-    assert "al_incl_bonus on MT-Bench at K = 3, 80 prompts, whole" in told
-    assert "al_incl_bonus on GSM8K at K = 3, 5 prompts, a part" in told
+    assert "al_incl_bonus on mtbench at K = 3, temperature 0, for org/target@main, over 80 prompts or more" in told
+    assert "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target@main, 80 prompts, whole" in told
+    assert "al_incl_bonus on GSM8K at K = 3, temperature 1, for org/target@main, 5 prompts, a part" in told
     assert "al_incl_bonus on sampled at K = 3, 4 prompts" in told
     assert "HumanEval" not in told
 

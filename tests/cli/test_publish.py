@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from support.hub_repos import Reply, refusal
-from support.releases import FLOOR, write_release, write_report
+from support.releases import FLOOR, SUITE, write_acceptance, write_release, write_report
 
 from kconv.cli import main
 
@@ -80,6 +80,20 @@ def test_a_floor_can_be_named_where_the_folder_states_none(hub, folder):
     refused = kconv(folder, REPO, "--min-acceptance", "2.4", *about[:2])
     assert refused.exit_code == 2
     assert "needs --draft-tokens, --prompts, --max-loss" in " ".join(refused.stderr.replace("│", "").split())
+
+
+def test_a_floor_on_a_suite_says_target_and_temperature(hub, folder):
+    (folder / "release.yaml").unlink()
+    write_acceptance(folder)
+    about = ["--suite", "MT-Bench", "--draft-tokens", "3", "--prompts", "4", "--max-loss", "0.01"]
+    target, temperature = ["--target", SUITE["target"]], ["--temperature", "0"]
+    ran = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, *temperature, "--dry-run")
+    assert ran.exit_code == 0, ran.stderr
+    for one in (target, temperature):
+        refused = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *one)
+        assert refused.exit_code == 2 and "says target and temperature" in refused.stderr
+    warmer = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, "--temperature", "1")
+    assert warmer.exit_code == 1 and "P109" in warmer.stderr
 
 
 def write_recipe(folder: Path, *steps: dict) -> None:
@@ -152,7 +166,7 @@ def test_a_recipes_step_that_cannot_be_is_named(hub, folder):
     assert ran.exit_code == 1 and "release.yaml cannot be read" in ran.stderr and hub.served == []
 
 
-ABOUT = ["--suite", "x", "--draft-tokens", "3", "--prompts", "1", "--max-loss", "0"]
+ABOUT = ["--suite", "sampled", "--draft-tokens", "3", "--prompts", "1", "--max-loss", "0"]
 MISUSE = {
     "a reason is missing": ["--allow", "P109"],
     "a rule is missing": ["--why", "because"],
@@ -161,6 +175,7 @@ MISUSE = {
     "a suite without a floor": ["--suite", "MT-Bench"],
     "a number of prompts without a floor": ["--prompts", "80"],
     "no such metric": ["--min-acceptance", "2", *ABOUT, "--metric", "speed"],
+    "a target without a floor": ["--target", "org/target"],
     "a floor of nothing": ["--min-acceptance", "0", *ABOUT],
     "a second floor": ["--min-acceptance", "2", *ABOUT],
 }

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import yaml
-from support.releases import FLOOR, FRONT, write_acceptance, write_card, write_release, write_report
+from support.releases import FLOOR, FRONT, SUITE, write_acceptance, write_card, write_release, write_report
 
 from kconv.cards.evidence import Evidence
 from kconv.cards.front_matter import results
@@ -75,6 +75,12 @@ def index_figure(folder: Path, value: float) -> None:
     write_card(folder, FRONT | {"model-index": [{"name": "h", "results": results(Evidence(acceptance=(held,)))}]})
 
 
+def measure_twice(folder: Path) -> None:
+    set_floor(folder, **SUITE)
+    write_acceptance(folder)
+    write_acceptance(folder, value=2.3, name="acceptance-1.json")
+
+
 def link_out(folder: Path) -> None:
     (folder.parent / "NOTICE").write_text("elsewhere")
     (folder / "NOTICE").symlink_to(folder.parent / "NOTICE")
@@ -93,7 +99,9 @@ BROKEN = {
     ),
     "what a killed run left": ("P102", lambda f: (f / "sub").mkdir() or (f / "sub" / "x.safetensors").write_bytes(b"")),
     "a link to elsewhere": ("P103", link_out),
-    "no report": ("P104", lambda f: (f / "report.json").unlink() or write_acceptance(f, dataset="sampled")),
+    "no report": (
+        "P104", lambda f: (f / "report.json").unlink() or write_acceptance(f) or set_floor(f, **SUITE),
+    ),
     "a report of another head": ("P105", foreign_report),
     "a report of the same weights under another config": (
         "P105", lambda f: edit(f / "report.json", config="0" * 64),
@@ -109,22 +117,32 @@ BROKEN = {
     "no floor": ("P108", lambda f: (f / "release.yaml").unlink()),
     "a recipe without a floor": ("P108", lambda f: (f / "release.yaml").write_text("name: test")),
     "below the floor": ("P109", lambda f: set_floor(f, at_least=2.6)),
-    "a suite that was not measured": ("P109", lambda f: set_floor(f, suite="SPEED-Bench")),
+    "a suite that was not measured": ("P109", lambda f: set_floor(f, **SUITE | {"suite": "SPEED-Bench"})),
     "a metric that was not measured": ("P109", lambda f: set_floor(f, metric="draft_accept_rate", at_least=0.5)),
     "measured at another K": ("P109", lambda f: set_floor(f, draft_tokens=5)),
     "measured on fewer prompts": ("P109", lambda f: set_floor(f, prompts=5)),
     "a part of the suite": (
-        "P109", lambda f: set_floor(f, suite="MT-Bench", prompts=1) or write_acceptance(f, whole=False),
+        "P109", lambda f: set_floor(f, **SUITE, prompts=1) or write_acceptance(f, whole=False),
     ),
     "one prompt of the suite, at the largest K": (
-        "P109", lambda f: set_floor(f, suite="MT-Bench") or write_acceptance(f, prompts=1, draft_tokens=16),
+        "P109", lambda f: set_floor(f, **SUITE) or write_acceptance(f, prompts=1, draft_tokens=16),
     ),
-    "measured below the floor in a further file": (
-        "P109", lambda f: write_acceptance(f, dataset="sampled", value=2.3, name="acceptance-1.json"),
+    "measured below the floor in a further file": ("P109", measure_twice),
+    "a file's figure under the name of a report's text": (
+        "P109", lambda f: set_floor(f, prompts=80) or write_acceptance(f, dataset="sampled"),
     ),
-    "measured below the floor elsewhere": ("P109", lambda f: write_acceptance(f, dataset="sampled", value=2.3)),
+    "measured at another temperature": (
+        "P109", lambda f: set_floor(f, **SUITE | {"temperature": 1.0}) or write_acceptance(f),
+    ),
+    "measured at a temperature that is not said": (
+        "P109", lambda f: set_floor(f, **SUITE) or write_acceptance(f, temperature=None),
+    ),
+    "measured for another revision of the target": (
+        "P109", lambda f: set_floor(f, **SUITE | {"target": "org/target@v2"}) or write_acceptance(f),
+    ),
+    "a report on another revision of the target": ("P109", lambda f: set_floor(f, target="org/target@v2")),
     "quoted, not measured": (
-        "P109", lambda f: set_floor(f, suite="MT-Bench") or write_acceptance(f, measured_by="quoted", url="https://x"),
+        "P109", lambda f: set_floor(f, **SUITE) or write_acceptance(f, measured_by="quoted", url="https://x"),
     ),
     "acceptance of other weights": ("P111", lambda f: write_acceptance(f, weights={"model.safetensors": "0" * 64})),
     "acceptance of the same weights under another config": ("P111", name_other_layers),

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 from support.heads import MLA, random_slots, write_head
-from support.releases import LICENCE
+from support.releases import FLOOR, LICENCE, SUITE
 
 from kconv.convert.layouts import by_name
 from kconv.pipeline.preview import Preview, preview_release
@@ -18,11 +18,6 @@ from kconv.pipeline.release import Outcome, Selection, run_release
 
 SPEC = replace(MLA, dtype="F32")
 TOKEN, REPO = "hf_aVerySecretTokenOfNobody", "org/head"
-ACCEPTANCE = {
-    "metric": "al_incl_bonus", "value": 2.61, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
-    "engine": "vllm", "engine_version": "0.99", "dataset": "MT-Bench", "prompts": 80, "date": "2026-01-01",
-    "measured_by": "self",
-}  # fmt: skip
 
 
 def write_inputs(folder: Path) -> dict[str, Any]:
@@ -31,8 +26,7 @@ def write_inputs(folder: Path) -> dict[str, Any]:
     (source / "LICENSE").write_text(LICENCE)
     return {
         "name": "a-release",
-        "min_acceptance": {"metric": "al_incl_bonus", "suite": "MT-Bench", "draft_tokens": 3, "prompts": 80,
-                           "at_least": 2.5, "max_loss": 0.01},
+        "min_acceptance": FLOOR | SUITE | {"prompts": 80, "at_least": 2.5},
         "facts": {"base_model": "org/target", "licence": {"id": "mit"}},
         "steps": {
             "vllm": {"do": "convert", "head": str(source), "layout": "vllm"},
