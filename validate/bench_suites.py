@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -27,6 +28,8 @@ class Known:
         repo, file: where it lies on the Hub, as a data set.
         revision: what is fetched unless the user pins another; resolved to a commit.
         categories: all of them.
+        each: prompts of a category.
+        digest: `digest_prompts` of them; None where nobody may hand out the whole, each fills it for themselves.
     """
 
     dataset: str
@@ -34,6 +37,13 @@ class Known:
     file: str
     revision: str
     categories: tuple[str, ...]
+    each: int
+    digest: str | None = None
+
+    def is_it(self, prompts: tuple[Prompt, ...]) -> bool:
+        """Say whether prompts are this suite: these very ones where that can be told, else as many of each category."""
+        each = Counter(prompt.category for prompt in prompts)
+        return each == dict.fromkeys(self.categories, self.each) and self.digest in (None, digest_prompts(prompts))
 
 
 SUITES = {
@@ -43,6 +53,9 @@ SUITES = {
         "question.jsonl",
         "main",
         ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+        10,
+        # https://github.com/lm-sys/FastChat/blob/v0.2.36/fastchat/llm_judge/data/mt_bench/question.jsonl
+        "f52d0d29fff83b9be4cbd0ee496024c9b64f1a120d3645e71659167a56b5761c",
     ),
     "speed-bench": Known(
         "SPEED-Bench",
@@ -52,6 +65,7 @@ SUITES = {
         "487aa718444e816458d1a0a52bfce7a454285cf4",
         ("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem",
          "summarization", "writing"),
+        80,
     ),
 }  # fmt: skip
 
@@ -89,7 +103,7 @@ def load_suite(
     """Load a suite by name from the Hub, or from a file.
 
     Args:
-        name: "mt-bench", "speed-bench", or a JSONL file; a file whose categories are a named suite's counts as that.
+        name: "mt-bench", "speed-bench", or a JSONL file; a file that holds a named suite's prompts counts as that.
         revision: of the data set on the Hub.
         categories: only these.
         limit: only so many prompts of each category, from the top.
@@ -108,8 +122,7 @@ def load_suite(
             raise SuiteInvalid("a file has no revision", where=name, fix="Leave --revision out.")
         prompts = read_prompts(Path(name))
         pinned = f"sha256:{sha256(Path(name).read_bytes()).hexdigest()}"
-        held = {prompt.category for prompt in prompts}
-        known = next((suite for suite in SUITES.values() if held == set(suite.categories)), None)
+        known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)
     return _suite(prompts, known, known.dataset if known else Path(name).name, pinned, categories, limit)
 
 

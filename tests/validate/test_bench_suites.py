@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pyarrow
 import pytest
@@ -13,6 +14,7 @@ from pyarrow import parquet
 from support.hub import hub
 
 from kconv.errors import HubRefused, MissingExtra, PromptsInvalid, SuiteInvalid
+from kconv.target.prompts import digest_prompts, read_prompts
 from kconv.validate.bench_suites import PLACEHOLDER, SUITES, load_suite
 
 __all__ = ["hub"]
@@ -38,15 +40,30 @@ def as_parquet(rows) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_a_file_with_a_suites_categories_is_that_suite(tmp_path, name):
-    known = SUITES[name]
-    file = write(tmp_path, lines(reversed(known.categories)))
+def test_speed_bench_of_a_file_is_told_by_its_categories_and_how_many_prompts_they_have(tmp_path):
+    known = SUITES["speed-bench"]
+    rows = lines(reversed(known.categories), each=80)
+    assert load_suite(str(write(tmp_path, rows[:-1]))).dataset == "prompts.jsonl"
+    file = write(tmp_path, rows)
     suite = load_suite(str(file))
     assert suite.dataset == known.dataset and suite.whole
     assert [category for category, _ in suite.groups] == list(known.categories)
     assert suite.revision == f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
     assert all(len(prompt.turns) == 2 for prompt in suite.prompts)
+
+
+def test_mt_bench_of_a_file_is_told_by_its_very_prompts(tmp_path, monkeypatch):
+    known = SUITES["mt-bench"]
+    rows = lines(known.categories, each=10)
+    file = write(tmp_path, rows)
+    assert load_suite(str(file)).dataset == "prompts.jsonl", "as many of the same categories, and other prompts"
+    digest = digest_prompts(read_prompts(file))
+    monkeypatch.setitem(SUITES, "mt-bench", replace(known, digest=digest))
+    suite = load_suite(str(write(tmp_path, rows[::-1])))
+    assert suite.dataset == "MT-Bench" and suite.whole and suite.digest == digest
+    assert [category for category, _ in suite.groups] == list(known.categories)
+    rows[3]["turns"][1] += " Please."
+    assert load_suite(str(write(tmp_path, rows))).dataset == "prompts.jsonl"
 
 
 def test_any_other_file_is_named_by_its_name(tmp_path):
