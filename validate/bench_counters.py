@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import CountersDisturbed, CountersMissing, CountersReset, DefinitionsMixed
-from .acceptance_stats import Counts
+from .acceptance_stats import SAY_K, Counts
 from .engines.counters import SAMPLE, parse_counters
 
 VERIFY = "sglang:spec_verify_calls_total"
@@ -130,7 +130,7 @@ def _count_trtllm(d: Mapping[str, float], k: int, _requests: int, prompts: int) 
         raise DefinitionsMixed(
             f"{d[DRAFTED]:g} drafted tokens are no whole number of steps of {k}",
             where=DRAFTED,
-            fix="Give --draft-tokens as max_draft_len, and let the server draft as many in each step.",
+            fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step.",
         )
     return Counts(d[DRAFTED] / k, d[ACCEPTED], None, prompts)
 
@@ -164,6 +164,6 @@ def recognise(pages: Mapping[str, str], where: str) -> Engine:
         raise DefinitionsMixed(
             f"the server shows counters of {' and '.join(e.name for e in found)}, which count differently",
             where=where,
-            fix="Give the address of one engine, or --engine.",
+            fix="Give the address of one engine, not of a router before several.",
         )
     return found[0]

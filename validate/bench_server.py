@@ -142,5 +142,7 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
         return ChatServer(server.url, str(found["id"]), timeout, dict(extra))
     except (ValueError, KeyError, TypeError) as fault:
         raise EngineFailed(
-            f"which model to ask for cannot be told: {answer[:SHOWN]}", where=url, fix="Name it with --model."
+            f"which model to ask for cannot be told: {answer[:SHOWN]}",
+            where=url,
+            fix="Name it (bench: --model), or give the address of a server of one model.",
         ) from fault

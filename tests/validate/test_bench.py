@@ -158,13 +158,15 @@ def test_drafts_that_no_one_asked_for_are_named(engine):
 
 
 def test_a_router_that_shows_two_engines_is_named():
-    with serving("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang"):
+    with serving("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang") as fault:
         measure_server(server.url, SUITE, WISH)
+    assert "--" not in fault.value.fix, "no option of bench or of validate chooses one"
 
 
 def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions():
-    with pytest.raises(DefinitionsMixed, match="no whole number"):
+    with pytest.raises(DefinitionsMixed, match="no whole number") as fault:
         ENGINES["trtllm"].count({DRAFTED: 7.0, ACCEPTED: 3.0}, 2, 1, 1)
+    assert "bench: --draft-tokens, validate: --steps" in fault.value.fix, "both commands count so"
 
 
 @pytest.mark.parametrize("engine", NAMES)
