@@ -168,7 +168,6 @@ class Row(_Record):
             if unsaid:
                 raise ValueError(f"{self.dataset} {self.category} was measured, and does not say {', '.join(unsaid)}")
         low, high = (1.0, (self.draft_tokens or float("inf")) + 1.0) if self.metric == "al_incl_bonus" else (0.0, 1.0)
-        # Rounded for print: 4.00 of 3 drafted tokens may stand for 3.996.
         if not low <= self.value <= high:
             raise ValueError(
                 f"{self.dataset} {self.category}: a {self.metric} of {self.shown} is not within {low:g} and {high:g}"
