@@ -8,8 +8,8 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"
 ORDER = (
-    "machine", "start", "convert", "memory", "speculators", "validate", "pack", "rates", "quantize", "train",
-    "attention", "gpu",
+    "machine", "start", "demo", "convert", "memory", "speculators", "validate", "pack", "rates", "quantize",
+    "quantize-head", "train", "attention", "gpu",
 )  # fmt: skip
 
 
