@@ -11,18 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CapturedUndecided, ConfigInvalid
+from .captured_by import DOUBTS, FOR_VLLM, TORCHSPEC_MARK, TRAINER, is_modelopts, saved_by
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TOP, NESTED = IDS, f"eagle_config.{IDS}"
 # What kconv writes beside each list; no engine reads it.
 CONVENTION = "aux_hidden_state_layer_ids_are"
 OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
-# Keys of eagle_config that ModelOpt's exporter writes and engines do not:
-# https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py
-MODELOPT_MARKS = ("next_layer_regular", "parallel_draft_step")
-# TorchSpec's configs have this one alone. Where it renames `midlayer` for vLLM, it adds 1 to a kimi_k2 head's list:
-# https://github.com/lightseekorg/TorchSpec/blob/6f21829cd0e333c3b54d9d2706a0b0c8dc10de9d/tools/convert_to_hf.py#L145-L158
-TORCHSPEC_MARK = "use_mtp_layernorm"
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> 
                 fix="Say --captured itself, or leave --captured-are out: the list beside it is always inputs.",
             )
         return _agreeing(_told(listed, hints.captured_are), config, nested_config)
-    saved = _saved_by(config, names)
+    saved = saved_by(config, nested_config, names)
     if top:
         return _from_top(top, nested, config, nested_config, hints.target_layers, saved)
     if nested:
@@ -185,22 +180,14 @@ def _from_top(
 def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> None:
     """Refuse a list where vLLM looks for inputs, if a trainer that counts outputs may have put it there."""
     is_default = top == _default(default_outputs, top[-1] + 4, layers)
-    if not is_default and saved != "trainer":
+    why = "the default as layer outputs" if is_default else DOUBTS.get(saved)
+    if why is None:
         return
-    why = "the default as layer outputs" if is_default else "beside the trainer's own tensor names, maybe layer outputs"
     raise CapturedUndecided(
         f"{TOP} lists {list(top)}: {why}, where vLLM looks for inputs",
         where=f"config.json: {TOP}",
         fix="Say --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
     )
-
-
-def _saved_by(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Return who may have shifted a list: "trainer" with its own tensor names, TorchSpec "for vllm", or neither."""
-    if any(name.startswith("midlayer.") for name in names):
-        return "trainer"
-    for_vllm = config.get("model_type") == "kimi_k2" and any(name.startswith("layers.0.") for name in names)
-    return "for vllm" if for_vllm else ""
 
 
 def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layers: int | None, saved: str) -> Captured:
@@ -216,9 +203,9 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
         return Captured(nested, f"{list(nested)} in eagle_config is the default for layer outputs")
     if 1 in nested:
         return Captured(nested, f"{list(nested)} in eagle_config contains 1: layer outputs")
-    if saved == "trainer":
+    if saved == TRAINER:
         return Captured(nested, f"{list(nested)} in eagle_config, with the trainer's own tensor names: layer outputs")
-    if any(mark in eagle_config for mark in MODELOPT_MARKS) or (TORCHSPEC_MARK in eagle_config and saved != "for vllm"):
+    if is_modelopts(eagle_config) or (TORCHSPEC_MARK in eagle_config and saved != FOR_VLLM):
         return Captured(nested, f"{list(nested)} in eagle_config with its producer's marks: layer outputs")
     raise CapturedUndecided(
         f"eagle_config lists {list(nested)} and does not say whether these are layer outputs or inputs",

@@ -154,6 +154,31 @@ def test_a_list_at_the_top_beside_the_trainers_names_is_refused_until_told(neste
     assert decide(config([3, 20, 40], nested), Hints(), ["layers.0.hidden_norm.weight"]).ids == (2, 19, 39)
 
 
+AS_TRAINED = {
+    "its eagle_config": config([3, 20, 40], use_mtp_layernorm=False),
+    "its exporter's version": config([3, 20, 40]) | {"_torchspec_version": "0.0.1"},
+    "both lists": config([3, 20, 40], [3, 20, 40], use_mtp_layernorm=False),
+}
+
+
+@pytest.mark.parametrize("found", AS_TRAINED.values(), ids=AS_TRAINED)
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_torchspecs_list_of_a_head_that_is_not_kimis_is_refused_until_told(found, model_type):
+    """It renames the layer for vLLM and leaves the list as it was trained, where vLLM looks for inputs."""
+    names, found = ["layers.0.hidden_norm.weight"], found | {"model_type": model_type}
+    with pytest.raises(CapturedUndecided, match="TorchSpec, which counts outputs"):
+        decide(found, Hints(), names)
+    assert decide(found, Hints(captured_are="outputs"), names).ids == (3, 20, 40)
+    assert decide(found, Hints(captured_are="inputs"), names).ids == (2, 19, 39)
+    assert decide(found | {"model_type": "kimi_k2"}, Hints(), names).ids == (2, 19, 39), "here it has added 1"
+    assert decide(found | {STATED: "layer_inputs"}, Hints(), names).ids == (2, 19, 39), "kconv says which they are"
+
+
+def test_modelopts_keys_are_no_mark_of_torchspecs():
+    found = config([3, 20, 40], use_mtp_layernorm=False, **MARKS) | {"model_type": "llama"}
+    assert decide(found, Hints(), ["layers.0.hidden_norm.weight"]).ids == (2, 19, 39)
+
+
 def test_a_list_of_inputs_that_begins_with_2_is_no_trainers_by_that():
     with pytest.raises(CapturedUndecided, match="does not say"):
         decide(config(nested=[2, 20, 40]), Hints(), ["layers.0.hidden_norm.weight"])

@@ -116,6 +116,15 @@ def test_torchspecs_config_for_vllm_has_shifted_a_list_of_its_own(tmp_path):
     assert own.spec.captured == (7, 23, 51) and "own tensor names" in own.read.captured.how
 
 
+def test_torchspecs_exporter_leaves_a_mark_that_is_read_with_the_head(tmp_path):
+    listed = {"eagle_aux_hidden_state_layer_ids": [7, 23, 51], "_torchspec_version": "0.1.0"}
+    renamed = fill(layer("layers.0", MHA_PARTS) | OUTSIDE | LM_HEAD)
+    checkpoint = write(tmp_path / "head", cut(TORCHSPEC_MHA, MHA) | listed, renamed)
+    with pytest.raises(CapturedUndecided, match="of TorchSpec"):
+        read_head(checkpoint)
+    assert read_head(checkpoint, hints=Hints(captured_are="outputs")).spec.captured == (7, 23, 51)
+
+
 def test_a_top_level_list_beside_the_trainers_names_may_be_the_trainers(tmp_path):
     config = without(cut(TORCHSPEC_MLA, MLA), "eagle_config") | {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
     checkpoint = write(tmp_path / "head", config, fill(TORCHSPEC))
