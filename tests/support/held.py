@@ -30,12 +30,14 @@ from kconv.quantize.formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from kconv.quantize.pack import amax, pack, scale_2, unpack
 from kconv.target.nvfp4 import E2M1
 from kconv.target.prompts import KEPT
+from kconv.train.prepare import HELD_OUT
 from kconv.train.recipe import TINY_MLA
 from kconv.validate.report import Report
 
 ROOT = Path(__file__).parent.parent.parent
 KIMI_LAYERS = 61  # docs/how/captured-layers.md names the config that says it
 ASKED = "asked {} times in all, after as long as it asks for and {:g} minutes at most"
+WORDS = {4: "four", 10: "ten", 50: "fifty"}
 COULD_DECIDE = "only the target, or who trained the head, could decide"
 OUTPUTS, INPUTS = "| outputs of layer i | `1, N//2 - 1, N - 4` | {} |", "| inputs of layer i | `2, N//2, N - 3` | {} |"
 
@@ -128,6 +130,13 @@ def e4m3_range() -> tuple[float, float]:
     return math.log2(float(smallest)), found.max
 
 
+def tokens_for_one() -> tuple[str]:
+    """Return in how many steps the tutorial's shifted head loses a token, in words."""
+    printed = re.findall(r"^ output +\S+ ± \S+ +(\S+) ±", (ROOT / "docs" / "tutorial.md").read_text(), re.MULTILINE)
+    good, shifted = map(float, printed)
+    return (WORDS[round(1 / (good - shifted))],)
+
+
 def drafted(accepted: float) -> float:
     """Return the acceptance length of three drafted tokens, each accepted with this probability."""
     return lengths(torch.full((3, 1, 1), accepted)).item()
@@ -147,6 +156,7 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
     "docs/tutorial.md": {
         "{:g} is a head that is of no use, {:g} is perfect for three drafted tokens": lambda: (drafted(0), drafted(1)),
         "vLLM wants the *inputs* of layers {}; someone": lambda: (listed(i + 1 for i in TINY_MLA.captured),),
+        "a token in {} steps is gone": tokens_for_one,
         "Exit code {} is a named fault": lambda: exit_code("verify", "/no"),
         "{:.0f} dB of signal over noise is what four bits give": nvfp4_signal,
     },
@@ -193,6 +203,8 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
         "Near {:g} here too": lambda: (drafted(0),),
     },
     "docs/guides/train.md": {
+        "One sample in {} is held out": lambda: (WORDS[round(1 / HELD_OUT)],),
+        "The states take {} times the hidden size": lambda: (WORDS[len(KIMI_MLA.captured) + 1],),
         "{:.0f} kB for Kimi-K2's": lambda: (states_bytes(1) / 1e3,),
         "{:.1f} TB for 100 million tokens": lambda: (states_bytes(100_000_000) / 1e12,),
         "{} hex digits each, about {:.0f} MB for a million": lambda: (KEPT, manifest_bytes(1_000_000) / 1e6),
