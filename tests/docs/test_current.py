@@ -15,6 +15,7 @@ from kconv.validate.rules.table import all_rules
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+ROOMS = {folder.parent.name for folder in ROOT.glob("*/__init__.py")} | {"docs", "examples", "scripts", "tests"}
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\\)\]\(<?([^)#\s>]*)(?:#([^)\s>]*))?>?\)")
 
@@ -81,6 +82,12 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_rules_that_a_page_names_exist(page):
     assert set(re.findall(r"\bK\d{3}\b", page.read_text())) <= all_rules().keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_files_that_a_page_names_exist(page):
+    named = {name for name in re.findall(r"`([\w.-]+/[\w./*-]*)`", page.read_text()) if name.split("/")[0] in ROOMS}
+    assert {name for name in named if not list(ROOT.glob(name))} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
