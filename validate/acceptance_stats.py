@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import AcceptanceInvalid, CountersMissing, DefinitionsMixed
-from .acceptance import METHOD, Interval, Row, Sanity
+from .acceptance import METHOD, Row
+from .acceptance_parts import Interval, Sanity
 
 DRAWS = 2000
 LEVEL = 0.95

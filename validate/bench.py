@@ -16,8 +16,9 @@ from typing import Any
 
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
 from ..target.prompts import Prompt, digest_prompts
-from .acceptance import OVERALL, Acceptance, Averaging, Row, Speed
+from .acceptance import OVERALL, Acceptance, Averaging, Row
 from .acceptance import Suite as SuiteRecord
+from .acceptance_parts import Speed
 from .acceptance_stats import Counts, check_possible, interval, macro, mean_of_categories, micro, rates, sanity
 from .bench_counters import NOTES, Engine, Reading
 from .bench_server import Answer, ChatServer, connect

@@ -19,7 +19,8 @@ from kconv.convert.execute import execute
 from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.validate.acceptance import Acceptance, Interval, Row, Sanity, Suite, read_acceptance
+from kconv.validate.acceptance import Acceptance, Row, Suite, read_acceptance
+from kconv.validate.acceptance_parts import Interval, Sanity
 from kconv.validate.assemble import make_report
 from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
 

@@ -13,7 +13,8 @@ from kconv.cards.card import draw_chart
 from kconv.cards.compare import compare, draw
 from kconv.cards.tables import describe, table_of
 from kconv.errors import AcceptanceInvalid, MissingExtra
-from kconv.validate.acceptance import METHOD, Acceptance, Interval, Row, Suite
+from kconv.validate.acceptance import METHOD, Acceptance, Row, Suite
+from kconv.validate.acceptance_parts import Interval
 
 OTHER = {
     "draft_tokens": 4, "tree": "topk=4", "averaging": "micro_steps", "engine": "sglang", "engine_version": "0.33.0",
