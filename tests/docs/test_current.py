@@ -38,6 +38,12 @@ def test_the_benchmarks_repeat_other_pages_as_they_are():
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
+def test_the_page_of_training_says_what_its_script_writes_around_its_figures():
+    [written] = re.findall(r'PAGE_TEXT = """(.*?)"""', (ROOT / "scripts" / "train-figures").read_text(), re.DOTALL)
+    around = [re.escape(part) for part in re.split(r"\{[^}]*\}", written)]
+    assert re.fullmatch(".*".join(around), (DOCS / "train.md").read_text(), re.DOTALL), "run scripts/train-figures"
+
+
 @pytest.mark.slow
 def test_the_tutorial_prints_what_it_says():
     script = [sys.executable, ROOT / "scripts" / "docs-tutorial", "--check"]
