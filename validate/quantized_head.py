@@ -117,6 +117,6 @@ def _summary(noise: Mapping[str, float], forms: Mapping[str, Form]) -> Finding:
         severity="info",
         where=worst,
         message=f"{len(noise)} linears are rounded to {names}: signal over noise {median(noise.values()):.1f} dB in the"
-        f" middle, {noise[worst]:.1f} dB at worst; the scales of their inputs are held against no source",
+        f" middle, {noise[worst]:.1f} dB at worst; the scales of their inputs, which no source has, are not compared",
         fix="Nothing to do. What the head keeps of its acceptance is measured by kconv quantize-head.",
     )

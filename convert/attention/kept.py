@@ -24,12 +24,13 @@ def check_kept(figures: HeldOut, least: float, instead: str = "") -> None:
     Raises:
         ConversionInaccurate: it keeps less.
     """
+    # In this order, as NaN is not less either.
     if figures.kept >= least:
         return
     accept = f"; --keep {figures.kept - 0.005:.2f} accepts the loss by name" if figures.kept > 0.01 else ""
     raise ConversionInaccurate(
-        f"the converted head keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the original's acceptance "
-        f"length on {figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at "
-        f"K={figures.steps}), and {least:.2%} was asked for",
+        f"the head keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the original's acceptance length on "
+        f"{figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at K={figures.steps}), "
+        f"and {least:.2%} was asked for",
         fix=f"{instead} Calibrating on more text of the kind that is served may help{accept}.".lstrip(),
     )
