@@ -110,9 +110,9 @@ def convert(
     from ..convert.attention.calibration import Calibration
     from ..convert.attention.convert import HEAL_STEPS, convert_attention, outline
     from ..convert.attention.plan import check_layout, plan_converted
+    from ..convert.beside import refuse_target
     from ..convert.execute import execute
     from ..convert.layouts import by_name
-    from ..convert.plan import refuse_target
     from ..convert.read import read_weights
     from ..convert.shared import SLOTS
     from ..head.forward import DraftHead

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
-from ..errors import LayoutCannot, TargetInvalid
+from ..errors import LayoutCannot
 from ..head.contract import FLOATS
 from ..head.slots import needs
 from ..head.spec import HeadSpec
+from .beside import left_slots, refuse_target
 from .cast import Cast
 from .config import carry
 from .layout import Layout, Stored, stored
 from .quantized import CONFIG_KEY, add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot
-from .shared import SLOTS, Lent, Shared, same_bytes
+from .shared import Lent, Shared
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
         if limit.applies(spec, head.places):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
     refuse_target(head, layout, wishes.target)
-    shared = _droppable(head, layout, wishes)
+    shared = left_slots(head, layout, wishes.target) if wishes.drop_shared else {}
     rows = _rows_to_write(head, layout, spec)
     steps = tuple(
         _cast(step_of(name, row, head), head, wishes.dtype)
@@ -209,43 +210,6 @@ def _lent(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, ta
         )
     info = target.lend(slot, spec)
     return Step(name, (), row, "added", Lent(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))
-
-
-def refuse_target(head: Head, layout: Layout, target: Shared | None) -> None:
-    """Refuse a layout whose engine would serve a head otherwise beside this target.
-
-    Raises:
-        LayoutCannot: by a captured layer, or by the target's embedding in place of the head's own.
-    """
-    if target is None:
-        return
-    for limit in layout.target_limits:
-        if limit.hits(head.spec, target):
-            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
-    for slot, why in layout.replaces.items() if not head.checkpoint.headers_only else ():
-        if slot in head.places and target.has_another(slot, head.places[slot][1], head.spec):
-            raise LayoutCannot(
-                f"the head has another {slot} than the target, and would be served with the target's: {why}",
-                where=head.places[slot][1].name,
-                fix="Serve this head with vLLM, or train one with the target's embedding.",
-            )
-
-
-def _droppable(head: Head, layout: Layout, wishes: Wishes) -> dict[str, str]:
-    """Return the slots that are left to the target, with the reason."""
-    if not wishes.drop_shared:
-        return {}
-    if wishes.target is None:
-        raise TargetInvalid("there is no target to compare with", fix="Say --target, a folder with its weights.")
-    if head.checkpoint.headers_only or wishes.target.headers_only:
-        return {}
-    known = needs(head.spec)
-    return {
-        slot: f"equal, byte for byte, to {theirs.name} of the target {wishes.target.name}, which engines share"
-        for slot in SLOTS
-        if slot in head.places and slot not in layout.needs and known[slot].slot.absent_when(head.spec)
-        if (theirs := wishes.target.find(slot)) is not None and same_bytes(head.places[slot][1], theirs)
-    }
 
 
 def _check_renaming(head: Head, steps: Iterable[Step]) -> None:

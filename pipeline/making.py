@@ -109,12 +109,12 @@ def find_taken(target: Source, head: Head, layout: Layout, *, drop_shared: bool)
     Of a folder all that is there is found, which also tells the target's parameters from the head's own; the Hub's
     copy takes too long to fetch for that alone.
     """
+    from ..convert.beside import taken_slots
     from ..convert.shared import SLOTS
 
     if drop_shared or isinstance(target, Folder):
         return find_shared(target, SLOTS)
-    held = head.places.keys()
-    return find_shared(target, (layout.needs.keys() - held) | (layout.replaces.keys() & held))
+    return find_shared(target, taken_slots(head, layout))
 
 
 def find_shared(target: Source, slots: Iterable[str]) -> Shared:
