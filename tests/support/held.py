@@ -18,8 +18,8 @@ from support.faults import FAULTS
 from kconv.cards.publish.remote import LONGEST_WAIT, TRANSIENT, WAITS
 from kconv.checkpoint.header import BITS
 from kconv.cli import main
-from kconv.convert.attention.convert import KEEP
 from kconv.convert.attention.expand_mla import fit_head_dim
+from kconv.convert.attention.kept import KEEP
 from kconv.convert.captured import default_inputs, default_outputs
 from kconv.convert.layouts.sglang import captured_keys
 from kconv.head.chain import lengths
@@ -27,6 +27,7 @@ from kconv.head.rope import rotary_dims
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, Mla
 from kconv.quantize.formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
+from kconv.quantize.inputs import data_free
 from kconv.quantize.pack import amax, pack, scale_2, unpack
 from kconv.target.nvfp4 import E2M1
 from kconv.target.prompts import KEPT
@@ -35,6 +36,7 @@ from kconv.train.recipe import TINY_MLA
 from kconv.validate.report import Report
 
 ROOT = Path(__file__).parent.parent.parent
+BENCH = "scripts/bench_parts"
 KIMI_LAYERS = 61  # docs/how/captured-layers.md names the config that says it
 ASKED = "asked {} times in all, after as long as it asks for and {:g} minutes at most"
 WORDS = {4: "four", 10: "ten", 50: "fifty"}
@@ -62,11 +64,16 @@ def exit_codes_of(rule: str, *options: str) -> tuple[int, ...]:
         return sum((exit_code("validate", head, *more) for more in ((), *((option,) for option in options))), ())
 
 
+def found(pattern: str, file: str) -> str:
+    """Return what stands in a file where a pattern has its group."""
+    match = re.search(pattern, (ROOT / file).read_text())
+    assert match is not None, (pattern, file)
+    return match[1]
+
+
 def pinned(package: str, file: str) -> str:
     """Return the major and minor version of a package that a file of pins has."""
-    found = re.search(rf"{package}==(\d+\.\d+)", (ROOT / file).read_text())
-    assert found is not None
-    return found[1]
+    return found(rf"{package}==(\d+\.\d+)", file)
 
 
 def least_python() -> str:
@@ -125,9 +132,8 @@ def nvfp4_bits() -> tuple[float, ...]:
 
 def e4m3_range() -> tuple[float, float]:
     """Return the exponent of the smallest e4m3 above zero, and the largest e4m3."""
-    found = torch.finfo(torch.float8_e4m3fn)
     smallest = torch.tensor([1], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return math.log2(float(smallest)), found.max
+    return math.log2(float(smallest)), torch.finfo(torch.float8_e4m3fn).max
 
 
 def tokens_for_one() -> tuple[str]:
@@ -144,6 +150,9 @@ def drafted(accepted: float) -> float:
 
 MLA, MHA = dims()
 EXPANDED = fit_head_dim(MLA, None)
+LATENT, EXPANDED_CACHE = MLA.kv_lora_rank + MLA.qk_rope_head_dim, 2 * MLA.heads * EXPANDED
+MHA_CACHE = 2 * MHA.kv_heads * MHA.head_dim
+BYTES = BITS["BF16"] // 8
 
 # By page: a sentence, and what computes the numbers in it.
 HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
@@ -167,11 +176,24 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
         "| info | a launch flag must supply it, or it is worth knowing | {} |": lambda: exit_codes_of("K203"),
         "| `schema` | {} |": lambda: (Report.model_fields["schema_version"].default,),
     },
+    "docs/attention.md": {
+        "{:,} bytes per token in bf16": lambda: (LATENT * BYTES,),
+        "where {} heads of {} take {:,}": lambda: (MHA.heads, MHA.head_dim, MHA_CACHE * BYTES),
+        "a head that keeps less than `--keep` ({})": lambda: (KEEP,),
+        "`head_dim` {} (or 256)": lambda: (EXPANDED,),
+        "`kv_lora_rank` {} and {} rotary dims": lambda: (MLA.kv_lora_rank, MLA.qk_rope_head_dim),
+        "own {} against {} heads of {} + {}": lambda: (MLA.kv_lora_rank, MHA.heads, MHA.head_dim, MHA.head_dim),
+        "is 1 : {:g}.": lambda: (MHA_CACHE / MLA.kv_lora_rank,),
+        "text of {} tokens, where": lambda: (found(r'"([\d,]+) tokens": list', f"{BENCH}/attention_beds.py"),),
+        "the fit saw {};": lambda: (found(r"held-out texts of (\d+) tokens", "docs/attention.md"),),
+        "were trained on ({} tokens)": lambda: (found(r"held-out texts of (\d+) tokens", "docs/attention.md"),),
+        "After {} steps the TransMLA-like ones":
+            lambda: (found(r"TransMLA-like.*steps=\(0, (\d+)\)", f"{BENCH}/attention_rows.py"),),
+    },
     "docs/how/attention.md": {
         "A latent `c = W_dkv x` of {} dims": lambda: (MLA.kv_lora_rank,),
         "keys of {} dims per head ({} turned, {} not)": lambda: (EXPANDED, MLA.qk_rope_head_dim, MLA.qk_nope_head_dim),
-        "grows from {} to {:,} numbers per token at Kimi-K2's dims":
-            lambda: (MLA.kv_lora_rank + MLA.qk_rope_head_dim, 2 * MLA.heads * EXPANDED),
+        "grows from {} to {:,} numbers per token at Kimi-K2's dims": lambda: (LATENT, EXPANDED_CACHE),
         "MLA has {} frequencies": lambda: (rotary_dims(MLA, KIMI_MLA.rope) // 2,),
         "where a head of {} dims has {}": lambda: (MHA.head_dim, rotary_dims(MHA, KIMI_MHA.rope) // 2),
         "a latent of rank {}": lambda: (MLA.kv_lora_rank,),
@@ -193,6 +215,10 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
     "docs/guides/mha-to-mla.md": {
         "keeps less than `--keep` ({}) of the acceptance length is refused": lambda: (KEEP,),
         "Heads come out with {} dims": lambda: (EXPANDED,),
+    },
+    "docs/guides/quantize.md": {
+        "`data-free` is {} for all": lambda: tuple(data_free().scales(["a"]).values()),
+        "keeps less than {:.0%} of the sampled": lambda: (KEEP,),
     },
     "docs/guides/nvidia-to-vllm.md": {
         "MLA, full vocabulary, {} tensors": lambda: (len(needs(KIMI_MLA).keys() - {"embed_tokens"}),),

@@ -9,6 +9,7 @@ NOT_PROSE = (
     re.compile(r"<!-- (\S+): begin -->.*?<!-- \1: end -->", re.DOTALL),
     re.compile(r"<!--.*?-->", re.DOTALL),
     re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE),
+    re.compile(r"^ {4}\S.*$", re.MULTILINE),
     re.compile(r"`[^`]*`"),
     re.compile(r"^(#+ )?\d+\. ", re.MULTILINE),
 )
