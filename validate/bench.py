@@ -242,8 +242,7 @@ def _connect_baseline(wish: Wish) -> ChatServer | None:
         counted = engine.read(server.page(engine.metrics)).totals
     except CountersMissing:
         return server
-    # SGLang shows the other counters of a server that does not speculate.
-    if engine.name != "sglang" or counted["sglang:spec_verify_calls_total"]:
+    if engine.speculates(counted):
         raise DefinitionsMixed(
             "the baseline server speculates itself", where=wish.baseline_url, fix="Start it without a draft head."
         )

@@ -1,15 +1,23 @@
 """What three engines count about drafts, brought to one form. What belongs here: which counters, and their arithmetic.
 
-vLLM counts verify steps and places itself. SGLang counts verify calls, generated tokens and requests: a verify call
-gives the accepted tokens and a bonus token, and the first token of each request comes from the prefill
-(SGLang's python/sglang/srt/observability/metrics_collector.py, observe_one_finished_request, counts them together).
-TensorRT-LLM counts drafted and accepted tokens (tensorrt_llm/metrics/collector.py), and drafts K in every step.
+vLLM counts verify steps and places itself. SGLang counts verify calls, generated tokens and requests, all three when
+a request ends: a verify call gives the accepted tokens and a bonus token, and the first token of each request comes
+from the prefill.
+https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/observability/metrics_collector.py#L2109-L2112
+
+TensorRT-LLM counts the drafted and the accepted tokens of each place when a request ends (log_request_metrics_dict),
+and, with enable_iter_perf_stats, the totals of each iteration (log_iteration_stats), where every step drafts K:
+https://github.com/NVIDIA/TensorRT-LLM/blob/050f80def8df236e326949c8bd9dee10fd896a83/tensorrt_llm/metrics/collector.py
+Places came with https://github.com/NVIDIA/TensorRT-LLM/pull/12636, and until
+https://github.com/NVIDIA/TensorRT-LLM/pull/17082 each prefill counted as a draft that is rejected: the totals are read
+of a server that has no places or counts so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import CountersDisturbed, CountersMissing, CountersReset, DefinitionsMixed
 from .acceptance_stats import SAY_K, Counts
@@ -17,19 +25,24 @@ from .engines.counters import SAMPLE, parse_counters
 
 VERIFY = "sglang:spec_verify_calls_total"
 GENERATED, REQUESTS = "sglang:generation_tokens_total", "sglang:num_requests_total"
+# TensorRT-LLM's totals of iterations, the tokens of each place, and the tokens of all answers.
 DRAFTED, ACCEPTED = "trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total"
+DRAFTED_AT, ACCEPTED_AT = "trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"
+ANSWERED = "trtllm_generation_tokens_total"
+PLACE = re.compile(r'(?:^|,)\s*token_position="(\d+)"')
+TRTLLM_NEEDS = "return_perf_metrics: true and enable_iter_perf_stats: true"
 
 NOTES = {
     "vllm": "",
     "sglang": "accepted tokens are generated tokens less one a request, for its prefill, and one a verify call; "
     "what an answer's limit cuts off the last draft is not counted",
-    "trtllm": "verify steps are drafted tokens over K",
+    "trtllm": "verify steps are drafts of a first token; of a server that does not count places, drafted tokens over K",
 }
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at a server's counters gave: totals by name, places under "0", "1", ..."""
+    """What one look at a server's counters gave: totals by name, those of places with the place in it."""
 
     totals: Mapping[str, float]
 
@@ -61,6 +74,8 @@ class Engine:
         version: where it says its version, under the key "version".
         read: from the text of its metrics to a reading.
         count: from differences, K, the number of requests and of prompts to counts.
+        speculates: from totals or differences to whether something was drafted.
+        otherwise: how it is read where it counts a draft for an answer that its prefill gave whole.
     """
 
     name: str
@@ -69,15 +84,22 @@ class Engine:
     version: str
     read: Callable[[str], Reading]
     count: Callable[[Mapping[str, float], int, int, int], Counts]
+    speculates: Callable[[Mapping[str, float]], bool]
+    otherwise: Engine | None = None
 
 
-def _totals(metrics: str, names: tuple[str, ...]) -> dict[str, float]:
-    """Sum samples by name, over ranks and replicas."""
-    totals: dict[str, float] = {}
+def _totals(metrics: str, names: tuple[str, ...], by_place: tuple[str, ...] = ()) -> dict[str, float]:
+    """Sum samples over ranks and replicas, under "name", or "name place" for those of a place.
+
+    A counter that was never raised has no sample yet; `names` are 0 then.
+    """
+    totals = dict.fromkeys(names, 0.0)
     for line in metrics.splitlines():
         sample = SAMPLE.match(line)
-        if sample and sample["name"] in names:
-            totals[sample["name"]] = totals.get(sample["name"], 0.0) + float(sample["value"])
+        if sample and sample["name"] in (*names, *by_place):
+            place = PLACE.search(sample["labels"] or "")
+            name = f"{sample['name']} {place[1]}" if place else sample["name"]
+            totals[name] = totals.get(name, 0.0) + float(sample["value"])
     return totals
 
 
@@ -93,8 +115,7 @@ def _count_vllm(d: Mapping[str, float], _k: int, _requests: int, prompts: int) -
 
 
 def _read_sglang(metrics: str) -> Reading:
-    # A counter that was never raised has no sample yet, but its server has others.
-    return Reading(dict.fromkeys((VERIFY, GENERATED, REQUESTS), 0.0) | _totals(metrics, (VERIFY, GENERATED, REQUESTS)))
+    return Reading(_totals(metrics, (VERIFY, GENERATED, REQUESTS)))
 
 
 def _count_sglang(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Counts:
@@ -114,31 +135,50 @@ def _count_sglang(d: Mapping[str, float], _k: int, requests: int, prompts: int) 
 
 
 def _read_trtllm(metrics: str) -> Reading:
-    totals = _totals(metrics, (DRAFTED, ACCEPTED))
-    absent = [name for name in (DRAFTED, ACCEPTED) if name not in totals]
-    if absent:
+    return Reading(_totals(metrics, (DRAFTED, ACCEPTED, ANSWERED), (DRAFTED_AT, ACCEPTED_AT)))
+
+
+def _count_trtllm(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Counts:
+    places = sum(name.startswith(f"{DRAFTED_AT} ") for name in d)
+    if places:
+        # A place whose token was never accepted has no sample.
+        accepted = tuple(d.get(f"{ACCEPTED_AT} {place}", 0.0) for place in range(places))
+        return Counts(d.get(f"{DRAFTED_AT} 0", 0.0), sum(accepted), accepted, prompts)
+    return _count_iterations(d, k, requests, prompts)
+
+
+def _read_iterations(metrics: str) -> Reading:
+    return Reading(_totals(metrics, (DRAFTED, ACCEPTED, ANSWERED)))
+
+
+def _count_iterations(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Counts:
+    if not d[DRAFTED] and d[ANSWERED] > requests:
         raise CountersMissing(
-            f"the server does not count {', '.join(absent)}",
+            f"the server gave {d[ANSWERED]:g} tokens to {requests} requests without counting a draft",
             where="/prometheus/metrics",
-            fix="Serve with a speculative_config and return_perf_metrics: true.",
+            fix=f"Serve with a speculative_config, {TRTLLM_NEEDS}.",
         )
-    return Reading(totals)
-
-
-def _count_trtllm(d: Mapping[str, float], k: int, _requests: int, prompts: int) -> Counts:
     if d[DRAFTED] % k:
         raise DefinitionsMixed(
             f"{d[DRAFTED]:g} drafted tokens are no whole number of steps of {k}",
             where=DRAFTED,
-            fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step.",
+            fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step; "
+            "a TensorRT-LLM that counts drafts by token_position needs no such number.",
         )
     return Counts(d[DRAFTED] / k, d[ACCEPTED], None, prompts)
 
 
+_TRTLLM = Engine(
+    "trtllm", "trtllm_", "/prometheus/metrics", "/version", _read_iterations, _count_iterations,
+    lambda d: any(d[name] for name in d if name.startswith((DRAFTED, DRAFTED_AT))),
+)  # fmt: skip
 ENGINES = {
-    "vllm": Engine("vllm", "vllm:", "/metrics", "/version", _read_vllm, _count_vllm),
-    "sglang": Engine("sglang", "sglang:", "/metrics", "/server_info", _read_sglang, _count_sglang),
-    "trtllm": Engine("trtllm", "trtllm_", "/prometheus/metrics", "/version", _read_trtllm, _count_trtllm),
+    # vLLM shows its counters where it speculates, and nowhere else.
+    "vllm": Engine("vllm", "vllm:", "/metrics", "/version", _read_vllm, _count_vllm, lambda _: True),
+    "sglang": Engine(
+        "sglang", "sglang:", "/metrics", "/server_info", _read_sglang, _count_sglang, lambda d: bool(d[VERIFY])
+    ),
+    "trtllm": replace(_TRTLLM, read=_read_trtllm, count=_count_trtllm, otherwise=_TRTLLM),
 }
 
 
@@ -158,7 +198,7 @@ def recognise(pages: Mapping[str, str], where: str) -> Engine:
         raise CountersMissing(
             "the server shows no counters of vLLM, SGLang or TensorRT-LLM",
             where=where,
-            fix="Give the engine's own address; SGLang needs --enable-metrics, TensorRT-LLM return_perf_metrics: true.",
+            fix=f"Give the engine's own address; SGLang needs --enable-metrics, TensorRT-LLM {TRTLLM_NEEDS}.",
         )
     if len(found) > 1:
         raise DefinitionsMixed(

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CountersDisturbed, EngineFailed
+from ..errors import CountersDisturbed, CountersMissing, EngineFailed
 from ..target.prompts import Prompt
 from .bench_counters import ENGINES, Engine, Reading, recognise
 from .engines.client import SHOWN, Client
@@ -17,6 +17,7 @@ from .engines.client import SHOWN, Client
 # Engines count in a loop of their own, a little behind the answers.
 POLL_SECONDS, REST_SECONDS, LATE_SECONDS = 0.05, 0.1, 2.0
 RESTLESS_SECONDS = 20.0
+ONE_TOKEN = {"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,33 @@ class ChatServer(Client):
             return ""
 
     def recognise(self) -> Engine:
-        """Return the engine behind the server; see `bench_counters.recognise` for its faults."""
+        """Return the engine behind the server, as it is to be read.
+
+        Raises:
+            CountersMissing, DefinitionsMixed: see `bench_counters.recognise`.
+            CountersDisturbed: see `rest`.
+            EngineFailed: the server gives no token, of which it is asked for one where its counters do not tell.
+        """
+        try:
+            engine = self._shown()
+        except CountersMissing:
+            # TensorRT-LLM's page is empty until its first answer.
+            self._ask_one_token()
+            engine = self._shown()
+        if engine.otherwise is None:
+            return engine
+        before = self.rest(engine)
+        self._ask_one_token()
+        counted = self.rest(engine).since(before, self.url)
+        # The prefill gives the first token, so nothing was there to draft.
+        return engine.otherwise if engine.speculates(counted) else engine
+
+    def _shown(self) -> Engine:
         paths = {engine.metrics for engine in ENGINES.values()}
         return recognise({path: self.page(path) for path in paths}, self.url)
+
+    def _ask_one_token(self) -> None:
+        self._request("/v1/completions", ONE_TOKEN | {"model": self.model})
 
     def version(self, engine: Engine) -> str:
         """Return the engine's version.

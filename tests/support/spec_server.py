@@ -1,7 +1,8 @@
 """A stand-in for a speculating server on loopback: chat completions, and counters in the shape of three engines.
 
 It shows what kconv makes of counters, and nothing of what an engine does. Shapes: vLLM 0.32's /metrics, SGLang
-0.5.23's /metrics, TensorRT-LLM's /prometheus/metrics.
+0.5.23's /metrics, TensorRT-LLM's /prometheus/metrics. The last is empty before a first answer: prometheus_client shows
+nothing, in its multi-process mode, of counters with labels that were never raised, and TensorRT-LLM raises none by 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ LABELS = {
     "sglang": 'engine_type="unified",model_name="tiny",moe_ep_rank="0",pp_rank="0",tp_rank="0"',
     "trtllm": 'engine_type="trtllm",model_name="tiny"',
 }
-METRICS = {"vllm": "/metrics", "sglang": "/metrics", "trtllm": "/prometheus/metrics"}
+METRICS = {
+    "vllm": "/metrics", "sglang": "/metrics", "trtllm": "/prometheus/metrics", "plain trtllm": "/prometheus/metrics",
+}  # fmt: skip
 VERSION_PATHS = ("/version", "/server_info")
 VERSIONS = {"vllm": ("/version",), "sglang": ("/server_info",), "trtllm": ("/version",)}
 
@@ -44,6 +47,9 @@ class SpecServer:
         inflate: added to the accepted tokens of each request: more than a chain can accept.
         foreign: tokens of verify steps counted with each request, that no one here asked for.
         restart_after: counters begin again after so many requests.
+        release: what TensorRT-LLM counts beside the totals of iterations: nothing ("totals"), the tokens of "places",
+            or, as it first did, "prefills" among the drafts of places.
+        iterations: whether TensorRT-LLM was started with enable_iter_perf_stats.
         looping: answers repeat themselves.
         info: what SGLang's /server_info says beside the version.
     """
@@ -56,6 +62,8 @@ class SpecServer:
     inflate: int = 0
     foreign: int = 0
     restart_after: int = 0
+    release: str = "places"
+    iterations: bool = False
     looping: bool = False
     info: dict[str, object] = field(default_factory=dict)
     port: int = 0
@@ -65,6 +73,14 @@ class SpecServer:
     def url(self) -> str:
         """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
+
+    def complete(self, body: dict) -> dict:
+        """Answer with one token, which the prefill gives."""
+        assert body["max_tokens"] == 1
+        with self.lock:
+            self.requests += 1
+            self.generated += 1
+        return {"choices": [{"text": "again", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
 
     def chat(self, body: dict) -> dict:
         """Answer a dialogue, and count."""
@@ -120,13 +136,24 @@ def _sglang(server: SpecServer) -> str:
 
 
 def _trtllm(server: SpecServer) -> str:
-    labels, accepted = LABELS["trtllm"], sum(server.steps) + server.inflate * server.requests
-    return (
-        f"trtllm_request_success_total{{{labels}}} {float(server.requests)}\n"
-        f"trtllm_spec_decode_num_draft_tokens_total{{{labels}}} {float(K * len(server.steps))}\n"
-        f"trtllm_spec_decode_num_accepted_tokens_total{{{labels}}} {float(accepted)}\n"
-        f"trtllm_spec_decode_acceptance_length{{{labels}}} 2.5\n"
-    )
+    labels, steps, more = LABELS["trtllm"], len(server.steps), server.inflate * server.requests
+    counts = {
+        f'request_success_total{{{labels},finished_reason="stop"}}': server.requests,
+        f"generation_tokens_total{{{labels}}}": server.generated,
+    }
+    if server.iterations:
+        counts[f"spec_decode_num_draft_tokens_total{{{labels}}}"] = K * steps
+        counts[f"spec_decode_num_accepted_tokens_total{{{labels}}}"] = sum(server.steps) + more
+    for place in range(K if server.release != "totals" else 0):
+        at = f'{{{labels},token_position="{place}"}}'
+        counts[f"spec_decode_drafted_tokens_total{at}"] = steps + server.requests * (server.release == "prefills")
+        accepted = sum(step > place for step in server.steps) + (0 if place else more)
+        counts[f"spec_decode_accepted_tokens_total{at}"] = accepted
+    return "".join(f"trtllm_{name} {float(count)}\n" for name, count in counts.items() if count > 0)
+
+
+def _plain_trtllm(server: SpecServer) -> str:
+    return _trtllm(SpecServer("trtllm", server.requests, server.generated, iterations=True))
 
 
 def _plain(server: SpecServer) -> str:
@@ -139,7 +166,8 @@ def _plain_sglang(server: SpecServer) -> str:
 
 
 _PAGES = {
-    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "plain": _plain, "plain sglang": _plain_sglang,
+    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm,
+    "plain": _plain, "plain sglang": _plain_sglang, "plain trtllm": _plain_trtllm,
 }  # fmt: skip
 
 
@@ -173,7 +201,8 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(200, json.dumps(server.chat(body)))
+            answer = server.chat if self.path.endswith("/chat/completions") else server.complete
+            self._send(200, json.dumps(answer(body)))
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.port = listening.server_address[1]

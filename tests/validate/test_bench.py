@@ -21,7 +21,7 @@ from kconv.errors import (
 from kconv.target.prompts import Prompt
 from kconv.validate import bench_server
 from kconv.validate.bench import Wish, measure_server
-from kconv.validate.bench_counters import ACCEPTED, DRAFTED, ENGINES
+from kconv.validate.bench_counters import ACCEPTED, ANSWERED, DRAFTED, ENGINES
 from kconv.validate.bench_suites import Suite
 
 NAMES = ["vllm", "sglang", "trtllm"]
@@ -68,7 +68,7 @@ def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concur
         assert (row.drafts, row.prompts) == (len(together), len(prompts))
         assert (row.engine, row.engine_version, row.target, row.temperature) == (engine, "1.2.3", "tiny {kimi}", 0.0)
         assert row.interval is not None and row.interval.low <= row.value <= row.interval.high
-        if engine == "vllm":
+        if engine != "sglang":
             assert row.rates == pytest.approx([sum(s > place for s in together) / len(together) for place in range(K)])
             assert 1 + sum(row.rates) == pytest.approx(row.value, abs=1e-6)
         else:
@@ -114,7 +114,35 @@ def test_looping_answers_are_seen():
     assert good is not None and good.distinct_4grams == 1.0
 
 
-@pytest.mark.parametrize("plain", [None, "plain sglang"])
+@pytest.mark.parametrize(
+    ("release", "iterations"), [("totals", True), ("prefills", True), ("places", True), ("places", False)]
+)
+def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release, iterations):
+    with serving("trtllm", release=release, iterations=iterations) as server:
+        found = measure_server(server.url, SUITE, WISH)
+    row, together = figure(found, "micro_steps"), [step for prompt in SUITE.prompts for step in steps(prompt)]
+    assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
+    assert (row.rates is not None) == (release == "places")
+
+
+@pytest.mark.parametrize("release", ["totals", "prefills"])
+def test_a_tensorrt_llm_that_does_not_count_iterations_is_told_what_to_serve_with(release):
+    with (
+        serving("trtllm", release=release) as server,
+        pytest.raises(CountersMissing, match="without counting") as fault,
+    ):
+        measure_server(server.url, SUITE, WISH)
+    assert "return_perf_metrics: true and enable_iter_perf_stats: true" in fault.value.fix
+
+
+def test_a_head_whose_tokens_were_never_accepted_has_a_length_of_one():
+    page = 'trtllm_spec_decode_drafted_tokens_total{{model_name="a",token_position="{}"}} 5.0'
+    reading = ENGINES["trtllm"].read("\n".join(page.format(place) for place in range(K)))
+    counts = ENGINES["trtllm"].count(reading.totals, K, 1, 1)
+    assert (counts.drafts, counts.accepted, counts.per_position) == (5.0, 0.0, (0.0,) * K)
+
+
+@pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
     with serving("vllm") as server, serving(plain) as baseline:
         found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
@@ -132,7 +160,7 @@ def test_a_baseline_that_speculates_is_refused(engine):
             measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
 
 
-@pytest.mark.parametrize("plain", [None, "plain sglang"])
+@pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_a_server_without_speculation_is_named(plain):
     with serving(plain) as server, pytest.raises(CountersMissing, match=r"without|not count"):
         measure_server(server.url, SUITE, WISH)
@@ -165,7 +193,7 @@ def test_a_router_that_shows_two_engines_is_named():
 
 def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions():
     with pytest.raises(DefinitionsMixed, match="no whole number") as fault:
-        ENGINES["trtllm"].count({DRAFTED: 7.0, ACCEPTED: 3.0}, 2, 1, 1)
+        ENGINES["trtllm"].count({DRAFTED: 7.0, ACCEPTED: 3.0, ANSWERED: 6.0}, 2, 1, 1)
     assert "bench: --draft-tokens, validate: --steps" in fault.value.fix, "both commands count so"
 
 

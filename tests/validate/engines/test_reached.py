@@ -10,6 +10,7 @@ from support.counting import NEW_TOKENS, STEPS, metrics
 from kconv.checkpoint.source import Folder
 from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
 from kconv.target.tokenizer import load_tokenizer
+from kconv.validate.bench_server import ONE_TOKEN
 from kconv.validate.engines.check import FORWARD, Engined, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT
 
@@ -25,6 +26,8 @@ def server(stand_in, known, tiny_target):
         path = {"vllm": "/metrics", "sglang": "/metrics", "trtllm": "/prometheus/metrics"}[engine]
 
         def complete(body):
+            if body["prompt"] == ONE_TOKEN["prompt"]:
+                return 200, json.dumps({"choices": [{"text": "."}]})
             row = rows[tuple(body["prompt"])]
             choice = {"text": inner.decode(row, skip_special_tokens=True) + ("!" if wrong else "")}
             if engine == "vllm":
@@ -32,7 +35,8 @@ def server(stand_in, known, tiny_target):
             return 200, json.dumps({"choices": [choice]})
 
         def count(_):
-            return 200, after if any(where == "/v1/completions" for where, _ in stand_in.asked) else before
+            asked = [body for where, body in stand_in.asked if where == "/v1/completions"]
+            return 200, after if any(body["prompt"] != ONE_TOKEN["prompt"] for body in asked) else before
 
         stand_in.asked.clear()
         # Of another engine that it stood for before, nothing is left.
