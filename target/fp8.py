@@ -2,7 +2,7 @@
 
 A weight [out, in] is F8_E4M3 beside `weight_scale_inv` [ceil(out/128), ceil(in/128)]; a value is the product of the
 two in float32, rounded to bf16, as DeepSeek's `weight_dequant` has it:
-https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/inference/kernel.py
+https://github.com/deepseek-ai/DeepSeek-V3/blob/06231633430c449a1f6a8c0b5a1d6f99860b8eb2/inference/kernel.py#L78-L81
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from ..errors import DefinitionsMixed
 from .bench_server import ChatServer
 
 # SGLang's /server_info repeats the arguments that it was started with; of vLLM and TensorRT-LLM counters alone tell.
-# https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/http_server.py
+# https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/http_server.py#L863-L885
 STEPS, BRANCHES = "speculative_num_steps", "speculative_eagle_topk"
 ARGUMENTS = (STEPS, BRANCHES, "speculative_draft_model_path")
 PATH = "/server_info"
