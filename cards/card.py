@@ -183,7 +183,7 @@ def write(folder: Path, card: Card) -> Path:
 def draw_chart(file: Path, table: Table) -> None:
     """Draw a table's figures as bars."""
     bars = table.bars
-    tops = [row.draft_tokens + 1.0 for own in table.rows for row in own if row.draft_tokens]
+    tops = [row.draft_tokens + 1.0 for line in table.lines for row in line.rows if row and row.draft_tokens]
     labels = list(dict.fromkeys(label for own in bars.values() for label in own))
     series = [(name, [own.get(label) for label in labels]) for name, own in bars.items()]
     draw_bars(file, "Acceptance length per category (bonus token included)", labels, series, max(tops, default=None))

@@ -11,7 +11,8 @@ from ..errors import AcceptanceInvalid
 from ..validate.acceptance import Acceptance, Row, differences
 from .evidence import NOT_STATED
 from .plots import draw_bars
-from .tables import describe
+from .spots import Spot, tell_apart
+from .tables import describe_method
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Apart:
-    """A figure that compares with none of another head's: whose it is, what it is about, and why."""
+    """A figure that stands in no table: whose it is, what it is about, and why."""
 
     head: str
     about: str
@@ -80,29 +81,31 @@ def compare(files: Sequence[Acceptance]) -> Comparison:
             f"{len(set(heads))} head(s) in {len(heads)} file(s) are nothing to compare",
             fix="Give one acceptance.json for each of two heads or more.",
         )
-    groups: dict[tuple, dict[tuple, list[Row | None]]] = {}
+    groups: dict[tuple, dict[Spot, list[Row | None]]] = {}
     apart: list[Apart] = []
     for place, file in enumerate(files):
         others = [row for at, other in enumerate(files) if at != place for row in other.rows]
         for row in file.rows:
-            if any(not differences(row, other) for other in others):
-                lines = groups.setdefault(tuple(row.method.values()), {})
-                lines.setdefault(tuple(row.line.values()), [None] * len(files))[place] = row
+            if all(differences(row, other) for other in others):
+                apart.append(Apart(file.head, Spot.of(row).name, row.shown, _reason(row, others)))
+                continue
+            # Nothing of its key is unsaid here; and domains are a card's, not a key's.
+            spot = Spot(**row.line)
+            figures = groups.setdefault(tuple(row.method.values()), {}).setdefault(spot, [None] * len(files))
+            if first := figures[place]:
+                told = f"the table has {first.shown}, of the same key, from {first.url}; this one is from {row.url}"
+                apart.append(Apart(file.head, spot.name, row.shown, told))
             else:
-                apart.append(Apart(file.head, about(row), row.shown, _reason(row, others)))
-    tables = tuple(
-        Shared(
-            describe(_first(next(iter(lines.values())))).rsplit("; ", 1)[0],
-            tuple((about(_first(rows)), tuple(rows)) for rows in lines.values()),
-        )
-        for lines in groups.values()
-    )
-    return Comparison(heads, tables, tuple(apart))
+                figures[place] = row
+    return Comparison(heads, tuple(_shared(lines) for lines in groups.values()), tuple(apart))
 
 
-def about(row: Row) -> str:
-    """Say what a figure is about: data set and category."""
-    return f"{row.dataset} ({row.category})" if row.category else row.dataset
+def _shared(lines: Mapping[Spot, Sequence[Row | None]]) -> Shared:
+    spots, names = list(lines), [spot.name for spot in lines]
+    abouts = [name + told for name, told in zip(names, tell_apart(names, spots), strict=True)]
+    held = [row for rows in lines.values() for row in rows if row]
+    figures = zip(abouts, map(tuple, lines.values()), strict=True)
+    return Shared(describe_method(*held), tuple(figures))
 
 
 def draw(comparison: Comparison, file: Path) -> None:
@@ -124,15 +127,11 @@ def draw(comparison: Comparison, file: Path) -> None:
     draw_bars(file, "Acceptance length (bonus token included)", labels, series, max(tops, default=None))
 
 
-def _first(rows: Sequence[Row | None]) -> Row:
-    return next(row for row in rows if row)
-
-
 def _reason(row: Row, others: Sequence[Row]) -> str:
     """Say what keeps a figure from the nearest of another head's."""
     same = [other for other in others if (other.dataset, other.category) == (row.dataset, row.category)]
     if not same:
-        return f"no other head has a figure on {about(row)}"
+        return f"no other head has a figure on {Spot.of(row).name}"
     nearest: Mapping[str, tuple[Any, Any]] = min((differences(row, other) for other in same), key=len)
     told = []
     for name, (own, theirs) in nearest.items():

@@ -33,9 +33,9 @@ def test_rows_of_different_keys_never_share_a_column(changes):
     rows = list({(*r.method.values(), r.category): r for r in rows}.values())
     table = table_of([head("h", *rows)], {})
     assert table is not None
-    for own in table.rows:
-        assert len({tuple(r.method.values()) for r in own}) == 1
-    assert len(table.rows) == len({tuple(r.method.values()) for r in rows}) == len(set(table.columns))
+    for own in zip(*(line.rows for line in table.lines), strict=True):
+        assert len({tuple(r.method.values()) for r in own if r}) == 1
+    assert len({tuple(r.method.values()) for r in rows}) == len(set(table.columns)) == len(table.columns)
     shown = [cell for line in table.lines for cell in line.cells if cell]
     assert sorted(shown) == sorted(r.shown for r in rows)
 
@@ -53,6 +53,75 @@ def test_a_quotation_never_shares_a_column_with_a_measurement():
     quoted = row(measured_by="quoted", url="https://example.org", category="coding", value=3.1)
     table = table_of([head("h", row()), head("h", quoted)], {})
     assert table is not None and [line.cells for line in table.lines] == [("2.500", ""), ("", "3.100")]
+
+
+OTHER_PROMPTS = {
+    "revision": ("b" * 40, [f"revision {'a' * 40}", f"revision {'b' * 40}"]),
+    "prompts_sha256": ("c" * 64, ["prompts' sha256 not stated", f"prompts' sha256 {'c' * 64}"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "told"), [(n, *how) for n, how in OTHER_PROMPTS.items()], ids=OTHER_PROMPTS
+)
+def test_figures_on_other_prompts_stand_in_lines_that_say_so(name, changed, told):
+    other = row(**{name: changed}, value=3.4, date="2026-11-20")
+    table = table_of([head("h", row()), head("h", other)], {})
+    assert table is not None
+    assert [(line.benchmark, line.prompts, line.cells) for line in table.lines] == [
+        (f"MT-Bench, {told[0]}", "10", ("2.500", "")),
+        (f"MT-Bench, {told[1]}", "10", ("", "3.400")),
+    ]
+    assert [list(bars.items()) for bars in table.bars.values()] == [
+        [(f"math, {told[0]}", 2.5)],
+        [(f"math, {told[1]}", 3.4)],
+    ]
+
+
+def test_another_number_of_prompts_is_another_line_and_another_bar():
+    table = table_of([head("h", row(), row(prompts=80, value=2.1))], {})
+    assert table is not None
+    assert [(line.benchmark, line.prompts, line.cells) for line in table.lines] == [
+        ("MT-Bench", "10", ("2.500",)),
+        ("MT-Bench", "80", ("2.100",)),
+    ]
+    assert table.bars == {"Acceptance length": {"math, N = 10": 2.5, "math, N = 80": 2.1}}
+
+
+def test_what_a_source_leaves_unsaid_is_the_same_within_that_source_alone():
+    def quoted(url: str, **changes) -> Row:
+        return row(measured_by="quoted", url=url, date=None, revision=None, **changes)
+
+    one = head("h", quoted("https://x"), quoted("https://x", draft_tokens=4, value=2.8))
+    table = table_of([one, head("h", quoted("https://y", value=3.1)), head("h", row(value=2.6))], {})
+    assert table is not None
+    assert [(line.benchmark, line.cells) for line in table.lines] == [
+        ("MT-Bench, revision not stated, of https://x", ("2.500", "2.800", "", "")),
+        ("MT-Bench, revision not stated, of https://y", ("", "", "3.100", "")),
+        (f"MT-Bench, revision {'a' * 40}", ("", "", "", "2.600")),
+    ]
+    assert len(set(table.columns)) == 4
+
+
+def test_a_category_is_missing_only_where_the_column_has_it_on_no_prompts():
+    suite = Suite(dataset="MT-Bench", categories=("math", "stem"))
+    quoted = row(measured_by="quoted", url="https://x", revision=None)
+    measured = Acceptance(head="h", suites=(suite,), rows=(row(), row(category="stem", value=2.1)))
+    table = table_of([measured, head("h", quoted)], {})
+    assert table is not None
+    assert [(line.category, line.cells) for line in table.lines] == [
+        ("math", ("2.500", "")),
+        ("stem", ("2.100", "not published")),
+        ("math", ("", "2.500")),
+    ]
+
+
+def test_what_was_measured_again_has_a_column_of_its_own_and_a_file_given_twice_has_one():
+    again = row(value=3.4)
+    table = table_of([head("h", row(), row(category="stem", value=2.1)), head("h", again), head("h", again)], {})
+    assert table is not None and table.columns == ("Acceptance length", "Acceptance length, no. 2")
+    assert [line.cells for line in table.lines] == [("2.500", "3.400"), ("2.100", "")]
+    assert table.bars == {table.columns[0]: {"math": 2.5, "stem": 2.1}, table.columns[1]: {"math": 3.4}}
 
 
 def test_missing_categories_stand_in_their_lines():
@@ -84,6 +153,12 @@ def test_a_key_says_what_is_not_stated():
     text = describe(row(precision=None, averaging=None, measured_by="quoted", url="https://example.org"))
     assert "precision not stated" in text and "kind of mean not stated" in text
     assert "https://example.org" in text and "bonus token" in text
+
+
+def test_a_key_says_of_which_revision_each_data_set_is():
+    assert f"; revision: {'a' * 40}; measured" in describe(row(), row(dataset="SPEED-Bench"))
+    text = describe(row(), row(category="stem"), row(dataset="SPEED-Bench", revision="main"))
+    assert f"; revisions: MT-Bench {'a' * 40}, SPEED-Bench main; measured" in text
 
 
 def test_heads_stand_side_by_side_where_every_key_is_equal():
@@ -119,6 +194,31 @@ def test_three_heads_two_of_which_compare():
     found = compare([head("a", row()), head("b", row(value=2.7)), head("c", row(draft_tokens=4))])
     assert [[r and r.value for r in rows] for _, rows in found.tables[0].lines] == [[2.5, 2.7, None]]
     assert [apart.head for apart in found.apart] == ["c"]
+
+
+def test_a_second_figure_of_one_key_is_not_lost():
+    def quoted(url: str, value: float) -> Row:
+        return row(measured_by="quoted", url=url, value=value)
+
+    found = compare(
+        [head("a", quoted("https://x", 2.1), quoted("https://y", 3.1)), head("b", quoted("https://x", 2.6))]
+    )
+    assert [[r and r.value for r in rows] for _, rows in found.tables[0].lines] == [[2.1, 2.6]]
+    [apart] = found.apart
+    assert (apart.head, apart.about, apart.figure) == ("a", "MT-Bench (math)", "3.100")
+    assert apart.reason == "the table has 2.100, of the same key, from https://x; this one is from https://y"
+
+
+def test_lines_side_by_side_on_other_prompts_say_so():
+    found = compare([head(name, row(), row(revision="main", value=2.1)) for name in ("a", "b")])
+    [table] = found.tables
+    assert [about for about, _ in table.lines] == [f"MT-Bench (math), revision {told}" for told in ("a" * 40, "main")]
+    assert table.method.endswith(f"revisions: MT-Bench {'a' * 40}, MT-Bench main")
+
+
+def test_a_domain_keeps_no_two_heads_apart():
+    found = compare([head("a", row(domain="Math")), head("b", row(value=2.7))])
+    assert [[r and r.value for r in rows] for _, rows in found.tables[0].lines] == [[2.5, 2.7]] and not found.apart
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "a"]])
