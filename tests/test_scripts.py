@@ -23,7 +23,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 BENCHES = sorted(file.name for file in SCRIPTS.glob("bench*") if file.is_file())
 PAGE = ROOT / "docs" / "benchmarks.md"
-MARKER = re.compile(r"^<!-- bench-([a-z]+): (begin|end) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- bench-([a-z-]+): (begin|end) -->$", re.MULTILINE)
 
 
 def load(name: str) -> ModuleType:
@@ -158,6 +158,21 @@ def test_what_a_conversion_keeps_is_what_its_own_page_says():
     text, lines = PAGE.read_text(), bench.include_attention(False)
     assert "| MLA → MHA |" in "\n".join(lines) and not any(MARKER.match(line) for line in lines)
     assert page.put(text, "attention", lines) == text, "run scripts/docs"
+
+
+def test_what_quantized_heads_keep_is_laid_out_and_what_is_refused_of_it_named():
+    def figures(kept: float) -> dict[str, float]:
+        about = {"hidden": 128, "parameters": 279040, "rows": 44160, "steps": 3, "context": 96}
+        return about | {"positions": 8832, "sequences": 96, "before": 2.8164, "kept": kept, "kept_error": 0.0009}
+
+    report = load("bench-quantize-head").report
+    found = {"GQA, demo": {"fp8": figures(0.99651), "nvfp4": figures(0.94542)}}
+    text = "\n".join(report(found))
+    assert "\n| GQA, demo | 128 | 279,040 | 2.816 | 99.65 ± 0.09 | 94.54 ± 0.09 |\n" in text
+    assert "44,160 rows" in text and "8,832 positions of 96 held-out texts of 96 tokens" in text
+    assert "less than 97%, unless `--keep` says so; of these: GQA, demo in NVFP4." in text
+    found["GQA, demo"]["nvfp4"] = figures(0.98)
+    assert "of these: none." in "\n".join(report(found))
 
 
 def check_markers(text: str) -> list[str]:
