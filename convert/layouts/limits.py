@@ -8,7 +8,7 @@ from ..layout import Limit
 
 VLLM_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
 SGLANG_SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt"
-# Two files as of one commit each, between 1.3 and 1.4; which class or function decides is said where they are named.
+# Two files as of one commit each, between 1.3 and 1.4; the lines are given where they are named.
 TRTLLM_MODEL = (
     "https://github.com/NVIDIA/TensorRT-LLM/blob/00679c66c3e38f6d2651ad0a5bef0f94d862e36c/"
     "tensorrt_llm/_torch/models/modeling_speculative.py"
@@ -57,7 +57,7 @@ FC_NORMS_TWICE = Limit(
     lambda s: s.norms.before_fc and s.norms.fc,
     "TensorRT-LLM drops the norm before fc (norm_before_fc) where there is one for each state (fc_norm)",
     "Serve this head with vLLM.",
-    f"{TRTLLM_MODEL} (Eagle3ForCausalLM.apply_eagle3_fc)",
+    f"{TRTLLM_MODEL}#L1009-L1018",
 )
 
 

@@ -1,6 +1,6 @@
 """TensorRT-LLM's layout, and ModelOpt's, whose exporter writes for it. What belongs here: rows, keys, limits.
 
-Loader: Eagle3ForCausalLM in the file that `limits.TRTLLM_MODEL` links to.
+Loader: Eagle3ForCausalLM.load_weights, lines 943 to 987 of the file that `limits.TRTLLM_MODEL` links to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS = {
 
 EMBEDDING = {
     "embed_tokens": "TensorRT-LLM takes the target's embedding in place of the head's own "
-    f"({TRTLLM_MODEL}, Eagle3DraftModel.__init__)"
+    f"({TRTLLM_MODEL}#L793-L811)"
 }
 
 
@@ -61,26 +61,27 @@ TRTLLM = Layout(
             lambda s: s.norms.before_residual,
             "TensorRT-LLM takes the residual before hidden_norm, always (norm_before_residual is not read)",
             "Serve this head with vLLM.",
-            f"{TRTLLM_MODEL} (Eagle3DecoderLayer.forward)",
+            f"{TRTLLM_MODEL}#L654-L656",
         ),
         Limit(
             lambda s: len(s.captured) == 1,
             "TensorRT-LLM builds no fc for a single captured layer",
             "Serve this head with vLLM.",
-            f"{TRTLLM_MODEL} (Eagle3DraftModel.__init__)",
+            f"{TRTLLM_MODEL}#L719-L726",
         ),
         Limit(
             lambda s: len(s.captured) * s.target_hidden == s.hidden,
             "TensorRT-LLM skips fc where what it reads is as wide as the head",
             "Serve this head with vLLM.",
-            f"{TRTLLM_MODEL} (Eagle3ForCausalLM.apply_eagle3_fc)",
+            f"{TRTLLM_MODEL}#L1007-L1020",
         ),
         Limit(
             lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
             "Expand it first, kconv vocab HEAD --expand OUT, and convert OUT; or serve this head with vLLM.",
-            # With d2t on the model itself, the loader looks for the layer's tensors under names that nobody stores.
-            f"{TRTLLM_MODEL} (Eagle3DraftModel.__init__, Eagle3ForCausalLM.load_weights)",
+            # With d2t on the model itself (#L773-L778), the loader looks for the layer's tensors under names that nobody
+            # stores.
+            f"{TRTLLM_MODEL}#L971-L979",
         ),
         Limit(
             trtllm_scales_otherwise,
