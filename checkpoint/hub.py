@@ -19,13 +19,13 @@ from .folder import INDEX, Checkpoint, gather, open_checkpoint, read_json
 from .header import TensorInfo, parse_header
 from .hub_faults import LOGIN, named, not_cached
 from .hub_range import RangeReader
+from .licences import LICENCE_FILES, in_any_case
 from .locate import locate
 
-# What a card must repeat, or a release must carry on, by the names that publishers use.
-LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "THIRD_PARTY*")
+LICENCES = in_any_case(LICENCE_FILES)
 # What kconv's own outputs record beside the weights: how to serve them.
 LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
-CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENCE_FILES)
+CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENCES)
 # Kimi's tokenizer is a tiktoken.model with Python beside it, which is run only where the user trusts it.
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.txt", "*.py")
 # An engine reads the root alone; what lies deeper is other exports or a trainer's states.
@@ -121,7 +121,7 @@ class HubRepo:
             NotACheckpoint: the repository has no config.
         """
         self.fetch_config()
-        return self._snapshot(LICENCE_FILES)
+        return self._snapshot(LICENCES)
 
     def fetch_model(self) -> Path:
         """Download config, weights and tokenizer, or find them in the local cache, and return their folder.

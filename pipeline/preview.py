@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cards.licences.checks import check_folder
-from ..cards.licences.files import PATTERNS, find_texts
+from ..cards.licences.files import find_texts
 from ..cards.licences.licence import LICENCES
+from ..checkpoint.licences import LICENCE_TEXTS
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..validate.report import Finding
 from .inputs import Found, find_inputs, fingerprint, needed, refuse_stale
@@ -147,7 +148,7 @@ def _licences(step: Card, found: Found | None, release: Release, out: Path, plan
     for rule, licence in (("L1", facts.licence.id), ("L3", facts.licence.target)):
         wanted = LICENCES.get(licence or "")
         if wanted and wanted.marks and wanted.text and wanted.id not in at_hand:
-            at = ", ".join(PATTERNS)
+            at = ", ".join(LICENCE_TEXTS)
             yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, licence_files)")
 
 

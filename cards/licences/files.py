@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...checkpoint.licences import LICENCE_TEXTS, in_any_case
 from ...errors import LicenceUnknown
 from .licence import Licence, attribution_in, copyright_in, recognise
 
 NOTICE = "NOTICE"
 # What the source stands under, where that is not what is stated of the head.
 SOURCE_LICENCE = "LICENSE-SOURCE"
-PATTERNS = ("LICENSE*", "LICENCE*", "COPYING*")
 LARGEST = 200_000  # bytes; what is larger is no licence
 
 
@@ -110,7 +110,8 @@ def _attribution(licence: Licence, found: Text | None, said: str | None) -> list
 
 def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield what may be licences in a folder."""
-    for file in sorted({f for pattern in PATTERNS for f in folder.glob(pattern)} if folder.is_dir() else ()):
+    held = {f for pattern in in_any_case(LICENCE_TEXTS) for f in folder.glob(pattern)} if folder.is_dir() else ()
+    for file in sorted(held):
         if text := _read(file):
             yield text, file
 

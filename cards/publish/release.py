@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ...checkpoint.bytes import file_digest
+from ...checkpoint.licences import LICENCE_FILES, in_any_case
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...errors import KconvError, NotACheckpoint
 from ...validate.acceptance import ACCEPTANCE, Acceptance, read_acceptance
@@ -26,8 +27,7 @@ CARD = "README.md"
 # What may lie beside a head's own files: the card and its pictures, licences, and the evidence.
 FURTHER = "acceptance-*.json"
 BESIDE = (
-    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", "LICENSE*", "LICENCE*", "NOTICE*",
-    "THIRD_PARTY*",
+    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", *in_any_case(LICENCE_FILES),
 )  # fmt: skip
 IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
 

@@ -51,6 +51,8 @@ HELD = {
     "the target's beside it, first by its name": ({"COPYING": KIMI, "LICENSE": NVIDIA}, NVIDIA),
     "the one that a first card stated": ({"LICENSE": MIT, "LICENSE-SOURCE": NVIDIA}, NVIDIA),
     "the source's own is stated": ({"LICENSE": APACHE, "LICENSE-SOURCE": MIT}, ""),
+    "under another name": ({"LICENSE": MIT, "COPYING": NVIDIA}, NVIDIA),
+    "in lower case": ({"LICENSE": MIT, "license.txt": NVIDIA}, NVIDIA),
     "one that kconv does not know": ({"LICENSE": MIT, "LICENSE-MODEL": "All rights reserved."}, "All rights reserved."),
 }
 

@@ -71,6 +71,12 @@ def test_a_head_that_is_not_the_sources_must_have_been_measured(folder):
     assert found(folder) == ["P107", "P110"]
 
 
+@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENCE", "notice", "THIRD_PARTY_NOTICES.md"])
+def test_a_release_may_hold_what_licences_and_notices_are_called(folder, name):
+    (folder / name).write_text("terms")
+    assert found(folder) == []
+
+
 def test_a_warning_stops_nothing(folder):
     write_report(folder, findings=[WARNING])
     assert found(folder) == []

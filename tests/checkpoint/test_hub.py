@@ -71,7 +71,7 @@ def test_a_tokenizer_is_fetched_without_weights(hub):
     assert hub.sent(r"GET /storage/") == 0
 
 
-LICENCES = ("LICENSE", "LICENSE.md", "NOTICE.txt", "THIRD_PARTY_NOTICES.md")
+LICENCES = ("LICENSE", "License.md", "licence.txt", "COPYING", "NOTICE.txt", "Third_Party_Notices.md")
 
 
 def test_a_licence_is_fetched_without_weights(hub):
