@@ -26,8 +26,7 @@ FLAGS = {
 }
 
 EMBEDDING = {
-    "embed_tokens": "TensorRT-LLM takes the target's embedding in place of the head's own "
-    f"({TRTLLM_MODEL}#L793-L811)"
+    "embed_tokens": f"TensorRT-LLM takes the target's embedding in place of the head's own ({TRTLLM_MODEL}#L793-L811)"
 }
 
 
@@ -79,8 +78,7 @@ TRTLLM = Layout(
             lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
             "Expand it first, kconv vocab HEAD --expand OUT, and convert OUT; or serve this head with vLLM.",
-            # With d2t on the model itself (#L773-L778), the loader looks for the layer's tensors under names that nobody
-            # stores.
+            # With d2t on the model itself (#L773-L778), the loader looks for the layer under names that nobody stores.
             f"{TRTLLM_MODEL}#L971-L979",
         ),
         Limit(
