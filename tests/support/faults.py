@@ -100,6 +100,7 @@ FAULTS = (
           put(original_max_position_embeddings=2048)),
     Fault("sparse attention, which no draft head has", "K013", MLA_VLLM, put(index_topk=64)),
     Fault("a sliding window", "K014", GQA_VLLM, put(sliding_window=4096)),
+    Fault("index_topk null, which is not index_topk absent", "K019", MLA_VLLM, put(index_topk=None)),
     Fault("speculators without norm_before_residual", "K015", SPECULATORS, put(norm_before_residual=...)),
     Fault("speculators' root and inner config differ", "K016", SPECULATORS, put(hidden_size=96)),
     Fault("SpecForge's norm_output", "K017", good("specforge", REDUCED_SPEC, (SGLANG,)), put(norm_output=True)),

@@ -15,6 +15,7 @@ from . import (
     keys,
     launch,
     limits,
+    nulls,
     nvfp4,
     nvfp4_config,
     nvfp4_excludes,
@@ -33,6 +34,7 @@ from .target import TargetSubject
 HEAD_RULES: tuple[Rule[HeadSubject], ...] = (
     *unreadable.RULES,
     *keys.RULES,
+    *nulls.RULES,
     *tensors.RULES,
     *captured.RULES,
     *captured_keys.RULES,
