@@ -139,8 +139,7 @@ def _max_positions(config: Mapping[str, Any], scaling: object, hints: Hints) -> 
     if stated is not None:
         return checked("max_position_embeddings", stated, "count")
     if isinstance(scaling, Yarn):
-        longest = min(scaling.factor * scaling.original_max_positions, 2**31)
-        return checked("max_position_embeddings, which follows from YaRN's factor,", int(longest), "count")
+        return checked("max_position_embeddings, which follows from YaRN's factor,", scaling.reach, "count")
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
         where="config.json",

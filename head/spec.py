@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -50,6 +51,15 @@ class Yarn:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
+
+    @property
+    def reach(self) -> int:
+        """Tokens that the extension reaches, `factor * original_max_positions`; 2**31 where it is more.
+
+        vLLM's table of angles has as many rows, whatever the config's max_position_embeddings:
+        https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py#L78-L80
+        """
+        return math.ceil(min(self.factor * self.original_max_positions, 2**31))
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,8 @@ class HeadSpec:
             are served `i + 1`.
         eps: epsilon of each RMSNorm.
         dtype: safetensors name of the weights' dtype, e.g. "BF16".
-        max_positions: rows of the engine's RoPE table, tokens.
+        max_positions: tokens that the head may read; the rows of an engine's table of angles, but for YaRN's in
+            vLLM (`Yarn.reach`).
         tokens: special token ids.
         mlp_bias, fc_bias: whether these linears carry a bias.
     """

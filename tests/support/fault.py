@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from kconv.checkpoint.source import Folder
 from kconv.convert.captured import Hints
 from kconv.convert.shared import Shared
-from kconv.head.spec import HeadSpec, Rope
+from kconv.head.spec import HeadSpec, Rope, Yarn
 from kconv.target.config import parse_target_config
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
 from kconv.validate.run import Wish
@@ -98,6 +98,7 @@ ONE_NORM = good("vllm", PORTABLE["gqa, one norm before fc"])
 OTHER_WIDTH = good("vllm", PORTABLE["gqa, a target of another width"])
 FOUR_STATES = good("vllm", PORTABLE["mla, four states"])
 YARN_GQA = good("vllm", PORTABLE["gqa, YaRN"])
+SHORT_YARN = good("vllm", replace(GQA, rope=Rope(1e4, Yarn(8.0, 64)), max_positions=512))
 NVFP4 = good("vllm", QUANTIZABLE, nvfp4=True)
 NVFP4_MLA = good("vllm", LATENT_QUANTIZABLE, nvfp4=True)
 

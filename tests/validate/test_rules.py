@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
 from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.faults import FAULTS
-from support.good_heads import GOOD
-from support.heads import TARGET
+from support.good_heads import GOOD, Good
+from support.heads import GQA, MLA, TARGET
 
 from kconv.checkpoint.source import Folder
 from kconv.convert.layouts import BY_NAME
+from kconv.head.spec import Rope, Yarn
 from kconv.target.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
@@ -134,6 +136,37 @@ def test_the_targets_depth_decides_whether_a_default_is_the_heads(layers, rules,
     folder = MODELOPT_GQA.write(tmp_path / "head")
     found = check(folder, Wish((VLLM_V2,), hints=Hints(target_layers=layers), target=target))
     assert {f.rule for f in found.findings if f.severity != "info"} == rules
+
+
+KIMI_K2 = replace(MLA, max_positions=262144)
+SHORT = replace(GQA, rope=Rope(1e4, Yarn(8.0, 64)), max_positions=512)
+# What ModelOpt's exporter writes by default of a head of a Kimi-K2.6 target.
+INJECTED = replace(GQA, rope=Rope(1e4, Yarn(32.0, 2048)), max_positions=262144)
+
+
+@pytest.mark.parametrize(
+    "layout, spec, context, rules",
+    [
+        ("vllm", GQA, 262144, set()),
+        ("vllm", KIMI_K2, 262144, set()),
+        ("vllm", INJECTED, 262144, {"K167", "K169"}),
+        ("vllm", INJECTED, 65536, {"K169"}),
+        ("vllm", replace(INJECTED, max_positions=65536), 65536, set()),
+        ("vllm", SHORT, 513, {"K167"}),
+        ("vllm", replace(SHORT, rope=Rope(1e4, Yarn(512 / 48, 48))), 512, set()),
+        ("trtllm", INJECTED, 262144, set()),
+        ("sglang", INJECTED, 262144, set()),
+        ("trtllm", SHORT, 513, {"K167"}),
+        ("sglang", SHORT, 513, {"K167"}),
+    ],
+)
+def test_a_table_of_angles_is_as_long_as_the_engine_makes_it(layout, spec, context, rules, tmp_path: Path):
+    """vLLM makes as many rows as are served, but of YaRN its reach; the others go by max_position_embeddings."""
+    engines = WRITTEN_FOR[layout]
+    target = parse_target_config(TARGET | {"max_position_embeddings": context})
+    folder = Good("", layout, spec, tuple(engines)).write(tmp_path / "head")
+    found = check(folder, Wish(tuple(engines), target=target)).findings
+    assert {f.rule for f in found} & {"K166", "K167", "K169"} == rules
 
 
 def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):

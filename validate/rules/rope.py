@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...convert.rope_keys import read_rope
 from ...errors import KconvError
-from ...head.spec import Gqa, Yarn
+from ...head.spec import Gqa, HeadSpec, Yarn
 from .head import HeadSubject
-from .rule import SGLANG, TRTLLM, Found, rule
+from .rule import SGLANG, TRTLLM, VLLM, Found, rule
 
 LOST = "https://github.com/vllm-project/speculators/pull/574"
 PLACES = ("rope_scaling", "rope_parameters")
@@ -153,20 +154,58 @@ def positions_unstated(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json: max_position_embeddings", "the key is absent")
 
 
+def _rows_in_vllm(spec: HeadSpec) -> float:
+    """Return the rows of vLLM's table of angles; it makes as many as are served, but for YaRN's.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1677-L1709
+    """
+    return spec.rope.scaling.reach if isinstance(spec.rope.scaling, Yarn) else math.inf
+
+
 @rule(
     "K167",
     "positions-short",
     "warning",
-    "The head's table of angles is shorter than its target's context: past its end engines fail or accept less.",
+    "The head's table of angles is shorter than its target's context: TensorRT-LLM reads past its end, as vLLM does"
+    " past the end of YaRN's, and SGLang does not start.",
     fix="Serve no more than that, or raise max_position_embeddings to what the head's RoPE was trained for.",
-    seen_in="https://github.com/vllm-project/vllm/issues/48894",
+    seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L1295-L1316",
 )
 def positions_short(subject: HeadSubject) -> Iterator[Found]:
     spec, target = subject.spec, subject.target
-    if spec and target and spec.max_positions < target.max_positions:
+    if spec is None or target is None:
+        return
+    if subject.engines.intersection((SGLANG, TRTLLM)) and spec.max_positions < target.max_positions:
         yield Found(
             "config.json: max_position_embeddings",
             f"{spec.max_positions} positions, and the target has {target.max_positions}",
+        )
+    if subject.engines.intersection(VLLM) and _rows_in_vllm(spec) < target.max_positions:
+        yield Found(
+            "config.json: rope_scaling",
+            f"YaRN reaches {_rows_in_vllm(spec)} positions, and the target has {target.max_positions}",
+            "Serve no more than that (vllm serve --max-model-len).",
+        )
+
+
+@rule(
+    "K169",
+    "positions-past-yarn",
+    "error",
+    "The config states more positions than YaRN reaches, factor x original_max_position_embeddings: vLLM's table of"
+    " angles ends there all the same, and the positions beyond are read past its end.",
+    fix="State as many as YaRN reaches (--max-positions of kconv's conversions) and serve no more; where the head was"
+    " trained without scaling, remove rope_scaling.",
+    engines=VLLM,
+    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/"
+    "yarn_scaling_rope.py#L78-L80",
+)
+def positions_past_yarn(subject: HeadSubject) -> Iterator[Found]:
+    spec = subject.spec
+    if spec and spec.max_positions > _rows_in_vllm(spec):
+        yield Found(
+            "config.json: max_position_embeddings",
+            f"{spec.max_positions} positions, and YaRN reaches {_rows_in_vllm(spec)}",
         )
 
 
@@ -193,5 +232,6 @@ RULES = (
     rope_not_the_targets,
     positions_unstated,
     positions_short,
+    positions_past_yarn,
     rope_half_split,
 )
