@@ -10,11 +10,13 @@ from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, rule
 
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679-L694
 REWRITTEN = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4")
-# Classes with the attention of this head, by the name on disk; any other is refused, or builds another model.
+# Classes with the attention of this head, by the name on disk; any other is refused, or builds another model. A name
+# that neither begins nor ends with Eagle3 gets it put before, and is looked up so:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/eagle.py#L59-L68
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py#L658-L674
 _LLAMA = (
-    "LlamaForCausalLMEagle3 LlamaForCausalLM Eagle3LlamaForCausalLM PEagleDraftModel PeagleLlamaForCausalLM"
-    " Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM Eagle3DraftModel"
+    "LlamaForCausalLMEagle3 LlamaForCausalLM Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM"
+    " Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
 )
 _DEEPSEEK = "Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
 IN_VLLM: Mapping[type, frozenset[str]] = {Gqa: frozenset(_LLAMA.split()), Mla: frozenset(_DEEPSEEK.split())}
@@ -92,7 +94,9 @@ def _other_class(subject: HeadSubject, known: Mapping[type, frozenset[str]]) -> 
     seen_in="https://github.com/sgl-project/SpecForge/pull/640",
 )
 def architecture_unknown_to_vllm(subject: HeadSubject) -> Iterator[Found]:
-    yield from _other_class(subject, IN_VLLM)
+    # In speculators' format the class follows from the inner config's model_type.
+    if not is_speculators(subject):
+        yield from _other_class(subject, IN_VLLM)
 
 
 @rule(
