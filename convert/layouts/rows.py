@@ -102,6 +102,6 @@ LAYER = (
 )  # fmt: skip
 
 # One-layer heads of trainers, which engines rename; and ModelOpt's Megatron exporter and TensorRT-LLM with several
-# layers (Eagle3ForCausalLM.load_weights in the file that `limits.TRTLLM_MODEL` links to).
+# layers (lines 943 to 961 of the file that `limits.TRTLLM_MODEL` links to).
 MIDLAYER = first_only(layer_rows("midlayer"))
 MIDLAYERS = layer_rows("midlayer.{i}", later=(HIDDEN,))

@@ -85,7 +85,7 @@ TRTLLM = Layout(
             trtllm_scales_otherwise,
             "TensorRT-LLM reads this YaRN's attention_factor, mscale or mscale_all_dim otherwise than the trainer does",
             "Serve this head with vLLM.",
-            f"{TRTLLM_ROPE} (RopeParams.from_config)",
+            f"{TRTLLM_ROPE}#L750-L751",
         ),
         FC_NORMS_TWICE,
     ),
