@@ -125,15 +125,11 @@ def test_portable_refuses_what_any_engine_refuses():
     assert {limit.what for limit in BY_NAME["portable"].limits} == union
 
 
-def test_a_limit_that_names_a_source_pins_it_to_a_tag_or_a_commit():
+def test_a_limit_names_the_lines_that_decide_it_at_a_tag_or_a_commit():
+    pinned = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/(v[\d.]+|[0-9a-f]{40})/\S+\.py#L\d+(-L\d+)?")
     for layout in LAYOUTS:
-        for limit in layout.limits:
-            if "/blob/" in limit.source:
-                assert re.search("/blob/(v0.32.0|v0.5.23|[0-9a-f]{40})/", limit.source)
-
-
-def test_tensorrt_llms_limits_all_name_their_source():
-    assert all(limit.source for limit in BY_NAME["trtllm"].limits)
+        for limit in (*layout.limits, *layout.target_limits):
+            assert pinned.fullmatch(limit.source), (layout.name, limit.what)
 
 
 def test_a_reduced_mla_head_is_told_the_command_that_expands_it(tmp_path):
