@@ -28,7 +28,7 @@ class NotACheckpoint(KconvError):
 
 
 class HubRefused(KconvError):
-    """The Hub has no such repository or revision, or does not let this account read it."""
+    """The Hub has no such repository or revision, a data set no such file, or this account may not read it."""
 
 
 class HubUnreachable(KconvError):

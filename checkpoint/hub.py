@@ -132,7 +132,7 @@ class HubRepo:
         return self._download(CHECKPOINT_FILES + TOKENIZER_FILES)
 
     def _fetch(self, file: str) -> Path:
-        with named(self.repo, self.commit):
+        with named(self.repo, self.commit, file):
             return Path(hf_hub_download(self.repo, file, revision=self.commit))
 
     def _snapshot(self, patterns: tuple[str, ...]) -> Path:

@@ -1,10 +1,10 @@
-"""A data set on the Hugging Face Hub. What belongs here: pinning a revision, and fetching one file at it."""
+"""A data set on the Hugging Face Hub. What belongs here: fetching one file, and saying the commit that it is of."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import hf_hub_download
 
 from .hub_faults import named
 
@@ -15,7 +15,8 @@ def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
     Args:
         repo: org/name of the data set.
         file: its path in the repository.
-        revision: a commit of 40 hex digits, or a branch or tag, which is resolved first.
+        revision: a commit of 40 hex digits, or a branch or tag, which is resolved first; offline, to what the cache
+            last saw it at.
 
     Returns:
         The file, and the commit that it is of.
@@ -23,8 +24,7 @@ def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
     Raises:
         HubRefused, HubUnreachable, OutputFailed, NotACheckpoint: see `hub_faults`.
     """
-    with named(repo, revision):
-        commit = revision
-        if len(revision) != 40 or set(revision) - set("0123456789abcdef"):
-            commit = str(HfApi().dataset_info(repo, revision=revision).sha)
-        return Path(hf_hub_download(repo, file, repo_type="dataset", revision=commit)), commit
+    with named(repo, revision, file, dataset=True):
+        path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+    # The cache keeps a file under snapshots/<commit>/.
+    return path, path.parents[file.count("/")].name

@@ -31,39 +31,43 @@ LOGIN = "hf auth login"
 
 
 @contextmanager
-def named(repo: str, revision: str | None) -> Iterator[None]:
+def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Iterator[None]:
     """Raise what huggingface_hub raises inside as a fault of kconv's.
 
     Args:
         repo, revision: what was asked for; the default branch if None.
+        file: of the repository, which was asked for.
+        dataset: whether the repository is a data set, and no model.
 
     Raises:
-        HubRefused: the repository or the revision is not there, is gated, or not this account's to read.
+        HubRefused: the repository or the revision is not there, is gated, or not this account's to read, or a data
+            set has no such file.
         HubUnreachable: offline and not in the cache, no connection, or an answer that is not the Hub's.
-        NotACheckpoint: the repository has no such file, or its name cannot be one.
+        NotACheckpoint: a model's repository has no such file, or its name cannot be one.
         OutputFailed: the local cache cannot be written.
     """
     try:
         yield
     except RAISED as fault:
-        raise _name(fault, repo, revision) from fault
+        raise _name(fault, repo, revision, file, dataset) from fault
 
 
-def not_cached(repo: str, revision: str | None) -> HubUnreachable:
+def not_cached(repo: str, revision: str | None, *, dataset: bool = False) -> HubUnreachable:
     """Return the fault of a repository that is asked for offline, and was never downloaded whole."""
     at, option = (f"{repo}@{revision}", f" --revision {revision}") if revision else (repo, "")
+    kind = " --repo-type dataset" if dataset else ""
     return HubUnreachable(
         f"there is no folder {repo} here, HF_HUB_OFFLINE is set, and {at} is not whole in the local cache",
         where=constants.HF_HUB_CACHE,
-        fix=f"Unset HF_HUB_OFFLINE, or first, with a network, run: hf download {repo}{option}",
+        fix=f"Unset HF_HUB_OFFLINE, or first, with a network, run: hf download {repo}{option}{kind}",
     )
 
 
-def _name(fault: Exception, repo: str, revision: str | None) -> KconvError:
+def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset: bool) -> KconvError:
     # The library wraps what went wrong where a cached copy could have helped.
     wraps = isinstance(fault, LocalEntryNotFoundError | RevisionResolutionError)
     cause = fault.__cause__ if wraps and fault.__cause__ else fault
-    page = f"{constants.ENDPOINT}/{repo}"
+    page = f"{constants.ENDPOINT}/{'datasets/' if dataset else ''}{repo}"
     at = f"{repo}@{revision}" if revision else repo
     match cause:
         case GatedRepoError():
@@ -80,9 +84,15 @@ def _name(fault: Exception, repo: str, revision: str | None) -> KconvError:
                 where=page,
                 fix=f"Choose one of its branches and tags: {page}/tree/main",
             )
+        case RemoteEntryNotFoundError() if dataset:
+            return HubRefused(
+                f"{at} has no {file}",
+                where=f"{page}/tree/{revision or 'main'}",
+                fix=f"Choose a revision that has it: {page}/commits/main",
+            )
         case RemoteEntryNotFoundError():
             return NotACheckpoint(
-                f"{at} has no config.json",
+                f"{at} has no {file}",
                 where=f"{page}/tree/{revision or 'main'}",
                 fix="A checkpoint is config.json and *.safetensors; check the id.",
             )
@@ -98,7 +108,7 @@ def _name(fault: Exception, repo: str, revision: str | None) -> KconvError:
                 f"{repo} is neither a folder nor a hub id", fix="Give a checkpoint folder or a hub id org/name."
             )
         case OfflineModeIsEnabled() | LocalEntryNotFoundError() | RevisionResolutionError() if is_offline_mode():
-            return not_cached(repo, revision)
+            return not_cached(repo, revision, dataset=dataset)
         case OSError(errno=int()) if not isinstance(cause, httpx.HTTPError | ConnectionError | TimeoutError):
             return OutputFailed(
                 f"{at} could not be stored: {cause.strerror}",

@@ -39,7 +39,7 @@ class RangeReader:
         end = min(self.at + count, self.size)
         if end <= self.at:
             return b""
-        with named(self.repo, self.commit):
+        with named(self.repo, self.commit, self.file):
             data = self._request(self.at, end)
         self.at += len(data)
         return data

@@ -40,7 +40,9 @@ def _split(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]
 @click.option("--url", help="The engine's own address: vLLM, SGLang or TensorRT-LLM, serving with speculation.")
 @click.option("--head", type=PATH_OR_ID, help="Without --url: the head to measure. With it: what is being served.")
 @click.option("--suite", required=True, metavar="NAME|FILE", help="mt-bench, speed-bench, or a JSONL of prompts.")
-@click.option("--revision", help="Of the suite on the Hub; the pinned one if not given.")
+@click.option(
+    "--revision", help="Of the suite on the Hub; SPEED-Bench is pinned, of MT-Bench it is main's commit, as recorded."
+)
 @click.option("--categories", default="", callback=_split, metavar="A,B", help="Only these categories of the suite.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many prompts of each category.")
 @click.option("--out", type=FOLDER, required=True, help="The acceptance.json to write.")

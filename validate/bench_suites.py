@@ -26,7 +26,7 @@ class Known:
     Attributes:
         dataset: what acceptance.json calls it.
         repo, file: where it lies on the Hub, as a data set.
-        revision: what is fetched unless the user pins another; resolved to a commit.
+        revision: what is fetched unless the user pins another; a branch is resolved, and its commit recorded.
         categories: all of them.
         each: prompts of a category.
         digest: `digest_prompts` of them; None where nobody may hand out the whole, each fills it for themselves.

@@ -4,6 +4,7 @@ import pytest
 from support.hub_repos import Reply, refusal
 from support.published import SECRET, head, offline
 
+from kconv.checkpoint.hub_dataset import fetch_dataset_file
 from kconv.checkpoint.source import resolve
 from kconv.errors import HubRefused, HubUnreachable, NotACheckpoint, OutputFailed
 
@@ -100,6 +101,36 @@ def test_a_connection_that_drops_is_named(hub, monkeypatch, where):
     with pytest.raises(HubUnreachable, match="the connection to the Hub failed") as raised:
         resolve("org/head").open_headers()
     assert "HF_ENDPOINT" in raised.value.fix
+
+
+def test_a_file_that_is_not_there_is_named(hub):
+    sha = hub.commit("org/head", head())
+    hub.fail("model.safetensors", refusal(404, "EntryNotFound", "Entry not found"))
+    with pytest.raises(NotACheckpoint, match=rf"org/head@{sha} has no model\.safetensors"):
+        resolve("org/head").open_headers()
+
+
+def test_a_data_set_without_the_file_says_which_and_where_it_was_looked_for(hub):
+    hub.commit("datasets/org/prompts", {"README.md": b"# none"})
+    with pytest.raises(HubRefused, match=r"org/prompts@main has no question\.jsonl") as raised:
+        fetch_dataset_file("org/prompts", "question.jsonl", "main")
+    assert raised.value.where == f"{hub.url}/datasets/org/prompts/tree/main"
+    assert raised.value.fix.endswith(f"{hub.url}/datasets/org/prompts/commits/main")
+
+
+@pytest.mark.parametrize("file", ["question.jsonl", "qualitative/test.parquet"])
+def test_offline_a_branch_of_a_data_set_is_what_the_cache_last_saw(hub, monkeypatch, file):
+    sha = hub.commit("datasets/org/prompts", {file: b"{}"})
+    fetched = fetch_dataset_file("org/prompts", file, "main")
+    assert fetched[1] == sha and fetched[0].read_bytes() == b"{}"
+    assert fetch_dataset_file("org/prompts", file, sha) == fetched
+    offline(monkeypatch)
+    hub.served.clear()
+    assert fetch_dataset_file("org/prompts", file, "main") == fetched
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE is set") as raised:
+        fetch_dataset_file("org/prompts", "other.jsonl", "main")
+    assert raised.value.fix.endswith("hf download org/prompts --revision main --repo-type dataset")
+    assert hub.served == []
 
 
 def test_a_busy_hub_is_asked_again_for_a_header(hub, monkeypatch):

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from support.hub_read import REPO, REV, _file, _info
+from support.hub_read import REPO, REV, _file
 from support.hub_repos import Call, Reply
 
 if TYPE_CHECKING:
     from support.hub import Hub
-
-
-def _dataset_info(hub: Hub, call: Call, repo: str, rev: str = "main") -> Reply:
-    return _info(hub, call, f"datasets/{repo}", rev)
 
 
 def _dataset_file(hub: Hub, call: Call, repo: str, rev: str, file: str) -> Reply:
@@ -21,7 +17,5 @@ def _dataset_file(hub: Hub, call: Call, repo: str, rev: str, file: str) -> Reply
 
 
 DATASETS: list[tuple[str, str, Callable[..., Reply]]] = [
-    ("GET", f"/api/datasets/{REPO}", _dataset_info),
-    ("GET", f"/api/datasets/{REPO}/revision/{REV}", _dataset_info),
     ("GET", f"/datasets/{REPO}/resolve/{REV}/(?P<file>.+)", _dataset_file),
 ]
