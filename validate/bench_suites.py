@@ -61,7 +61,7 @@ SUITES = {
         "SPEED-Bench",
         "nvidia/SPEED-Bench",
         "qualitative/test-00000-of-00001.parquet",
-        # What SGLang's own loader pins (python/sglang/benchmark/datasets/speed_bench.py).
+        # What SGLang's own loader pins after v0.5.23, as SPEED_BENCH_REVISION in benchmark/datasets/speed_bench.py.
         "487aa718444e816458d1a0a52bfce7a454285cf4",
         ("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem",
          "summarization", "writing"),
