@@ -12,8 +12,12 @@ from support.fault import Fault
 from support.good_heads import Good
 from support.heads import GQA, MLA
 
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
+from kconv.convert.captured import Hints
 from kconv.convert.layouts import BY_NAME
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
 from kconv.head.spec import HeadSpec, Norms
 from kconv.validate.rules.head import ENGINE_LAYOUT
 from kconv.validate.rules.nulls import NULLS, REFUSED
@@ -97,9 +101,13 @@ def test_transformers_refuses_what_is_said_to_be_refused(null):
     assert refusing == {name for name, engines in (("gqa", gqa), ("mla", mla)) if engines}
 
 
-def test_nothing_that_kconv_writes_is_such_a_null():
-    for layout in BY_NAME.values():
-        for spec in (GQA, MLA, LAYERED, NORMED) if layout.write_config else ():
-            config = layout.write_config(spec)
-            nested = {f"eagle_config.{name}": value for name, value in config.get("eagle_config", {}).items()}
-            assert {name for name, value in (config | nested).items() if value is None}.isdisjoint(EXPECTED)
+@pytest.mark.parametrize("spec", [GQA, MLA], ids=["gqa", "mla"])
+def test_a_conversion_writes_none_of_these_as_null(spec: HeadSpec, tmp_path: Path):
+    """As the rule's advice says, and whatever the source has."""
+    every = also(*(nulled(path) for path in EXPECTED if path != "eagle_config"))
+    folder = Fault("", "", Good("", "vllm", spec, VLLM), every).write(tmp_path / "head")
+    head = read_head(open_checkpoint(folder), hints=Hints(max_positions=1024))
+    for layout in ("vllm", "sglang", "trtllm", "portable"):
+        config = plan(head, BY_NAME[layout]).config
+        nested = {f"eagle_config.{name}": value for name, value in config.get("eagle_config", {}).items()}
+        assert {name for name, value in (config | nested).items() if value is None}.isdisjoint(EXPECTED)
