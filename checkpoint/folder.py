@@ -15,6 +15,8 @@ from .staging import is_partial
 from .strict_json import parse_object
 
 INDEX = "model.safetensors.index.json"
+# The file that holds all of a checkpoint that is not cut into shards.
+WHOLE = "model.safetensors"
 ReadHeader = Callable[[Path], dict[str, TensorInfo]]
 
 
@@ -52,7 +54,8 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
     Raises:
         NotACheckpoint: no such folder, or no config or safetensors in it.
         ConfigInvalid: config.json is not a JSON object.
-        CorruptIndex: the index names a missing file or tensor, or a path outside the folder.
+        CorruptIndex: the index names a missing file or tensor, or a path outside the folder; or two files hold the
+            same tensor.
         CorruptHeader: a file's header lies.
     """
     try:
@@ -151,7 +154,7 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
             raise CorruptIndex(
                 f"{name} stands in {tensors[name].file.name} and in {file.name}",
                 where=folder,
-                fix=f"Remove the file that does not belong, or add {INDEX} to say which one counts.",
+                fix="Remove the file that does not belong; engines would take either one's.",
             )
         tensors |= header
     return tensors
@@ -189,4 +192,25 @@ def _from_index(
             where=index,
             fix="Export the checkpoint again; index and shards are of different runs.",
         )
+    for name in sorted(names - headers.keys()):
+        # A whole copy in Mistral's format, by whose name engines pass it over.
+        if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & held.keys():
+            raise beside_index(name, index)
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
+
+
+def beside_index(name: str, index: Path | str) -> CorruptIndex:
+    """Return the fault of a file that holds what an index places in others, so that readers differ in what they take.
+
+    transformers takes model.safetensors before any index, vLLM what the index names, and TensorRT-LLM every file, of
+    two tensors of one name the one that was read last:
+    https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/modeling_utils.py#L612-L628
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/weight_utils.py#L585-L611
+    https://github.com/NVIDIA/TensorRT-LLM/blob/02086d89ee95f725414743a33a436473604202e9/tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py
+    """
+    return CorruptIndex(
+        f"{name} stands beside an index that places the same tensors in other files; TensorRT-LLM reads them all,"
+        f" transformers {WHOLE} first, vLLM what the index names",
+        where=index,
+        fix=f"Find out which of them the checkpoint is; remove {name}, or the index and its shards.",
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..errors import CorruptIndex
-from .folder import INDEX, read_json
+from .folder import INDEX, WHOLE, beside_index, read_json
 from .header import TensorInfo, read_header
 
 
@@ -22,7 +22,8 @@ def locate(wanted: Iterable[str], files: Iterable[str], fetch: Callable[[str], P
         Those of the tensors that the checkpoint holds, by name.
 
     Raises:
-        ConfigInvalid, CorruptIndex, CorruptHeader: the index, or a file that should hold one of them, lies.
+        ConfigInvalid, CorruptIndex, CorruptHeader: the index, or a file that should hold one of them, lies; or two
+            files hold the same.
     """
     wanted, files = set(wanted), set(files)
     shards = {name for name in files if name.endswith(".safetensors")}
@@ -38,9 +39,18 @@ def locate(wanted: Iterable[str], files: Iterable[str], fetch: Callable[[str], P
                 where=INDEX,
                 fix="Fetch the missing shard.",
             )
+        # By its name: on the Hub, looking into it would take a download of all of it.
+        if WHOLE in shards and WHOLE not in placed.values():
+            raise beside_index(WHOLE, INDEX)
         shards = named
     found: dict[str, TensorInfo] = {}
     for shard in sorted(shards):
         header = read_header(fetch(shard))
+        for name in wanted & header.keys() & found.keys():
+            raise CorruptIndex(
+                f"{name} stands in {found[name].file.name} and in {shard}",
+                where=shard,
+                fix="Remove the file that does not belong; engines would take either one's.",
+            )
         found |= {name: header[name] for name in wanted & header.keys()}
     return found

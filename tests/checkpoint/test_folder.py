@@ -55,8 +55,28 @@ def test_without_an_index_every_safetensors_file_counts(folder):
     assert set(open_checkpoint(folder).tensors) == {"a", "b", "c"}
 
 
-def test_a_shard_that_the_index_does_not_name_is_left_alone(folder):
+@pytest.mark.parametrize("name, tensors", [("model.safetensors", {"a": 1, "c": 3}), ("x.safetensors", {"c": 4, "d": 5})])
+def test_a_file_beside_the_index_may_not_hold_what_the_index_places(folder, name, tensors):
+    """TensorRT-LLM reads every file, transformers model.safetensors first, and vLLM what the index names."""
+    shard(folder / name, **tensors)
+    with pytest.raises(CorruptIndex, match=name) as caught:
+        open_checkpoint(folder)
+    assert caught.value.where.endswith(INDEX) and name in caught.value.fix
+    (folder / name).unlink()
+    assert set(open_checkpoint(folder).tensors) == {"a", "b", "c"}
+
+
+def test_tensors_of_another_name_and_a_consolidated_copy_are_left_alone(folder):
+    shard(folder / "mtp.safetensors", d=5)
     shard(folder / "consolidated.safetensors", a=9)
+    assert set(open_checkpoint(folder).tensors) == {"a", "b", "c"}
+
+
+def test_a_whole_checkpoint_that_the_index_names_is_opened(folder):
+    for name in ("one.safetensors", "two.safetensors"):
+        (folder / name).unlink()
+    shard(folder / "model.safetensors", a=1, b=2, c=3)
+    index(folder, dict.fromkeys("abc", "model.safetensors"))
     assert set(open_checkpoint(folder).tensors) == {"a", "b", "c"}
 
 
@@ -111,8 +131,9 @@ def test_a_tensor_in_two_shards_is_refused_with_and_without_an_index(folder):
     with pytest.raises(CorruptIndex, match="a"):
         open_checkpoint(folder)
     (folder / INDEX).unlink()
-    with pytest.raises(CorruptIndex, match=r"a stands in one\.safetensors and in two\.safetensors"):
+    with pytest.raises(CorruptIndex, match=r"a stands in one\.safetensors and in two\.safetensors") as caught:
         open_checkpoint(folder)
+    assert INDEX not in caught.value.fix, "an index would not keep TensorRT-LLM from reading both"
 
 
 def _break(folder, how):

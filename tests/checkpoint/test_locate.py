@@ -61,6 +61,20 @@ def test_a_checkpoint_without_an_index_is_searched(tmp_path):
     assert Folder(tmp_path).open_tensors(["head", "embed"]).keys() == {"head"}
 
 
+def test_a_whole_checkpoint_beside_an_index_of_others_is_refused(folder):
+    save_file({"embed": torch.rand(64, 16)}, folder / "model.safetensors")
+    with pytest.raises(CorruptIndex, match=r"model\.safetensors stands beside an index"):
+        Folder(folder).open_tensors(["embed"])
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused(folder):
+    (folder / INDEX).unlink()
+    save_file({"embed": torch.rand(64, 16)}, folder / "two.safetensors")
+    assert Folder(folder).open_tensors(["head"]).keys() == {"head"}
+    with pytest.raises(CorruptIndex, match=r"embed stands in one\.safetensors and in two\.safetensors"):
+        Folder(folder).open_tensors(["embed"])
+
+
 def test_what_is_not_there_is_not_found(folder):
     assert Folder(folder).open_tensors(["lm_head.weight"]) == {}
 

@@ -43,8 +43,8 @@ CORRUPT_INDEX = rule(
     "K003",
     "corrupt-index",
     "error",
-    "The index names files or tensors that are not there, or leaves tensors out.",
-    fix="Fetch the missing shard; or export again, if index and shards are of different runs.",
+    "The index names files or tensors that are not there, or leaves tensors out; or two files hold the same ones.",
+    fix="Fetch the missing shard; or export again, if the files are of different runs.",
 )(_never)
 
 
