@@ -111,6 +111,7 @@ def convert(
     from ..convert.attention.convert import HEAL_STEPS, convert_attention, outline
     from ..convert.attention.plan import check_layout, plan_converted
     from ..convert.beside import refuse_target
+    from ..convert.config import refuse_unstated
     from ..convert.execute import execute
     from ..convert.layouts import by_name
     from ..convert.read import read_weights
@@ -125,6 +126,7 @@ def convert(
     if wanted.device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no CUDA device here")
     read, table = open_head(head, **hints), by_name(layout)
+    refuse_unstated(read.read)
     spec = read.spec
     check_layout(spec, outline(spec, wanted.kind, wanted.head_dim), table, read.places)
     texts = _open_texts(wanted, spec, target)

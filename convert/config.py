@@ -14,7 +14,7 @@ from .config_checks import ABSENT, check_dims, checked, find, refuse_unsupported
 from .keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, ConfigTable, Key
 from .own_keys import unify
 from .quantized import CONFIG_KEY, has_scales
-from .rope_keys import read_rope, write_rope
+from .rope_keys import read_rope, states_theta, write_rope
 
 EAGLE = "eagle_config"
 
@@ -28,12 +28,14 @@ class ReadConfig:
         captured: the captured layers and how they were decided.
         carried: keys that kconv does not know, by dotted path, carried into the output as they are.
         dropped: keys that mean nothing for a draft head, not carried.
+        unstated: keys that the config lacks, each of which readers give a value that the head may not be trained with.
     """
 
     spec: HeadSpec
     captured: Captured
     carried: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
 
 
 def read_config(
@@ -88,7 +90,23 @@ def read_config(
     meaningless = BALLAST | {name for key in others for name in key.names}
     rest = {k: v for k, v in stated.items() if k not in known}
     carried = {k: v for k, v in rest.items() if k not in meaningless} | quantization
-    return ReadConfig(spec, captured, carried, (*left, *(k for k in rest if k in meaningless)))
+    unstated = () if states_theta(config) else ("rope_theta",)
+    return ReadConfig(spec, captured, carried, (*left, *(k for k in rest if k in meaningless)), unstated)
+
+
+def refuse_unstated(read: ReadConfig) -> None:
+    """Refuse to write a config that would state what the one that was read does not.
+
+    Raises:
+        ConfigInvalid: engines have a default for a key that the config lacks; written down, it would pass for what the
+            head was trained with.
+    """
+    for key in read.unstated:
+        raise ConfigInvalid(
+            f"the config does not state {key}; engines take a default of theirs, whatever the head was trained with",
+            where="config.json",
+            fix=f"State {key} as in the head's training config; where that is silent too, the trainer's default.",
+        )
 
 
 def write_keys(spec: HeadSpec) -> dict[str, Any]:

@@ -41,12 +41,15 @@ class ConfigTable:
         otherwise: keys that mean another thing here than below, with the only values that kconv carries;
             they are not read, and dropped.
         must_state: keys whose absence is read in two ways, with the sentence that says so.
+        trained_theta: the base of RoPE that the layout's trainer takes where the config states none; None where a
+            silent config does not tell what the head was trained with.
     """
 
     nested: str = ""
     ballast: frozenset[str] = frozenset()
     otherwise: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     must_state: Mapping[str, str] = field(default_factory=dict)
+    trained_theta: float | None = None
 
 
 def _off(_: Values) -> bool:

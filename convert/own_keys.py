@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import ConfigInvalid, ConfigUnsupported
 from .captured import Hints
 from .keys import BALLAST, ConfigTable
+from .rope_keys import states_theta
 
 # Of a nested config and its root, the inner ones are the head's.
 INNER = BALLAST | {"architectures", "model_type", "torch_dtype", "dtype"}
@@ -38,6 +39,8 @@ def unify(config: Mapping[str, Any], table: ConfigTable, hints: Hints) -> tuple[
             )
     left = tuple(key for key in flat if key in table.ballast or key in table.otherwise)
     flat = {key: value for key, value in flat.items() if key not in left}
+    if table.trained_theta is not None and not states_theta(flat):
+        flat["rope_theta"] = table.trained_theta
     return _tell(flat, table, hints), left
 
 

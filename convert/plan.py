@@ -15,7 +15,7 @@ from ..head.slots import needs
 from ..head.spec import HeadSpec
 from .beside import left_slots, refuse_target
 from .cast import Cast
-from .config import carry
+from .config import carry, refuse_unstated
 from .layout import Layout, Stored, stored
 from .quantized import CONFIG_KEY, add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot
@@ -117,9 +117,11 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
 
     Raises:
         LayoutCannot: the layout, or the engine behind it, has no place for something this head has.
+        ConfigInvalid: the head's config does not state what the output's would; see `refuse_unstated`.
         TargetInvalid: the target does not hold what the layout needs of it.
         KconvError: the target holds it, and it cannot be had; see `Shared.find`.
     """
+    refuse_unstated(head.read)
     wishes = wishes or Wishes()
     spec = replace(head.spec, dtype=wishes.dtype) if wishes.dtype else head.spec
     if layout.write_config is None:

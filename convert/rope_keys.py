@@ -29,7 +29,7 @@ LLAMA3 = {
 LINEAR = {"factor": "factor"}
 SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
 
-# transformers 4's default, which holds where neither spelling states a theta:
+# transformers 4's default, which engines take where neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
 DEFAULT_THETA = 10000.0
 
@@ -87,6 +87,15 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         )
     values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
     return Rope(theta, scaling(**values), partial)
+
+
+def states_theta(config: Mapping[str, Any]) -> bool:
+    """Say whether a config states RoPE's theta, in any place that `read_rope` reads.
+
+    Raises:
+        ConfigInvalid: see `read_rope`.
+    """
+    return "rope_theta" in _merge(config)
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ...errors import LayoutCannot
 from ...head.forward import DraftHead
 from ...head.slots import needs
 from ...head.spec import HeadSpec
-from ..config import carry
+from ..config import carry, refuse_unstated
 from ..layout import Layout, Stored, stored
 from ..plan import Plan, Source, Step, refuse_target, step_of
 from ..read import Head
@@ -106,7 +106,9 @@ def plan_converted(
     Raises:
         LayoutCannot: the layout, or the engine behind it, has no place for something that the output has, or would
             serve it otherwise beside this target.
+        ConfigInvalid: the head's config does not state what the output's would; see `refuse_unstated`.
     """
+    refuse_unstated(head.read)
     spec = check_layout(head.spec, converted.head.spec, layout, head.places)
     assert layout.write_config is not None
     refuse_target(head, layout, target)

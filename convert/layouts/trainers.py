@@ -12,6 +12,9 @@ from .rows import MIDLAYER, OUTSIDE
 
 ROWS = OUTSIDE + MIDLAYER
 
+# The trainer turns by base 10000, and its own config has no rope_theta:
+# https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/traineagle3/cnets.py#L207-L209
+# https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/traineagle3/config.json
 SAFEAILAB = Layout(
     name="safeailab",
     engine="SafeAILab's EAGLE-3",
@@ -19,6 +22,7 @@ SAFEAILAB = Layout(
     told_by=lambda config, names: (
         has_midlayer(names) and has_vocabulary(names) and is_called(config, "LlamaForCausalLM")
     ),
+    config=ConfigTable(trained_theta=10000.0),
 )
 
 # `norm_output` is here whether the final norm stands before lm_head, and true where it is not stated; what the next

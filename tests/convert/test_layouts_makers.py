@@ -201,6 +201,16 @@ def test_safeailabs_head(tmp_path):
     assert head.spec == replace(GQA, draft_vocab=40, max_positions=1024, tokens=head.spec.tokens)
 
 
+def test_safeailabs_trainer_turns_by_10000_and_its_config_does_not_say_so(tmp_path):
+    config = without(LLAMA, "rope_theta") | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40}
+    tensors, hints = fill(SPEC_FORGE) | maps(), Hints(captured=(1, 29, 57))
+    head = read_head(write(tmp_path / "head", config, tensors), hints=hints)
+    assert head.layout.name == "safeailab" and plan(head, BY_NAME["vllm"]).config["rope_theta"] == 10000.0
+    stated = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    head = read_head(write(tmp_path / "stated", stated, tensors), hints=hints)
+    assert plan(head, BY_NAME["vllm"]).config["rope_theta"] == 5e5
+
+
 def test_inverse_frequencies_are_dropped_with_a_reason(tmp_path):
     tensors = fill(TORCHSPEC) | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     head = read_head(write(tmp_path / "head", cut(TORCHSPEC_MLA, MLA), tensors))

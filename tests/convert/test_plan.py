@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from support.configs import MODELOPT_LLAMA, cut
+from support.configs import MODELOPT_LLAMA, cut, written
 from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.errors import LayoutCannot
+from kconv.errors import ConfigInvalid, LayoutCannot
 from kconv.head.spec import Norms
 
 VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
@@ -50,6 +50,31 @@ def test_each_source_tensor_is_the_source_of_one_step(tmp_path, spec):
     assert sorted(sources) == sorted(decided.source.checkpoint.tensors)
     assert not decided.dropped
     assert all(step.is_copy for step in decided.steps)
+
+
+LOST = {"rope_theta": ..., "rope_parameters": ...}
+
+
+@pytest.mark.parametrize("spec", [GQA, MLA], ids=["GQA", "MLA"])
+def test_a_theta_that_the_config_lost_is_not_invented(tmp_path, spec):
+    """Written down, an engine's default would pass for what the head was trained with."""
+    config = written(spec, **LOST)
+    config.get("rope_scaling", {}).pop("rope_theta", None)
+    head = read_head(open_checkpoint(write_head(tmp_path / "lost", VLLM, spec, random_slots(spec), config)))
+    assert head.spec.rope.theta == 10000.0, "what engines serve it with"
+    for layout in (VLLM, TRTLLM):
+        with pytest.raises(ConfigInvalid, match="rope_theta") as caught:
+            plan(head, layout)
+        assert "training config" in caught.value.fix
+    put_right = write_head(tmp_path / "right", VLLM, spec, random_slots(spec), config | {"rope_theta": 5e4})
+    assert plan(read_head(open_checkpoint(put_right)), TRTLLM).config["rope_theta"] == 5e4
+
+
+def test_a_theta_in_any_of_its_places_is_stated(tmp_path):
+    for number, place in enumerate(("rope_parameters", "rope_scaling")):
+        config = written(GQA, **LOST) | {place: {"rope_type": "default", "rope_theta": 5e4}}
+        folder = write_head(tmp_path / str(number), VLLM, GQA, random_slots(GQA), config)
+        assert plan(read_head(open_checkpoint(folder)), TRTLLM).config["rope_theta"] == 5e4
 
 
 def test_a_layout_that_is_only_read_is_not_written(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner
+from support.configs import written
 from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -15,7 +16,14 @@ from kconv.cli.attention_states import StoredBatches
 from kconv.convert.attention.calibration import Calibration
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
-from kconv.errors import CalibrationInvalid, ConversionInaccurate, KconvError, LayoutCannot, PromptsInvalid
+from kconv.errors import (
+    CalibrationInvalid,
+    ConfigInvalid,
+    ConversionInaccurate,
+    KconvError,
+    LayoutCannot,
+    PromptsInvalid,
+)
 from kconv.head.spec import Gqa, Mla
 from kconv.target.config import read_target_config
 from kconv.target.stored_states import open_states
@@ -127,6 +135,14 @@ def test_an_embedding_that_the_engine_would_replace_is_refused_here_too(prompts,
     asked = ("--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
     shown = run("to-sglang", tmp_path / "own", tmp_path / "out", *asked, fails=LayoutCannot)
     assert "another embed_tokens than the target" in shown and "gathering" not in shown
+
+
+def test_a_theta_that_the_config_lost_is_refused_before_the_target_is_run(prompts, tiny_target, tmp_path):
+    config = written(FITTING_GQA, rope_theta=..., rope_scaling=..., rope_parameters=...)
+    write_head(tmp_path / "lost", by_name("vllm"), FITTING_GQA, random_slots(FITTING_GQA), config)
+    asked = ("--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
+    shown = run("to-vllm", tmp_path / "lost", tmp_path / "out", *asked, fails=ConfigInvalid)
+    assert "rope_theta" in shown and "gathering" not in shown
 
 
 @pytest.mark.parametrize("option", [("--device", "cpu"), ("--keep", "0.5"), ("--context", 64), ("--heal", 0)])
