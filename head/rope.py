@@ -43,6 +43,16 @@ def rotary_dims(attention: Gqa | Mla, rope: Rope) -> int:
     return dims
 
 
+def partial_factor(rotary: int, head_dim: int) -> float:
+    """Return the `partial_rotary_factor` under which `rotary_dims` of a GQA head of `head_dim` are `rotary`.
+
+    It is the quotient, or the float above it where the product with `head_dim` falls short of a whole number by
+    rounding, as 64 / 392 * 392 does: truncated, that is 63.
+    """
+    quotient = rotary / head_dim
+    return quotient if int(head_dim * quotient) == rotary else math.nextafter(quotient, 1.0)
+
+
 def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
     """Return the angle that each pair turns by per position, fp32 radians, shape `[dims / 2]`."""
     plain = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...head.rope import partial_factor
 from ...head.spec import Gqa, Mla, Rope
 from ...head.yarn import cos_sin_factor, softmax_scale
 from .ladder import Ladder, lengthen
@@ -97,7 +98,7 @@ def as_gqa(split: Split, value: Tensor, output: Tensor, ladder: Ladder) -> Atten
     rotary, nope = len(split.key_rope), split.key_nope.shape[1]
     head_dim = max(rotary + nope, value.shape[1])
     dims = Gqa(heads, kv_heads, head_dim)
-    rope: Rope = replace(ladder.rope, partial_rotary_factor=rotary / head_dim)
+    rope: Rope = replace(ladder.rope, partial_rotary_factor=partial_factor(rotary, head_dim))
     halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
     query = torch.cat([split.query_rope[:, halves] / cos_sin_factor(rope, dims) ** 2, split.query_nope], dim=1)
     key = torch.cat([split.key_rope[halves].expand(kv_heads, -1, -1), split.key_nope], dim=1)

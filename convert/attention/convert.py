@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...errors import LayoutCannot, TensorValue
 from ...head.forward import DraftHead
-from ...head.rope import rotary_dims
+from ...head.rope import partial_factor, rotary_dims
 from ...head.spec import Gqa, HeadSpec, Mla
 from .assemble_mla import Shape, pad_mla
 from .calibration import Calibration, check_calibration
@@ -104,7 +104,7 @@ def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shap
     dims, shape = spec.attention, shape or Shape()
     if isinstance(dims, Mla):
         head_dim = fit_head_dim(dims, head_dim)
-        rope = replace(spec.rope, partial_rotary_factor=dims.qk_rope_head_dim / head_dim)
+        rope = replace(spec.rope, partial_rotary_factor=partial_factor(dims.qk_rope_head_dim, head_dim))
         return replace(spec, attention=Gqa(dims.heads, dims.heads, head_dim), rope=rope)
     ladder = find_ladders(spec.rope, rotary_dims(dims, spec.rope) // 2, shape.rotary // 2)[0]
     mla = Mla(dims.heads, shape.q_lora_rank, shape.kv_lora_rank, dims.head_dim, shape.qk_rope_head_dim, dims.head_dim)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import LayoutCannot
+from ...head.rope import partial_factor
 from ...head.spec import Gqa, Mla
 from ...head.yarn import cos_sin_factor, softmax_scale
 from .swap import Attention
@@ -43,7 +44,7 @@ def assemble_mha(mla: Attention, query_map: Tensor, kv_map: Tensor, head_dim: in
     nope, rotary, heads, v_dim = dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.heads, dims.v_head_dim
     head_dim = fit_head_dim(dims, head_dim)
     target = Gqa(heads, heads, head_dim)
-    rope = replace(mla.rope, partial_rotary_factor=rotary / head_dim)
+    rope = replace(mla.rope, partial_rotary_factor=partial_factor(rotary, head_dim))
     factor = cos_sin_factor(mla.rope, dims) / cos_sin_factor(rope, target)
     scale = softmax_scale(mla.rope, dims) / softmax_scale(rope, target)
 

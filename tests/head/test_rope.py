@@ -18,6 +18,7 @@ from kconv.errors import ConfigUnsupported
 from kconv.head.rope import (
     cos_sin,
     inverse_frequencies,
+    partial_factor,
     rotary_dims,
     rotate_halves,
     rotate_pairs,
@@ -155,6 +156,24 @@ def test_partial_rotation_leaves_the_rest_alone():
     torch.testing.assert_close(
         turned[..., :4], rotate_halves(x[..., :4], *cos_sin(Rope(100.0), Gqa(1, 1, 4), torch.arange(6)))
     )
+
+
+@pytest.mark.parametrize("rotary", [2, 30, 64, 128])
+def test_the_factor_turns_as_many_dims_as_were_meant(rotary):
+    for head_dim in range(rotary, 1025):
+        factor = partial_factor(rotary, head_dim)
+        # vLLM's own line: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/__init__.py#L72
+        assert int(head_dim * factor) == rotary, head_dim
+        assert 0.0 < factor <= 1.0 and factor == pytest.approx(rotary / head_dim, rel=1e-15)
+
+
+def test_the_quotient_itself_would_turn_a_dim_less():
+    assert int(392 * (64 / 392)) == 63
+    assert rotary_dims(Gqa(2, 2, 392), Rope(1e4, partial_rotary_factor=partial_factor(64, 392))) == 64
+
+
+def test_a_factor_that_needs_no_rounding_is_the_quotient():
+    assert [partial_factor(64, head_dim) for head_dim in (64, 128, 192, 256)] == [1.0, 0.5, 64 / 192, 0.25]
 
 
 @given(shift=st.integers(0, 500), distance=st.integers(0, 50), scaling=st.one_of(st.none(), yarns, llama3s))

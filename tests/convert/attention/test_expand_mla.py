@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kconv.convert.attention.convert import outline
 from kconv.convert.attention.expand_mla import assemble_mha
 from kconv.convert.attention.swap import attention_of, with_attention
 from kconv.errors import LayoutCannot
@@ -61,7 +62,7 @@ def test_any_dims_and_scaling(make_head, mla_spec, heads, ranks, nope, rope, v, 
     check_same(head, least + more, torch.tensor([0, 1, 2, 70, 71, 4000, 19999]))
 
 
-@pytest.mark.parametrize("head_dim", [None, 192, 256])
+@pytest.mark.parametrize("head_dim", [None, 192, 256, 392])  # 64 / 392 * 392 is less than 64 in floating point
 def test_kimis_head_dims(make_head, mla_spec, head_dim):
     dims = Mla(2, 12, 16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     head = make_head(replace(mla_spec, attention=dims, rope=Rope(50000.0, KIMI)))
@@ -70,6 +71,8 @@ def test_kimis_head_dims(make_head, mla_spec, head_dim):
     mha = assemble_mha(attention_of(head), query_map, kv_map, head_dim)
     assert mha.dims.head_dim == (head_dim or 192)
     assert rotary_dims(mha.dims, mha.rope) == 64
+    outlined = outline(head.spec, "mha", head_dim)
+    assert (outlined.attention, outlined.rope) == (mha.dims, mha.rope)
 
 
 def test_kimis_softmax_scale_goes_into_the_queries(make_head, mla_spec):
