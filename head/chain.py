@@ -210,15 +210,6 @@ def overlap_acceptance(overlaps: Tensor) -> Acceptance:
     return Acceptance(steps, overlaps[0].numel(), tuple(accepted.tolist()), SAMPLED)
 
 
-def sampled_acceptance(draft_logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> tuple[Acceptance, Tensor]:
-    """Return the acceptance of a head under rejection sampling, and `lengths` at each position `[B, T']`.
-
-    Arguments as in `overlap`; what the figure is, in `overlap_acceptance`.
-    """
-    overlaps = overlap(draft_logits, target_logits, target_ids)
-    return overlap_acceptance(overlaps), lengths(overlaps)
-
-
 def pool(acceptances: Iterable[Acceptance]) -> Acceptance:
     """Add up acceptances of the same K and kind: a mean over drafts, so long texts weigh more.
 

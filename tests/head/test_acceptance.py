@@ -18,7 +18,6 @@ from kconv.head.chain import (
     overlap,
     overlap_acceptance,
     pool,
-    sampled_acceptance,
 )
 from kconv.head.spec import Gqa, Mla
 
@@ -140,10 +139,11 @@ def random_logits(steps, chains, vocab, seed, batch=1):
 @settings(deadline=None)
 def test_identical_p_and_q_accept_everything(steps, chains, vocab, seed):
     _, target = random_logits(steps, chains, vocab, seed, batch=2)
-    got, by_position = sampled_acceptance(along_chains(target, steps), target, torch.arange(vocab))
+    overlaps = overlap(along_chains(target, steps), target, torch.arange(vocab))
+    got = overlap_acceptance(overlaps)
     assert got.length == pytest.approx(steps + 1, abs=1e-5)
     assert got.drafts == 2 * chains
-    assert torch.allclose(by_position, torch.tensor(steps + 1.0))
+    assert torch.allclose(lengths(overlaps), torch.tensor(steps + 1.0))
 
 
 @given(
@@ -168,12 +168,12 @@ def test_overlap_is_the_sum_of_minima_over_the_targets_vocabulary(steps, chains,
 
 
 @pytest.mark.parametrize("draft_vocab", [5, 3])
-def test_sampled_acceptance_is_what_the_rejection_rule_gives(draft_vocab):
+def test_acceptance_of_sampled_drafts_is_what_the_rejection_rule_gives(draft_vocab):
     """Draw drafts and coins; p and q differ by place but not by what was drawn, where the figure is exact."""
     steps, vocab, trials = 3, 5, 200_000
     draft, target = random_logits(steps, 1, vocab, seed=draft_vocab)
     target_ids = torch.tensor([3, 0, 4, 2, 1])[:draft_vocab]
-    got, _ = sampled_acceptance(draft[..., :draft_vocab], target, target_ids)
+    got = overlap_acceptance(overlap(draft[..., :draft_vocab], target, target_ids))
 
     generator = torch.Generator().manual_seed(0)
     alive, accepted = torch.ones(trials, dtype=torch.bool), []

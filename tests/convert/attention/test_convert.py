@@ -15,7 +15,7 @@ from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
 from kconv.convert.attention.trace import run_both
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot, TensorValue
-from kconv.head.chain import draft_logits, sampled_acceptance
+from kconv.head.chain import draft_logits, lengths, overlap
 from kconv.head.forward import DraftHead
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
 
@@ -94,17 +94,15 @@ def test_the_figures_are_those_of_the_chain(gqa, states):
     attention, _ = convert_to_mla(gqa, states, replace(WIDE, latent=4))
     other = with_attention(gqa, attention)
     figures = compare(gqa, other, states)
-    lengths = []
+    means = []
     for head in (gqa, other):
         found = [
-            sampled_acceptance(
-                draft_logits(head, batch.tokens, batch.captured, 3), states.logits(batch), head.target_ids
-            )[1]
+            lengths(overlap(draft_logits(head, batch.tokens, batch.captured, 3), states.logits(batch), head.target_ids))
             for batch in states.part("held-out")
         ]
-        lengths.append(float(torch.cat(found).mean()))
-    assert (figures.before, figures.after) == (pytest.approx(lengths[0]), pytest.approx(lengths[1]))
-    assert figures.kept == pytest.approx(lengths[1] / lengths[0])
+        means.append(float(torch.cat(found).mean()))
+    assert (figures.before, figures.after) == (pytest.approx(means[0]), pytest.approx(means[1]))
+    assert figures.kept == pytest.approx(means[1] / means[0])
     assert figures.sequences == 8 and figures.positions == 8 * 20 and figures.context == 24
     assert 0 < figures.kept_error < 0.1
     drafts = [
