@@ -60,7 +60,7 @@ NULLS = (
     Null("tie_word_embeddings", TYPED, REFUSED),
     Null("use_cache", TYPED, REFUSED),
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L218-L221
-    # and TensorRT-LLM's Eagle3DraftModel.__init__, in the file that convert.layouts.limits.TRTLLM_MODEL links to.
+    # and lines 707 to 710 of the file of TensorRT-LLM's that `convert.layouts.limits.TRTLLM_MODEL` links to.
     Null("target_hidden_size", (*VLLM, TRTLLM), "fc's width is a multiple of it"),
     # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L151
     Null("target_hidden_size", (SGLANG,), "fc's width is a multiple of it", _is_gqa),
@@ -72,7 +72,7 @@ NULLS = (
     Null("rope_interleave", (SGLANG,), "the rotary dims are taken for half-split", _is_mla),
     # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L199-L200
     Null("partial_rotary_factor", (SGLANG,), "the dims that RoPE turns are a multiple of it", _is_gqa),
-    # TensorRT-LLM's Eagle3DraftModel.__init__ and Eagle3DecoderLayer.__init__, as above.
+    # Lines 695 to 704, and 596 to 598, of the same file.
     Null("eagle_config", (TRTLLM,), "keys are looked for in it"),
     Null("eagle_config.next_layer_regular", (TRTLLM,), "later layers are built as wide as layer 0", _is_deep),
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L180-L181
