@@ -171,7 +171,7 @@ CHECKS = (
     ),
     Check("P107", "The weights are the source's, or how far they are from it was measured.", VALIDATE, _nothing_lost),
     Check(
-        "P108", "A floor is named, with its metric, suite, K and number of prompts.",
+        "P108", "A floor is named, with its metric, suite, target, temperature, K and prompts.",
         "Put min_acceptance into the recipe, or give --min-acceptance and what goes with it.", _floor_named,
     ),
     Check("P109", "The acceptance reaches the floor.", "Train on, or measure with kconv bench.", _floor_reached),
