@@ -10,7 +10,8 @@ and, with enable_iter_perf_stats, the totals of each iteration (log_iteration_st
 https://github.com/NVIDIA/TensorRT-LLM/blob/050f80def8df236e326949c8bd9dee10fd896a83/tensorrt_llm/metrics/collector.py
 Places came with https://github.com/NVIDIA/TensorRT-LLM/pull/12636, and until
 https://github.com/NVIDIA/TensorRT-LLM/pull/17082 each prefill counted as a draft that is rejected: the totals are read
-of a server that has no places or counts so.
+of a server that has no places or counts so. They may miss drafted tokens of id 0 (_update_iter_stats), places do not:
+https://github.com/NVIDIA/TensorRT-LLM/blob/0004396720054fd8e205cbf616f21f0b57c6b412/tensorrt_llm/_torch/pyexecutor/py_executor.py
 """
 
 from __future__ import annotations
