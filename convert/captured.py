@@ -144,7 +144,7 @@ def _told(ids: tuple[int, ...], convention: str) -> Captured:
 
 
 def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[str, Any]) -> Captured:
-    """Return what the user says, unless the config states otherwise in words that only kconv writes."""
+    """Return what the user says, unless the config states otherwise, or lists what cannot be read so."""
     for stated in (_stated(nested_config, "eagle_config"), _stated(config, "the config")):
         if stated is not None and stated.ids != told.ids:
             raise ConfigInvalid(
@@ -152,6 +152,14 @@ def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[
                 where="config.json",
                 fix="Leave --captured and --captured-are out, or correct the config if it is wrong.",
             )
+    places = {TOP: config, NESTED: nested_config}
+    found = [list(ids) for name, place in places.items() if (ids := _ids(place.get(IDS), f"config.json: {name}"))]
+    if found and not any(list(told.ids) in (ids, [i - 1 for i in ids]) for ids in found):
+        raise ConfigInvalid(
+            f"the outputs of {list(told.ids)} were told; {' and '.join(map(str, found))} in the config cannot be those",
+            where="config.json",
+            fix="Say --captured-are outputs or inputs of what is listed, or correct the config if it is wrong.",
+        )
     return told
 
 

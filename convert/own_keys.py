@@ -64,9 +64,17 @@ def _flatten(config: Mapping[str, Any], nested: str) -> dict[str, Any]:
 def _tell(config: dict[str, Any], table: ConfigTable, hints: Hints) -> dict[str, Any]:
     key, told = "norm_before_residual", hints.norm_before_residual
     if told is not None:
-        if config.get(key, told) != told:
+        stated = config.get(key)
+        if stated is None and key not in table.must_state and told:
             raise ConfigInvalid(
-                f"{key} is {config[key]!r} in the config, and was told to be {told!r}",
+                f"{key} is not stated in the config, which all readers of this layout take for false, and was told to be"
+                " true",
+                where=f"config.json: {key}",
+                fix="Leave the option out; if the config lost the key, state it there, as the head was trained.",
+            )
+        if stated not in (None, told):
+            raise ConfigInvalid(
+                f"{key} is {stated!r} in the config, and was told to be {told!r}",
                 where=f"config.json: {key}",
                 fix="Leave the option out, or correct the config.",
             )

@@ -66,7 +66,9 @@ DECIDED = {
     "an empty list is absent": (config(nested=[]), Hints(target_layers=61), (1, 29, 57)),
     "named by the user": (config(), Hints(captured=(3, 9)), (3, 9)),
     "named by the user, as inputs": (config(), Hints(captured=(3, 9), captured_are="inputs"), (2, 8)),
-    "the user's list goes before the config's": (config([2, 30, 58]), Hints(captured=(3, 9)), (3, 9)),
+    "the user's reading of the config's list": (config([2, 30, 58]), Hints(captured=(1, 29, 57)), (1, 29, 57)),
+    "the other one": (config(nested=[2, 30, 58]), Hints(captured=(2, 30, 58)), (2, 30, 58)),
+    "which of two lists": (config([2, 30, 58], [7, 23, 51]), Hints(captured=(7, 23, 51)), (7, 23, 51)),
     "the last layer's output": (config([2, 30, 61]), Hints(target_layers=61), (1, 29, 60)),
 }
 
@@ -102,7 +104,9 @@ def test_refused_until_told(found, hints):
     with pytest.raises(CapturedUndecided) as caught:
         decide(found, hints)
     assert "--captured" in caught.value.fix
-    assert decide(found, Hints(captured=(3, 9))).ids == (3, 9)
+    lists = (found.get(TOP), found.get("eagle_config", {}).get(TOP))
+    told = tuple(next((ids for ids in lists if ids), (3, 9)))
+    assert decide(found, Hints(captured=told)).ids == told
 
 
 INVALID = {
@@ -125,6 +129,11 @@ INVALID = {
         config([2, 30, 58], [7, 23, 51]) | {STATED: "layer_inputs"},
         Hints(),
     ),
+    "vLLM's numbers of outputs that are listed": (config(nested=[1, 3, 5], **MARKS), Hints(captured=(2, 4, 6))),
+    "the same, of a list at the top": (config([1, 3, 5]), Hints(captured=(2, 4, 6))),
+    "told others than either list": (config([2, 30, 58], [1, 29, 57]), Hints(captured=(3, 31, 59))),
+    "told fewer": (config(nested=[1, 29, 57]), Hints(captured=(1, 57))),
+    "told in place of a list that is none": (config(nested=[57, 29, 1]), Hints(captured=(1, 29, 57))),
     "a convention that does not exist": (config(nested=[1, 29, 57], **{STATED: "outputs"}), Hints()),
     "a convention that is a list": (config(nested=[1, 29, 57], **{STATED: ["layer_outputs"]}), Hints()),
     "beyond the target": (config([2, 30, 58]), Hints(target_layers=30)),

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.named import EMBED, GQA, GQA_PARTS, LLAMA, OUTSIDE, fill, layer, maps, without, write
+from support.configs import MODELOPT_LLAMA, cut
+from support.named import EMBED, GQA, GQA_PARTS, LLAMA, LM_HEAD, OUTSIDE, fill, layer, maps, without, write
 
 from kconv.convert.captured import Hints
 from kconv.convert.layouts import BY_NAME
@@ -58,6 +59,16 @@ def test_speculators_silence_about_the_residual_is_refused_until_told(tmp_path):
     assert "--norm-before-residual" in caught.value.fix
     for told in (True, False):
         assert read_head(checkpoint, hints=Hints(norm_before_residual=told)).spec.norms.before_residual is told
+
+
+@pytest.mark.parametrize("silence", [{}, {"norm_before_residual": None}], ids=["absent", "null"])
+def test_where_readers_agree_on_silence_the_residual_is_not_told_otherwise(tmp_path, silence):
+    shapes = layer("layers.0", GQA_PARTS) | OUTSIDE | LM_HEAD
+    checkpoint = write(tmp_path / "head", cut(MODELOPT_LLAMA, GQA) | silence, fill(shapes))
+    with pytest.raises(ConfigInvalid, match="norm_before_residual is not stated") as caught:
+        read_head(checkpoint, hints=Hints(norm_before_residual=True))
+    assert "state it there" in caught.value.fix
+    assert not read_head(checkpoint, hints=Hints(norm_before_residual=False)).spec.norms.before_residual
 
 
 FAULTS = {
