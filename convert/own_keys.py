@@ -67,7 +67,7 @@ def _tell(config: dict[str, Any], table: ConfigTable, hints: Hints) -> dict[str,
         stated = config.get(key)
         if stated is None and key not in table.must_state and told:
             raise ConfigInvalid(
-                f"{key} is not stated in the config, which all readers of this layout take for false, and was told to be"
+                f"{key} is not stated in the config, which readers of this layout take for false, and was told to be"
                 " true",
                 where=f"config.json: {key}",
                 fix="Leave the option out; if the config lost the key, state it there, as the head was trained.",
