@@ -128,7 +128,7 @@ class EngineFailed(KconvError):
 
 
 class CountersMissing(KconvError):
-    """A server that does not count drafts: it serves without speculation, has drafted nothing, or is no vLLM."""
+    """A server that does not count drafts: it serves without speculation or its counters, or is none that is known."""
 
 
 class CountersReset(KconvError):

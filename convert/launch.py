@@ -24,6 +24,12 @@ OWN_BACKEND = (
     "# add --speculative-draft-attention-backend, e.g. trtllm_mha or fa3"
 )
 
+# Without these a server shows no counters of drafts (validate/bench_counters.py has the lines that decide it).
+TRTLLM_COUNTERS = (
+    "# counters for kconv bench and kconv validate --url:\n# return_perf_metrics: true\n# enable_iter_perf_stats: true"
+)
+SGLANG_COUNTERS = "# counters for kconv bench and kconv validate --url: add --enable-metrics"
+
 
 def launch_files(spec: HeadSpec, layout: str) -> dict[str, str]:
     """Return the files, by name, that show how to serve a head from the layout's engines."""
@@ -58,7 +64,7 @@ def _trtllm(spec: HeadSpec) -> tuple[str, str]:
         }
     }
     notes = [f"# {_command('trtllm')}", *([ONE_MODEL] if isinstance(spec.attention, Mla) else [])]
-    return TRTLLM_YAML, "\n".join([*notes, yaml.safe_dump(options, sort_keys=False)])
+    return TRTLLM_YAML, "\n".join([*notes, yaml.safe_dump(options, sort_keys=False) + TRTLLM_COUNTERS, ""])
 
 
 def _vllm(spec: HeadSpec) -> tuple[str, str]:
@@ -66,7 +72,7 @@ def _vllm(spec: HeadSpec) -> tuple[str, str]:
 
 
 def _sglang(spec: HeadSpec) -> tuple[str, str]:
-    notes = [] if isinstance(spec.attention, Mla) else [OWN_BACKEND]
+    notes = [SGLANG_COUNTERS] if isinstance(spec.attention, Mla) else [SGLANG_COUNTERS, OWN_BACKEND]
     return "serve-sglang.sh", "\n".join([*notes, _command("sglang")]) + "\n"
 
 

@@ -26,3 +26,12 @@ def test_vllm_is_told_the_method_as_it_guesses_otherwise():
     assert words[:2] == ["vllm", "serve"]
     options = json.loads(words[words.index("--speculative-config") + 1])
     assert options["method"] == "eagle3" and options["num_speculative_tokens"] >= 1
+
+
+def test_tensorrt_llm_counts_drafts_once_the_two_lines_are_uncommented():
+    ((_, text),) = launch_files(MLA, "trtllm").items()
+    last = text.splitlines()[-2:]
+    assert "return_perf_metrics" not in yaml.safe_load(text)
+    on = yaml.safe_load("\n".join([*text.splitlines()[:-2], *(line.removeprefix("# ") for line in last)]))
+    assert on["return_perf_metrics"] is on["enable_iter_perf_stats"] is True
+    assert on["speculative_config"] == yaml.safe_load(text)["speculative_config"]
