@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from kconv.convert.attention.assemble_mla import Shape
 from kconv.convert.attention.calibration import Batch, Calibration
 from kconv.convert.read import read_head
 from kconv.head.forward import DraftHead
+from kconv.head.slots import needs
 from kconv.head.spec import Gqa, Mla
 from kconv.target.config import read_target_config
 from kconv.target.model import load_target
@@ -28,6 +30,7 @@ from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
 from kconv.train.trainer import head_key, train_head
+from kconv.train.watch import spec_of
 from kconv.train.windows import cut_windows
 from kconv.validate.weights import load_head
 
@@ -58,6 +61,21 @@ class Bed:
     says: str
     heads: dict[str, Gqa | Mla] = field(default_factory=lambda: HEADS)
 
+    @property
+    def folder(self) -> Path:
+        """The target's checkpoint, made where the cache has it not."""
+        return make_target(self.target, cache_root())
+
+    def recipe(self, kind: str) -> EagleRecipe:
+        """Return how a head of `heads` is trained."""
+        base = TINY_MLA if kind == "mla" else TINY_GQA
+        return replace(base, attention=self.heads[kind], **self.training)
+
+    def parameters(self, kind: str) -> int:
+        """Return how many parameters a head of `heads` has beside the embedding and lm_head."""
+        spec = spec_of(self.recipe(kind), read_target_config(self.folder))
+        return sum(prod(need.shape) for name, need in needs(spec).items() if name not in ("embed_tokens", "lm_head"))
+
     def shape(self, ratio: int, kind: str) -> Shape:
         """Return MLA's dims for a latent of 1 : ratio, and half of the rotary dims, as at Kimi-K2's size: 64 of 128."""
         gqa = self.heads[kind]
@@ -70,12 +88,12 @@ BEDS = {
     "bytes": Bed(
         replace(DEMO, vocab_size=259, steps=250),
         ADAMW,
-        "a target of the demo's dims that reads bytes, heads of 0.3 to 0.5 million parameters, trained with AdamW",
+        "a target of the demo's dims that reads bytes, heads trained with AdamW",
     ),
     "large": Bed(
         replace(DEMO, vocab_size=259, hidden_size=320, steps=250),
         ADAMW | {"intermediate": 1280},
-        "a wider target that reads bytes, heads of two to three million parameters",
+        "a wider target that reads bytes, wider heads trained with AdamW",
         LARGE,
     ),
 }
@@ -86,20 +104,15 @@ class Bench:
 
     def __init__(self, bed: Bed) -> None:
         self.bed = bed
-        self.folder = make_target(bed.target, cache_root())
+        self.folder = bed.folder
         self.model = load_target(self.folder, torch.float32)
         self.tokenizer = load_tokenizer(self.folder).inner
         corpus = read_corpus()
         self.text, self.held = pack(self.tokenizer, corpus.train), pack(self.tokenizer, corpus.held_out)
 
-    def recipe(self, kind: str) -> EagleRecipe:
-        """Return how a head of `bed.heads` is trained."""
-        base = TINY_MLA if kind == "mla" else TINY_GQA
-        return dataclasses.replace(base, attention=self.bed.heads[kind], **self.bed.training)
-
     def head(self, kind: str) -> DraftHead:
         """Return a head of `bed.heads`; it is trained where the cache has it not."""
-        recipe = self.recipe(kind)
+        recipe = self.bed.recipe(kind)
         key = head_key(self.folder, recipe, self.text, self.held)
         out = train_head(self.folder, cache_root() / f"head-{key}", recipe, self.text, self.held)
         return load_head(read_head(open_checkpoint(out)), open_checkpoint(self.folder), read_target_config(self.folder))
@@ -116,6 +129,12 @@ class Bench:
     def fitted(self) -> Calibration:
         """What conversions are fitted to, and healed on."""
         return self.states(self.text, SEQ, FITTED, ROWS, "docstrings")
+
+    def of_fewer(self, batches: int) -> Bench:
+        """Return the same bench with so many of the batches that conversions are fitted to."""
+        fewer = copy(self)
+        fewer.fitted = replace(self.fitted, batches=self.fitted.batches[:batches])
+        return fewer
 
     @cached_property
     def held_out(self) -> list[Batch]:

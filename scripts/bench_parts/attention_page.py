@@ -54,13 +54,15 @@ def describe_beds() -> list[str]:
 def _describe_bed(bed: str) -> list[str]:
     found = load(bed)
     steps = sorted({int(s) for row in found.values() for s in row})
+    sizes = [BEDS[bed].parameters(row.head) / 1e6 for name, row in ROWS_OF_TABLE.items() if name in found]
     first = next(iter(next(iter(found.values())).values()))["figures"]["held-out"]
     lines = [
         f"### On {BEDS[bed].says}",
         "",
         f"Share of the original's acceptance length that is kept, in %, after healing steps. K={first['steps']}, "
         f"sampled, bonus included; {first['positions']:,} positions of {first['sequences']} held-out texts of "
-        f"{first['context']} tokens, paired standard error over texts.",
+        f"{first['context']} tokens, paired standard error over texts. Heads of {min(sizes):.1f} to "
+        f"{max(sizes):.1f} million parameters, beside the embedding and lm_head.",
         "",
         "| conversion | original | " + " | ".join(f"{s:,} steps" for s in steps) + " | longer | code |",
         "| --- | --- | " + " | ".join("---" for _ in steps) + " | --- | --- |",

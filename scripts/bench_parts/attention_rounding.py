@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kconv.convert.attention import latent as gauges
@@ -17,11 +16,12 @@ from kconv.convert.attention.held_out import compare
 from kconv.convert.attention.plan import as_stored
 from kconv.head.forward import DraftHead
 
-from .attention_beds import open_bed
+from .attention_beds import FITTED, open_bed
 from .attention_rows import ROWS_OF_TABLE, cell, convert, percent, start_of
 from .attention_store import load, measured_on, save
 
 BED, NAME = "bytes", "bf16"
+FEW = 40
 LATENTS = (("q_a_proj", "q_a_layernorm", "q_b_proj"), ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"))
 
 
@@ -56,22 +56,25 @@ ROUNDED: dict[str, Callable[[DraftHead, DraftHead], tuple[DraftHead, DraftHead]]
 }
 
 
-def convert_in_white(row: str) -> DraftHead:
-    """Return a row's head with each gauge T as it is found: symmetric, in the coordinates where the latent is white."""
+def convert_unturned(row: str, batches: int = FITTED) -> DraftHead:
+    """Return a row's head with each gauge in the rotation that its minimum is found in."""
+    to_sphere = gauges._to_sphere
 
     def find(white: Tensor) -> Tensor:
-        turned = to_sphere(white)
-        return F.normalize(turned).T @ turned
+        # Of the gauge's singular values it keeps the values times the directions: here, the gauge itself.
+        with patch.object(torch.linalg, "svd", lambda gauge: (None, gauge.new_ones(len(gauge)), gauge)):
+            return to_sphere(white)
 
-    to_sphere = gauges._to_sphere
     with patch.object(gauges, "_to_sphere", find):
-        return convert(open_bed(BED), ROWS_OF_TABLE[row])
+        return convert(open_bed(BED).of_fewer(batches), ROWS_OF_TABLE[row])
 
 
 BASES: dict[str, Callable[[str], DraftHead]] = {
     "as converted": lambda row: start_of(BED, row)[1],
     "latents turned at random": lambda row: turn_latents(start_of(BED, row)[1]),
-    "gauges as they are found": convert_in_white,
+    "gauges not turned": convert_unturned,
+    f"as converted, fitted to {FEW} batches": lambda row: convert(open_bed(BED).of_fewer(FEW), ROWS_OF_TABLE[row]),
+    f"gauges not turned, fitted to {FEW} batches": lambda row: convert_unturned(row, FEW),
 }
 CASES = (
     *(("gqa-mla", basis) for basis in BASES),
