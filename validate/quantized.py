@@ -18,6 +18,7 @@ from ..target.config import parse_target_config
 from ..target.source_formats import stored_weights
 from ..target.stored import Plain, Stored
 from .figures import NoiseFigures
+from .quantized_config import check_config
 from .report import Finding
 
 # Signal over noise, dB. The worst that sixteen values and their scale can do: all but the largest at 5/6 of it, the
@@ -28,7 +29,7 @@ FLOOR = 13.5
 def check_quantized(
     output: Checkpoint, source: Checkpoint, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Finding], NoiseFigures]:
-    """Hold every tensor of a quantized target against its source's.
+    """Hold every tensor of a quantized target, and what its config decides, against its source's.
 
     Args:
         output: the quantized target.
@@ -41,8 +42,10 @@ def check_quantized(
     Raises:
         SourceFormatUnknown, TensorShape: one of the two cannot be read.
     """
-    ours, theirs = (stored_weights(one, parse_target_config(one.config)) for one in (output, source))
-    findings = [_absent(name, "is missing") for name in sorted(theirs.keys() - ours.keys())]
+    configs = [parse_target_config(one.config) for one in (output, source)]
+    ours, theirs = map(stored_weights, (output, source), configs)
+    findings = check_config(*configs)
+    findings += [_absent(name, "is missing") for name in sorted(theirs.keys() - ours.keys())]
     findings += [_absent(name, "is not the source's") for name in sorted(ours.keys() - theirs.keys())]
     noise: dict[str, float] = {}
     for i, name in enumerate(sorted(ours.keys() & theirs.keys())):

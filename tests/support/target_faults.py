@@ -145,6 +145,10 @@ def layer_ten(config: Json, tensors: Tensors, side: Json) -> None:
     excludes(lambda _: [e for e in renamed if "layers.1." not in e] + ["model.layers.1*"])(config, tensors, side)
 
 
+def layers(count: int | None) -> Change:
+    return lambda config, tensors, side: (config.get("text_config") or config).update(num_hidden_layers=count)
+
+
 def no_input_scales(config: Json, tensors: Tensors, side: Json) -> None:
     for name in [name for name in tensors if name.endswith(".input_scale")]:
         del tensors[name]
@@ -216,6 +220,9 @@ FAULTS = (
     TargetFault("hf_quant_config.json deleted", "K425", lambda config, tensors, side: side.clear()),
     TargetFault("a KV cache in four bits", "K426", block(kv_cache_scheme={"num_bits": 4, "type": "float"})),
     TargetFault("scales of a KV cache that nothing speaks of", "K427", both(kv_scale(K_SCALE, V_SCALE), NO_KV)),
+    TargetFault("six layers counted, and seven there", "K428", layers(6)),
+    TargetFault("eight layers counted, and seven there", "K428", layers(8), wrapped=True),
+    TargetFault("layers not counted", "K428", layers(None)),
     TargetFault("attention not excluded", "K430", without("self_attn")),
     TargetFault("lm_head not excluded", "K430", without("lm_head")),
     TargetFault("experts excluded", "K431", excludes(lambda e: [*e, f"{LAYER}.mlp.experts*"])),

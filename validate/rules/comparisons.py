@@ -15,6 +15,7 @@ AGAIN = "Convert the source again; do not serve this output."
 MAKE_AGAIN = "Fetch the folder again, or make it again with kconv; do not serve it as it is."
 QUANTIZE_HEAD_AGAIN = "Quantize the head again, and give the very head that it is made from."
 QUANTIZE_AGAIN = "Quantize the target again, and give the very target that it is made from."
+AS_THE_SOURCE = "State what the source's config.json does; the weights are of that model."
 
 
 class Compared(NamedTuple):
@@ -45,6 +46,8 @@ COMPARED = (
              QUANTIZE_AGAIN),
     Compared("K392", "tensor-not-the-sources", "error", "A tensor of the source is missing, or one is there that the"
              " source has not, or the two cannot be compared.", QUANTIZE_AGAIN),
+    Compared("K393", "another-target", "error", "A quantized target's config describes another model than its source's:"
+             " no tensor tells, and every answer is another's.", AS_THE_SOURCE),
     Compared("K701", "output-changed", "error", "An engine's greedy output with speculation is not its output without:"
              " speculation may not change a token.", "Do not serve this; look for the engine's own fault first."),
     Compared("K702", "counts-differ", "error", "An engine accepted other numbers of drafts than kconv's own chain of"

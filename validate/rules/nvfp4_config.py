@@ -1,4 +1,4 @@
-"""What a target's config says of NVFP4. What belongs here: its blocks against each other and against the tensors."""
+"""What a target's config says of its tensors. What belongs here: NVFP4's blocks, and the layers that it counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...quantize.formats import GROUP_SIZE
 from .rule import TRTLLM, Found, rule
-from .target import BLOCK, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
+from .target import BLOCK, LAYER, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
 
 ALGORITHMS = ("NVFP4", WEIGHT_ONLY)
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
@@ -141,6 +141,31 @@ def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
             yield Found(names[0], f"one of {len(names)} scales of the KV cache")
 
 
+@rule(
+    "K428",
+    "layers-miscounted",
+    "error",
+    "The config counts other decoder layers than are stored. One that is counted and absent is served as memory was"
+    " when it was allocated: of a quantized model vLLM does not look which weights came.",
+    fix="State as many as the weights have (num_hidden_layers), or fetch the missing ones.",
+    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L505-L509",
+)
+def layers_miscounted(subject: TargetSubject) -> Iterator[Found]:
+    counted, extra = (subject.text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    layers = (LAYER.match(bare(name)) for name in subject.tensors)
+    stored = {int(layer[1]) for layer in layers if layer}
+    if not isinstance(counted, int):
+        yield Found("config.json: num_hidden_layers", f"is {counted!r}, and {len(stored)} layers are stored")
+        return
+    absent = next((layer for layer in range(counted) if layer not in stored), None)
+    if absent is not None:
+        yield Found("config.json: num_hidden_layers", f"is {counted}, and layer {absent} is not stored")
+    # Layers that draft the next tokens stand behind the last one, or are left out.
+    uncounted = [layer for layer in stored if layer >= counted + (extra if isinstance(extra, int) else 0)]
+    if uncounted:
+        yield Found("config.json: num_hidden_layers", f"is {counted}, and layer {min(uncounted)} is stored")
+
+
 def _kv(block: Mapping[str, Any]) -> str:
     """Return what a block says of the KV cache in one word, whichever of its two shapes it has."""
     scheme, algorithm = block.get("kv_cache_scheme"), block.get("kv_cache_quant_algo")
@@ -170,4 +195,5 @@ RULES = (
     side_file_missing,
     kv_scheme_unknown,
     kv_scales_unstated,
+    layers_miscounted,
 )

@@ -83,6 +83,11 @@ class TargetSubject(Subject):
         """config.json's quantization_config, empty if there is none."""
         return _object(self.config.get(BLOCK))
 
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The text model's part of config.json; the whole if nothing is wrapped."""
+        return _object(self.config.get("text_config", self.config))
+
     @cached_property
     def text_block(self) -> Mapping[str, Any]:
         """The quantization_config inside text_config, empty if there is none."""
