@@ -69,7 +69,11 @@ def reading(command: Callable) -> Callable:
     """Add the options that say what a head's config leaves open."""
     for option in (
         click.option("--from", "layout", metavar="LAYOUT", help="The layout HEAD is in, if its marks do not tell."),
-        click.option("--captured", type=LayerIds(), help="Captured layers, if the config does not list them."),
+        click.option(
+            "--captured",
+            type=LayerIds(),
+            help="Captured layers, if the config does not list them; where it does, a reading of that list.",
+        ),
         click.option(
             "--captured-are",
             type=click.Choice(["outputs", "inputs"]),
