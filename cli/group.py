@@ -5,14 +5,15 @@ What belongs here: the help of `kconv` itself, its one error handler, and what a
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from ..errors import KconvError, MissingExtra
+from ..errors import KconvError, MissingExtra, OutputFailed
 
 # The order in which one meets them; a command of no job is listed last.
 JOBS = {
@@ -49,7 +50,8 @@ OTHER_WORDS = {
     "export": ("to-trtllm", "to-vllm"),
 }
 
-
+# What a disk says that has no room, or no room for this user or this file.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Packages that only some commands take, and the extra that brings them.
 EXTRAS = {
     **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "psutil", "requests"), "optimize"),
@@ -60,17 +62,22 @@ EXTRAS = {
 class Kconv(click.Group):
     """The group, with the one place where a named fault becomes a message and exit code 1."""
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as fault:  # click itself ends where a pipe was closed
+            if fault.errno not in FULL:
+                raise
+            _forget_stdout()
+            _end_with(_full(fault))
+
     def invoke(self, ctx: click.Context) -> Any:
         if os.environ.get("NO_COLOR"):  # rich looks by itself, click does not: https://no-color.org
             ctx.color = False
         try:
             return super().invoke(ctx)
         except (KconvError, ModuleNotFoundError) as fault:
-            if isinstance(fault, ModuleNotFoundError):
-                fault = _missing(fault)
-            click.secho("error: ", fg="red", bold=True, err=True, nl=False)
-            click.echo(str(fault), err=True)
-            sys.exit(1)
+            _end_with(_missing(fault) if isinstance(fault, ModuleNotFoundError) else fault)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -94,6 +101,28 @@ class Kconv(click.Group):
         for job, names in sections(list(shown)).items():
             with formatter.section(job):
                 formatter.write_dl([(name.ljust(column), shown[name]) for name in names])
+
+
+def _end_with(fault: KconvError) -> NoReturn:
+    click.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    click.echo(str(fault), err=True)
+    sys.exit(1)
+
+
+def _forget_stdout() -> None:
+    """Have what stdout could not take go nowhere, or Python would try once more as it ends, and say so."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _full(fault: OSError) -> KconvError:
+    return OutputFailed(
+        f"what was asked for could not be written: {fault.strerror}",
+        where=fault.filename or "stdout, or the file of a report",
+        fix="Free some space, or write to another disk. A checkpoint that was made is whole, and stays.",
+    )
 
 
 def _missing(fault: ModuleNotFoundError) -> KconvError:

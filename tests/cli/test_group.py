@@ -1,11 +1,13 @@
 """The group: its jobs, what a mistyped command is answered with, versions, colours, completion, width."""
 
+import errno
 import os
 import pty
 import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -166,3 +168,26 @@ def test_a_module_that_no_extra_brings_is_a_bug_and_is_not_hidden():
         raise ModuleNotFoundError("No module named 'kconv.gone'", name="kconv.gone")
 
     assert isinstance(CliRunner().invoke(group, ["go"]).exception, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("inspect", "{head}"), ("validate", "{head}", "--json"), ("--help",)])
+def test_a_full_disk_under_stdout_is_a_named_fault(tmp_path, arguments, unbuffered):
+    head = write_head(tmp_path / "head", TRTLLM, MLA, random_slots(MLA))
+    words, own = [word.format(head=head) for word in arguments], {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run([*KCONV, *words], stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ | own)
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines() == [
+        "error: what was asked for could not be written: No space left on device",
+        "  where: stdout, or the file of a report",
+        "  fix:   Free some space, or write to another disk. A checkpoint that was made is whole, and stays.",
+    ]
+
+
+def test_another_fault_of_the_system_is_not_taken_for_a_full_disk(monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(main.commands["completion"], "callback", fail)
+    assert isinstance(say("completion", "bash").exception, OSError)
