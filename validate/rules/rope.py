@@ -92,15 +92,18 @@ def rope_theta_lost(subject: HeadSubject) -> Iterator[Found]:
     "rope-one-spelling",
     "warning",
     "RoPE is stated as transformers 5 does alone: releases that were built for transformers 4 look for the top-level"
-    " rope_theta, and take 10000.",
+    " rope_theta, and take 10000, and for rope_scaling, and take none.",
     fix="Convert the head with kconv, which writes both spellings, or write the keys of rope_parameters twice.",
     engines=(SGLANG, TRTLLM),
     seen_in=LOST,
 )
 def rope_one_spelling(subject: HeadSubject) -> Iterator[Found]:
-    places = _stated(subject).get("rope_theta", {})
-    if places and "rope_theta" not in places:
-        yield Found("config.json: rope_theta", f"rope_theta stands in {', '.join(places)} only")
+    stated = _stated(subject)
+    theta, kind = stated.get("rope_theta", {}), stated.get("rope_type", {})
+    if theta and "rope_theta" not in theta:
+        yield Found("config.json: rope_theta", f"rope_theta stands in {', '.join(theta)} only")
+    if not subject.flat.get("rope_scaling") and any(value != "default" for value in kind.values()):
+        yield Found("config.json: rope_scaling", f"{next(iter(kind.values()))} stands in {', '.join(kind)} only")
 
 
 @rule(

@@ -1,0 +1,81 @@
+"""RoPE in two objects: what is said of a head is what transformers' class, which engines read it by, makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.changes import Change, also, put, rope
+from support.fault import FACTOR, Fault
+from support.good_heads import Good
+from support.heads import MLA
+
+from kconv.checkpoint.source import Folder
+from kconv.convert.rope_keys import read_rope
+from kconv.head.spec import HeadSpec
+from kconv.validate.rules.head import ENGINE_LAYOUT
+from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
+from kconv.validate.run import validate
+
+SCALING, PARAMETERS = "rope_scaling", "rope_parameters"
+NO_THETA = also(put(rope_theta=...), rope(SCALING, rope_theta=...))
+
+
+def find(rule: str, spec: HeadSpec, change: Change, folder: Path) -> set[str]:
+    """Return the engines to which a rule speaks of a head with a change."""
+    found = set()
+    for engine in ENGINES:
+        fault = Fault("", rule, Good("", ENGINE_LAYOUT[engine], spec, (engine,)), change)
+        head = fault.write(folder / engine)
+        found |= {engine for f in validate(Folder(head), fault.wish(head)).findings if f.rule == rule}
+    return found
+
+
+@pytest.mark.parametrize("spec", [MLA, FACTOR], ids=["mla", "gqa"])
+@pytest.mark.parametrize(
+    "change, engines",
+    [
+        pytest.param(also(), (), id="both whole"),
+        pytest.param(put(rope_scaling=...), (), id="rope_parameters alone"),
+        pytest.param(put(rope_scaling={}), (), id="rope_scaling empty"),
+        pytest.param(put(rope_parameters=...), (), id="rope_scaling alone"),
+        pytest.param(rope(SCALING, factor=...), ENGINES, id="no factor in rope_scaling"),
+        pytest.param(rope(SCALING, beta_fast=...), ENGINES, id="no beta_fast in rope_scaling"),
+        pytest.param(put(rope_scaling={"rope_theta": 50000.0}), ENGINES, id="theta alone in rope_scaling"),
+        pytest.param(rope(PARAMETERS, factor=...), (TRTLLM,), id="no factor in rope_parameters"),
+        pytest.param(put(rope_parameters={"rope_theta": 50000.0}), (TRTLLM,), id="theta alone in rope_parameters"),
+        pytest.param(rope(SCALING, rope_theta=...), (), id="theta at the top"),
+        pytest.param(NO_THETA, ENGINES, id="theta in rope_parameters alone"),
+    ],
+)
+def test_an_object_that_is_taken_alone_states_all_of_it(change, engines, spec, tmp_path: Path):
+    assert find("K159", spec, change, tmp_path) == set(engines)
+
+
+@pytest.mark.parametrize("spec, name", [(MLA, "DeepseekV3Config"), (FACTOR, "LlamaConfig")], ids=["mla", "gqa"])
+@pytest.mark.parametrize(
+    "change",
+    [also(), rope(SCALING, factor=...), rope(PARAMETERS, factor=...), rope(SCALING, beta_fast=...), NO_THETA],
+    ids=["both whole", "no factor in rope_scaling", "nor in rope_parameters", "no beta_fast", "no theta"],
+)
+def test_transformers_takes_the_one_that_the_rule_says(change, spec, name: str, tmp_path: Path):
+    """Where nothing is said to vLLM its class reads what both objects state; where it is, it fails or reads another."""
+    import transformers
+
+    fault = Fault("", "K159", Good("", "vllm", spec, VLLM), change)
+    head = fault.write(tmp_path / "head")
+    said = any(f.rule == "K159" for f in validate(Folder(head), fault.wish(head)).findings)
+    config = json.loads((head / "config.json").read_text())
+    try:
+        read = getattr(transformers, name).from_dict(json.loads(json.dumps(config))).rope_parameters
+    except KeyError:
+        read = None
+    same = read is not None and read_rope({PARAMETERS: read}) == read_rope(config)
+    assert same is not said
+
+
+@pytest.mark.parametrize("spec", [MLA, FACTOR], ids=["mla", "gqa"])
+def test_a_scaling_in_transformers_5s_spelling_alone_is_said_to_those_with_older_releases(spec, tmp_path: Path):
+    assert find("K163", spec, put(rope_scaling=...), tmp_path) == {SGLANG, TRTLLM}
+    assert find("K163", spec, put(rope_parameters=...), tmp_path / "old") == set()
