@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..checkpoint.source import Source
 from .options import FOLDER, check_trusted
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
 # Also where the engine tests look.
 PYTHON = "KCONV_ENGINE_PYTHON"
 POSITIVE = click.IntRange(min=1)
+# What each option is of: without any of these it would be passed over.
+BELONGS_TO = {
+    "steps": ("prompts", "states"),
+    "prompt_tokens": ("prompts",),
+    "new_tokens": ("prompts",),
+    "seed": ("prompts",),
+    "calibrated_on": ("prompts", "states"),
+    "allow_pickle": ("states",),
+    "trust_remote_code": ("prompts",),
+}
+# What a target has none of: it is run over text, and drafts nothing.
+OF_HEADS = ("states", "steps", "seed", "calibrated_on", "engine", "engine_python", "url")
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,9 @@ class Measuring:
             raise click.UsageError(f"{self.engine} cannot be started here; give the --url of one that runs")
         if self.engine and not (self.python or self.url):
             raise click.UsageError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
+        for name, ways in BELONGS_TO.items():
+            if _given(name) and not any(getattr(self, way) for way in ways):
+                raise click.UsageError(f"{_flag(name)} goes with {' or '.join(map(_flag, ways))}")
         check_trusted(self.trust_remote_code, target)
 
     @property
@@ -101,12 +117,12 @@ class Measuring:
         """Return what a quantized target and its source are run over; None where nobody asked.
 
         Raises:
-            UsageError: stored states or an engine are asked for, which are about heads.
+            UsageError: something is given that is about heads.
         """
         from ..validate.perplexity import HeldOutText
 
-        if self.states or self.wants_engine:
-            raise click.UsageError("a target is measured with --prompts; --states and engines are about heads")
+        if given := [_flag(name) for name in OF_HEADS if _given(name)]:
+            raise click.UsageError(f"a target is measured with --prompts; these are about heads: {', '.join(given)}")
         check_trusted(self.trust_remote_code, source)
         if not self.prompts:
             return None
@@ -129,6 +145,14 @@ class Measuring:
             new_tokens=self.new_tokens,
             trust_remote_code=self.trust_remote_code,
         )
+
+
+def _given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 OPTIONS = (

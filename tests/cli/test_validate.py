@@ -205,3 +205,23 @@ def test_a_target_that_is_not_whole_is_asked_for_its_embedding_alone(tmp_path):
         assert kconv("validate", lean, "--for", "sglang", "--target", target).exit_code == 0
         refused = kconv("validate", whole, "--for", "sglang", "--target", target)
         assert refused.exit_code == 1 and "model-1.safetensors" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ((), ""),
+        (("--seed", "1"), "--seed goes with --prompts"),
+        (("--steps", "2"), "--steps goes with --prompts or --states"),
+        (("--calibrated-on", "."), "--calibrated-on goes with --prompts or --states"),
+        (("--trust-remote-code",), "--trust-remote-code goes with --prompts"),
+        (("--states", ".", "--new-tokens", "5"), "--new-tokens goes with --prompts"),
+        (("--states", ".", "--prompt-tokens", "5"), "--prompt-tokens goes with --prompts"),
+        (("--states", ".", "--seed", "0"), "--seed goes with --prompts"),
+        (("--prompts", "p.jsonl", "--allow-pickle"), "--allow-pickle goes with --states"),
+    ],
+    ids=str,
+)
+def test_an_option_that_would_be_passed_over_is_wrong_usage(good, given, said):
+    shown = kconv("validate", good, "--target", good, *given)
+    assert (shown.exit_code == 2 and said in shown.output) if said else "goes with" not in shown.output

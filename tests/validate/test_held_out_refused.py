@@ -69,11 +69,11 @@ def test_a_target_that_does_not_fit_and_what_to_do_about_it(refuse, prompts, mon
     assert "Leave --prompts out" in refuse(TargetTooLarge, "in memory as float32", prompts).fix
 
 
-def test_wrong_usage_is_named_before_weights_are_fetched(pair, prompts, monkeypatch):
+@pytest.mark.parametrize("words", [("--engine", "vllm", "--url", "http://x"), ("--steps", "4"), ("--seed", "1")])
+def test_wrong_usage_is_named_before_weights_are_fetched(words, pair, prompts, monkeypatch):
     fetched = []
     monkeypatch.setattr(Folder, "open_weights", fetched.append)
     source, out = map(str, pair)
-    words = ["validate", out, "--source", source, "--prompts", str(prompts), "--engine", "vllm", "--url", "http://x"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 2 and "are about heads" in done.output
+    done = CliRunner().invoke(main, ["validate", out, "--source", source, "--prompts", str(prompts), *words])
+    assert done.exit_code == 2 and "these are about heads: --" in done.output
     assert fetched == []
