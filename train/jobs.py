@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from ..checkpoint.tensors import TORCH
 from ..convert.read import Head
 from ..target.config import TargetConfig
 from ..target.model import load_target
+from ..target.states_record import StatesRecord
 from ..target.stored_states import StatesFolder, open_states
 from ..target.tokenizer import Tokenizer
 from .arguments import Pace, check_processes
@@ -119,13 +121,19 @@ def offline_job(
     # Now that the recipe is whole: the layers it wants, in its order.
     wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
     facts: dict[str, object] = {"name": folder.name, "states": stored.record.prompts.model_dump()}
-    facts |= {"sequences": len(stored.sequences), "prompts": record_prompts(text.prompts, start)}
+    facts |= {"sequences": len(stored.sequences), "dtype": stored.record.dtype, "sha256": _digest(stored.record)}
+    facts |= {"prompts": record_prompts(text.prompts, start)}
 
     def states() -> tuple[States, States]:
         return Offline(wanted, text.places), Offline(wanted, unseen.places)
 
     job = Job(target, recipe, text.rows, unseen.rows, states, facts, start=start)
     return replace(job, specials=tuple(tokenizer.specials))
+
+
+def _digest(record: StatesRecord) -> str:
+    """Return a sha256 of the shards' own: of the states themselves, where the rows' digests are of their tokens."""
+    return hashlib.sha256("".join(shard.sha256 for shard in record.shards).encode()).hexdigest()
 
 
 def _own_device() -> torch.device:

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kconv.cli import main
-from kconv.errors import StatesInvalid, TrainingDataInvalid
+from kconv.errors import OutputExists, StatesInvalid, TrainingDataInvalid
 from kconv.target.config import read_target_config
 from kconv.target.model import load_target
 from kconv.target.tokenizer import load_tokenizer
@@ -33,12 +34,12 @@ VALUES = {
 }
 
 
-def store(target: Path, folder: Path, tokens: int) -> Path:
+def store(target: Path, folder: Path, tokens: int, dtype: str = "F32") -> Path:
     """Store the states of forty texts, of so many tokens each."""
     texts = [text for text in read_corpus().held_out if len(text) > 200][:40]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n")
     asked = ["states", target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
-    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", "F32"]])
+    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", dtype]])
     assert done.exit_code == 0, done.output
     return folder / "states"
 
@@ -119,12 +120,50 @@ def test_the_layers_are_not_needed(job, tiny_target, tmp_path):
     assert len(ends) < len(weights)
     folder = tmp_path / "ends"
     folder.mkdir()
-    from safetensors.torch import save_file
-
     save_file(ends, folder / "model.safetensors")
     (folder / "config.json").write_bytes((tiny_target / "config.json").read_bytes())
     out = train(dataclasses.replace(job, target=folder), tmp_path / "head")
     assert (out / "kconv.json").exists()
+
+
+def noisy(target: Path, folder: Path) -> Path:
+    """Return a copy of a target whose layers are others, as another quantization of it would be."""
+    weights = load_file(target / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    shutil.copytree(target, folder)
+    save_file(weights | {name: weights[name] * 1.01}, folder / "model.safetensors")
+    return folder
+
+
+MADE_AGAIN = {
+    "in another dtype": (lambda target, _: target, "BF16"),
+    "from other weights": (lambda target, folder: noisy(target, folder / "noisy"), "F32"),
+}
+
+
+@pytest.mark.parametrize("target_of, dtype", MADE_AGAIN.values(), ids=MADE_AGAIN)
+def test_a_run_is_not_gone_on_with_over_states_that_were_made_again(tiny_target, tmp_path, target_of, dtype):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def stored_job() -> Job:
+        config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
+        return offline_job(tiny_target, config, tokenizer, VALUES, tmp_path / "states", None)
+
+    store(tiny_target, tmp_path, VALUES["seq"])
+    before = stored_job()
+    with pytest.raises(KeyboardInterrupt):
+        train(before, tmp_path / "head", progress=stop)
+    shutil.rmtree(tmp_path / "states")
+    store(target_of(tiny_target, tmp_path), tmp_path, VALUES["seq"], dtype)
+    after = stored_job()
+    assert torch.equal(before.text.ids, after.text.ids) and torch.equal(before.unseen.ids, after.unseen.ids)
+    with pytest.raises(OutputExists, match="its recipe, target, data or libraries were others"):
+        train(after, tmp_path / "head")
+    shutil.rmtree(tmp_path / "states")
+    store(tiny_target, tmp_path, VALUES["seq"])
+    said = json.loads((train(stored_job(), tmp_path / "head") / "kconv.json").read_text())["training"]["data"]
+    assert (said["dtype"], said["sha256"]) == ("F32", before.data["sha256"])
 
 
 def test_layers_that_were_not_stored_are_refused(tiny_target, states):
