@@ -75,6 +75,22 @@ def test_transformers_takes_the_one_that_the_rule_says(change, spec, name: str, 
     assert same is not said
 
 
+def test_a_class_that_takes_rope_scaling_as_an_argument_ends_with_rope_parameters():
+    """As TensorRT-LLM's class for kimi_k2 is written; in transformers 5 the two are one attribute."""
+    from transformers import PretrainedConfig
+
+    class Named(PretrainedConfig):
+        def __init__(self, rope_theta=10000.0, rope_scaling=None, max_position_embeddings=4096, **rest):
+            self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+            self.max_position_embeddings = max_position_embeddings
+            super().__init__(**rest)
+
+    parts = {PARAMETERS: {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 7.0}
+    whole = {SCALING: {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}}
+    assert Named(**parts, **whole).rope_scaling["rope_type"] == "default"
+    assert Named(**whole).rope_scaling["rope_type"] == "yarn"
+
+
 @pytest.mark.parametrize("spec", [MLA, FACTOR], ids=["mla", "gqa"])
 def test_a_scaling_in_transformers_5s_spelling_alone_is_said_to_those_with_older_releases(spec, tmp_path: Path):
     assert find("K163", spec, put(rope_scaling=...), tmp_path) == {SGLANG, TRTLLM}

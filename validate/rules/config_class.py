@@ -13,9 +13,9 @@ from .rule import ENGINES, TRTLLM, Found, rule
 DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
 # Heads of an MLA config that states none, as its class has them, and who reads each key:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L87-L88
-# https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py
+# https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25
 DEFAULT_HEADS = 128
-# TensorRT-LLM sizes the context's attention by the second one:
+# TensorRT-LLM sizes o_proj, and the attention over a prompt, by the second one (MLA.__init__):
 # https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/tensorrt_llm/_torch/attention/mla.py
 HEAD_KEYS: Mapping[str, tuple[str, ...]] = {"num_attention_heads": ENGINES, "num_key_value_heads": (TRTLLM,)}
 
