@@ -29,7 +29,7 @@ from ..target.config import TargetConfig, read_target_config
 from ..target.model import load_target
 from ..target.tokenizer import Tokenizer, load_tokenizer
 from ..tiny.recipe import DEMO, TinyRecipe
-from ..tiny.target import make_target
+from ..tiny.target import kept_at, make_target
 from ..tiny.text import read_corpus
 from ..tiny.tokenizer import pack
 from ..train.module import load_module
@@ -114,7 +114,7 @@ def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) 
         TrainingFailed: a target or head could not be trained.
     """
     refuse_existing(out)
-    with stage("tiny Kimi-K2: training") as advance:
+    with stage(_title("tiny Kimi-K2", "training", kept_at(recipe.target, cache))) as advance:
         cached = make_target(recipe.target, cache, advance)
     trained = {name: _train(name, head, cached, cache, stage) for name, head in recipe.heads}
     with staged(out) as folder:
@@ -133,9 +133,14 @@ def _train(name: str, recipe: EagleRecipe, target: Path, cache: Path, stage: Sta
     """Train a head with ModelOpt, or find the one that this recipe made before."""
     tokenizer, corpus = load_tokenizer(target).inner, read_corpus()
     text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
-    with stage(f"{name} head: training with ModelOpt") as advance:
-        key = head_key(target, recipe, text, held_out)
-        return train_head(target, cache / f"head-{key}", recipe, text, held_out, advance)
+    out = cache / f"head-{head_key(target, recipe, text, held_out)}"
+    with stage(_title(f"{name} head", "training with ModelOpt", out)) as advance:
+        return train_head(target, out, recipe, text, held_out, advance)
+
+
+def _title(what: str, work: str, kept: Path) -> str:
+    """Name a stage by its work, or say that what it would make was kept from a run before."""
+    return f"{what}: {'kept from before' if kept.exists() else work}"
 
 
 def _prepare(folder: Path, recipe: DemoRecipe) -> _Bench:

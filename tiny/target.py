@@ -69,7 +69,7 @@ def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_:
         TrainingFailed: the loss is no longer a number, or this Python has no text to train on.
         OutputFailed: the cache is not writable.
     """
-    out = cache / f"{KIND}-{recipe_key(recipe, source=SOURCE)}"
+    out = kept_at(recipe, cache)
     if out.exists():
         return out
     try:
@@ -79,6 +79,11 @@ def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_:
         # Another process made the same target meanwhile, and its rename came first.
         return out
     return out
+
+
+def kept_at(recipe: TinyRecipe, cache: Path) -> Path:
+    """Return the folder that a recipe's target is kept in, made already or not."""
+    return cache / f"{KIND}-{recipe_key(recipe, source=SOURCE)}"
 
 
 def kimi_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kconv.errors import OutputExists
 from kconv.pipeline.demo import AFTER, BEFORE, RECIPE, DemoRecipe, Made, run_demo
 from kconv.tiny.cache import cache_root
 from kconv.tiny.recipe import TEST
+from kconv.tiny.target import kept_at
 from kconv.train.recipe import TEST_GQA, TEST_MHA, TEST_MLA
 
 SMALL = DemoRecipe(TEST, (("mla", TEST_MLA), ("gqa", TEST_GQA), ("mha", TEST_MHA)), prompts=8)
@@ -59,6 +60,37 @@ def test_there_is_everything_it_speaks_of(small):
     prompts = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
     assert len(prompts) == SMALL.prompts
     assert str(out.parent) not in "".join(p.read_text() for p in out.rglob("*.json"))
+
+
+class Enough(Exception):
+    """What is to be seen was seen."""
+
+
+def titles(out: Path, cache: Path, until: str) -> list[str]:
+    """Return the titles of a demo's stages, up to one in whose name a word stands; that one is not carried out."""
+    seen: list[str] = []
+
+    @contextmanager
+    def stage(title: str) -> Iterator:
+        seen.append(title)
+        if until in title:
+            raise Enough
+        yield lambda *_: None
+
+    with pytest.raises(Enough):
+        run_demo(out, cache, stage, SMALL)
+    return seen
+
+
+def test_a_stage_says_training_only_where_something_is_trained(small, tmp_path):
+    assert titles(tmp_path / "out", tmp_path / "empty", "") == ["tiny Kimi-K2: training"]
+    target = kept_at(TEST, cache_root())
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / target.name).symlink_to(target)
+    before = "tiny Kimi-K2: kept from before"
+    assert titles(tmp_path / "out", tmp_path / "cache", "head") == [before, "mla head: training with ModelOpt"]
+    heads = [f"{name} head: kept from before" for name, _ in SMALL.heads]
+    assert titles(tmp_path / "out", cache_root(), "prompts")[:-1] == [before, *heads]
 
 
 def test_an_existing_folder_is_refused_before_anything_is_trained(tmp_path):
