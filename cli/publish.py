@@ -91,7 +91,7 @@ def publish(
     from ..cards.publish.release import open_candidate, refuse_absent
     from ..cards.publish.run import prepare, preview
     from ..cards.publish.run import publish as run
-    from ..cards.publish.wish import MAIN, Wish
+    from ..cards.publish.wish import MAIN, Wish, refuse_contradictions
     from ..pipeline.proving import allowances_of, wish_of
     from ..pipeline.recipe import publications
     from .output import status
@@ -120,6 +120,7 @@ def publish(
         # A pull request has none of these; the step's are for when it is merged.
         wish = replace(wish, tag="", revision=MAIN, public=False)
     wish = replace(wish, **{k: value for k, value in given.items() if value})
+    refuse_contradictions(wish)
     allowances = [one for step in steps for one in allowances_of(step)]
     allowances += [Allowance(rule, why) for rule, why in zip(rules, reasons, strict=True)]
     with status("publishing") as say:

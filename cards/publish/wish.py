@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from ...checkpoint.manifest import MANIFEST
 from ...errors import HubMoved, PublishRefused
 from .remote import Seen
@@ -37,7 +40,12 @@ class Wish:
 
 
 def refuse_contradictions(wish: Wish) -> None:
-    """Raise PublishRefused for a wish that cannot be."""
+    """Raise PublishRefused for a wish that cannot be, whatever the folder and the repository are."""
+    if not _is_repository(wish.repo):
+        raise PublishRefused(
+            f"no repository of the Hub can be called {wish.repo!r}",
+            fix="Name it org/name, of letters, digits, '-', '_' and '.'; a branch is given with --revision.",
+        )
     if wish.create_pr and (wish.tag or wish.revision != MAIN or wish.public):
         raise PublishRefused(
             "a pull request is against the main branch, and is neither tagged nor made public before it is merged",
@@ -45,6 +53,15 @@ def refuse_contradictions(wish: Wish) -> None:
         )
     if wish.private and wish.public:
         raise PublishRefused("a repository cannot be both private and public", fix="Choose one of the two.")
+
+
+def _is_repository(repo: str) -> bool:
+    """Say whether the Hub takes a name; it takes some without an owner too, of which it makes the account's own."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        return False
+    return "/" in repo
 
 
 def refuse_public(wish: Wish, seen: Seen) -> None:

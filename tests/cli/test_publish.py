@@ -62,6 +62,22 @@ def test_what_speaks_against_it_is_listed_with_what_to_do(hub, folder):
     assert hub.served == []
 
 
+@pytest.mark.parametrize("repo", ["bad name", "head", "org/head/more", "org/head@v1", "org/a--b", "org/head."])
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_name_that_no_repository_can_have_is_refused_before_the_folder_is_judged(hub, folder, repo, more):
+    (folder / "README.md").unlink()
+    ran = kconv(folder, repo, *more)
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert f"no repository of the Hub can be called {repo!r}" in ran.stderr and "P113" not in ran.stderr
+    assert hub.served == []
+
+
+def test_a_wish_that_contradicts_itself_is_refused_before_the_folder_is_judged(folder):
+    (folder / "README.md").unlink()
+    ran = kconv(folder, REPO, "--private", "--public")
+    assert "cannot be both private and public" in ran.stderr and "P113" not in ran.stderr
+
+
 def test_what_is_allowed_stands_on_the_published_card(hub, folder):
     (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": FLOOR | {"at_least": 2.6}}))
     ran = kconv(folder, REPO, "--allow", "P109", "--why", "a first try", "--json")
