@@ -23,6 +23,8 @@ from .sections import ENGINES, answer, attribution, changed, known
 from .tables import Table
 
 CARD = "README.md"
+# A card has no other name; what a person wrote into it is not kconv's to replace.
+REWRITE = "Keep it (kconv card --check says whether it still holds), or delete it to have it written anew."
 STYLES = ("short", "compact", "nvidia")
 SUBCARD_TITLES = {
     "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
@@ -164,7 +166,7 @@ def write(folder: Path, card: Card) -> Path:
         OutputExists: there is a README.md already, or a licence or notice of another text.
         MissingExtra: its chart takes matplotlib, which is not installed.
     """
-    refuse_existing(folder / CARD)
+    refuse_existing(folder / CARD, fix=REWRITE)
     for name, text in card.files.items():
         file = folder / name
         if file.exists() and file.read_text() != text:
@@ -172,7 +174,7 @@ def write(folder: Path, card: Card) -> Path:
                 f"{file} is there and says something else", fix="Delete it, or keep it and leave no other."
             )
     if f"]({CHART})" in card.text and card.table:
-        refuse_existing(folder / CHART)
+        refuse_existing(folder / CHART, fix=REWRITE)
         draw_chart(folder / CHART, card.table)
     for name, text in card.files.items():
         (folder / name).write_text(text)

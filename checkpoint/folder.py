@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
-from .header import MAX_HEADER_BYTES, TensorInfo, read_header
+from .header import IMPOSTORS, MAX_HEADER_BYTES, TensorInfo, read_header
 from .staging import is_partial
 from .strict_json import parse_object
 
@@ -110,7 +110,11 @@ def read_json(file: Path) -> dict[str, Any]:
             raise ConfigInvalid(
                 f"{file.name} is too large for a config or an index", where=file, fix="Export it again."
             )
-        return parse_object(file.read_bytes())
+        text = file.read_bytes()
+        for mark, (what, fix) in IMPOSTORS.items():
+            if text.startswith(mark):
+                raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
+        return parse_object(text)
     except FileNotFoundError as fault:
         raise NotACheckpoint(
             f"{file.parent} has no {file.name}",

@@ -17,11 +17,11 @@ from .strict_json import parse_object
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000
-# What is sent or saved in the place of such a file, by its first bytes.
+# What is sent or saved in the place of a checkpoint's file, by its first bytes.
 IMPOSTORS = {
     b"version https://git-lfs": ("a Git LFS pointer, and not the file it points to", "Run: git lfs pull"),
     b"<": (
-        "a web page or XML, and not a safetensors file",
+        "a web page or XML, and not the file itself",
         "Download it again; the server may have asked for a login.",
     ),
     b"PK\x03\x04": ("a zip archive, as torch.save writes it", "Save its tensors with safetensors first."),

@@ -20,10 +20,10 @@ def is_partial(folder: Path) -> bool:
     return folder.resolve().name.startswith(PARTIAL)
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise OutputExists if there is anything at `out`."""
+def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
+    """Raise OutputExists if there is anything at `out`; `fix` says what to do."""
     if os.path.lexists(out):
-        raise OutputExists(f"{out} is already there", fix="Choose another name, or delete it if you no longer need it.")
+        raise OutputExists(f"{out} is already there", fix=fix)
 
 
 @contextmanager

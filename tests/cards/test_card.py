@@ -82,8 +82,9 @@ def test_a_report_with_errors_is_refused(output):
 
 def test_an_existing_card_is_not_overwritten(output):
     (output / "README.md").write_text("mine")
-    with pytest.raises(OutputExists):
+    with pytest.raises(OutputExists) as caught:
         write_card(output, None, Facts())
+    assert "delete it" in caught.value.fix and "another name" not in caught.value.fix
     assert (output / "README.md").read_text() == "mine"
 
 
