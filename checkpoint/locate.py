@@ -29,13 +29,13 @@ def locate(wanted: Iterable[str], files: Iterable[str], fetch: Callable[[str], P
     shards = {name for name in files if name.endswith(".safetensors")}
     if INDEX in files:
         placed = read_json(fetch(INDEX)).get("weight_map")
-        if not isinstance(placed, dict):
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
             raise CorruptIndex("the index has no weight_map of file names", where=INDEX, fix="Fetch it again.")
         named = {placed[name] for name in wanted & placed.keys()}
         # A name outside the listing could lead out of the folder.
         if not named <= shards:
             raise CorruptIndex(
-                f"the index names {', '.join(sorted(map(str, named - shards)))}, which is not there",
+                f"the index names {', '.join(sorted(named - shards))}, which is not there",
                 where=INDEX,
                 fix="Fetch the missing shard.",
             )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.tensors import TORCH
+from ..convert.config import refuse_unstated
 from ..convert.read import Head
 from ..target.config import TargetConfig
 from ..target.model import load_target
@@ -61,7 +62,11 @@ def check_job(values: Mapping[str, Any], config: TargetConfig, start: Head | Non
     Raises:
         RecipeInvalid: the recipe cannot be, is not the target's, or does not fit the processes.
         LayoutCannot: no engine could load the head.
+        ConfigInvalid: the head to go on from does not state what the trained one's config would; see
+            `refuse_unstated`.
     """
+    if start is not None:
+        refuse_unstated(start.read)
     recipe = complete(values, config, maxsize, start.spec if start else None)
     check_processes(recipe.batch, pace)
     choose_layout(spec_of(recipe, config))

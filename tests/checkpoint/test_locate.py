@@ -102,6 +102,7 @@ LIES = {
     "a way out of the folder": ({"embed": "../one.safetensors"}, CorruptIndex),
     "a missing shard": ({"embed": "four.safetensors"}, CorruptIndex),
     "a file that is no name": ({"embed": 4}, CorruptIndex),
+    "a list of files": ({"embed": ["one.safetensors"]}, CorruptIndex),
     "another kind of file": ({"embed": "config.json"}, CorruptIndex),
     "no map": (None, CorruptIndex),
 }

@@ -5,8 +5,13 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from support.configs import written
+from support.heads import FITTING_GQA, random_slots, write_head
 
-from kconv.errors import RecipeInvalid
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.layouts import BY_NAME
+from kconv.convert.read import read_head
+from kconv.errors import ConfigInvalid, RecipeInvalid
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
 from kconv.target.config import TargetConfig, parse_target_config, read_target_config
@@ -155,3 +160,15 @@ def test_processes_that_cannot_share_a_run_are_told_before_any_data(kimi, monkey
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(RecipeInvalid, match=message):
         check_job(read_recipe_file("eagle3-mla"), kimi, None, pace)
+
+
+def test_a_head_that_lost_its_theta_is_not_trained_on_with_an_engines_default(tiny_target, tmp_path):
+    target, slots = read_target_config(tiny_target), random_slots(FITTING_GQA)
+    lost = written(FITTING_GQA, rope_theta=..., rope_scaling=..., rope_parameters=...)
+    whole, short = (
+        read_head(open_checkpoint(write_head(tmp_path / name, BY_NAME["vllm"], FITTING_GQA, slots, config)))
+        for name, config in (("whole", written(FITTING_GQA)), ("short", lost))
+    )
+    check_job({"seq": 32, "batch": 2}, target, whole)
+    with pytest.raises(ConfigInvalid, match="does not state rope_theta"):
+        check_job({"seq": 32, "batch": 2}, target, short)
