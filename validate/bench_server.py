@@ -100,7 +100,7 @@ class ChatServer(Client):
             return engine
         before = self.rest(engine)
         self._ask_one_token()
-        counted = self.rest(engine).since(before, self.url)
+        counted = self.rest(engine, lambda reading: reading != before).since(before, self.url)
         # The prefill gives the first token, so nothing was there to draft.
         return engine.otherwise if engine.speculates(counted) else engine
 

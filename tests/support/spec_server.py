@@ -50,6 +50,7 @@ class SpecServer:
         release: what TensorRT-LLM counts beside the totals of iterations: nothing ("totals"), the tokens of "places",
             or, as it first did, "prefills" among the drafts of places.
         iterations: whether TensorRT-LLM was started with enable_iter_perf_stats.
+        late: seconds after which TensorRT-LLM counts an answer of one token.
         looping: answers repeat themselves.
         info: what SGLang's /server_info says beside the version.
     """
@@ -64,6 +65,7 @@ class SpecServer:
     restart_after: int = 0
     release: str = "places"
     iterations: bool = False
+    late: float = 0.0
     looping: bool = False
     info: dict[str, object] = field(default_factory=dict)
     port: int = 0
@@ -77,10 +79,16 @@ class SpecServer:
     def complete(self, body: dict) -> dict:
         """Answer with one token, which the prefill gives."""
         assert body["max_tokens"] == 1
+        if self.late:
+            threading.Timer(self.late, self._count_one_token).start()
+        else:
+            self._count_one_token()
+        return {"choices": [{"text": "again", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
+
+    def _count_one_token(self) -> None:
         with self.lock:
             self.requests += 1
             self.generated += 1
-        return {"choices": [{"text": "again", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
 
     def chat(self, body: dict) -> dict:
         """Answer a dialogue, and count."""

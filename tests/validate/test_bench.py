@@ -125,6 +125,14 @@ def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release
     assert (row.rates is not None) == (release == "places")
 
 
+def test_a_draft_that_is_counted_for_a_prefill_is_seen_where_it_is_counted_late(monkeypatch):
+    monkeypatch.setattr(bench_server, "LATE_SECONDS", 1.0)
+    with serving("trtllm", release="prefills", iterations=True, late=0.1, requests=1, generated=1) as server:
+        row = figure(measure_server(server.url, SUITE, WISH), "micro_steps")
+    together = [step for prompt in SUITE.prompts for step in steps(prompt)]
+    assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
+
+
 @pytest.mark.parametrize("release", ["totals", "prefills"])
 def test_a_tensorrt_llm_that_does_not_count_iterations_is_told_what_to_serve_with(release):
     with (
