@@ -197,7 +197,7 @@ def _from_index(
             fix="Export the checkpoint again; index and shards are of different runs.",
         )
     for name in sorted(names - headers.keys()):
-        # A whole copy in Mistral's format, by whose name engines pass it over.
+        # A whole copy in Mistral's format, which TensorRT-LLM passes over by its name (`beside_index` has the lines).
         if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & held.keys():
             raise beside_index(name, index)
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
@@ -210,7 +210,7 @@ def beside_index(name: str, index: Path | str) -> CorruptIndex:
     two tensors of one name the one that was read last:
     https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/modeling_utils.py#L612-L628
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/weight_utils.py#L585-L611
-    https://github.com/NVIDIA/TensorRT-LLM/blob/02086d89ee95f725414743a33a436473604202e9/tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py
+    https://github.com/NVIDIA/TensorRT-LLM/blob/02086d89ee95f725414743a33a436473604202e9/tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py#L66-L75
     """
     return CorruptIndex(
         f"{name} stands beside an index that places the same tensors in other files; TensorRT-LLM reads them all,"
