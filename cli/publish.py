@@ -145,9 +145,10 @@ def _floor(
     from pydantic import ValidationError
 
     from ..cards.publish.floor import Floor
+    from ..checkpoint.schema import first_wrong
 
     try:
         stated = {option.removeprefix("--").replace("-", "_"): options[option] for option in given}
         return Floor.model_validate(stated | {"metric": metric, "at_least": least})
     except ValidationError as fault:
-        raise click.UsageError(f"the floor cannot be: {fault.errors()[0]['msg']}") from fault
+        raise click.UsageError(f"the floor cannot be: {first_wrong(fault)}") from fault

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..cards.facts import Facts
 from ..cards.publish.floor import RECIPE, Floor
+from ..checkpoint.schema import first_wrong
 from ..errors import RecipeInvalid
 from .kinds import Bench, Card, Convert, Publish, Quantize, StepBase, Tiny, Train, Validate
 
@@ -105,7 +106,7 @@ def publications(folder: Path) -> list[Publish]:
         own = [step for step in steps.values() if isinstance(step, dict)] if isinstance(steps, dict) else []
         return [Publish.model_validate(step) for step in own if step.get("do") == "publish"]
     except (yaml.YAMLError, ValidationError) as fault:
-        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "it is no YAML"
+        what = first_wrong(fault) if isinstance(fault, ValidationError) else "it is no YAML"
         raise RecipeInvalid(f"{RECIPE} cannot be read: {what}", where=file, fix="Put it right there.") from fault
 
 
@@ -118,9 +119,6 @@ def parse_release(text: str) -> Release:
     try:
         return Release.model_validate(values)
     except ValidationError as fault:
-        first = fault.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the recipe"
         raise RecipeInvalid(
-            f"the recipe is wrong at {place}: {first['msg'].removeprefix('Value error, ')}",
-            fix="docs/release.md lists each step's keys.",
+            f"the recipe is wrong: {first_wrong(fault)}", fix="docs/release.md lists each step's keys."
         ) from fault

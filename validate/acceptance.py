@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..checkpoint.schema import first_wrong
 from ..errors import AcceptanceInvalid, NotACheckpoint
 from .acceptance_parts import Interval, Sanity, Speed
 
@@ -205,7 +206,7 @@ def read_acceptance(file: Path) -> Acceptance:
     except FileNotFoundError as fault:
         raise NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first.") from fault
     except (OSError, ValidationError) as fault:
-        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else fault
+        what = first_wrong(fault) if isinstance(fault, ValidationError) else fault
         raise AcceptanceInvalid(
             f"{file.name} cannot be taken: {what}", where=file, fix="Mend the row, or run kconv bench again."
         ) from fault

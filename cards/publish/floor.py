@@ -10,6 +10,7 @@ from typing import Self, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ...checkpoint.schema import first_wrong
 from ...errors import RecipeInvalid
 from ...validate.acceptance import OVERALL, Acceptance, Metric, Row
 from ...validate.figures import TextKind
@@ -108,7 +109,7 @@ def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
         stated = held.get(key) if isinstance(held, dict) else None
         return None if stated is None else schema.model_validate(stated)
     except (yaml.YAMLError, ValidationError) as fault:
-        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "it is no YAML"
+        what = first_wrong(fault) if isinstance(fault, ValidationError) else "it is no YAML"
         raise RecipeInvalid(
             f"{RECIPE} cannot be read: {what}", where=f"{file}: {key}", fix="Put it right there."
         ) from fault
