@@ -83,8 +83,8 @@ def test_the_users_word_decides_what_the_config_leaves_open(tmp_path):
     assert kconv("to-vllm", head, tmp_path / "out", "--captured-are", "inputs").exit_code == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]
-    shown = json.loads(kconv("inspect", head, "--json", "--captured", "4,9,11", "--max-positions", 77).stdout)
-    assert shown["spec"]["captured"] == [4, 9, 11] and shown["spec"]["max_positions"] == 77
+    shown = json.loads(kconv("inspect", head, "--json", "--captured", "1,29,57", "--max-positions", 77).stdout)
+    assert shown["spec"]["captured"] == [1, 29, 57] and shown["spec"]["max_positions"] == 77
 
 
 def test_a_targets_depth_decides_absent_layers(tmp_path):
