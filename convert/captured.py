@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CapturedUndecided, ConfigInvalid
-from .captured_by import DOUBTS, FOR_VLLM, TORCHSPEC_MARK, TRAINER, is_modelopts, saved_by
+from .captured_by import AS_TRAINED, DOUBTS, FOR_VLLM, TORCHSPEC_MARK, TRAINER, is_modelopts, saved_by
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TOP, NESTED = IDS, f"eagle_config.{IDS}"
@@ -213,7 +213,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
         return Captured(nested, f"{list(nested)} in eagle_config contains 1: layer outputs")
     if saved == TRAINER:
         return Captured(nested, f"{list(nested)} in eagle_config, with the trainer's own tensor names: layer outputs")
-    if is_modelopts(eagle_config) or (TORCHSPEC_MARK in eagle_config and saved != FOR_VLLM):
+    if is_modelopts(eagle_config) or saved == AS_TRAINED or (TORCHSPEC_MARK in eagle_config and saved != FOR_VLLM):
         return Captured(nested, f"{list(nested)} in eagle_config with its producer's marks: layer outputs")
     raise CapturedUndecided(
         f"eagle_config lists {list(nested)} and does not say whether these are layer outputs or inputs",

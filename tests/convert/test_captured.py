@@ -183,6 +183,16 @@ def test_torchspecs_list_of_a_head_that_is_not_kimis_is_refused_until_told(found
     assert decide(found | {STATED: "layer_inputs"}, Hints(), names).ids == (2, 19, 39), "kconv says which they are"
 
 
+@pytest.mark.parametrize("model_type, captured", [("llama", (7, 23, 51)), ("kimi_k2", None)])
+def test_the_mark_of_torchspecs_exporter_tells_a_list_that_it_leaves_from_one_that_it_shifts(model_type, captured):
+    found = config(nested=[7, 23, 51]) | {"model_type": model_type, "_torchspec_version": "0.1.0"}
+    if captured is not None:
+        assert decide(found, Hints(), ["layers.0.hidden_norm.weight"]).ids == captured
+        return
+    with pytest.raises(CapturedUndecided, match="does not say"):
+        decide(found, Hints(), ["layers.0.hidden_norm.weight"])
+
+
 def test_modelopts_keys_are_no_mark_of_torchspecs():
     found = config([3, 20, 40], use_mtp_layernorm=False, **MARKS) | {"model_type": "llama"}
     assert decide(found, Hints(), ["layers.0.hidden_norm.weight"]).ids == (2, 19, 39)
