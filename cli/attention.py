@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-from click.core import ParameterSource
 
 from ..checkpoint.source import Source
-from .options import FOLDER, check_trusted, keeping, open_head
+from .options import FOLDER, check_trusted, keeping, open_head, told
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
@@ -84,8 +83,7 @@ def take_attention(hints: dict[str, Any]) -> Attention | None:
     names = ("attention", "states", "prompts", "context", "steps", "head_dim", "keep", "device", "trust_remote_code")
     kind, states, prompts, context, steps, head_dim, keep, device, trusted = (hints.pop(name) for name in names)
     if kind is None:
-        source_of = click.get_current_context().get_parameter_source
-        if any(source_of(name) is ParameterSource.COMMANDLINE for name in names):
+        if told(*names):
             raise click.UsageError(
                 "--states, --prompts, --context, --heal, --head-dim, --keep, --device and --trust-remote-code go with"
                 " --attention"
@@ -93,6 +91,8 @@ def take_attention(hints: dict[str, Any]) -> Attention | None:
         return None
     if (states is None) == (prompts is None):
         raise click.UsageError("--attention needs --states or --prompts, to calibrate on")
+    if states and (idle := told("context", "trust_remote_code")):
+        raise click.UsageError(f"{', '.join(idle)}: only with --prompts; stored states are what they are")
     if kind == "mla" and head_dim != "auto":
         raise click.UsageError("--head-dim is of MHA")
     dims = None if head_dim == "auto" else int(head_dim)

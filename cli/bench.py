@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.source import Source
-from .options import FOLDER, PATH_OR_ID, check_trusted, open_head, reading
+from .options import FOLDER, PATH_OR_ID, check_trusted, open_head, reading, told
 
 if TYPE_CHECKING:
     from ..validate.bench_suites import Suite
 
 HEAD_OPTIONS = ("layout", "captured", "captured_are", "max_positions", "norm_before_residual")
+# What the other way of measuring would pass over.
+OF_SERVERS = (
+    "tree", "concurrency", "reasoning", "precision", "model", "engine_version", "baseline_url", "extra",
+)  # fmt: skip
+OFFLINE = ("target", "trust_remote_code", *HEAD_OPTIONS)
 
 
 class JsonObject(click.ParamType):
@@ -78,6 +83,8 @@ def bench(
     target: Source | None = options.pop("target")
     if not head or not (url or target):
         raise click.UsageError("give --head, and either --url or --target")
+    if idle := told(*(OFFLINE if url else OF_SERVERS)):
+        raise click.UsageError(f"{', '.join(idle)}: only {'without' if url else 'with'} --url")
     check_trusted(options["trust_remote_code"], target)
     from ..checkpoint.staging import refuse_existing
     from ..validate.bench_suites import load_suite

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from ..checkpoint.source import Source
-from .options import FOLDER, check_trusted
+from .options import FOLDER, check_trusted, told
 
 if TYPE_CHECKING:
     from ..validate.engines.check import Engined
@@ -70,8 +69,8 @@ class Measuring:
         if self.engine and not (self.python or self.url):
             raise click.UsageError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
         for name, ways in BELONGS_TO.items():
-            if _given(name) and not any(getattr(self, way) for way in ways):
-                raise click.UsageError(f"{_flag(name)} goes with {' or '.join(map(_flag, ways))}")
+            for option in told(name) if not any(getattr(self, way) for way in ways) else ():
+                raise click.UsageError(f"{option} goes with {' or '.join(f'--{way}' for way in ways)}")
         check_trusted(self.trust_remote_code, target)
 
     @property
@@ -121,7 +120,7 @@ class Measuring:
         """
         from ..validate.perplexity import HeldOutText
 
-        if given := [_flag(name) for name in OF_HEADS if _given(name)]:
+        if given := told(*OF_HEADS):
             raise click.UsageError(f"a target is measured with --prompts; these are about heads: {', '.join(given)}")
         check_trusted(self.trust_remote_code, source)
         if not self.prompts:
@@ -145,14 +144,6 @@ class Measuring:
             new_tokens=self.new_tokens,
             trust_remote_code=self.trust_remote_code,
         )
-
-
-def _given(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 OPTIONS = (

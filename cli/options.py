@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..checkpoint.source import Source, resolve
@@ -90,6 +91,13 @@ def reading(command: Callable) -> Callable:
     ):
         command = option(command)
     return command
+
+
+def told(*names: str) -> list[str]:
+    """Return which of the running command's options the user gave, by their names in the code; as they are written."""
+    context = click.get_current_context()
+    given = [param for param in context.command.params if param.name in names]
+    return [p.opts[0] for p in given if context.get_parameter_source(str(p.name)) is ParameterSource.COMMANDLINE]
 
 
 def check_trusted(trust_remote_code: bool, target: Source | None) -> None:

@@ -119,3 +119,20 @@ def test_an_output_that_is_there_is_kept(suite, tmp_path):
 def test_misuse_is_exit_2(suite, tmp_path, arguments):
     result = run(*arguments, "--suite", suite, "--out", tmp_path / "a.json")
     assert result.exit_code == 2 and "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--target", "t", "--precision", "NVFP4", "--concurrency", 4), "--concurrency, --precision: only with --url"),
+        (("--target", "t", "--baseline-url", "http://x"), "--baseline-url: only with --url"),
+        (("--url", "http://x", "--target", "t"), "--target: only without --url"),
+        (("--url", "http://x", "--from", "vllm", "--captured", "1,3"), "--captured, --from: only without --url"),
+    ],
+    ids=str,
+)
+def test_an_option_that_would_be_passed_over_is_wrong_usage(suite, tmp_path, arguments, said):
+    (tmp_path / "t").mkdir()
+    given = [tmp_path / "t" if argument == "t" else argument for argument in arguments]
+    result = run("--head", tmp_path, *given, "--suite", suite, "--out", tmp_path / "a.json")
+    assert result.exit_code == 2 and said in " ".join(result.stderr.replace("│", "").split())

@@ -56,12 +56,12 @@ def test_a_head_is_trained_and_the_next_command_is_named(tiny_target, data, tmp_
     seen.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     suite.write_text(json.dumps({"prompt": "Why is the sky blue?"}) + "\n" + seen.read_text())
     for command in (
-        ["validate", str(tmp_path / "vllm"), "--prompts", str(seen)],
-        ["bench", "--head", str(tmp_path / "vllm"), "--suite", str(suite), "--out", str(tmp_path / "a.json")],
-        ["bench", "--head", str(tmp_path / "head"), "--suite", str(suite), "--url", "http://127.0.0.1:9", "--out",
-         str(tmp_path / "a.json")],
+        ["validate", tmp_path / "vllm", "--prompts", seen, "--target", tiny_target],
+        ["bench", "--head", tmp_path / "vllm", "--suite", suite, "--out", tmp_path / "a.json", "--target", tiny_target],
+        ["bench", "--head", tmp_path / "head", "--suite", suite, "--out", tmp_path / "a.json",
+         "--url", "http://127.0.0.1:9"],
     ):  # fmt: skip
-        refused = CliRunner().invoke(main, [*command, "--target", str(tiny_target)])
+        refused = CliRunner().invoke(main, [str(word) for word in command])
         assert refused.exit_code == 1 and "was trained or calibrated on" in refused.stderr, refused.output
 
 

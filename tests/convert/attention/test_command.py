@@ -152,6 +152,13 @@ def test_what_goes_with_another_attention_is_not_passed_over_without(heads, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("option", [("--context", 64), ("--trust-remote-code",)])
+def test_what_goes_with_prompts_is_not_passed_over_with_states(heads, tiny_target, tmp_path, option):
+    asked = ("--attention", "mla", "--target", tiny_target, "--states", tmp_path, *option)
+    result = CliRunner().invoke(main, [str(a) for a in ("to-vllm", heads / "gqa", tmp_path / "out", *asked)])
+    assert result.exit_code == 2 and f"{option[0]}: only with --prompts" in result.output
+
+
 def test_a_device_that_is_not_there_is_a_wrong_wish(heads, prompts, tiny_target, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = ["--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--device", "cuda"]
