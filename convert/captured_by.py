@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Keys of eagle_config that ModelOpt's exporter writes and engines do not:
-# https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py
+# https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L52-L53
 MODELOPT_MARKS = ("next_layer_regular", "parallel_draft_step")
 # TorchSpec's configs have the first one alone of these keys, and its exporter writes the second one. It counts outputs,
 # of every target; where it renames `midlayer` for vLLM, it adds 1 to the lists of a kimi_k2 head, and of no other:
