@@ -1,6 +1,6 @@
 """The YAML at a card's top. What belongs here: what the Hub reads of a card.
 
-https://github.com/huggingface/hub-docs/blob/main/modelcard.md
+https://github.com/huggingface/hub-docs/blob/242f4a1eeb867daf4ac3f44026a5df4a68908a3d/modelcard.md
 """
 
 from __future__ import annotations

@@ -134,6 +134,9 @@ class Bench(StepBase):
 
     INPUTS = ("head", "target", "suite")
     WORDS = ("mt-bench", "speed-bench")
+    # What the other way of measuring would pass over.
+    OF_SERVERS: ClassVar[frozenset[str]] = frozenset(("concurrency", "precision"))
+    OFFLINE: ClassVar[frozenset[str]] = frozenset(("target", "trust_remote_code", "reading"))
 
     do: Literal["bench"]
     head: str
@@ -154,6 +157,9 @@ class Bench(StepBase):
     def _by_something(self) -> Self:
         if not self.url and not self.target:
             raise ValueError("acceptance is measured on a server (url), or with a target")
+        idle = sorted(self.model_fields_set & (self.OFFLINE if self.url else self.OF_SERVERS))
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: only {'without' if self.url else 'with'} url")
         return self
 
 

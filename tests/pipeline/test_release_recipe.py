@@ -53,6 +53,12 @@ BAD = {
         "steps": {"a": {"do": "publish", "folder": "x", "repo": "o/r", "allow": [{"rule": "P109", "why": ""}]}}
     },
     "nothing to train on": {"steps": {"a": {"do": "train", "target": "x", "recipe": "eagle3-mla"}}},
+    "a target beside a server": {
+        "steps": {"a": {"do": "bench", "head": "x", "suite": "mt-bench", "url": "http://x", "target": "t"}},
+    },
+    "a server's precision without one": {
+        "steps": {"a": {"do": "bench", "head": "x", "suite": "mt-bench", "target": "t", "precision": "NVFP4"}},
+    },
     "nothing to measure with": {"steps": {"a": {"do": "bench", "head": "x", "suite": "mt-bench"}}},
     "a fact that does not exist": {"facts": {"colour": "blue"}, "steps": {"a": {"do": "tiny"}}},
 }  # fmt: skip
