@@ -162,6 +162,7 @@ def _make(cache, barrier, queue):
     queue.put(make_target(QUICK, cache, meet))
 
 
+@pytest.mark.slow
 def test_two_processes_that_race_end_with_one_whole_target(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(2), context.Queue()
