@@ -19,9 +19,10 @@ from ...errors import LayoutCannot
 from ...head.forward import DraftHead
 from ...head.slots import needs
 from ...head.spec import HeadSpec
+from ..beside import refuse_target
 from ..config import carry, refuse_unstated
 from ..layout import Layout, Stored, stored
-from ..plan import Plan, Source, Step, refuse_target, step_of
+from ..plan import Plan, Source, Step, step_of
 from ..read import Head
 from ..shared import SLOTS, Lent, Shared
 from .calibration import Calibration, digest_rows
