@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ManifestMismatch, NotACheckpoint
 from .bytes import digest, file_digest
@@ -27,6 +27,16 @@ Action = Literal[
     "carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
     "converted",
 ]  # fmt: skip
+
+
+def _bare(name: str) -> str:
+    """Refuse a name that leads out of the manifest's own folder; a manifest may be a stranger's."""
+    if name in ("", ".", "..") or any(mark in name for mark in ("/", "\\", "\0")):
+        raise ValueError(f"{name!r} is not the bare name of a file")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_bare)]
 
 
 class _Record(BaseModel):
@@ -68,9 +78,9 @@ class HintsRecord(_Record):
 
 
 class FileRecord(_Record):
-    """A file of the output; `sha256` is what the Hub shows for it."""
+    """A file of the output, by its bare name; `sha256` is what the Hub shows for it."""
 
-    name: str
+    name: FileName
     size: int
     sha256: str
 
@@ -206,7 +216,7 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
     """
     manifest = read_manifest(folder)
     for record in manifest.files:
-        if Path(record.name).name != record.name or not _holds(folder / record.name, record):
+        if not _holds(folder / record.name, record):
             raise _mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
     recorded = {record.name for record in manifest.files}
     for file in sorted(folder.iterdir()):

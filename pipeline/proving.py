@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cards.publish.floor import RECIPE
-from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.manifest import MANIFEST, verify
 from ..checkpoint.staging import staged
 from ..errors import ReportInvalid
 from .heads import open_origin
@@ -122,8 +122,9 @@ def write_card(step: Card, job: Job) -> None:
     target, source, reports = job.maybe("target"), job.maybe("source"), job.files("report")
     acceptance = job.files("acceptance")
     head = job.source("head").open_weights().folder
+    manifest = verify(head)
     with staged(job.out) as folder:
-        for record in read_manifest(head).files:
+        for record in manifest.files:
             _link(head / record.name, folder / record.name)
         _link(head / MANIFEST, folder / MANIFEST)
         for report in reports:
@@ -184,5 +185,8 @@ def _link(file: Path, to: Path) -> None:
     """Give a file a second name, or a copy where the disk cannot; nothing changes a step's output in place."""
     try:
         os.link(file, to)
+    except FileExistsError:
+        raise
     except OSError:
-        shutil.copyfile(file, to)
+        with file.open("rb") as source, to.open("xb") as copy:
+            shutil.copyfileobj(source, copy)

@@ -38,7 +38,8 @@ class Release(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=NAME.pattern)
+    # pydantic searches for a pattern where nothing anchors it, and a name is a path and a line of a workflow.
+    name: str = Field(pattern=f"^{NAME.pattern}$")
     min_acceptance: Floor | None = None
     facts: Facts = Facts()
     steps: dict[str, Step] = Field(min_length=1)

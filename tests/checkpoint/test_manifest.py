@@ -191,3 +191,10 @@ def test_a_folder_without_a_manifest_is_not_kconvs(root):
     (root / "out" / MANIFEST).mkdir()
     with pytest.raises(KconvError):
         verify(root / "out")
+
+
+@pytest.mark.parametrize("name", ["../victim", "../../x/y", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(root, name):
+    rewrite(root, lambda record: record["files"].append({"name": name, "size": 0, "sha256": "0" * 64}))
+    with pytest.raises(ManifestMismatch, match="bare name"):
+        read_manifest(root / "out")

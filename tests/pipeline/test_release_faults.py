@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -19,15 +20,18 @@ from support import releaser
 from support.releases import write_acceptance
 from support.releasing import REPO, carry_out, changed, planned, ran, write_inputs
 
-from kconv.checkpoint.manifest import verify
+from kconv.checkpoint.manifest import MANIFEST, verify
 from kconv.errors import (
     KconvError,
+    ManifestMismatch,
     OutputExists,
     PublishRefused,
+    RecipeInvalid,
     ReleaseBusy,
     ReleaseStateInvalid,
     ReportInvalid,
 )
+from kconv.pipeline.recipe import parse_release
 from kconv.pipeline.state import STATE, locked, read_state, write_state
 
 KILLS = 8
@@ -193,3 +197,31 @@ def test_an_interrupted_step_is_made_again(made, root):
     outcomes = carry_out(made, root)
     assert ran(outcomes) == ["trtllm"] and outcomes["trtllm"].why == "interrupted"
     assert not (root / "trtllm" / "half").exists()
+
+
+@pytest.mark.parametrize("name", ["../victim.txt", "../../victim.txt"])
+def test_a_strangers_manifest_overwrites_nothing_of_the_users(tmp_path, root, name):
+    """A recorded name that leads out of the head's folder led out of the card's too."""
+    head = tmp_path / "stranger" / "head"
+    shutil.copytree(write_inputs(tmp_path)["steps"]["vllm"]["head"], head)
+    convert = {"name": "r", "steps": {"vllm": {"do": "convert", "head": str(head), "layout": "vllm"}}}
+    carry_out(convert, tmp_path / "made")
+    stranger = tmp_path / "stranger" / "a" / "vllm"
+    shutil.copytree(tmp_path / "made" / "vllm", stranger)
+    (stranger / name).resolve().write_text("theirs")
+    manifest = json.loads((stranger / MANIFEST).read_text())
+    manifest["files"].append({"name": name, "size": 6, "sha256": hashlib.sha256(b"theirs").hexdigest()})
+    (stranger / MANIFEST).write_text(json.dumps(manifest))
+    victim = (root / "card" / name).resolve()
+    root.mkdir()
+    victim.write_text("mine")
+    (root / "release.yaml").write_text("")
+    with pytest.raises(ManifestMismatch, match="bare name"):
+        carry_out({"name": "r", "steps": {"card": {"do": "card", "head": str(stranger), "chart": False}}}, root)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["../escaped", "a\nrunner=evil", "a/b", "A", "x" * 41])
+def test_a_release_is_called_what_a_folder_and_a_workflow_can_take(name):
+    with pytest.raises(RecipeInvalid, match="name"):
+        parse_release(yaml.safe_dump({"name": name, "steps": {"t": {"do": "tiny"}}}))
