@@ -15,6 +15,7 @@ from ..errors import KconvError, ManifestMismatch
 from .captured import Hints
 from .layout import Layout
 from .layouts import by_name
+from .read import Head
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,24 @@ def read_told(folder: Path) -> Told:
     manifest = read_manifest(folder) if file.is_file() else None
     tells = manifest is not None and (manifest.training or manifest.conversion)
     return Told(file, manifest if tells else None)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A head that another one was made of.
+
+    Attributes:
+        told: as the conversion read it, by what its user said.
+        alone: as it reads by itself; as `told` where it does not without a word of the user's.
+    """
+
+    told: Head
+    alone: Head
+
+    @property
+    def overruled(self) -> list[str]:
+        """The fields of the spec that the user's word made other than the head's own files do."""
+        return [name for name, value in vars(self.alone.spec).items() if getattr(self.told.spec, name) != value]
 
 
 def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | None, Hints]:

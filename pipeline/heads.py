@@ -9,7 +9,7 @@ from ..checkpoint.source import Source
 from ..convert.captured import Hints
 from ..convert.layout import Layout
 from ..convert.read import Head, claim_tensors, read_head
-from ..convert.told import how_source_was_read
+from ..convert.told import Origin, how_source_was_read
 from ..errors import KconvError, TargetInvalid
 from ..head.spec import HeadSpec
 from ..target.config import TargetConfig, read_target_config
@@ -35,8 +35,8 @@ def open_beside(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, tar
     return head
 
 
-def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Head:
-    """Read the head that an output was made of, as it was read then: by its own marks, and by what was said of it.
+def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Origin:
+    """Read the head that an output was made of: by itself, and as its conversion was told to.
 
     Args:
         checkpoint: the head that the output was made of.
@@ -47,7 +47,14 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -
         KconvError: it cannot be read; see `convert.read`.
     """
     layout, hints = how_source_was_read(output, checkpoint)
-    return _read(checkpoint, layout, hints, _config(target))
+    config = _config(target)
+    told = _read(checkpoint, layout, hints, config)
+    if layout is None:
+        return Origin(told, told)
+    try:
+        return Origin(told, _read(checkpoint, None, Hints(), config))
+    except KconvError:
+        return Origin(told, told)
 
 
 def _config(target: Source | None) -> TargetConfig | None:

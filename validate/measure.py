@@ -43,9 +43,23 @@ class Drafter:
     target_ids: Tensor
 
 
-def head_drafter(head: DraftHead, steps: int) -> Drafter:
-    """Return kconv's own forward of a head as a drafter."""
-    return Drafter(lambda tokens, states: draft_logits(head, tokens, states.captured, steps), head.target_ids)
+def head_drafter(head: DraftHead, steps: int, stored: tuple[int, ...] | None = None) -> Drafter:
+    """Return kconv's own forward of a head as a drafter.
+
+    Args:
+        head: the head.
+        steps: K.
+        stored: the layers whose outputs the states hold, the head's own among them; just these if None.
+    """
+    own = head.spec.captured
+    stored = stored or own
+    columns = [stored.index(layer) for layer in own]
+
+    def logits(tokens: Tensor, states: States) -> Tensor:
+        captured = states.captured.unflatten(-1, (len(stored), -1))[..., columns, :].flatten(-2)
+        return draft_logits(head, tokens, captured, steps)
+
+    return Drafter(logits, head.target_ids)
 
 
 @dataclass(frozen=True)

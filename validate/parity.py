@@ -16,7 +16,7 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head
-from ..errors import PromptsInvalid, StatesInvalid
+from ..errors import StatesInvalid
 from ..head.forward import DraftHead
 from ..target.config import TargetConfig, read_target_config
 from ..target.model import load_target
@@ -99,13 +99,12 @@ def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) ->
         seed=parity.seed,
         categories=[category for _, category in named],
     )
-    drafters, pair = _drafters(heads, parity.steps), _pair(heads)
+    captured = _captured(output, source)
+    drafters, pair = _drafters(heads, parity.steps, captured), _pair(heads)
     measured = []
     for text in texts:
         say(f"measuring on {text.kind} text")
-        measured.append(
-            measure(text, model, output.spec.captured, parity.steps, drafters, compare=pair, parts=_parts(heads))
-        )
+        measured.append(measure(text, model, captured, parity.steps, drafters, compare=pair, parts=_parts(heads)))
     lengths = {"prompt_tokens": parity.prompt_tokens, "new_tokens": parity.new_tokens}
     about = {"prompts": held_out.describe() | lengths, "seed": parity.seed}
     return ParityFound(tuple(measured), _common_provenance(parity) | about)
@@ -114,7 +113,8 @@ def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) ->
 def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
     assert parity.states is not None
     config = read_target_config(parity.target.fetch_config())
-    states = _open_states(parity.states, output, config, parity)
+    captured = _captured(output, source)
+    states = _open_states(parity.states, captured, config, parity)
     refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, parity.calibrated_on)
     say("reading the target's embedding and lm_head")
     ends = parity.target.open_tensors({config.embed_tokens, config.lm_head})
@@ -127,7 +127,7 @@ def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) ->
         hidden = torch.stack([row.hidden for row in rows]).float()
         return States(torch.stack([row.captured for row in rows]).float(), hidden, F.linear(hidden, lm_head))
 
-    drafters, pair = _drafters(heads, parity.steps), _pair(heads)
+    drafters, pair = _drafters(heads, parity.steps, captured), _pair(heads)
     measured = []
     for text in stored_texts(states, steps=parity.steps, vocab=config.vocab):
         say(f"measuring on {text.kind} text")
@@ -135,12 +135,17 @@ def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) ->
     return ParityFound(tuple(measured), _common_provenance(parity) | _describe_states(states))
 
 
-def _open_states(folder: Path, output: Head, config: TargetConfig, parity: Parity) -> StatesFolder:
+def _captured(output: Head, source: Head | None) -> tuple[int, ...]:
+    """Return the layers that the two heads read, which differ where a conversion was told otherwise than its source."""
+    return tuple(sorted({*output.spec.captured, *(source.spec.captured if source else ())}))
+
+
+def _open_states(folder: Path, captured: tuple[int, ...], config: TargetConfig, parity: Parity) -> StatesFolder:
     if (folder / RECORD).exists() or not any(folder.rglob("*.pt")):
-        states = open_states(folder, config=config, captured=output.spec.captured)
+        states = open_states(folder, config=config, captured=captured)
         _check_lm_head(states, parity.target, config)
         return states
-    return open_modelopt_states(folder, config=config, captured=output.spec.captured, allow_pickle=parity.allow_pickle)
+    return open_modelopt_states(folder, config=config, captured=captured, allow_pickle=parity.allow_pickle)
 
 
 def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -> None:
@@ -158,18 +163,11 @@ def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -
 
 def _load_heads(output: Head, source: Head | None, target: Checkpoint, config: TargetConfig) -> dict[str, DraftHead]:
     given = {"source": source, "output": output}
-    heads = {name: load_head(head, target, config) for name, head in given.items() if head is not None}
-    if source is not None and source.spec.captured != output.spec.captured:
-        raise PromptsInvalid(
-            f"the source reads layers {source.spec.captured} and the output {output.spec.captured}",
-            where=output.checkpoint.folder,
-            fix="Put the captured layers right (--captured-are) before the two are compared.",
-        )
-    return heads
+    return {name: load_head(head, target, config) for name, head in given.items() if head is not None}
 
 
-def _drafters(heads: dict[str, DraftHead], steps: int) -> dict[str, Drafter]:
-    return {name: head_drafter(head, steps) for name, head in heads.items()}
+def _drafters(heads: dict[str, DraftHead], steps: int, captured: tuple[int, ...]) -> dict[str, Drafter]:
+    return {name: head_drafter(head, steps, captured) for name, head in heads.items()}
 
 
 def _pair(heads: dict[str, DraftHead]) -> tuple[str, str] | None:

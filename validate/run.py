@@ -14,7 +14,8 @@ from ..convert.captured import Hints
 from ..convert.layout import Layout
 from ..convert.read import Head
 from ..convert.shared import Shared
-from ..errors import KconvError
+from ..convert.told import Origin
+from ..errors import KconvError, PromptsInvalid
 from ..target.config import TargetConfig
 from .assemble import assemble, config_digest, digests, figures
 from .figures import Figures
@@ -63,7 +64,7 @@ def validate(
     subject: Source,
     wish: Wish | None = None,
     *,
-    source: Head | None = None,
+    source: Origin | None = None,
     quantized_from: Checkpoint | None = None,
     parity: Parity | None = None,
     engined: Engined | None = None,
@@ -98,7 +99,7 @@ def validate(
     except KconvError as fault:
         return assemble(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
     whole = is_target(checkpoint) and wish.layout is None
-    refuse_unfit(checkpoint, whole, source, quantized_from, measured=bool(parity or engined))
+    refuse_unfit(checkpoint, whole, source.told if source else None, quantized_from, measured=bool(parity or engined))
     if whole:
         return _check_target(subject, checkpoint, wish, quantized_from, held_out, say)
     rules = HeadSubject(
@@ -122,16 +123,19 @@ def validate(
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:
-        from .structure import check_source, is_identical
+        from .structure import check_origin, check_source, is_identical
 
         say("comparing with the source, bit by bit")
-        held = check_source(rules.head, source)
+        held = check_source(rules.head, source.told) + check_origin(source)
         identical = is_identical(rules.head, held)
         findings += held
     if parity is not None:
         from .parity import measure_parity
 
-        found = measure_parity(rules.head, source, parity, say)
+        if source is not None:
+            _refuse_other_layers(rules.head, source)
+
+        found = measure_parity(rules.head, source.alone if source else None, parity, say)
         measured = found.measured
         provenance |= found.provenance
     all_figures = figures(identical, measured)
@@ -144,6 +148,15 @@ def validate(
         by = {} if wish.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
+
+
+def _refuse_other_layers(output: Head, source: Origin) -> None:
+    if source.told.spec.captured != output.spec.captured:
+        raise PromptsInvalid(
+            f"the source reads layers {source.told.spec.captured} and the output {output.spec.captured}",
+            where=output.checkpoint.folder,
+            fix="Put the captured layers right (--captured-are) before the two are compared.",
+        )
 
 
 @contextmanager
@@ -213,7 +226,7 @@ def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
     return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(ASKED.get(served_by or "", ())))
 
 
-def _about(rules: HeadSubject, source: Head | None, wish: Wish) -> dict[str, object]:
+def _about(rules: HeadSubject, source: Origin | None, wish: Wish) -> dict[str, object]:
     """Say what was checked, for whom and why for them."""
     return {
         "for": [engine for engine in ENGINES if engine in rules.engines],
@@ -221,7 +234,7 @@ def _about(rules: HeadSubject, source: Head | None, wish: Wish) -> dict[str, obj
         "checked": "head",
         "layout": rules.layout.name if rules.layout else None,
         "headers_only": wish.headers_only,
-        "source": source.checkpoint.source if source else None,
+        "source": source.alone.checkpoint.source if source else None,
     }
 
 

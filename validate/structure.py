@@ -7,6 +7,7 @@ import torch
 from ..checkpoint.manifest import MANIFEST, read_manifest, verify
 from ..convert.quantized import SUFFIXES
 from ..convert.read import Head, read_slot
+from ..convert.told import Origin
 from ..errors import KconvError
 from ..head.slots import needs
 from .quantized_head import check_rounded, rounded
@@ -88,6 +89,27 @@ def check_source(output: Head, source: Head) -> list[Finding]:
                 )
             )
     return findings + check_rounded(output, source, forms)
+
+
+def check_origin(source: Origin) -> list[Finding]:
+    """Find where a user's word made another head of a source than its own files do."""
+    fields = source.overruled
+    if not fields:
+        return []
+    said = {name: (getattr(source.told.spec, name), getattr(source.alone.spec, name)) for name in fields}
+    differ = "; ".join(
+        f"{name} is {told} as the conversion was told, {alone} by itself" for name, (told, alone) in said.items()
+    )
+    return [
+        Finding(
+            rule="K307",
+            severity="warning",
+            where=f"{source.alone.checkpoint.source}/config.json",
+            message=f"the source reads otherwise by itself: {differ}",
+            fix="Convert the source again without --captured, --captured-are and the other options that say how to "
+            "read it; or, if its config is wrong, correct it there.",
+        )
+    ]
 
 
 def is_identical(output: Head, findings: list[Finding]) -> bool:

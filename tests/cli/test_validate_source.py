@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from support.configs import MODELOPT_LLAMA, TORCHSPEC_MLA, cut
 from support.heads import GQA, MLA, TARGET, random_slots, write_head
 
+from kconv.checkpoint.bytes import file_digest
 from kconv.checkpoint.manifest import HintsRecord, read_manifest
 from kconv.cli import main
 from kconv.convert.captured import Hints
@@ -111,6 +112,36 @@ def test_a_config_that_differs_is_not_said_of_the_weights(tmp_path):
     shown = kconv("validate", other, "--source", source)
     assert shown.exit_code == 1 and "max_positions differ" in shown.stdout
     assert "identical to the source's" in shown.stdout
+
+
+def overruled(folder: Path) -> Path:
+    """A head of ModelOpt's, whose list its own marks tell to be outputs."""
+    return write_head(folder, BY_NAME["modelopt"], GQA, random_slots(GQA), cut(MODELOPT_LLAMA, GQA))
+
+
+def test_a_word_that_contradicts_the_source_is_found(tmp_path):
+    """Layers captured one too early pass every comparison with a source that is read as wrongly."""
+    source, out = overruled(tmp_path / "source"), tmp_path / "out"
+    assert kconv("validate", source).exit_code == 0
+    assert kconv("to-vllm", source, out, "--captured-are", "inputs").exit_code == 0
+    shown = kconv("validate", out, "--source", source, "--json")
+    assert "K307" in {finding["rule"] for finding in json.loads(shown.stdout)["findings"]}
+    assert kconv("validate", out, "--source", source, "--strict").exit_code == 1
+
+
+def test_a_forged_word_beside_an_edited_config_is_found(tmp_path):
+    source, out = overruled(tmp_path / "source"), tmp_path / "out"
+    assert kconv("to-vllm", source, out).exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    manifest = json.loads((out / "kconv.json").read_text())
+    manifest["hints"]["captured_are"] = "inputs"
+    (record,) = [file for file in manifest["files"] if file["name"] == "config.json"]
+    record |= {"size": (out / "config.json").stat().st_size, "sha256": file_digest(out / "config.json")}
+    (out / "kconv.json").write_text(json.dumps(manifest))
+    assert kconv("verify", out, source).exit_code == 0
+    assert kconv("validate", out, "--source", source, "--strict").exit_code == 1
 
 
 UNTOLD = {

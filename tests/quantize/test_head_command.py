@@ -21,6 +21,7 @@ from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
+from kconv.convert.told import Origin
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
 from kconv.head.spec import HeadSpec
 from kconv.tiny.text import read_corpus
@@ -173,7 +174,7 @@ def test_damage_is_found(quantized, tmp_path, head, damage, rule):
     damage(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors")
     original = read_head(open_checkpoint(quantized / head.split("-")[0]))
-    report = validate(Folder(out), Wish(), source=original, say=lambda _: None)
+    report = validate(Folder(out), Wish(), source=Origin(original, original), say=lambda _: None)
     assert rule in {finding.rule for finding in report.findings if finding.severity == "error"}
 
 
@@ -183,7 +184,9 @@ def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, k
     out.mkdir()
     for file in ("config.json", "hf_quant_config.json", "model.safetensors"):
         (out / file).write_bytes((source / file).read_bytes())
-    report = validate(Folder(out), Wish(), source=read_head(open_checkpoint(quantized / kind)), say=lambda _: None)
+    report = validate(
+        Folder(out), Wish(), source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2), say=lambda _: None
+    )
     assert [finding.rule for finding in report.findings if finding.severity != "info"] == ["K302"]
     (noise,) = [finding for finding in report.findings if finding.rule == "K306"]
     assert f"{len(scaled(out))} linears are rounded to {name.upper()}" in noise.message

@@ -17,6 +17,9 @@ from kconv.cards.publish.release import open_candidate
 from kconv.validate.acceptance import Acceptance, read_acceptance
 from kconv.validate.report import Finding
 
+OVERRULED = Finding(
+    rule="K307", severity="warning", where="config.json", message="Read otherwise.", fix="Convert again."
+)
 ERROR = Finding(rule="K101", severity="error", where="lm_head", message="It is not there.", fix="Add it.")
 
 
@@ -110,6 +113,9 @@ BROKEN = {
     "a report of no weights": ("P105", lambda f: write_report(f, weights={})),
     "a report of one file more": ("P105", lambda f: write_report(f, weights={"model.safetensors": "0" * 64})),
     "a report with an error": ("P106", lambda f: write_report(f, findings=[ERROR])),
+    "a report of a source that was read as its own files do not say": (
+        "P106", lambda f: write_report(f, findings=[OVERRULED]),
+    ),
     "a report for another engine": ("P106", lambda f: check_for(f, "sglang")),
     "a report for one of vLLM's two runners": ("P106", lambda f: check_for(f, "vllm-v1")),
     "not compared with the source": ("P107", lambda f: write_report(f, identical=None)),

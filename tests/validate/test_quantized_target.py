@@ -16,6 +16,7 @@ from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
+from kconv.convert.told import Origin
 from kconv.errors import ComparisonUnfit
 from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
@@ -164,7 +165,7 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
     heads = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     quiet = {"say": lambda _: None}
     with pytest.raises(ComparisonUnfit, match="this is a target, and its --source is a head"):
-        validate(Folder(good), source=read_head(open_checkpoint(heads)), **quiet)
+        validate(Folder(good), source=Origin(*[read_head(open_checkpoint(heads))] * 2), **quiet)
     with pytest.raises(ComparisonUnfit, match="this is a head, and its --source is a target"):
         validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
     with pytest.raises(ComparisonUnfit, match="acceptance is a head's"):

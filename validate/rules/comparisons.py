@@ -40,6 +40,10 @@ COMPARED = (
              " takes it: a scale, the order of the nibbles, or the weight itself is another's.", QUANTIZE_HEAD_AGAIN),
     Compared("K306", "compared-by-noise", "info", "Linears of the head are quantized, and the source's are not: they"
              " are compared by their noise and not by their bits.", "Nothing to do."),
+    Compared("K307", "told-otherwise", "warning", "A conversion was told to read its source otherwise than the source's"
+             " own files say: the output is another head, and kconv publish refuses it.",
+             "Convert the source again without the options that say how to read it; or, if its config is wrong, correct"
+             " it there."),
     Compared("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
              " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
     Compared("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
