@@ -1,4 +1,4 @@
-"""How charts look. What belongs here: one style for all of them, and the file that they are written to.
+"""How charts look.
 
 Charts are shown on white and on black: on a model's page, in a report, in these docs. So they are transparent, and
 ink and colours are neither light nor dark.

@@ -1,4 +1,4 @@
-"""Every fault kconv can name. What belongs here: one class per fault, and nothing that imports kconv."""
+"""Every fault kconv can name."""
 
 
 class KconvError(Exception):
@@ -155,8 +155,8 @@ class FactsInvalid(KconvError):
     """A facts file of a card with a key that does not exist or a value that cannot be."""
 
 
-class LicenceUnknown(KconvError):
-    """A licence that kconv has no data about, or whose text is nowhere to be copied from."""
+class LicenseUnknown(KconvError):
+    """A license that kconv has no data about, or whose text is nowhere to be copied from."""
 
 
 class SourceFormatUnknown(KconvError):

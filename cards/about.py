@@ -1,4 +1,4 @@
-"""Which head evidence is about. What belongs here: the digests that name a head, and telling another's evidence."""
+"""Which head evidence is about."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bench.acceptance import Acceptance
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.manifest import Manifest
-from ..validate.acceptance import Acceptance
 from ..validate.report import Report
 
 CONFIG = "config.json"

@@ -1,4 +1,4 @@
-"""The model card of a head. What belongs here: README.md and what goes with it, from evidence alone."""
+"""The model card of a head."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bench.acceptance import Acceptance
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import refuse_existing
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
-from ..validate.acceptance import Acceptance
 from ..validate.report import Report
 from .about import Identity, foreign, identify
 from .evidence import Evidence, Said
 from .facts import SUBCARDS, Facts
 from .front_matter import front_matter
-from .licences.files import SOURCE_LICENCE, find_texts, licence_files, unstated_text
+from .licenses.files import SOURCE_LICENSE, find_texts, license_files, unstated_text
 from .plots import draw_bars
 from .quickstart import starts
 from .rendering import CHART, figures, render
@@ -37,7 +37,7 @@ class Card:
 
     Attributes:
         text: of README.md.
-        files: texts of the files that go with it, by name: licences and a notice.
+        files: texts of the files that go with it, by name: licenses and a notice.
         missing: what it asked for and nobody said: dotted name, and the question.
         table: its acceptance figures, None where there are none.
     """
@@ -53,7 +53,7 @@ def gather(
     report: Report | None,
     facts: Facts,
     acceptance: Sequence[Acceptance] = (),
-    licence_files: Sequence[Path] = (),
+    license_files: Sequence[Path] = (),
     target: Path | None = None,
     source: Path | None = None,
 ) -> Evidence:
@@ -64,8 +64,8 @@ def gather(
         report: its validation report.
         facts: what the user adds.
         acceptance: figures about it.
-        licence_files: licence texts, beside those of the source's and the target's folder.
-        target: a folder with the target's licence.
+        license_files: license texts, beside those of the source's and the target's folder.
+        target: a folder with the target's license.
         source: a folder with the source's; the one that the manifest names if None.
 
     Raises:
@@ -73,7 +73,7 @@ def gather(
         LayoutCannot: the head is in a trainer's layout, which no engine serves.
         ReportInvalid: the report, or a figure that names weights, is not of exactly the folder's weights and
             config.json; or it is not clean.
-        LicenceUnknown: a licence file is none that kconv knows.
+        LicenseUnknown: a license file is none that kconv knows.
     """
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
@@ -93,13 +93,13 @@ def gather(
         for evidence in bound:
             _refuse_foreign(evidence, head)
     targets = find_texts([target]) if target else ()
-    if targets and not facts.licence.target:
-        # What lies in the target's folder says under which licence it stands.
-        own = facts.licence.model_copy(update={"target": targets[0].licence.id})
-        facts = facts.model_copy(update={"licence": own})
+    if targets and not facts.license.target:
+        # What lies in the target's folder says under which license it stands.
+        own = facts.license.model_copy(update={"target": targets[0].license.id})
+        facts = facts.model_copy(update={"license": own})
     source = source or (Path(manifest.source) if manifest else folder)
-    texts = find_texts([source, *([target] if target else [])], licence_files)
-    unstated = unstated_text(source, (facts.licence.id, facts.licence.target))
+    texts = find_texts([source, *([target] if target else [])], license_files)
+    unstated = unstated_text(source, (facts.license.id, facts.license.target))
     return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
 
 
@@ -114,28 +114,28 @@ def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = F
     """
     facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
     files = dict(
-        licence_files(
-            evidence.licences,
+        license_files(
+            evidence.licenses,
             evidence.texts,
             about=evidence.name,
-            attribution=facts.licence.attribution,
+            attribution=facts.license.attribution,
             changed=changed(manifest),
         )
     )
-    if evidence.source_licence:
-        files[SOURCE_LICENCE] = evidence.source_licence
+    if evidence.source_license:
+        files[SOURCE_LICENSE] = evidence.source_license
     repeated = figures(evidence, chart=chart)
     link = ""
-    if evidence.licence_is_named:
-        own = evidence.licences[0]
-        link = own.file if any(text.licence.id == own.id for text in evidence.texts) else own.url
+    if evidence.license_is_named:
+        own = evidence.licenses[0]
+        link = own.file if any(text.license.id == own.id for text in evidence.texts) else own.url
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
         "facts": facts,
         "said": said,
         "listed": said.listed,
-        "licences": evidence.licences,
+        "licenses": evidence.licenses,
         "attribution": attribution(evidence),
         "files": list(files),
         "starts": starts(evidence),
@@ -163,7 +163,7 @@ def write(folder: Path, card: Card) -> Path:
         The card's file.
 
     Raises:
-        OutputExists: there is a README.md already, or a licence or notice of another text.
+        OutputExists: there is a README.md already, or a license or notice of another text.
         MissingExtra: its chart takes matplotlib, which is not installed.
     """
     refuse_existing(folder / CARD, fix=REWRITE)

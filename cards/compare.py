@@ -1,4 +1,4 @@
-"""Heads side by side. What belongs here: which figures of several files can be compared, and why the others cannot."""
+"""Heads side by side."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.acceptance import Acceptance, Row, differences
 from ..errors import AcceptanceInvalid
-from ..validate.acceptance import Acceptance, Row, differences
 from .evidence import NOT_STATED
 from .plots import draw_bars
 from .spots import Spot, tell_apart

@@ -1,4 +1,4 @@
-"""What a card is made from. What belongs here: the evidence, and a look-up that notes what nobody said."""
+"""What a card is made from."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..bench.acceptance import Acceptance
 from ..checkpoint.manifest import Manifest
-from ..validate.acceptance import Acceptance
 from ..validate.report import Report
 from .facts import Facts, question
-from .licences.files import Text
-from .licences.licence import LICENCES, UNNAMED, Licence
+from .licenses.files import Text
+from .licenses.license import LICENSES, UNNAMED, License
 
 NOT_STATED = "not stated"
 
@@ -27,8 +27,8 @@ class Evidence:
         manifest: how kconv made it; None of a head that kconv did not make.
         report: its validation report.
         acceptance: measured and quoted figures.
-        texts: licence texts at hand.
-        source_licence: the text of the source's licence, where it is not one that is stated; "" otherwise.
+        texts: license texts at hand.
+        source_license: the text of the source's license, where it is not one that is stated; "" otherwise.
     """
 
     folder: Path | None = None
@@ -37,7 +37,7 @@ class Evidence:
     report: Report | None = None
     acceptance: tuple[Acceptance, ...] = ()
     texts: tuple[Text, ...] = ()
-    source_licence: str = ""
+    source_license: str = ""
 
     @property
     def name(self) -> str:
@@ -45,15 +45,15 @@ class Evidence:
         return self.facts.name or (self.folder.resolve().name if self.folder else NOT_STATED)
 
     @property
-    def licences(self) -> tuple[Licence, ...]:
-        """The head's own licence and the target's, as far as they are stated."""
-        stated = (self.facts.licence.id, self.facts.licence.target)
-        return tuple(dict.fromkeys(LICENCES[name] for name in stated if name))
+    def licenses(self) -> tuple[License, ...]:
+        """The head's own license and the target's, as far as they are stated."""
+        stated = (self.facts.license.id, self.facts.license.target)
+        return tuple(dict.fromkeys(LICENSES[name] for name in stated if name))
 
     @property
-    def licence_is_named(self) -> bool:
-        """Whether the head's licence is stated and has a name."""
-        return self.facts.licence.id not in (None, UNNAMED)
+    def license_is_named(self) -> bool:
+        """Whether the head's license is stated and has a name."""
+        return self.facts.license.id not in (None, UNNAMED)
 
 
 @dataclass

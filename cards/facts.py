@@ -1,4 +1,4 @@
-"""What no file of a head says. What belongs here: the schema of a facts file, field by field what a card asks for.
+"""What no file of a head says.
 
 Every field may be left out; a card then says so, and `kconv card --missing` asks for it. Nothing is filled in.
 """
@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ..errors import FactsInvalid
-from .licences.licence import LICENCES
+from .licenses.license import LICENSES
 
 Engine = Literal["vllm", "trtllm", "sglang"]
 # YAML reads 2.0 and 2026-06-03 as a number and a date; on a card they are what was written, as text.
@@ -66,20 +66,20 @@ class Link(_Part):
     url: Words
 
 
-class LicenceFacts(_Part):
+class LicenseFacts(_Part):
     """Under which terms the head stands."""
 
-    id: Words | None = Field(default=None, description="its licence, by kconv's id for it")
-    target: Words | None = Field(default=None, description="the target's licence, whose weights a head may hold")
-    attribution: Words | None = Field(default=None, description="the name that the target's licence asks to show")
+    id: Words | None = Field(default=None, description="its license, by kconv's id for it")
+    target: Words | None = Field(default=None, description="the target's license, whose weights a head may hold")
+    attribution: Words | None = Field(default=None, description="the name that the target's license asks to show")
     as_published: Words | None = Field(default=None, description="how the publisher states it")
-    acknowledged: bool = Field(default=False, description="whether an unnamed licence is taken knowingly")
+    acknowledged: bool = Field(default=False, description="whether an unnamed license is taken knowingly")
 
     @field_validator("id", "target")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in LICENCES:
-            raise ValueError(f"{value!r} is no licence that kconv knows; it knows {', '.join(LICENCES)}")
+        if value is not None and value not in LICENSES:
+            raise ValueError(f"{value!r} is no license that kconv knows; it knows {', '.join(LICENSES)}")
         return value
 
 
@@ -165,7 +165,7 @@ class Facts(_Part):
     base_model: Words | None = Field(default=None, description="hub id of the target")
     source_head: Words | None = Field(default=None, description="hub id of the head it was made from")
     use: Words | None = Field(default=None, description="whether commercial use is allowed, as published")
-    licence: LicenceFacts = Field(default=LicenceFacts(), description="its terms")
+    license: LicenseFacts = Field(default=LicenseFacts(), description="its terms")
     geography: Words | None = Field(default=None, description="where it may be deployed")
     use_case: Words | None = Field(default=None, description="who would use it for what")
     released: Words | None = Field(default=None, description="when and where")

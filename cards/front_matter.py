@@ -1,4 +1,4 @@
-"""The YAML at a card's top. What belongs here: what the Hub reads of a card.
+"""The YAML at a card's top.
 
 https://github.com/huggingface/hub-docs/blob/242f4a1eeb867daf4ac3f44026a5df4a68908a3d/modelcard.md
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from ..bench.acceptance import Row
 from ..checkpoint.source import HUB_ID
-from ..validate.acceptance import Row
 from .evidence import Evidence
 
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
@@ -24,14 +24,14 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
 
     Args:
         evidence: about the head.
-        link: where the licence's text stands: a file of the folder or a URL, "" if nowhere.
+        link: where the license's text stands: a file of the folder or a URL, "" if nowhere.
         model_index: whether figures go in as evaluation results too.
     """
     facts = evidence.facts
     found: dict[str, Any] = {}
     if facts.languages:
         found["language"] = list(facts.languages)
-    found |= _licence(evidence, link)
+    found |= _license(evidence, link)
     library = facts.library or (LIBRARY if evidence.manifest else None)
     found |= ({"library_name": library} if library else {}) | {"pipeline_tag": facts.pipeline_tag}
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
@@ -56,15 +56,15 @@ def source_head(evidence: Evidence) -> str | None:
     return found["repo"] if found and found["revision"] else None
 
 
-def _licence(evidence: Evidence, link: str) -> dict[str, str]:
-    if not evidence.facts.licence.id:
+def _license(evidence: Evidence, link: str) -> dict[str, str]:
+    if not evidence.facts.license.id:
         return {"license": "unknown"}
-    licence = evidence.licences[0]
-    if licence.identifier != "other":
-        return {"license": licence.identifier}
+    license = evidence.licenses[0]
+    if license.identifier != "other":
+        return {"license": license.identifier}
     found = {"license": "other"}
-    if evidence.licence_is_named:
-        found["license_name"] = licence.id
+    if evidence.license_is_named:
+        found["license_name"] = license.id
     if link:
         found["license_link"] = link
     return found

@@ -1,4 +1,4 @@
-"""Bar charts of acceptance, as PNG. What belongs here: what they show."""
+"""Bar charts of acceptance, as PNG."""
 
 from __future__ import annotations
 

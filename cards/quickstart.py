@@ -1,10 +1,10 @@
-"""How to serve a head, for its card. What belongs here: launch snippets with a head's and a target's names in them."""
+"""How to serve a head, for its card."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..convert.launch import ENGINES, HEAD, TARGET, serve_command
+from ..engines.launch import ENGINES, HEAD, TARGET, serve_command
 from .evidence import Evidence
 
 TITLES = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang"}

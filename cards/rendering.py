@@ -1,4 +1,4 @@
-"""A card's words, from its templates. What belongs here: rendering, and the parts that repeat evidence line by line."""
+"""A card's words, from its templates."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What the evidence says, for a card's sections. What belongs here: words and figures made of manifest and report."""
+"""What the evidence says, for a card's sections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from ..bench.acceptance import Row
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
-from ..validate.acceptance import Row
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
 from .evidence import NOT_STATED, Evidence, Said
 from .facts import NOT_OURS
-from .licences.licence import attribution_in
+from .licenses.license import attribution_in
 
 ENGINES = {
     "vllm": "vLLM's layout",
@@ -111,9 +111,9 @@ def changed(manifest: Manifest | None) -> str:
 
 
 def attribution(evidence: Evidence) -> str:
-    """Return the name that the target's licence asks to show, in quotes."""
-    names = [attribution_in(text.text) for text in evidence.texts if text.licence.attribution]
-    return next((f'"{name}"' for name in (*names, evidence.facts.licence.attribution) if name), NOT_STATED)
+    """Return the name that the target's license asks to show, in quotes."""
+    names = [attribution_in(text.text) for text in evidence.texts if text.license.attribution]
+    return next((f'"{name}"' for name in (*names, evidence.facts.license.attribution) if name), NOT_STATED)
 
 
 def answer(said: Said, card: str, row: str) -> str:

@@ -1,4 +1,4 @@
-"""What a figure is about. What belongs here: which figures share a line, and how lines that read alike are told apart.
+"""What a figure is about.
 
 A line holds figures of the same prompts: one data set at one revision. What a source leaves unsaid of its prompts is
 the same within that source, and equals nothing of another.
@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ..validate.acceptance import LINE, MAY_BE_UNSAID, Row
+from ..bench.acceptance import LINE, MAY_BE_UNSAID, Row
 from .evidence import NOT_STATED
 
 # What tells lines apart that read alike, in this order.

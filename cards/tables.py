@@ -1,4 +1,4 @@
-"""Acceptance figures as tables. What belongs here: which figures share a column, and how lines and columns are named.
+"""Acceptance figures as tables.
 
 A column holds figures of one method and one source, a line those about the same prompts (`spots`); what nobody
 published or measured stands in its line as that.
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..validate.acceptance import METHOD, OVERALL, Acceptance, Row
+from ..bench.acceptance import METHOD, OVERALL, Acceptance, Row
 from .evidence import NOT_STATED
 from .spots import Spot, tell_apart
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes: streaming them out of files and into a new one. What belongs here: no torch, no meaning.
+"""Tensors as bytes: streaming them out of files and into a new one.
 
 A file is written in one pass by two threads, as hashing lets go of the interpreter's lock: one reads, hashes each
 tensor, looks at its values and writes; the other hashes the file, which alone takes as long as all of these.

@@ -1,4 +1,4 @@
-"""A checkpoint folder: config.json and safetensors. What belongs here: opening one, without reading a value."""
+"""A checkpoint folder: config.json and safetensors."""
 
 from __future__ import annotations
 

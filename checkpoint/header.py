@@ -1,4 +1,4 @@
-"""Safetensors headers, read as if they lied. What belongs here: parsing and building the header, nothing about data.
+"""Safetensors headers, read as if they lied.
 
 Format: https://github.com/huggingface/safetensors/blob/v0.6.2/README.md#format
 """

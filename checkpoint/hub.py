@@ -1,4 +1,4 @@
-"""A checkpoint on the Hugging Face Hub. What belongs here: pinning, listing, reading headers, downloading.
+"""A checkpoint on the Hugging Face Hub.
 
 This, `hub_range` and `hub_faults` alone import huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports them
 when a name turns out to be a hub id. Downloads are `snapshot_download`'s and `hf_hub_download`'s own, over plain HTTP
@@ -19,13 +19,13 @@ from .folder import INDEX, Checkpoint, gather, open_checkpoint, read_json
 from .header import TensorInfo, parse_header
 from .hub_faults import LOGIN, named, not_cached
 from .hub_range import RangeReader
-from .licences import LICENCE_FILES, in_any_case
+from .licenses import LICENSE_FILES, in_any_case
 from .locate import locate
 
-LICENCES = in_any_case(LICENCE_FILES)
+LICENSES = in_any_case(LICENSE_FILES)
 # What kconv's own outputs record beside the weights: how to serve them.
 LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
-CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENCES)
+CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENSES)
 # Kimi's tokenizer is a tiktoken.model with Python beside it, which is run only where the user trusts it.
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.txt", "*.py")
 # An engine reads the root alone; what lies deeper is other exports or a trainer's states.
@@ -113,15 +113,15 @@ class HubRepo:
         self.fetch_config()
         return self._snapshot(("*.json", *TOKENIZER_FILES))
 
-    def fetch_licence(self) -> Path:
-        """Download licence texts and notices, or find them in the local cache, and return their folder.
+    def fetch_license(self) -> Path:
+        """Download license texts and notices, or find them in the local cache, and return their folder.
 
         Raises:
             HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
             NotACheckpoint: the repository has no config.
         """
         self.fetch_config()
-        return self._snapshot(LICENCES)
+        return self._snapshot(LICENSES)
 
     def fetch_model(self) -> Path:
         """Download config, weights and tokenizer, or find them in the local cache, and return their folder.

@@ -1,4 +1,4 @@
-"""A data set on the Hugging Face Hub. What belongs here: fetching one file, and saying the commit that it is of."""
+"""A data set on the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hub's faults by kconv's names. What belongs here: which exception of huggingface_hub means what, and the fix.
+"""The Hub's faults by kconv's names.
 
 No text of an exception is repeated: one about a header holds the token, and a redirect's url is signed.
 """

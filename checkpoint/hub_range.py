@@ -1,4 +1,4 @@
-"""A part of a file on the Hub. What belongs here: range requests, for headers that need not the rest of their file."""
+"""A part of a file on the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few tensors of a large checkpoint. What belongs here: finding them without touching the other files."""
+"""A few tensors of a large checkpoint."""
 
 from __future__ import annotations
 

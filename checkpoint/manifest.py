@@ -1,4 +1,4 @@
-"""`kconv.json`, the record beside every output. What belongs here: its schema, reading, writing and re-checking it."""
+"""`kconv.json`, the record beside every output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a stored matrix, read by their numbers. What belongs here: reading a part of a tensor, whatever its size."""
+"""Rows of a stored matrix, read by their numbers."""
 
 from __future__ import annotations
 

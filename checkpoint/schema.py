@@ -1,4 +1,4 @@
-"""A file that is not of its schema. What belongs here: what pydantic says of it, in kconv's words alone."""
+"""A file that is not of its schema."""
 
 from __future__ import annotations
 

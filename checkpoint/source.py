@@ -1,4 +1,4 @@
-"""What a user names: a folder or a hub id. What belongs here: telling the two apart, and what either can open."""
+"""What a user names: a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Source(Protocol):
         """Return a folder that holds its config and its tokenizer, and maybe nothing else."""
         ...
 
-    def fetch_licence(self) -> Path:
-        """Return a folder that holds its licence texts and notices, if it has any, and maybe nothing else."""
+    def fetch_license(self) -> Path:
+        """Return a folder that holds its license texts and notices, if it has any, and maybe nothing else."""
         ...
 
     def fetch_model(self) -> Path:
@@ -95,7 +95,7 @@ class Folder:
         """Return the folder."""
         return self.path
 
-    def fetch_licence(self) -> Path:
+    def fetch_license(self) -> Path:
         """Return the folder."""
         return self.path
 

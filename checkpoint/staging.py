@@ -1,4 +1,4 @@
-"""Check first, write beside, rename last. What belongs here: how an output folder comes to be, whole or not at all."""
+"""Check first, write beside, rename last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON as strangers send it. What belongs here: parsing one object strictly, for headers, indexes and configs alike.
+"""JSON as strangers send it.
 
 The standard parser takes a name that stands twice, NaN, half a surrogate pair and numbers of any length;
 each of these is read differently by different engines, or can be neither printed nor written again.

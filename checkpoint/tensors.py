@@ -1,4 +1,4 @@
-"""Tensors as torch sees them, in and out of their bytes. What belongs here: the only table from dtypes to torch's."""
+"""Tensors as torch sees them, in and out of their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values judged by their bits: NaN, Inf and zero. What belongs here: the bit patterns of the float formats."""
+"""Values judged by their bits: NaN, Inf and zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: parse, call one function, print. What belongs here: the list of commands.
+"""The command line: parse, call one function, print.
 
 Modules of this room import nothing heavy at their top, so that `kconv --help` answers at once.
 """

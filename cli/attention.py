@@ -113,9 +113,9 @@ def convert(
     from ..convert.beside import refuse_target
     from ..convert.config import refuse_unstated
     from ..convert.execute import execute
-    from ..convert.layouts import by_name
     from ..convert.read import read_weights
     from ..convert.shared import SLOTS
+    from ..engines import by_name
     from ..head.forward import DraftHead
     from ..pipeline.making import find_shared
     from .head_output import print_kept, print_manifest
@@ -161,7 +161,7 @@ def convert(
 
 
 def _open_texts(wanted: Attention, spec: HeadSpec, target: Source) -> Texts:
-    from ..target.config import read_target_config
+    from ..targets.config import read_target_config
     from .attention_states import prompted_texts, stored_texts
 
     if wanted.states is not None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from ..convert.attention.calibration import Batch, Part
     from ..head.spec import HeadSpec
-    from ..target.config import TargetConfig
-    from ..target.stored_states import StoredStates
+    from ..targets.config import TargetConfig
+    from ..targets.stored_states import StoredStates
 
 # Sequences side by side in a step of healing.
 ROWS = 8
@@ -47,7 +47,7 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig) -> Texts:
         CalibrationInvalid: they are too few.
     """
     from ..convert.attention.calibration import check_amount
-    from ..target.stored_states import open_states
+    from ..targets.stored_states import open_states
 
     states = open_states(folder, config=config, captured=spec.captured)
     batches = StoredBatches(states)
@@ -76,8 +76,8 @@ def prompted_texts(
 
     from ..convert.attention.calibration import check_amount, part_of
     from ..errors import CalibrationInvalid
-    from ..target.prompts import read_prompts
-    from ..target.tokenizer import load_tokenizer
+    from ..targets.prompts import read_prompts
+    from ..targets.tokenizer import load_tokenizer
 
     prompts = read_prompts(file)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
@@ -101,8 +101,8 @@ def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[
     import torch
 
     from ..convert.attention.calibration import Batch
-    from ..target.model import load_target
-    from ..target.states import capture
+    from ..targets.model import load_target
+    from ..targets.states import capture
 
     model = load_target(folder, torch.float32)
     return [Batch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]

@@ -12,7 +12,7 @@ from ..checkpoint.source import Source
 from .options import FOLDER, PATH_OR_ID, check_trusted, open_head, reading, told
 
 if TYPE_CHECKING:
-    from ..validate.bench_suites import Suite
+    from ..bench.suites import Suite
 
 HEAD_OPTIONS = ("layout", "captured", "captured_are", "max_positions", "norm_before_residual")
 # What the other way of measuring would pass over.
@@ -86,8 +86,8 @@ def bench(
     if idle := told(*(OFFLINE if url else OF_SERVERS)):
         raise click.UsageError(f"{', '.join(idle)}: only {'without' if url else 'with'} --url")
     check_trusted(options["trust_remote_code"], target)
+    from ..bench.suites import load_suite
     from ..checkpoint.staging import refuse_existing
-    from ..validate.bench_suites import load_suite
     from .output import status
     from .tables import print_acceptance
 
@@ -105,8 +105,8 @@ def bench(
 
 
 def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], say: Any) -> Any:
+    from ..bench.run import Wish, measure_server
     from ..checkpoint.bytes import file_digest
-    from ..validate.bench import Wish, measure_server
 
     # A folder's weights can be named by their digests; those of a hub id are named by its commit.
     folder = Path(head.name)
@@ -128,7 +128,7 @@ def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], sa
 
 
 def _offline(head: Source, target: Source, suite: Suite, options: dict[str, Any], say: Any) -> Any:
-    from ..validate.bench_offline import measure_head
+    from ..bench.offline import measure_head
 
     hints = {name: options[name] for name in HEAD_OPTIONS if name in options}
     return measure_head(

@@ -41,7 +41,7 @@ def calibrate(
     from ..quantize.calibrate import calibrate as run
     from ..quantize.calibrating import find, keep, partial_of
     from ..quantize.calibration import write_calibration
-    from ..target.config import read_target_config
+    from ..targets.config import read_target_config
     from .output import status
 
     folder = target.fetch_model()

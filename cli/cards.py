@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..validate.report import Finding
 
 
-@click.command(short_help="Write a head's README.md, its licences and its notice.")
+@click.command(short_help="Write a head's README.md, its licenses and its notice.")
 @click.argument("head", type=FOLDER)
 @click.option("--report", type=FOLDER, help="report.json of kconv validate, for the acceptance table.")
 @click.option("--acceptance", multiple=True, type=FOLDER, help="acceptance.json of kconv bench, or quoted; repeatable.")
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
 @click.option("--style", type=click.Choice(["short", "compact", "nvidia"]), default="short", show_default=True,
               help="Which sections, in which order.")  # fmt: skip
 @click.option("--base-model", default="", help="Hub id of the target.")
-@click.option("--license", "licence", default="unknown", show_default=True, help="The head's licence, by kconv's id.")
-@click.option("--license-file", "licence_files", multiple=True, type=FOLDER, help="A licence's text; repeatable.")
-@click.option("--target", type=PATH_OR_ID, help="The target, for its licence.")
-@click.option("--source", type=PATH_OR_ID, help="What HEAD was made from, for its licence, if it is not at hand.")
+@click.option("--license", "license", default="unknown", show_default=True, help="The head's license, by kconv's id.")
+@click.option("--license-file", "license_files", multiple=True, type=FOLDER, help="A license's text; repeatable.")
+@click.option("--target", type=PATH_OR_ID, help="The target, for its license.")
+@click.option("--source", type=PATH_OR_ID, help="What HEAD was made from, for its license, if it is not at hand.")
 @click.option("--model-index", is_flag=True, help="Put the figures into the front matter too.")
 @click.option("--no-chart", "chart", is_flag=True, default=True, flag_value=False, help="Draw no chart.")
 @click.option("--missing", is_flag=True, help="List what the card asks for and nobody said; write nothing.")
-@click.option("--check", is_flag=True, help="Check HEAD's card and licences; write nothing.")
+@click.option("--check", is_flag=True, help="Check HEAD's card and licenses; write nothing.")
 def card(
     head: Path, report: Path | None, acceptance: tuple[Path, ...], facts_file: Path | None, style: str,
-    base_model: str, licence: str, licence_files: tuple[Path, ...], target: Source | None,
+    base_model: str, license: str, license_files: tuple[Path, ...], target: Source | None,
     source: Source | None, model_index: bool,
     chart: bool, missing: bool, check: bool,
 ) -> None:  # fmt: skip
     """Write HEAD's model card from its manifest, reports, figures and facts; what none of them says stands as that.
 
-    Licence texts are copied from the source, the target and --license-file. A folder that kconv did
+    License texts are copied from the source, the target and --license-file. A folder that kconv did
     not make has a card where the facts name the head. Exit 1 where --missing or --check find
-    something, or where a licence asks for more than the written card has.
+    something, or where a license asks for more than the written card has.
 
     \b
     Examples:
       kconv card my-head-vllm --report report/report.json --base-model moonshotai/Kimi-K2.6
       kconv card my-head-vllm --style nvidia --facts facts.yaml --acceptance acceptance.json --license-file LICENSE
     """
+    from ..bench.acceptance import read_acceptance
     from ..cards.card import gather, make_card, write
-    from ..cards.licences.checks import check_folder
-    from ..validate.acceptance import read_acceptance
+    from ..cards.licenses.checks import check_folder
     from ..validate.report import read_report
 
-    facts = _facts(facts_file, base_model, licence)
+    facts = _facts(facts_file, base_model, license)
     if check:
         _end_with(head, check_folder(head, facts), err=False)
     evidence = gather(
@@ -62,9 +62,9 @@ def card(
         read_report(report) if report else None,
         facts,
         [read_acceptance(file) for file in acceptance],
-        licence_files,
-        target.fetch_licence() if target else None,
-        source.fetch_licence() if source else None,
+        license_files,
+        target.fetch_license() if target else None,
+        source.fetch_license() if source else None,
     )
     made = make_card(evidence, style, model_index=model_index, chart=chart)
     if missing:
@@ -85,12 +85,12 @@ def _end_with(head: Path, found: Sequence[Finding], *, err: bool) -> NoReturn:
     raise SystemExit(1 if any(finding.severity == "error" for finding in found) else 0)
 
 
-def _facts(file: Path | None, base_model: str, licence: str) -> Facts:
+def _facts(file: Path | None, base_model: str, license: str) -> Facts:
     """Return the facts of a file, with what the command line says put in their place."""
     from ..cards.facts import Facts, read_facts
-    from ..cards.licences.licence import by_id
+    from ..cards.licenses.license import by_id
 
     facts = read_facts(file) if file else Facts()
-    if licence != "unknown":
-        facts = facts.model_copy(update={"licence": facts.licence.model_copy(update={"id": by_id(licence).id})})
+    if license != "unknown":
+        facts = facts.model_copy(update={"license": facts.license.model_copy(update={"id": by_id(license).id})})
     return facts.model_copy(update={"base_model": base_model}) if base_model else facts

@@ -23,10 +23,10 @@ def compare(files: tuple[Path, ...], chart: Path | None, as_json: bool) -> None:
     Example:
       kconv compare mla/acceptance.json gqa/acceptance.json --chart heads.png
     """
+    from ..bench.acceptance import read_acceptance
     from ..cards.compare import compare as run
     from ..cards.compare import draw
     from ..checkpoint.staging import refuse_existing
-    from ..validate.acceptance import read_acceptance
     from .tables import print_comparison
 
     if len(files) < 2:

@@ -60,8 +60,8 @@ def _writes(layout: str, form: str, lends: str = "") -> click.Command:
         from ..checkpoint.staging import refuse_existing
         from ..convert.cast import DTYPES
         from ..convert.execute import execute
-        from ..convert.layouts import by_name
         from ..convert.plan import Wishes, plan
+        from ..engines import by_name
         from ..pipeline.making import find_shapes, find_taken
         from .head_output import print_manifest, print_plan
         from .output import progress

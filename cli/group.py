@@ -1,7 +1,4 @@
-"""The group of commands: which job each does, how it is found, and where a named fault becomes a message.
-
-What belongs here: the help of `kconv` itself, its one error handler, and what a mistyped command is answered with.
-"""
+"""The group of commands: which job each does, how it is found, and where a named fault becomes a message."""
 
 from __future__ import annotations
 

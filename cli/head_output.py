@@ -1,4 +1,4 @@
-"""What `inspect` and the conversions print: a head, a plan, a manifest. What belongs here: tables, nothing decided."""
+"""What `inspect` and the conversions print: a head, a plan, a manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `kconv validate` that measure. What belongs here: their parsing, and what they ask of validate/."""
+"""The options of `kconv validate` that measure."""
 
 from __future__ import annotations
 

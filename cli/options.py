@@ -16,9 +16,9 @@ from ..convert.attention.kept import KEEP
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
     from ..convert.captured import Hints
-    from ..convert.layout import Layout
     from ..convert.read import Head
-    from ..target.config import TargetConfig
+    from ..engines.layout import Layout
+    from ..targets.config import TargetConfig
 
 FOLDER = click.Path(path_type=Path)
 
@@ -142,8 +142,8 @@ def read_options(
 ) -> tuple[Layout | None, Hints, TargetConfig | None]:
     """Return what the options of `reading` say: the layout, the hints, and the target's config where one was given."""
     from ..convert.captured import Hints
-    from ..convert.layouts import by_name
-    from ..target.config import read_target_config
+    from ..engines import by_name
+    from ..targets.config import read_target_config
 
     config = read_target_config(target.fetch_config()) if target else None
     layers = config.layers if config else None

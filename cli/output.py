@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, progress on stderr. What belongs here: tables, and nothing decided."""
+"""What commands print: results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..validate.report import Report
 if TYPE_CHECKING:
     from ..head.vocab import Coverage
     from ..pipeline.demo import Made
-    from ..target.states_record import StatesRecord
+    from ..targets.states_record import StatesRecord
     from ..train.recipe import EagleRecipe
     from ..validate.rules.rule import Rule
 

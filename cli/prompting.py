@@ -53,8 +53,8 @@ def read_sequences(
 
     from ..checkpoint.bytes import file_digest
     from ..quantize.calibration import Prompts
-    from ..target.prompts import read_prompts
-    from ..target.tokenizer import load_tokenizer
+    from ..targets.prompts import read_prompts
+    from ..targets.tokenizer import load_tokenizer
 
     given = read_prompts(prompts)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--expect-parent", default="", metavar="SHA", help="Refuse if the branch is on another commit.")
 @click.option("--report", type=FOLDER, help="report.json of kconv validate; DIR's own otherwise.")
 @click.option("--acceptance", multiple=True, type=FOLDER, help="acceptance.json; DIR's own otherwise; repeatable.")
-@click.option("--facts", type=FOLDER, help="The card's facts file, for the licence checks; else the recipe's.")
+@click.option("--facts", type=FOLDER, help="The card's facts file, for the license checks; else the recipe's.")
 @click.option("--min-acceptance", type=click.FloatRange(min=0, min_open=True), help="The floor; else the recipe's.")
 @click.option("--metric", default="al_incl_bonus", show_default=True, help="What the floor is of.")
 @click.option("--suite", help="What it is measured on, e.g. MT-Bench, or a report's text, e.g. sampled.")
@@ -67,7 +67,7 @@ def publish(
     """Publish DIR, a head with its card, as the repository REPO (org/name) of the Hub.
 
     Refused unless the manifest holds, the report is clean and of these very weights, the acceptance reaches the
-    floor, the card says what they say, and its licences are complete. Then: one commit, every file read back and
+    floor, the card says what they say, and its licenses are complete. Then: one commit, every file read back and
     compared, the tag. A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf
     auth login, or, where HF_OIDC_RESOURCE is set, from the CI job's identity.
 

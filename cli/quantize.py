@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..quantize.calibration import Prompts
     from ..quantize.recipe import Recipe
     from ..quantize.world import World
-    from ..target.config import TargetConfig
+    from ..targets.config import TargetConfig
 
 DATA_FREE = "data-free"
 # Where each road has the activations' scales from, and the options that it alone has.
@@ -108,7 +108,7 @@ def quantize(
     if not world.rank:
         refuse_existing(out)
 
-    from ..target.config import parse_target_config
+    from ..targets.config import parse_target_config
 
     # Prompts first: a fault of theirs is found before anything large is downloaded.
     sequences, said = (

@@ -54,8 +54,8 @@ def quantize_head(
     from ..quantize.head.formats import FORMATS
     from ..quantize.head.plan import plan_plain, plan_quantized, write
     from ..quantize.head.quantize import quantize_head as run
-    from ..target.config import read_target_config
-    from ..target.stored_states import open_states
+    from ..targets.config import read_target_config
+    from ..targets.stored_states import open_states
     from .attention_states import StoredBatches
     from .head_output import print_kept, print_manifest
     from .output import status

@@ -1,4 +1,4 @@
-"""What `kconv publish` and `kconv run` print. What belongs here: tables, and nothing decided."""
+"""What `kconv publish` and `kconv run` print."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .options import FOLDER
 @click.option("--from", "first", default="", metavar="STEP", help="Begin here; take what was made before as it is.")
 @click.option("--only", default="", metavar="STEP", help="Run this step alone.")
 @click.option("--without", multiple=True, metavar="STEP|KIND", help="Leave out a step, or all of a kind; repeatable.")
-@click.option("--dry-run", is_flag=True, help="Print which steps would run, sizes, disk and licence findings.")
+@click.option("--dry-run", is_flag=True, help="Print which steps would run, sizes, disk and license findings.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or what was done, as JSON.")
 def run(
     recipe: Path, out: Path | None, first: str, only: str, without: tuple[str, ...], dry_run: bool, as_json: bool

@@ -11,7 +11,7 @@ from ..checkpoint.source import Source
 from .options import FOLDER, PATH_OR_ID, LayerIds, check_trusted
 
 if TYPE_CHECKING:
-    from ..target.config import TargetConfig
+    from ..targets.config import TargetConfig
     from ..validate.engines.states import ServedRunner
 
 POSITIVE = click.IntRange(min=1)
@@ -95,12 +95,12 @@ def states(
     from ..checkpoint.staging import refuse_existing
     from ..checkpoint.tensors import TORCH
     from ..convert.captured import Hints, decide
-    from ..target.config import read_target_config
-    from ..target.model import load_target
-    from ..target.states_plan import Wanted
-    from ..target.states_runner import LocalRunner
-    from ..target.tokenizer import load_tokenizer
-    from ..target.write_states import write_states
+    from ..targets.config import read_target_config
+    from ..targets.model import load_target
+    from ..targets.states_plan import Wanted
+    from ..targets.states_runner import LocalRunner
+    from ..targets.tokenizer import load_tokenizer
+    from ..targets.write_states import write_states
     from .output import print_states, status
 
     refuse_existing(out)
@@ -144,8 +144,8 @@ def states(
 
 
 def _reach(url: str, shared: Path, target: Source, config: TargetConfig, dtype: str) -> ServedRunner:
+    from ..bench.server import connect
     from ..checkpoint.tensors import read_tensor
-    from ..validate.bench_server import connect
     from ..validate.engines.states import ServedRunner
 
     norm = f"{config.prefix}model.norm.weight"

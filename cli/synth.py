@@ -38,7 +38,7 @@ def synth(
     Example:
       kconv synth --url http://127.0.0.1:8000 --model my-target --prompts prompts.jsonl --out dialogues.jsonl
     """
-    from ..target.prompts import read_prompts
+    from ..targets.prompts import read_prompts
     from ..train.synth import FAILED, Asking, synthesize
     from .output import status
 

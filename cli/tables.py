@@ -1,4 +1,4 @@
-"""Acceptance figures as tables on stdout. What belongs here: those of bench and compare, and nothing decided."""
+"""Acceptance figures as tables on stdout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..bench.acceptance import Acceptance, Row
 from ..cards.compare import Comparison
-from ..validate.acceptance import Acceptance, Row
 from .output import print_json
 
 WAYS = {

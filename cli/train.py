@@ -101,8 +101,8 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
 def _job(
     target: Source, recipe: str, data: str | None, states: Path | None, pace: Pace, options: dict[str, Any]
 ) -> Job:
-    from ..target.config import read_target_config
-    from ..target.tokenizer import load_tokenizer
+    from ..targets.config import read_target_config
+    from ..targets.tokenizer import load_tokenizer
     from ..train.jobs import Data, check_job, offline_job, online_job
     from ..train.named import check_keys, read_recipe_file
 

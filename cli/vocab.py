@@ -14,10 +14,10 @@ from .options import FOLDER, PATH_OR_ID, check_trusted, reading
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
-    from ..convert.layout import Layout
     from ..convert.plan import Plan
     from ..convert.vocab_report import VocabReport
-    from ..target.vocabulary import Vocabulary
+    from ..engines.layout import Layout
+    from ..targets.vocabulary import Vocabulary
 
 OPERATIONS = ("rebuild_t2d", "absolute", "expand", "prune")
 
@@ -55,7 +55,7 @@ def vocab(
     target, name = options.pop("target"), options.pop("layout")
     _check_usage(asked, out, text, target, trust=trust_remote_code)
     from ..checkpoint.staging import refuse_existing
-    from ..convert.layouts import by_name
+    from ..engines import by_name
     from .output import print_json, status
 
     layout = by_name(name) if name else None
@@ -102,7 +102,7 @@ def _read_target(target: Source | None, *, trust: bool) -> Vocabulary | None:
     if target is None:
         return None
     # Here, as it imports transformers, which takes seconds.
-    from ..target.vocabulary import read_vocabulary
+    from ..targets.vocabulary import read_vocabulary
 
     return read_vocabulary(target, trust_remote_code=trust)
 

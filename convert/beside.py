@@ -1,10 +1,10 @@
-"""A head beside its target. What belongs here: what a conversion takes of the target, leaves to it, is refused for."""
+"""A head beside its target."""
 
 from __future__ import annotations
 
+from ..engines.layout import Layout
 from ..errors import LayoutCannot, TargetInvalid
 from ..head.slots import needs
-from .layout import Layout
 from .read import Head
 from .shared import SLOTS, Shared, same_bytes
 

@@ -1,4 +1,4 @@
-"""Captured layers and their two conventions. What belongs here: the table that decides which one a config speaks.
+"""Captured layers and their two conventions.
 
 kconv holds captured layers as outputs of the 0-based decoder layer i. vLLM counts the layer's *inputs*:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py#L1712

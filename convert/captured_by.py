@@ -1,4 +1,4 @@
-"""Who wrote a head's list of captured layers. What belongs here: trainers' marks, and what exporters do to a list."""
+"""Who wrote a head's list of captured layers."""
 
 from __future__ import annotations
 

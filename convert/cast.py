@@ -1,4 +1,4 @@
-"""Weights in another dtype, asked for by name. What belongs here: the one class that rounds."""
+"""Weights in another dtype, asked for by name."""
 
 from __future__ import annotations
 

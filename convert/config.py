@@ -1,4 +1,4 @@
-"""config.json to `HeadSpec` and back. What belongs here: walking the key tables; the tables are in `convert.keys`."""
+"""config.json to `HeadSpec` and back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.header import TensorInfo
+from ..engines.keys import (
+    BALLAST,
+    COMMON,
+    ELSEWHERE,
+    FIXED,
+    GQA,
+    MLA,
+    ConfigTable,
+    Key,
+)
 from ..errors import ConfigInvalid
 from ..head.spec import Gqa, HeadSpec, Mla, Norms, Tokens, Yarn
 from .captured import Captured, Hints, decide
 from .config_checks import ABSENT, check_dims, checked, find, refuse_unsupported
-from .keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, ConfigTable, Key
 from .own_keys import unify
 from .quantized import CONFIG_KEY, has_scales
 from .rope_keys import read_rope, states_theta, write_rope

@@ -1,13 +1,13 @@
-"""What a config may not say. What belongs here: checks of single keys and of dims, each with its refusal."""
+"""What a config may not say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..engines.keys import FIXED
 from ..errors import ConfigInvalid, ConfigUnsupported
 from ..head.spec import Gqa, HeadSpec
-from .keys import FIXED
 
 ABSENT = object()
 # Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.

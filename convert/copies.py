@@ -1,4 +1,4 @@
-"""Rows of a head's lm_head that are its target's. What belongs here: comparing the two, bit for bit."""
+"""Rows of a head's lm_head that are its target's."""
 
 from __future__ import annotations
 

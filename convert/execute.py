@@ -1,4 +1,4 @@
-"""A plan carried out. What belongs here: bytes streamed or moved, the manifest written, the folder renamed last."""
+"""A plan carried out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..checkpoint.manifest import (
 )
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
+from ..engines.launch import launch_files
 from ..errors import TensorValue
 from ..head.slots import needs
-from .launch import launch_files
 from .origins import count_parameters
 from .plan import Plan, Step
 from .read import read_slot

@@ -1,4 +1,4 @@
-"""A reduced head made to draft from the full vocabulary. What belongs here: the plan, and what is said of its rows.
+"""A reduced head made to draft from the full vocabulary.
 
 TensorRT-LLM needs it of an MLA head, and a token without a trained row must not win there (`head.filler`).
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.rows import row_blocks
+from ..engines.layout import Layout, stored
 from ..errors import LayoutCannot
 from ..head.filler import LEAN, Filler, make_filler, measure_margin, random_states
 from ..head.vocab import target_ids
 from .captured import Hints
-from .layout import Layout, stored
 from .made import Expanded
 from .plan import Plan, Source, Step
 from .read import Head, read_head, read_slot

@@ -1,4 +1,4 @@
-"""Tensors of an output that are computed, in blocks, when their turn comes. What belongs here: one class per kind."""
+"""Tensors of an output that are computed, in blocks, when their turn comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a head's parameters come from. What belongs here: counting trained ones and the target's apart."""
+"""Where a head's parameters come from."""
 
 from __future__ import annotations
 

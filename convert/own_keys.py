@@ -1,13 +1,13 @@
-"""Keys by which one layout's config differs. What belongs here: bringing a config to the keys of `convert.keys`."""
+"""Keys by which one layout's config differs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from ..engines.keys import BALLAST, ConfigTable
 from ..errors import ConfigInvalid, ConfigUnsupported
 from .captured import Hints
-from .keys import BALLAST, ConfigTable
 from .rope_keys import states_theta
 
 # Of a nested config and its root, the inner ones are the head's.

@@ -1,4 +1,4 @@
-"""What becomes what, decided before a byte is written. What belongs here: a conversion's plan and its refusals."""
+"""What becomes what, decided before a byte is written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
+from ..engines.layout import Layout, Stored, stored
 from ..errors import LayoutCannot
 from ..head.contract import FLOATS
 from ..head.slots import needs
@@ -16,7 +17,6 @@ from ..head.spec import HeadSpec
 from .beside import left_slots, refuse_target
 from .cast import Cast
 from .config import carry, refuse_unstated
-from .layout import Layout, Stored, stored
 from .quantized import CONFIG_KEY, add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot
 from .shared import Lent, Shared

@@ -1,4 +1,4 @@
-"""Quantized heads: linears stored with scales beside them. What belongs here: the formats, and their tensors' rows.
+"""Quantized heads: linears stored with scales beside them.
 
 A quantized linear is carried whole, weight and scales, and never re-packed: a scale belongs to the tensor it was
 measured on. `kconv quantize-head` makes such heads. What kconv computes, it computes on unquantized ones.
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..checkpoint.header import TensorInfo
+from ..engines.layout import Stored
+from ..engines.moves import Same
 from ..errors import LayoutCannot, TensorMissing
 from ..head.contract import Expected
-from .layout import Stored
-from .moves import Same
 
 # Where a config says how to read the scales; ModelOpt's exporter also writes the second, a file.
 CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"

@@ -1,4 +1,4 @@
-"""A checkpoint read as a head. What belongs here: layout found, spec read, every tensor claimed by a slot."""
+"""A checkpoint read as a head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
+from ..engines import detect
+from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
 from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, TensorTwins, TensorUnknown, UnknownLayout
 from ..head.contract import FLOATS, Breach, check_d2t, compare, summarize
 from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
 from .captured import Hints
 from .config import ReadConfig, read_config
-from .layout import Layout, Stored, ignorable, readable, unclaimed
-from .layouts import detect
 from .quantized import CONFIG_KEY, SIDE_FILE, add_scales, has_scales
 
 if TYPE_CHECKING:

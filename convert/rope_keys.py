@@ -1,4 +1,4 @@
-"""RoPE in a config, in the spellings of transformers 4 and 5. What belongs here: reading them as one, writing both."""
+"""RoPE in a config, in the spellings of transformers 4 and 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a head may share with its target: the embedding and lm_head. What belongs here: the target's side of it."""
+"""What a head may share with its target: the embedding and lm_head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a manifest tells of a head's past. What belongs here: telling it on, and that it is still of these bytes."""
+"""What a manifest tells of a head's past."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, TensorRecord, read_manifest
 from ..checkpoint.source import Source
+from ..engines import by_name
+from ..engines.layout import Layout
 from ..errors import KconvError, ManifestMismatch
 from .captured import Hints
-from .layout import Layout
-from .layouts import by_name
 from .read import Head
 
 

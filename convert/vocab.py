@@ -1,4 +1,4 @@
-"""Operations on a head's draft vocabulary. What belongs here: plans that write a head with another map or lm_head.
+"""Operations on a head's draft vocabulary.
 
 Each keeps the layout and the config, but for `draft_vocab_size`, and carries every other tensor as it is.
 """
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
+from ..engines import detect
+from ..engines.layout import Layout, stored
 from ..errors import ConfigUnsupported, LayoutCannot, TargetInvalid, TensorMissing, TensorValue
 from ..head.contract import FLOATS
 from ..head.spec import HeadSpec
@@ -30,8 +32,6 @@ from ..head.vocab import (
 )
 from .captured import Hints
 from .copies import count_copies
-from .layout import Layout, stored
-from .layouts import detect
 from .made import Pruned, Values
 from .plan import Plan, Source, Step
 from .read import Head, claim_tensors, read_head, read_slot, rows_of

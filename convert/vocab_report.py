@@ -1,4 +1,4 @@
-"""What a head's draft vocabulary is, and what is wrong with it. What belongs here: reading it, however broken."""
+"""What a head's draft vocabulary is, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.tensors import read_tensor
+from ..engines import detect
+from ..engines.layout import Layout, unclaimed
 from ..errors import TargetInvalid, TensorValue
 from ..head.contract import Breach, check_d2t, compare
 from ..head.slots import INTEGER
@@ -32,8 +34,6 @@ from ..head.vocab import (
 from .captured import Hints, without_lists
 from .config import read_config
 from .copies import Copies, count_copies
-from .layout import Layout, unclaimed
-from .layouts import detect
 from .read import rows_of, weight_dtype
 
 SLOTS = ("d2t", "t2d", "lm_head")

@@ -1,4 +1,4 @@
-"""A head's attention in plain torch. What belongs here: GQA's and MLA's projections, and what a query sees.
+"""A head's attention in plain torch.
 
 Attention is split in three: project the input to queries, keys and values with the positions turned in;
 let a context hold the keys and values and attend over them; project back. The context decides what a query

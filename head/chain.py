@@ -1,4 +1,4 @@
-"""The drafting chain of a head, and its acceptance. What belongs here: chains over a known text, and what survives.
+"""The drafting chain of a head, and its acceptance.
 
 Alignment. Entry t of draft step 1 stands at rotary position t: it pairs token x[t+1] with the fused target
 states of position t, and predicts x[t+2]. Step k of chain t takes token x[t+k] and the hidden state that step

@@ -1,7 +1,4 @@
-"""What a head must be, stated once: the plan refuses by it, and validation reports by it.
-
-What belongs here: comparing what a spec demands with what a checkpoint holds, and the ranges of values.
-"""
+"""What a head must be, stated once: the plan refuses by it, and validation reports by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters without a network, to show beside a head. What belongs here: bigrams, prompt lookup, a gauge of loops.
+"""Drafters without a network, to show beside a head.
 
 A text that loops is drafted well by anything: on it, a head's acceptance says little. So these two run on the
 same chains (`chain.py`) as the head, and `distinct_ngrams` says how much a text repeats itself.

@@ -1,4 +1,4 @@
-"""The row for a token that a head cannot draft. What belongs here: making it, and proving that it never wins.
+"""The row for a token that a head cannot draft.
 
 A reduced head that must have a row for each token of the target needs rows for the tokens it was never
 trained on. `lm_head` has no bias, so a row of zeros does not mean "never": its logit is 0, which is the

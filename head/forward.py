@@ -1,4 +1,4 @@
-"""The reference forward of an Eagle3 head in plain torch, as engines run it. What belongs here: `DraftHead`.
+"""The reference forward of an Eagle3 head in plain torch, as engines run it.
 
 One draft step takes a token and a hidden state (the fused states of the target, or what the step before
 returned), and returns the hidden state for the next step and the logits of the token after:

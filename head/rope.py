@@ -1,4 +1,4 @@
-"""Rotary position embedding of a head. What belongs here: frequencies, cos and sin, two ways to turn a vector.
+"""Rotary position embedding of a head.
 
 What YaRN scales beside the frequencies is in `yarn`.
 """

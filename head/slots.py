@@ -1,4 +1,4 @@
-"""Every tensor a head can have: its meaning and its only shape formula. What belongs here: the slot tables.
+"""Every tensor a head can have: its meaning and its only shape formula.
 
 A slot is a canonical name, free of any file layout. A layout's rows say under which tensor name a
 slot is stored, and through which reversible move; the stored shape follows from the formula here.

@@ -1,4 +1,4 @@
-"""What an Eagle3 draft head *is*, free of any file layout. What belongs here: the spec's frozen dataclasses."""
+"""What an Eagle3 draft head *is*, free of any file layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mathematics of draft vocabularies: maps, masks, the choice of tokens, coverage. What belongs here: no files.
+"""The mathematics of draft vocabularies: maps, masks, the choice of tokens, coverage.
 
 A reduced head has one row of `lm_head` for each token it may draft. `d2t[i]` is an *offset*: row i stands for
 the target's token `i + d2t[i]`, and `t2d` marks these tokens among all of the target's

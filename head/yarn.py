@@ -1,4 +1,4 @@
-"""What YaRN scales beside the frequencies. What belongs here: the factors of cos and sin and of the softmax, no torch.
+"""What YaRN scales beside the frequencies.
 
 YaRN has two readings, one for each attention, and they agree except where said here.
 

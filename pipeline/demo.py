@@ -1,4 +1,4 @@
-"""The demo: a tiny Kimi-K2, two heads that ModelOpt trains, converted and measured. What belongs here: its steps.
+"""The demo: a tiny Kimi-K2, two heads that ModelOpt trains, converted and measured.
 
 Before and after are two programs: before is ModelOpt's own module on its own weights, after is kconv's forward on
 the converted folder.
@@ -21,13 +21,13 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import verify
 from ..checkpoint.staging import refuse_existing, staged
 from ..convert.execute import execute
-from ..convert.layouts import by_name
 from ..convert.plan import plan
 from ..convert.read import Head, read_head, read_slot
+from ..engines import by_name
 from ..head.drafters import Bigram, count_bigrams
-from ..target.config import TargetConfig, read_target_config
-from ..target.model import load_target
-from ..target.tokenizer import Tokenizer, load_tokenizer
+from ..targets.config import TargetConfig, read_target_config
+from ..targets.model import load_target
+from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..tiny.recipe import DEMO, TinyRecipe
 from ..tiny.target import kept_at, make_target
 from ..tiny.text import read_corpus

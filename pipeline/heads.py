@@ -1,4 +1,4 @@
-"""Heads that a user named. What belongs here: opening one as it was said to be read, for commands and steps alike."""
+"""Heads that a user named."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Source
 from ..convert.captured import Hints
-from ..convert.layout import Layout
 from ..convert.read import Head, claim_tensors, read_head
 from ..convert.told import Origin, how_source_was_read
+from ..engines.layout import Layout
 from ..errors import KconvError, TargetInvalid
 from ..head.spec import HeadSpec
-from ..target.config import TargetConfig, read_target_config
+from ..targets.config import TargetConfig, read_target_config
 
 
 def open_beside(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:

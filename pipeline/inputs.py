@@ -1,4 +1,4 @@
-"""A step's inputs, found. What belongs here: what each stands for now, its digest, and the step's fingerprint."""
+"""A step's inputs, found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is given. What belongs here: its inputs as the library takes them, under names that hold elsewhere."""
+"""What a step is given."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..cards.publish.floor import Floor
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
-from ..convert.layout import Layout
 from ..convert.read import Head
+from ..engines.layout import Layout
 from ..errors import RecipeInvalid
 from .heads import open_beside
 from .kinds import Reading
@@ -115,7 +115,7 @@ def told(reading: Reading) -> tuple[Layout | None, Hints]:
     Raises:
         UnknownLayout: there is no such layout.
     """
-    from ..convert.layouts import by_name
+    from ..engines import by_name
 
     return by_name(reading.layout) if reading.layout else None, Hints(
         reading.captured,

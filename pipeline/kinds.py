@@ -1,4 +1,4 @@
-"""The kinds of steps. What belongs here: the parameters of each, one schema a kind; what they do is in `steps`."""
+"""The kinds of steps."""
 
 from __future__ import annotations
 
@@ -164,16 +164,16 @@ class Bench(StepBase):
 
 
 class Card(StepBase):
-    """The folder that is published: a converted head with card, licences and evidence, as `kconv card` writes them."""
+    """The folder that is published: a converted head with card, licenses and evidence, as `kconv card` writes them."""
 
-    INPUTS = ("head", "report", "acceptance", "licence_files", "target", "source")
+    INPUTS = ("head", "report", "acceptance", "license_files", "target", "source")
 
     do: Literal["card"]
     head: str
     report: str | None = None
     acceptance: tuple[str, ...] = ()
     style: Literal["short", "compact", "nvidia"] = "short"
-    licence_files: tuple[str, ...] = ()
+    license_files: tuple[str, ...] = ()
     target: str | None = None
     source: str | None = None
     model_index: bool = False

@@ -1,4 +1,4 @@
-"""Steps that make heads and targets. What belongs here: each of these calls what its command calls.
+"""Steps that make heads and targets.
 
 A function makes its job's `out`, whole or not at all.
 """
@@ -19,10 +19,10 @@ from .kinds import Convert, Quantize, Reading, Tiny, Train
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorInfo
-    from ..convert.layout import Layout
     from ..convert.read import Head
     from ..convert.shared import Shared
-    from ..target.config import TargetConfig
+    from ..engines.layout import Layout
+    from ..targets.config import TargetConfig
 
 # Documents that are only looked at while a head is trained.
 LOOKED_AT = 6
@@ -30,7 +30,7 @@ LOOKED_AT = 6
 
 def make_tiny(step: Tiny, job: Job) -> None:
     """Train a tiny target, or find it in the cache, and write texts for it."""
-    from ..target.tokenizer import load_tokenizer
+    from ..targets.tokenizer import load_tokenizer
     from ..tiny.cache import cache_root
     from ..tiny.recipe import DEMO, TEST
     from ..tiny.target import make_target
@@ -50,8 +50,8 @@ def make_tiny(step: Tiny, job: Job) -> None:
 
 def train(step: Train, job: Job) -> None:
     """Train a head with ModelOpt, from where an interrupted run stopped."""
-    from ..target.config import read_target_config
-    from ..target.tokenizer import load_tokenizer
+    from ..targets.config import read_target_config
+    from ..targets.tokenizer import load_tokenizer
     from ..train.arguments import Pace
     from ..train.jobs import Data, offline_job, online_job
     from ..train.named import read_recipe_file
@@ -78,7 +78,7 @@ def quantize(step: Quantize, job: Job) -> None:
     from ..quantize.plan import plan_quantize
     from ..quantize.recipe import load_recipe
     from ..quantize.run import quantize as run
-    from ..target.config import parse_target_config
+    from ..targets.config import parse_target_config
 
     recipe = load_recipe(job.word("recipe") or "")
     if step.kv_cache:
@@ -94,8 +94,8 @@ def convert(step: Convert, job: Job) -> None:
     """Write a head in an engine's layout."""
     from ..convert.cast import DTYPES
     from ..convert.execute import execute
-    from ..convert.layouts import by_name
     from ..convert.plan import Wishes, plan
+    from ..engines import by_name
 
     target, layout = job.maybe("target"), by_name(step.layout)
     head = open_step_head(job.source("head"), step.reading, target)
@@ -123,7 +123,7 @@ def find_shared(target: Source, slots: Iterable[str]) -> Shared:
     A tensor whose file is missing, as in a folder that was downloaded in part, is a fault only where it is asked for.
     """
     from ..convert.shared import Shared
-    from ..target.config import read_target_config
+    from ..targets.config import read_target_config
 
     config = read_target_config(target.fetch_config())
     found: dict[str, TensorInfo] = {}
@@ -143,7 +143,7 @@ def find_shared(target: Source, slots: Iterable[str]) -> Shared:
 def find_shapes(target: Source) -> Shared:
     """Find what a head may share with its target, of the Hub's copy by name and shape alone."""
     from ..convert.shared import SLOTS, Shared
-    from ..target.config import read_target_config
+    from ..targets.config import read_target_config
 
     if isinstance(target, Folder):
         return find_shared(target, SLOTS)

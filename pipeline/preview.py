@@ -1,4 +1,4 @@
-"""A release looked at before it is run. What belongs here: which steps would run, the disk, and licences."""
+"""A release looked at before it is run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cards.licences.checks import check_folder
-from ..cards.licences.files import find_texts
-from ..cards.licences.licence import LICENCES
-from ..checkpoint.licences import LICENCE_TEXTS
+from ..cards.licenses.checks import check_folder
+from ..cards.licenses.files import find_texts
+from ..cards.licenses.license import LICENSES
+from ..checkpoint.licenses import LICENSE_TEXTS
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..validate.report import Finding
 from .inputs import Found, find_inputs, fingerprint, needed, refuse_stale
@@ -49,7 +49,7 @@ class Preview:
         steps: those that are meant, in order.
         needed: bytes of disk that it takes, as far as they are known; `whole` says whether all are.
         free: bytes that are free.
-        findings: what the licence checks will say, as far as can be told by now.
+        findings: what the license checks will say, as far as can be told by now.
     """
 
     steps: tuple[Planned, ...]
@@ -83,7 +83,7 @@ def preview_release(release: Release, text: str, root: Path, selection: Selectio
             pending.add(name)
         steps.append(planned)
         if isinstance(step, Card):
-            findings += _licences(step, found, release, root / name, planned)
+            findings += _licenses(step, found, release, root / name, planned)
     sizes = [step.size for step in steps if step.runs is not False]
     return Preview(
         tuple(steps),
@@ -130,26 +130,26 @@ def _plan(
     return Planned(name, step.kind, bool(why), why, size, step.HEAVY), found
 
 
-def _licences(step: Card, found: Found | None, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
-    """Yield what the licence checks say of a card's folder; or, before there is one, what they will miss."""
+def _licenses(step: Card, found: Found | None, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
+    """Yield what the license checks say of a card's folder; or, before there is one, what they will miss."""
     if planned.runs is False:
         yield from check_folder(out, release.facts)
         return
     facts = release.facts
-    if not facts.licence.id:
-        yield _missing("L2", "facts.licence.id", "nobody has said under which licence the head stands")
+    if not facts.license.id:
+        yield _missing("L2", "facts.license.id", "nobody has said under which license the head stands")
     if not facts.base_model:
         yield _missing("L8", "facts.base_model", "nobody has said what the head's target is")
     if found is None:
         return
-    folders = [s.fetch_licence() for field in ("source", "target") for s in found.inputs.get(field, ())]
-    texts = find_texts(folders, [Path(file) for file in found.words.get("licence_files", ())])
-    at_hand = {one.licence.id for one in texts}
-    for rule, licence in (("L1", facts.licence.id), ("L3", facts.licence.target)):
-        wanted = LICENCES.get(licence or "")
+    folders = [s.fetch_license() for field in ("source", "target") for s in found.inputs.get(field, ())]
+    texts = find_texts(folders, [Path(file) for file in found.words.get("license_files", ())])
+    at_hand = {one.license.id for one in texts}
+    for rule, license in (("L1", facts.license.id), ("L3", facts.license.target)):
+        wanted = LICENSES.get(license or "")
         if wanted and wanted.marks and wanted.text and wanted.id not in at_hand:
-            at = ", ".join(LICENCE_TEXTS)
-            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, licence_files)")
+            at = ", ".join(LICENSE_TEXTS)
+            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, license_files)")
 
 
 def _missing(rule: str, where: str, message: str) -> Finding:

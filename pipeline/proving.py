@@ -1,4 +1,4 @@
-"""Steps that prove and publish. What belongs here: each of these calls what its command calls.
+"""Steps that prove and publish.
 
 A function makes its job's `out`, whole or not at all.
 """
@@ -33,7 +33,7 @@ SHOWN = 5
 
 def validate(step: Validate, job: Job) -> None:
     """Check a head or a target; the report is there even where it says that something is wrong."""
-    from ..target.config import read_target_config
+    from ..targets.config import read_target_config
     from ..validate.held_out import encode_held_out
     from ..validate.markdown import write_report
     from ..validate.parity import Parity
@@ -83,14 +83,14 @@ def validate(step: Validate, job: Job) -> None:
 
 def bench(step: Bench, job: Job) -> None:
     """Measure acceptance on a server, or by kconv's own forward."""
-    from ..validate.acceptance import ACCEPTANCE
+    from ..bench.acceptance import ACCEPTANCE
+    from ..bench.suites import load_suite
     from ..validate.assemble import config_digest, digests
-    from ..validate.bench_suites import load_suite
 
     head, target, trusted = job.source("head"), job.maybe("target"), job.trusts(step.trust_remote_code)
     suite = load_suite(job.word("suite") or step.suite, limit=step.limit)
     if step.url:
-        from ..validate.bench import Wish, measure_server
+        from ..bench.run import Wish, measure_server
 
         opened = head.open_weights()
         wish = Wish(
@@ -100,7 +100,7 @@ def bench(step: Bench, job: Job) -> None:
         )  # fmt: skip
         found = measure_server(step.url, suite, wish, job.say)
     else:
-        from ..validate.bench_offline import measure_head
+        from ..bench.offline import measure_head
 
         assert target is not None, "the recipe's check asks for it"
         found = measure_head(
@@ -113,10 +113,10 @@ def bench(step: Bench, job: Job) -> None:
 
 
 def write_card(step: Card, job: Job) -> None:
-    """Put a head, its evidence, its licences and its card into one folder, which can be published."""
+    """Put a head, its evidence, its licenses and its card into one folder, which can be published."""
+    from ..bench.acceptance import read_acceptance
     from ..cards.card import gather, make_card, write
     from ..cards.publish.release import acceptance_name
-    from ..validate.acceptance import read_acceptance
     from ..validate.report import REPORT, read_report, report_file
 
     target, source, reports = job.maybe("target"), job.maybe("source"), job.files("report")
@@ -138,9 +138,9 @@ def write_card(step: Card, job: Job) -> None:
             # A card is named after its folder otherwise, which has a name of chance while it is made.
             job.facts if job.facts.name else job.facts.model_copy(update={"name": job.title}),
             [read_acceptance(file) for file in acceptance],
-            job.files("licence_files"),
-            target.fetch_licence() if target else None,
-            source.fetch_licence() if source else None,
+            job.files("license_files"),
+            target.fetch_license() if target else None,
+            source.fetch_license() if source else None,
         )
         write(folder, make_card(evidence, step.style, model_index=step.model_index, chart=step.chart))
 

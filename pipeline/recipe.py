@@ -1,4 +1,4 @@
-"""A release as a recipe. What belongs here: the file's schema, and how its steps name each other's outputs.
+"""A release as a recipe.
 
 A step's input is a path, a hub id org/name[@revision], or `$step`, the output of an earlier step; `$step/file` is a
 part of that. Paths are as from where the command is run.
@@ -32,7 +32,7 @@ class Release(BaseModel):
     Attributes:
         name: what it is called; its folder, where no other is asked for.
         min_acceptance: what the head must reach to be published.
-        facts: what no file of the head says, for its card and the licence checks.
+        facts: what no file of the head says, for its card and the license checks.
         steps: by name, in the order in which they run.
     """
 

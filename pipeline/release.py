@@ -1,4 +1,4 @@
-"""A release carried out, from where it stands. What belongs here: which steps run, in order, and what is remembered.
+"""A release carried out, from where it stands.
 
 A step runs where its output is missing or changed, or its fingerprint is another than the one that made it. As that
 is made of its inputs' contents, a step whose inputs come out the same again is not run again.

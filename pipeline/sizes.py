@@ -1,4 +1,4 @@
-"""How much a step will write. What belongs here: one estimate a kind, from headers and configs alone.
+"""How much a step will write.
 
 None stands for what cannot be known before an earlier step has made its output.
 """
@@ -44,7 +44,7 @@ def _tiny(step: Tiny, _: Found | None) -> int | None:
 def _train(step: Train, found: Found | None) -> int | None:
     """Twice the head: as it is exported, and as ModelOpt's own module."""
     from ..head.slots import needs
-    from ..target.config import read_target_config
+    from ..targets.config import read_target_config
     from ..train.named import complete, read_recipe_file
     from ..train.watch import spec_of
 
@@ -61,7 +61,7 @@ def _quantize(step: Quantize, found: Found | None) -> int | None:
     from ..quantize.inputs import data_free
     from ..quantize.plan import plan_quantize
     from ..quantize.recipe import load_recipe
-    from ..target.config import parse_target_config
+    from ..targets.config import parse_target_config
 
     if found is None:
         return None
@@ -73,8 +73,8 @@ def _quantize(step: Quantize, found: Found | None) -> int | None:
 
 def _convert(step: Convert, found: Found | None) -> int | None:
     from ..convert.cast import DTYPES
-    from ..convert.layouts import by_name
     from ..convert.plan import Wishes, plan
+    from ..engines import by_name
     from .job import read_step_head
     from .making import find_shapes
 

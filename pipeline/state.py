@@ -1,4 +1,4 @@
-"""What a run remembers. What belongs here: run.json, run.jsonl, the lock, and the digests of outputs.
+"""What a run remembers.
 
 A file whose size and time are the recorded ones is taken to hold the recorded bytes; any other is read again.
 """

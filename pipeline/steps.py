@@ -1,4 +1,4 @@
-"""What each kind of step does. What belongs here: the table, and what is said where a library is missing."""
+"""What each kind of step does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a calibrated amax can be. What belongs here: refusing one that has no scale, or that no norm can put out."""
+"""What a calibrated amax can be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ..checkpoint.folder import Checkpoint
 from ..errors import InputScalesInvalid
-from ..target.config import TargetConfig
-from ..target.norms import beyond_norms
+from ..targets.config import TargetConfig
+from ..targets.norms import beyond_norms
 from .formats import is_scale
 from .pack import scale_2
 

@@ -1,4 +1,4 @@
-"""A target run layer by layer from its disk, for what its modules read. What belongs here: the walk.
+"""A target run layer by layer from its disk, for what its modules read.
 
 One layer is in memory at a time, and what flows between two: [tokens, hidden] in the dtype of the run.
 """
@@ -17,9 +17,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.rows import read_rows
 from ..errors import InputScalesInvalid
-from ..target.config import TargetConfig
-from ..target.model import build_target, check_tensors, fill
-from ..target.source_formats import stored_weights
+from ..targets.config import TargetConfig
+from ..targets.model import build_target, check_tensors, fill
+from ..targets.source_formats import stored_weights
 from .calibrating import Between
 from .calibration import Calibration, Prompts, identify
 

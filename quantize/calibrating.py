@@ -1,4 +1,4 @@
-"""A calibration between two layers. What belongs here: keeping it beside the output, and finding it again.
+"""A calibration between two layers.
 
 A run that was killed goes on behind the last layer that it finished: what flows to the next is kept as it is, so that
 the amaxes are those of one quiet run.

@@ -1,4 +1,4 @@
-"""What a calibration saw of each module's input. What belongs here: the file's schema, and whose target it is of."""
+"""What a calibration saw of each module's input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 
 
 class Identity(BaseModel):

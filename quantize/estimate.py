@@ -1,4 +1,4 @@
-"""How long a plan will take on this machine. What belongs here: one file's first modules, timed without a write."""
+"""How long a plan will take on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules that an engine must not take for quantized. What belongs here: writing them so that no reader errs.
+"""The modules that an engine must not take for quantized.
 
 vLLM tests each entry as a name, as a *part* of a name, and as a wildcard; TensorRT-LLM as a wildcard on the name and
 on each of its parents, and it tests the bare `kv_b_proj` too:

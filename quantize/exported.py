@@ -1,4 +1,4 @@
-"""What ModelOpt exported, held against the plan. What belongs here: its names, shapes and values, and the manifest.
+"""What ModelOpt exported, held against the plan.
 
 Every value is looked at, as the streaming road does while it writes: an export that overflowed is whole to the eye.
 """
@@ -17,7 +17,7 @@ from ..checkpoint.manifest import FileRecord
 from ..checkpoint.tensors import entry, read_tensor
 from ..checkpoint.values import Scan
 from ..errors import TensorMissing, TensorValue
-from ..target.stored import Stored
+from ..targets.stored import Stored
 from .finish import write_beside, write_manifest
 from .formats import is_scale
 from .plan import QuantizePlan

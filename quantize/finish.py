@@ -1,4 +1,4 @@
-"""What stands beside the weights of the output. What belongs here: config, copies, index and manifest."""
+"""What stands beside the weights of the output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
-from ..target.source_formats import SIDE_CONFIG
+from ..targets.source_formats import SIDE_CONFIG
 from .excludes import exclude_modules
 from .formats import hf_quant_config, quantization_config
 from .plan import QuantizePlan
@@ -67,7 +67,7 @@ def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], s
 
 
 def copied_files(source: Path) -> list[Path]:
-    """Return the files of a target's folder that are copied: tokenizer, code, licence, generation config."""
+    """Return the files of a target's folder that are copied: tokenizer, code, license, generation config."""
     return sorted(
         file
         for file in source.iterdir()

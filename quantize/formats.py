@@ -1,4 +1,4 @@
-"""NVFP4 as engines read it: tensors, fused modules, config blocks. What belongs here: data, and no arithmetic.
+"""NVFP4 as engines read it: tensors, fused modules, config blocks.
 
 ModelOpt's names: https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/quant_utils.py
 """

@@ -1,4 +1,4 @@
-"""Where the scales of activations come from. What belongs here: data-free ones, and those of a calibration file."""
+"""Where the scales of activations come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..checkpoint.folder import Checkpoint
 from ..errors import InputScalesInvalid
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 from .bounds import check_amax, check_norms
 from .calibration import identify, read_calibration
 from .formats import fused_group

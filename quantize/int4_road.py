@@ -1,4 +1,4 @@
-"""INT4 to NVFP4 without the numbers between. What belongs here: the road that looks the result up.
+"""INT4 to NVFP4 without the numbers between.
 
 A group of sixteen INT4 values shares one bf16 scale, so its NVFP4 is decided by that scale and by the largest
 magnitude among its nibbles, the level, of which there are nine. For each pair the packer itself is asked, once, what
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..target.int4 import Int4
+from ..targets.int4 import Int4
 from .formats import GROUP_SIZE
 from .native import load_native
 from .pack import Packed, pack

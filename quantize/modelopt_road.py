@@ -1,4 +1,4 @@
-"""The road for targets that fit into memory: ModelOpt calibrates, quantizes and exports. What belongs here: driving it.
+"""The road for targets that fit into memory: ModelOpt calibrates, quantizes and exports.
 
 Its tensors are kept as they are. All beside them is kconv's own, so that both roads write one format.
 """
@@ -15,8 +15,8 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.staging import staged
 from ..checkpoint.tensors import TORCH
 from ..errors import RecipeInvalid
-from ..target.config import TargetConfig
-from ..target.model import load_target
+from ..targets.config import TargetConfig
+from ..targets.model import load_target
 from .calibration import Prompts
 from .exported import take_export
 from .inputs import InputScales

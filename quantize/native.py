@@ -1,4 +1,4 @@
-"""C sources of this package made ready to call. What belongs here: compiling one once, into the cache, and trusting it.
+"""C sources of this package made ready to call.
 
 Without a compiler there is None, and whoever asked has a slower way; what was compiled is trusted only after it
 agreed with that way.

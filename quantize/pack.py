@@ -1,4 +1,4 @@
-"""A weight packed as NVFP4, with the arithmetic of ModelOpt's NVFP4QTensor bit for bit. What belongs here: packing."""
+"""A weight packed as NVFP4, with the arithmetic of ModelOpt's NVFP4QTensor bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..target.nvfp4 import dequantize_nvfp4
+from ..targets.nvfp4 import dequantize_nvfp4
 from .formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from .pack_native import fastest
 from .pack_plain import Packed

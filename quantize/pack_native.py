@@ -1,4 +1,4 @@
-"""pack.c ready to call. What belongs here: handing it tensors, and not trusting it before it agreed with torch."""
+"""pack.c ready to call."""
 
 from __future__ import annotations
 

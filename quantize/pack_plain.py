@@ -1,4 +1,4 @@
-"""NVFP4's arithmetic in torch, as ModelOpt's NVFP4QTensor has it. What belongs here: the way that needs no compiler.
+"""NVFP4's arithmetic in torch, as ModelOpt's NVFP4QTensor has it.
 
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/quantization/qtensor/nvfp4_tensor.py
 """

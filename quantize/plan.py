@@ -1,4 +1,4 @@
-"""What becomes what, decided from headers alone. What belongs here: the plan's types, and how one is made."""
+"""What becomes what, decided from headers alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from math import prod
 
 from ..checkpoint.folder import Checkpoint
 from ..errors import RecipeInvalid, TensorShape
-from ..target.config import TargetConfig
-from ..target.source_formats import read_form, stored_weights
-from ..target.stored import Stored
+from ..targets.config import TargetConfig
+from ..targets.source_formats import read_form, stored_weights
+from ..targets.stored import Stored
 from .excludes import LAYER
 from .formats import GROUP_SIZE
 from .inputs import InputScales

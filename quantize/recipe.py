@@ -1,4 +1,4 @@
-"""Which modules become NVFP4. What belongs here: a recipe's schema, reading one, and the names of those in the package.
+"""Which modules become NVFP4.
 
 Patterns are over module names of the text model as Kimi-K2 has them, without the `language_model.` of a wrapper;
 `*` matches any run of characters, dots among them.

@@ -1,4 +1,4 @@
-"""What is known of a finished file of the output. What belongs here: its record while the work goes on."""
+"""What is known of a finished file of the output."""
 
 from __future__ import annotations
 

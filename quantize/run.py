@@ -1,4 +1,4 @@
-"""A quantization from plan to output. What belongs here: the disk checked, the files made, the folder renamed."""
+"""A quantization from plan to output."""
 
 from __future__ import annotations
 

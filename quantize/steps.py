@@ -1,4 +1,4 @@
-"""How each tensor of an output came to be, as its manifest says it. What belongs here: these records, and no bytes."""
+"""How each tensor of an output came to be, as its manifest says it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of the output, made from start to end. What belongs here: amax first, then bytes as they are packed.
+"""One file of the output, made from start to end.
 
 A file is read twice: its fused groups share a scale that is known only after all of them were seen, and the scales
 stand at the front of the file. The second time it comes from the page cache, where a file of `plan.SHARD` fits.
@@ -19,8 +19,8 @@ from ..checkpoint.manifest import FileRecord
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue
-from ..target.int4 import Int4
-from ..target.stored import Stored
+from ..targets.int4 import Int4
+from ..targets.stored import Stored
 from .int4_road import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
 from .record import UnitRecord, Workplace

@@ -1,4 +1,4 @@
-"""The files of an output, and what each is made of. What belongs here: the types, and cutting a target into files."""
+"""The files of an output, and what each is made of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..checkpoint.header import TensorInfo, byte_size
-from ..target.stored import Plain, Stored
+from ..targets.stored import Plain, Stored
 from .formats import fused_group, weight_tensors
 
 

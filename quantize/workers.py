@@ -1,4 +1,4 @@
-"""Files of the output made side by side. What belongs here: the processes, and what they tell of their progress."""
+"""Files of the output made side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process among those that share one job. What belongs here: reading torchrun's variables."""
+"""This process among those that share one job."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_the_house_holds():
 
 def test_the_check_sees_the_whole_house():
     seen = {str(file.relative_to(ROOT)) for file in product_files(ROOT)}
-    assert {"__init__.py", "errors.py", "checkpoint/header.py", "convert/layouts/vllm.py", "cli/convert.py"} <= seen
+    assert {"__init__.py", "errors.py", "checkpoint/header.py", "engines/vllm.py", "cli/convert.py"} <= seen
     assert not {name for name in seen if name.startswith(("tests/", "scripts/", "."))}
 
 
@@ -32,11 +32,11 @@ def house(tmp_path):
         "checkpoint/header.py": "import json\nfrom ..errors import Fault\n",
         "checkpoint/hub.py": "import huggingface_hub\n",
         "head/spec.py": "from ..checkpoint.header import json\n",
-        "target/states.py": "import torch\nfrom ..checkpoint import header\n",
-        "target/model.py": "from .states import torch\n",
+        "targets/states.py": "import torch\nfrom ..checkpoint import header\n",
+        "targets/model.py": "from .states import torch\n",
         "convert/plan.py": "from ..head.spec import Fault\nfrom ..target.states import torch\n",
-        "convert/launch.py": "",
-        "convert/layouts/vllm.py": "from ...errors import Fault\nfrom ..plan import torch\n",
+        "engines/launch.py": "",
+        "engines/vllm.py": "from ...errors import Fault\nfrom ..plan import torch\n",
         "train/trainer.py": "def go():\n    import modelopt.torch\n    from ..convert.plan import torch\n",
         "validate/report.py": "from ..target.model import torch\n",
         "cards/card.py": "from ..convert.launch import x\nfrom ..validate import report\n",
@@ -69,10 +69,10 @@ ARROWS = {
     "errors imports a room": ("errors.py", "from .checkpoint.header import json", "checkpoint.header"),
     "checkpoint looks up": ("checkpoint/header.py", "from ..head.spec import x", "head.spec"),
     "head imports target": ("head/spec.py", "from ..target.states import torch", "target.states"),
-    "target imports head": ("target/model.py", "from ..head import spec", "head.spec"),
+    "target imports head": ("targets/model.py", "from ..head import spec", "head.spec"),
     "convert imports more of target": ("convert/plan.py", "from ..target.model import torch", "target.model"),
     "convert imports a room's package": ("convert/plan.py", "from .. import target", "target"),
-    "a deeper folder counts its dots": ("convert/layouts/vllm.py", "from ...train.trainer import go", "train.trainer"),
+    "a deeper folder counts its dots": ("engines/vllm.py", "from ...train.trainer import go", "train.trainer"),
     "train imports validate": ("train/trainer.py", "from ..validate.report import x", "validate.report"),
     "validate imports the packer": ("validate/report.py", "from ..quantize import nvfp4", "quantize"),
     "cards import the plan": ("cards/card.py", "from ..convert.plan import x", "convert.plan"),

@@ -1,4 +1,4 @@
-"""Where things that were made once are kept, and under which name. What belongs here: the folder and the hash."""
+"""Where things that were made once are kept, and under which name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tiny target is made. What belongs here: the recipe's dataclass, and the two recipes that kconv uses."""
+"""How a tiny target is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny target as a folder like the hub's. What belongs here: its config, making it once, and finding it again."""
+"""The tiny target as a folder like the hub's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ..checkpoint.staging import staged
 from ..errors import OutputExists
-from ..target.config import parse_target_config
-from ..target.model import build_target
+from ..targets.config import parse_target_config
+from ..targets.model import build_target
 from .cache import recipe_key
 from .recipe import TinyRecipe
 from .text import Corpus, read_corpus

@@ -1,7 +1,4 @@
-"""Text that is already on every machine: the standard library's docstrings and Python's reference topics.
-
-What belongs here: reading that text, and splitting it into what is trained on and what is held out.
-"""
+"""Text that is already on every machine: the standard library's docstrings and Python's reference topics."""
 
 from __future__ import annotations
 

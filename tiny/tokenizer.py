@@ -1,4 +1,4 @@
-"""The tiny target's tokenizer, a byte-level BPE. What belongs here: training it, writing it, packing documents."""
+"""The tiny target's tokenizer, a byte-level BPE."""
 
 from __future__ import annotations
 

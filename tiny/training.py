@@ -1,7 +1,4 @@
-"""Training the tiny target: batches, optimizer, load balance, and how well it predicts held-out text.
-
-What belongs here: the loop and its measures; nothing is read or written.
-"""
+"""Training the tiny target: batches, optimizer, load balance, and how well it predicts held-out text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers' Trainer is told. What belongs here: how a run is watched and kept, and the Trainer's arguments."""
+"""What transformers' Trainer is told."""
 
 from __future__ import annotations
 

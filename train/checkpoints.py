@@ -1,4 +1,4 @@
-"""Checkpoints of a run. What belongs here: their parts, whose they are, and the one to go on from.
+"""Checkpoints of a run.
 
 A checkpoint holds the head and its optimizer's state whole and by name, however they were spread over processes: so
 a run goes on from it with `--shard` or without.

@@ -1,4 +1,4 @@
-"""A run drawn. What belongs here: loss and acceptance over its steps, as a PNG."""
+"""A run drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelOpt's draft decoders, made to train what engines serve. What belongs here: the layers, and patching them in.
+"""ModelOpt's draft decoders, made to train what engines serve.
 
 ModelOpt 0.47 builds a head from a decoder layer class of its choice. Four things about that choice are mended,
 each without touching a weight's name or shape:

@@ -1,4 +1,4 @@
-"""Batches for training: token ids, and the target's states over them. What belongs here: where the states come from.
+"""Batches for training: token ids, and the target's states over them.
 
 Online, the target is in memory and runs over each batch; offline, its states were stored before (`kconv states`).
 Either gives what ModelOpt's offline forward reads, so training does not know which one it is.
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import DeepseekV3ForCausalLM
 
-from ..target.states import capture
-from ..target.stored_states import StatesFolder
+from ..targets.states import capture
+from ..targets.stored_states import StatesFolder
 from .recipe import EagleRecipe
 
 Batch = dict[str, Any]

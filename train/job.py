@@ -1,4 +1,4 @@
-"""What to train, on what. What belongs here: the job as plain data, its draft vocabulary, and the key that names it."""
+"""What to train, on what."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checkpoint.bytes import file_digest
 from ..convert.read import Head, read_slot
 from ..head.vocab import Coverage, measure_coverage, target_ids
-from ..target.config import read_target_config
+from ..targets.config import read_target_config
 from .feed import States
 from .recipe import EagleRecipe
 from .windows import map_draft_vocab

@@ -1,4 +1,4 @@
-"""Jobs from what a user gives. What belongs here: data and recipe brought together, online and offline."""
+"""Jobs from what a user gives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from ..checkpoint.tensors import TORCH
 from ..convert.config import refuse_unstated
 from ..convert.read import Head
-from ..target.config import TargetConfig
-from ..target.model import load_target
-from ..target.states_record import StatesRecord
-from ..target.stored_states import StatesFolder, open_states
-from ..target.tokenizer import Tokenizer
+from ..targets.config import TargetConfig
+from ..targets.model import load_target
+from ..targets.states_record import StatesRecord
+from ..targets.stored_states import StatesFolder, open_states
+from ..targets.tokenizer import Tokenizer
 from .arguments import Pace, check_processes
 from .feed import Offline, States, online_states
 from .job import Job

@@ -1,4 +1,4 @@
-"""The training loop: transformers' Trainer over ModelOpt's Eagle model. What belongs here: what it does otherwise.
+"""The training loop: transformers' Trainer over ModelOpt's Eagle model.
 
 The Trainer brings devices, processes, FSDP2, accumulation, schedules, logs and checkpoints that go on where they
 stopped (data position and random numbers included). What is not its own: the loss is ModelOpt's, a checkpoint holds

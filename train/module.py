@@ -1,4 +1,4 @@
-"""A head as ModelOpt's own module: built, exported, kept, loaded again. What belongs here: ModelOpt's config.
+"""A head as ModelOpt's own module: built, exported, kept, loaded again.
 
 A target is given a head by `mtsp.convert` in ModelOpt's offline mode: the target's layers are dropped, and each
 forward is fed what they would have put out (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/speculative_decoding/README.md).
@@ -26,8 +26,8 @@ from ..checkpoint.tensors import TORCH, entry, read_tensor
 from ..convert.rope_keys import read_rope, write_rope
 from ..errors import NotACheckpoint, RecipeInvalid, TrainingFailed
 from ..head.spec import Mla
-from ..target.model import load_target
-from ..target.states import States
+from ..targets.model import load_target
+from ..targets.states import States
 from .decoder import served_decoders
 from .recipe import EagleRecipe, check_fit, parse_recipe
 

@@ -1,4 +1,4 @@
-"""Recipes by name or file. What belongs here: completing one from the target, or from a head to go on from."""
+"""Recipes by name or file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..convert.captured import default_outputs
 from ..convert.rope_keys import read_rope
 from ..errors import RecipeInvalid
 from ..head.spec import HeadSpec, Norms
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 from .recipe import EagleRecipe, check_fit, parse_recipe
 
 NAMES = ("eagle3-mla", "eagle3-gqa")

@@ -1,4 +1,4 @@
-"""Muon for a head's matrices and AdamW for the rest, as one optimizer. What belongs here: joining the two.
+"""Muon for a head's matrices and AdamW for the rest, as one optimizer.
 
 torch has both, and no way to run two under one learning-rate schedule, which is what transformers' Trainer,
 accelerate and their checkpoints expect.

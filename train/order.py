@@ -1,4 +1,4 @@
-"""In which order batches are trained on. What belongs here: the sampler."""
+"""In which order batches are trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program before any conversion: ModelOpt's own module drafts, on its own weights. What belongs here: running it.
+"""The program before any conversion: ModelOpt's own module drafts, on its own weights.
 
 Nothing of kconv's own forward takes part, so what kconv computes from an exported or converted head can be
 held against it.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PromptsInvalid, TrainingFailed
-from ..target.states import States
+from ..targets.states import States
 from .module import EagleModel, load_module, offline_inputs
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves. What belongs here: the trained head as ModelOpt exports it, its module, and the report of the run.
+"""What a run leaves.
 
 `modelopt/` holds the same head as ModelOpt's own module, training.json, and the curves. The report stands in
 training.json with every look and without the prompts' digests, and in the manifest the other way round.
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..checkpoint.folder import read_json
 from ..checkpoint.tensors import TORCH
-from ..target.ends import load_ends
+from ..targets.ends import load_ends
 from .checkpoints import RUN
 from .curves import draw_curves
 from .job import LIBRARIES, Job, draft_coverage

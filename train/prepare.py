@@ -1,4 +1,4 @@
-"""Data made ready for a run. What belongs here: rows of dialogues or of stored states, and which are held out."""
+"""Data made ready for a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import TrainingDataInvalid
-from ..target.stored_states import StatesFolder
-from ..target.tokenizer import Tokenizer
+from ..targets.stored_states import StatesFolder
+from ..targets.tokenizer import Tokenizer
 from .job import Rows
 from .samples import Sample, encode_row, pack_samples, read_rows
 

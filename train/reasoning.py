@@ -1,4 +1,4 @@
-"""What a target says before its answer. What belongs here: where it stands in a message, and in a rendered dialogue."""
+"""What a target says before its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a draft head is made. What belongs here: the recipe's dataclass, its check, and the recipes that kconv uses."""
+"""How a draft head is made."""
 
 from __future__ import annotations
 

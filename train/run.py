@@ -1,4 +1,4 @@
-"""One training run from data to head, resumed where it stopped. What belongs here: its order, and what it leaves.
+"""One training run from data to head, resumed where it stopped.
 
 OUT holds the head in TensorRT-LLM's layout, which is ModelOpt's names under a config that says what was trained (or in
 vLLM's, see `written`), with kconv's manifest; and in `modelopt/` the same head as ModelOpt's own module, training.json,
@@ -17,13 +17,13 @@ from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
-from ..convert.layout import stored
-from ..convert.layouts import by_name
 from ..convert.plan import Wishes, plan
 from ..convert.read import Head, read_head, read_slot
 from ..convert.told import read_told
-from ..target.config import read_target_config
-from ..target.ends import load_ends
+from ..engines import by_name
+from ..engines.layout import stored
+from ..targets.config import read_target_config
+from ..targets.ends import load_ends
 from .arguments import Pace, check_processes
 from .checkpoints import claim, drop_unusable, newest
 from .feed import Feed

@@ -1,4 +1,4 @@
-"""What a head is trained on, as token ids. What belongs here: dialogues and texts read, encoded, and masked.
+"""What a head is trained on, as token ids.
 
 A line of JSONL, or a row of a dataset, is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TrainingDataInvalid
-from ..target.tokenizer import Tokenizer
+from ..targets.tokenizer import Tokenizer
 from .reasoning import REASONING, add_reasoning, read_reasoning
 from .seen import prompt_digest
 

@@ -1,4 +1,4 @@
-"""Which prompts a head was trained on. What belongs here: what the manifest says of them, so that none is held out."""
+"""Which prompts a head was trained on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..convert.read import Head
 from ..convert.told import read_told
-from ..target.prompts import KEPT, Prompt
+from ..targets.prompts import KEPT, Prompt
 
 
 def prompt_digest(turns: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Answers of the served target itself, to train on. What belongs here: asking, and an account of every prompt.
+"""Answers of the served target itself, to train on.
 
 A head drafts what its target says, so it is trained on the target's own words: NVIDIA's and lightseek's Kimi heads
 were trained on regenerated answers.
@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import httpx
 
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
-from ..target.prompts import Prompt
+from ..targets.prompts import Prompt
 from .reasoning import read_reasoning
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"

@@ -1,4 +1,4 @@
-"""A head from plain text, kept by the hash of its recipe. What belongs here: `train_head`, for the demo and the tests.
+"""A head from plain text, kept by the hash of its recipe.
 
 The folder holds model.safetensors and config.json, exactly as ModelOpt exports them, and `modelopt/`: the same
 head as ModelOpt's own module (`module.save_module`), and training.json, which says how it was made.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
-from ..target.model import load_target
+from ..targets.model import load_target
 from .arguments import Pace
 from .feed import States, online_states
 from .job import Job, Rows, job_key

@@ -1,4 +1,4 @@
-"""A head in training, looked at on text it never sees. What belongs here: its loss, and what it would accept.
+"""A head in training, looked at on text it never sees.
 
 ModelOpt's own validation needs a GPU, and its trainer's hook reports nothing
 (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L950-L1010), so
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..convert.layout import stored
-from ..convert.layouts import by_name
+from ..engines import by_name
+from ..engines.layout import stored
 from ..head.chain import draft_logits, overlap, overlap_acceptance, pool
 from ..head.forward import DraftHead
 from ..head.slots import needs
 from ..head.spec import HeadSpec, Tokens
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 from .feed import Batch, Feed
 from .module import EagleModel, run_eagle
 from .recipe import EagleRecipe

@@ -1,4 +1,4 @@
-"""A plain text to train on. What belongs here: cutting it into windows, and choosing a draft vocabulary by it."""
+"""A plain text to train on."""
 
 from __future__ import annotations
 

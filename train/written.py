@@ -1,9 +1,9 @@
-"""In which layout a trained head comes out. What belongs here: choosing one whose engine can load it."""
+"""In which layout a trained head comes out."""
 
 from __future__ import annotations
 
-from ..convert.layout import Layout
-from ..convert.layouts import by_name
+from ..engines import by_name
+from ..engines.layout import Layout
 from ..errors import LayoutCannot
 from ..head.spec import HeadSpec
 

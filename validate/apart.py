@@ -1,4 +1,4 @@
-"""How far two drafters' logits are from each other. What belongs here: differences by sequence and draft step."""
+"""How far two drafters' logits are from each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report put together. What belongs here: what is said of the bytes it is about, and of what it was made with."""
+"""A report put together."""
 
 from __future__ import annotations
 

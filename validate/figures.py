@@ -1,4 +1,4 @@
-"""What can be measured of a head, an engine or a quantized target. What belongs here: the figures' schema."""
+"""What can be measured of a head, an engine or a quantized target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafters did on a text, sequence by sequence. What belongs here: its sums, as figures with standard errors."""
+"""What drafters did on a text, sequence by sequence."""
 
 from __future__ import annotations
 

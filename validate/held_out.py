@@ -1,4 +1,4 @@
-"""Prompts that a head has not seen. What belongs here: reading them, and refusing those that it was made on."""
+"""Prompts that a head has not seen."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.suites import SUITES, load_suite
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
-from ..target.prompts import KEPT, Prompt, digest_prompts, read_prompts
-from ..target.states_record import RECORD
-from ..target.tokenizer import load_tokenizer
-from .bench_suites import SUITES, load_suite
+from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts
+from ..targets.states_record import RECORD
+from ..targets.tokenizer import load_tokenizer
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -1,4 +1,4 @@
-"""Whether a folder is a head or a target. What belongs here: telling them apart, and what each is held against."""
+"""Whether a folder is a head or a target."""
 
 from __future__ import annotations
 

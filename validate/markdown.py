@@ -1,4 +1,4 @@
-"""A report for people. What belongs here: report.md, made of a report alone, and writing both files."""
+"""A report for people."""
 
 from __future__ import annotations
 

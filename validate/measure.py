@@ -1,4 +1,4 @@
-"""Drafters measured on a text. What belongs here: acceptance of each, and parity between two.
+"""Drafters measured on a text.
 
 A drafter is a program that gives the logits of each draft step of each chain; two drafters may be two programs
 altogether, e.g. a trainer's own module and kconv's forward of the converted folder.
@@ -21,7 +21,7 @@ from ..head.drafters import (
     lookup_drafts,
 )
 from ..head.forward import DraftHead
-from ..target.states import States, run_target
+from ..targets.states import States, run_target
 from .apart import differ
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, TextFigures
 from .gathered import Gathered, acceptance_figures, parity_figures, text_figures

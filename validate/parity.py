@@ -1,4 +1,4 @@
-"""Parity on held-out prompts: logits and acceptance of a head and its source. What belongs here: what runs on what.
+"""Parity on held-out prompts: logits and acceptance of a head and its source.
 
 The target is in memory, or its states are on disk (`kconv states`) and only its embedding and lm_head are read.
 """
@@ -18,12 +18,12 @@ from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head
 from ..errors import StatesInvalid
 from ..head.forward import DraftHead
-from ..target.config import TargetConfig, read_target_config
-from ..target.model import load_target
-from ..target.modelopt_states import open_modelopt_states
-from ..target.states import States
-from ..target.states_record import RECORD
-from ..target.stored_states import StatesFolder, StoredStates, open_states
+from ..targets.config import TargetConfig, read_target_config
+from ..targets.model import load_target
+from ..targets.modelopt_states import open_modelopt_states
+from ..targets.states import States
+from ..targets.states_record import RECORD
+from ..targets.stored_states import StatesFolder, StoredStates, open_states
 from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, head_drafter, measure, measure_states
 from .parts import Parts

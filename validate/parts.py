@@ -1,4 +1,4 @@
-"""Where two heads differ: the error of each part of the first draft step. What belongs here: the parts, on like inputs.
+"""Where two heads differ: the error of each part of the first draft step.
 
 Each part of both heads is given what the source's own stream has there, so that an error stands where it arises and
 not in all that follows.

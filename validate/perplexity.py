@@ -1,4 +1,4 @@
-"""A quantized target on held-out text, beside its source. What belongs here: perplexity and top-1 agreement.
+"""A quantized target on held-out text, beside its source.
 
 Both are computed in fp32 on dequantized weights, one after the other: of each only a loss and a token are kept for
 every place. So what differs is the weights' rounding alone; an engine's own kernels round activations too.
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
-from ..target.model import check_memory, load_target
+from ..targets.model import check_memory, load_target
 from .figures import PerplexityFigures
 from .held_out import encode_held_out
 from .ratios import standard_errors

@@ -1,4 +1,4 @@
-"""A report's figures as PNG. What belongs here: three charts and their captions."""
+"""A report's figures as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantized target against the target it was made from, tensor by tensor. What belongs here: noise, and its floor.
+"""A quantized target against the target it was made from, tensor by tensor.
 
 Perplexity forgives much: a whole expert with its scale doubled hardly moves it. The noise of one tensor does not:
 NVFP4 leaves about 20 dB of signal over noise, a doubled scale 0 dB, swapped nibbles or an exchanged gate less than 0.
@@ -14,9 +14,9 @@ import torch
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
-from ..target.config import parse_target_config
-from ..target.source_formats import stored_weights
-from ..target.stored import Plain, Stored
+from ..targets.config import parse_target_config
+from ..targets.source_formats import stored_weights
+from ..targets.stored import Plain, Stored
 from .figures import NoiseFigures
 from .quantized_config import check_config
 from .report import Finding

@@ -1,4 +1,4 @@
-"""A quantized target's config against its source's. What belongs here: the keys that decide what a target computes.
+"""A quantized target's config against its source's.
 
 Not compared are token ids, which generation_config.json states as well, and the part of a wrapped target that is no
 text model: exporters write both anew.
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..convert.rope_keys import read_rope
 from ..errors import KconvError
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 from .report import Finding
 from .rules.comparisons import AS_THE_SOURCE
 

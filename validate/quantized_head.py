@@ -1,4 +1,4 @@
-"""A quantized head against the head it was made from, linear by linear. What belongs here: the noise, and its floors.
+"""A quantized head against the head it was made from, linear by linear.
 
 Linears that one head stores with scales and the other without have no bits in common. What was rounded is near its
 source all the same; what has another's scale, nibbles in another order or another weight's values is not.
@@ -15,9 +15,9 @@ from torch import Tensor
 from ..convert.quantized import BLOCK
 from ..convert.read import Head, read_slot
 from ..head.slots import needs
-from ..target.fp8 import dequantize_fp8
-from ..target.nvfp4 import dequantize_nvfp4
-from ..target.stored import spans
+from ..targets.fp8 import dequantize_fp8
+from ..targets.nvfp4 import dequantize_nvfp4
+from ..targets.stored import spans
 from .quantized import FLOOR, decibels
 from .report import Finding
 

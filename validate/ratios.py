@@ -1,4 +1,4 @@
-"""Acceptance over many sequences, with its uncertainty. What belongs here: means of ratios, and their standard errors.
+"""Acceptance over many sequences, with its uncertainty.
 
 Positions of one sequence hang together, so the sequences are what is independent, and errors are taken over them. An
 acceptance length is 1 + R, with R = (accepted tokens) / (drafts) over all sequences: a ratio of two sums, in which a

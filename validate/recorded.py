@@ -1,4 +1,4 @@
-"""A folder against the manifest beside it. What belongs here: its files' digests, held against the recorded ones."""
+"""A folder against the manifest beside it."""
 
 from __future__ import annotations
 

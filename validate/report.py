@@ -1,4 +1,4 @@
-"""One shape for what was found and measured: text, JSON and card are made of it. What belongs here: its schema."""
+"""One shape for what was found and measured: text, JSON and card are made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One validation from end to end. What belongs here: which checks run for what the user gave, and the report."""
+"""One validation from end to end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
-from ..convert.layout import Layout
 from ..convert.read import Head
 from ..convert.shared import Shared
 from ..convert.told import Origin
+from ..engines.layout import Layout
 from ..errors import KconvError, PromptsInvalid
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 from .assemble import assemble, config_digest, digests, figures
 from .figures import Figures
 from .kinds import is_target, refuse_unfit

@@ -1,4 +1,4 @@
-"""What was measured, in Markdown. What belongs here: the tables of report.md by category, step, part and engine."""
+"""What was measured, in Markdown."""
 
 from __future__ import annotations
 

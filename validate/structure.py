@@ -1,4 +1,4 @@
-"""A folder against its own config, and against its source. What belongs here: findings that need no target."""
+"""A folder against its own config, and against its source."""
 
 from __future__ import annotations
 

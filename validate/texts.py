@@ -1,4 +1,4 @@
-"""The texts that heads are judged on. What belongs here: prompts made into held-out text and continuations.
+"""The texts that heads are judged on.
 
 Greedy text of a small target loops and flatters every drafter; held-out text and sampled continuations do not.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PromptsInvalid
-from ..target.generate import generate_greedy, generate_sampled
-from ..target.stored_states import StatesFolder
+from ..targets.generate import generate_greedy, generate_sampled
+from ..targets.stored_states import StatesFolder
 from .figures import TextKind
 
 # Sequences measured side by side, and the bytes that their draft logits may take, which are in memory at once.

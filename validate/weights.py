@@ -1,4 +1,4 @@
-"""A head on disk made ready to run. What belongs here: its weights, with the target's where engines share them."""
+"""A head on disk made ready to run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
 from ..errors import TargetInvalid
 from ..head.forward import DraftHead
-from ..target.config import TargetConfig
+from ..targets.config import TargetConfig
 
 
 def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32) -> DraftHead:

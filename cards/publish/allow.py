@@ -1,4 +1,4 @@
-"""What is let pass though a check speaks against it. What belongs here: the allowance, and its place on the card."""
+"""What is let pass though a check speaks against it."""
 
 from __future__ import annotations
 

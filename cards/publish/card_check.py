@@ -1,4 +1,4 @@
-"""Whether a release's card is whole and true. What belongs here: what of it is held against the evidence beside it.
+"""Whether a release's card is whole and true.
 
 A card's prose is its owner's. What kconv wrote there of the manifest, the report and acceptance.json is rendered again
 and must stand in it, so that no figure was put in by hand, nor is left from an earlier head.
@@ -15,7 +15,7 @@ from ..front_matter import INDEX, results
 from ..rendering import not_repeated
 from .release import CARD, IMAGES, Candidate
 
-# The licence checks see to the licence and the base models.
+# The license checks see to the license and the base models.
 NEEDED = ("library_name", "pipeline_tag")
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in writing to the Hub, by kconv's names. What belongs here: which answer means what, and the fix.
+"""What goes wrong in writing to the Hub, by kconv's names.
 
 Reading has its own words for the same answers, in `checkpoint.hub_faults`; connections and disks are named there.
 """

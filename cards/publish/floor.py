@@ -1,4 +1,4 @@
-"""The acceptance that a release must reach. What belongs here: its schema, its recipe, what was measured."""
+"""The acceptance that a release must reach."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Self, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ...bench.acceptance import OVERALL, Acceptance, Metric, Row
 from ...checkpoint.schema import first_wrong
 from ...errors import RecipeInvalid
-from ...validate.acceptance import OVERALL, Acceptance, Metric, Row
 from ...validate.figures import TextKind
 from ...validate.report import REPORT, Report
 from ..facts import Facts

@@ -1,4 +1,4 @@
-"""The gate that a release passes or not. What belongs here: the checks, each a function that returns findings."""
+"""The gate that a release passes or not."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...convert.launch import ENGINES
+from ...engines.launch import ENGINES
 from ...errors import KconvError, PublishRefused
 from ...validate.report import REPORT, Finding
 from ..about import foreign
-from ..licences.checks import CHECKS as LICENCE_CHECKS
-from ..licences.checks import check_folder
+from ..licenses.checks import CHECKS as LICENSE_CHECKS
+from ..licenses.checks import check_folder
 from .allow import Allowance
 from .card_check import check_card
 from .floor import find_measurements, largest_loss, list_measured
@@ -195,7 +195,7 @@ CHECKS = (
 
 
 def judge(candidate: Candidate) -> list[Finding]:
-    """Return what the checks and the licence checks find in a folder; where the manifest does not hold, that alone."""
+    """Return what the checks and the license checks find in a folder; where the manifest does not hold, that alone."""
     broken = list(MANIFEST_HOLDS.run(candidate))
     if broken:
         return broken
@@ -205,7 +205,7 @@ def judge(candidate: Candidate) -> list[Finding]:
 
 def allowable() -> frozenset[str]:
     """Return the ids of the checks that an allowance may let pass."""
-    return frozenset({check.rule for check in CHECKS if check.allowable} | LICENCE_CHECKS.keys())
+    return frozenset({check.rule for check in CHECKS if check.allowable} | LICENSE_CHECKS.keys())
 
 
 def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> list[tuple[Finding, Allowance]]:

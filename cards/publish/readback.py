@@ -1,4 +1,4 @@
-"""What the Hub holds against what was meant. What belongs here: comparing its listing, and reading its files back.
+"""What the Hub holds against what was meant.
 
 A listing repeats what was announced; what is stored is known from the bytes alone, and these are read in a stream.
 """

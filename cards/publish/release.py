@@ -1,4 +1,4 @@
-"""A folder as it is to be published. What belongs here: which of its files go, and their hashes on both sides.
+"""A folder as it is to be published.
 
 The Hub knows a weight file by its sha256, and a small one by git's id of its content.
 """
@@ -13,21 +13,21 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
+from ...bench.acceptance import ACCEPTANCE, Acceptance, read_acceptance
 from ...checkpoint.bytes import file_digest
-from ...checkpoint.licences import LICENCE_FILES, in_any_case
+from ...checkpoint.licenses import LICENSE_FILES, in_any_case
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...errors import KconvError, NotACheckpoint
-from ...validate.acceptance import ACCEPTANCE, Acceptance, read_acceptance
 from ...validate.report import REPORT, Report, read_report, report_file
 from ..about import Identity, identify
 from ..facts import Facts
 from .floor import RECIPE, Floor
 
 CARD = "README.md"
-# What may lie beside a head's own files: the card and its pictures, licences, and the evidence.
+# What may lie beside a head's own files: the card and its pictures, licenses, and the evidence.
 FURTHER = "acceptance-*.json"
 BESIDE = (
-    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", *in_any_case(LICENCE_FILES),
+    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", *in_any_case(LICENSE_FILES),
 )  # fmt: skip
 IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
 
@@ -124,7 +124,7 @@ def open_candidate(
         folder: what is to be published.
         report, acceptance: evidence that lies elsewhere; of a report, its folder may be named too.
         floor: what the acceptance must reach.
-        facts: what no file says; the licence checks heed it.
+        facts: what no file says; the license checks heed it.
 
     Raises:
         NotACheckpoint: a file that was named is not there.

@@ -1,4 +1,4 @@
-"""A repository on the Hub, to be written to. What belongs here: each call to it, tried again where that helps.
+"""A repository on the Hub, to be written to.
 
 huggingface_hub tries uploads again by itself; the calls that it makes once (looking, committing, tagging, settings)
 are tried again here. Its own warnings are held back, as they repeat addresses that are signed.

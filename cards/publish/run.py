@@ -1,4 +1,4 @@
-"""A publication from end to end. What belongs here: the order of its steps, and what each finds done already.
+"""A publication from end to end.
 
 The gate; the repository, private where it is new; one commit; every byte read back; then the tag; and last, if that
 is asked for, the repository is made public. So nothing that was not read back is ever found under the tag. Each step

@@ -1,4 +1,4 @@
-"""How a folder is to be published. What belongs here: the wish, and when it cannot be met."""
+"""How a folder is to be published."""
 
 from __future__ import annotations
 

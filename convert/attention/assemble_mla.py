@@ -1,4 +1,4 @@
-"""MLA from its parts. What belongs here: putting the projections together, and zeros where an engine wants more dims.
+"""MLA from its parts.
 
 Engines build their kernels for Kimi-K2's own latent (512) and rotary dims (64); a smaller latent is filled up with
 zeros. RMSNorm then divides by the mean over 512 entries, not over r: the rows of kv_a_proj grow by sqrt(512 / r) and

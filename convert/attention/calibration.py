@@ -1,4 +1,4 @@
-"""What a conversion is calibrated and measured on. What belongs here: batches of states, their split, their refusals.
+"""What a conversion is calibrated and measured on.
 
 A batch is some texts of one length with the target's states over them. Every pass of a conversion goes over the
 batches anew, so they may be read from disk one by one: nothing here holds more than one of them. Within a batch a pass

@@ -1,4 +1,4 @@
-"""A head with the other attention, from end to end. What belongs here: fit, heal, fill up, round, measure."""
+"""A head with the other attention, from end to end."""
 
 from __future__ import annotations
 

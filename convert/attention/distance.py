@@ -1,4 +1,4 @@
-"""How far a head's drafts are from the original's. What belongs here: the loss of healing, piece by piece.
+"""How far a head's drafts are from the original's.
 
 Both heads draft K steps on a text, each on hidden states of its own. The distance is `KL(original || student)` of each
 step's tokens, plus a tenth of the relative squared error of the hidden state that it hands on.

@@ -1,4 +1,4 @@
-"""The exact part of MLA to MHA: everything but the two latent norms. What belongs here: the assembly of q, k, v, o.
+"""The exact part of MLA to MHA: everything but the two latent norms.
 
 With linear maps L_q and L_kv in place of the normed latents, `q_a_layernorm(q_a_proj x)` and
 `kv_a_layernorm(kv_a_proj x)`, an MLA head *is* an MHA head:

@@ -1,4 +1,4 @@
-"""The two latents of an MLA head, fitted to states. What belongs here: their metrics, factors, and the maps behind.
+"""The two latents of an MLA head, fitted to states.
 
 1. What an error in a key or a value costs (`sensitivity`), and in a query: what the keys make of it.
 2. One latent for keys and values and one for the queries, each the best of its rank in that metric (`latent`).

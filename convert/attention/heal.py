@@ -1,4 +1,4 @@
-"""Healing: a few steps of gradient descent towards the original head. What belongs here: the loop.
+"""Healing: a few steps of gradient descent towards the original head.
 
 The converted head drafts K steps on the calibration's text, on hidden states of its own, and is drawn to what the
 original drafts there (`distance`). The target has no part in it: the head is to stay the one that was trained.

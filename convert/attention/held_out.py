@@ -1,4 +1,4 @@
-"""A converted head beside the original, on text that neither the fit nor the healing saw. What belongs here: figures.
+"""A converted head beside the original, on text that neither the fit nor the healing saw.
 
 Sampled acceptance is the sum of min(p, q), in expectation over every position (`head.chain`); the two heads are
 compared position by position, and the standard error is that of the mean over sequences, as neighbouring positions

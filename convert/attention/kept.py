@@ -1,4 +1,4 @@
-"""How much of its acceptance length a head must keep. What belongs here: the least share, and the refusal."""
+"""How much of its acceptance length a head must keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which frequencies an MLA head can turn at. What belongs here: the ladders that stand in for an MHA head's.
+"""Which frequencies an MLA head can turn at.
 
 MHA turns P pairs of each head, at `theta ** (-j / P)`; MLA has one rotary key of n pairs, at `theta' ** (-i / n)`.
 With n < P not every frequency can be had. Two choices of theta' keep some of them exactly:

@@ -1,4 +1,4 @@
-"""A latent that many rows share. What belongs here: the weighted low-rank factor, and the norm that follows it.
+"""A latent that many rows share.
 
 Rows Y = W_Y x (the keys and values of all heads, or the queries) are to be written as B A x with few rows in A. The
 best such pair in a metric S, that is the one with the least `E|S (Y - B A x)|^2`, follows from the top left singular

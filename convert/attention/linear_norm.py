@@ -1,4 +1,4 @@
-"""A normed latent as a linear map. What belongs here: the one part of MLA to MHA that cannot be exact.
+"""A normed latent as a linear map.
 
 `n(Wx) = g * Wx / rms(Wx)` is a linear map times a number that differs from token to token, so no linear map equals
 it: the number multiplies each key and value (a temperature per key), or each query (a temperature per query), and

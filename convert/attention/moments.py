@@ -1,4 +1,4 @@
-"""Second moments, streamed, and what least squares makes of them. What belongs here: sums over rows, one solve.
+"""Second moments, streamed, and what least squares makes of them.
 
 A linear map B from x to y that minimises `E|Bx - y|^2 + ridge * |B - prior|^2` needs only the sums `x^T x` and
 `x^T y`, so rows come and go and the memory is that of the sums: 14,336 inputs of Kimi-K2's attention take 1.6 GB,

@@ -1,4 +1,4 @@
-"""A conversion of the attention as a plan like any other. What belongs here: what is computed, and the record of it.
+"""A conversion of the attention as a plan like any other.
 
 The plan is carried out by `convert.execute`: what is not converted keeps its bytes, and each source tensor is
 accounted for.
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ...checkpoint.manifest import ConversionRecord
 from ...checkpoint.tensors import TORCH
+from ...engines.layout import Layout, Stored, stored
 from ...errors import LayoutCannot
 from ...head.forward import DraftHead
 from ...head.slots import needs
 from ...head.spec import HeadSpec
 from ..beside import refuse_target
 from ..config import carry, refuse_unstated
-from ..layout import Layout, Stored, stored
 from ..plan import Plan, Source, Step, step_of
 from ..read import Head
 from ..shared import SLOTS, Lent, Shared

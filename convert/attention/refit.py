@@ -1,4 +1,4 @@
-"""o_proj, fitted again. What belongs here: the last linear map of a converted attention, made to fit what it now gets.
+"""o_proj, fitted again.
 
 The converted heads give somewhat other values than the original's. A linear map from them to the attention output
 that the original gave on the same inputs takes back what it can of that.

@@ -1,4 +1,4 @@
-"""One rotary key for all heads. What belongs here: the complex PCA per frequency, and the phases of what is not turned.
+"""One rotary key for all heads.
 
 A pair of rotary dims is one complex number, and RoPE multiplies it by `e^(i * theta * position)`; a query q and a key k
 score `Re(conj(q) e^(i theta (s - t)) k)`. A complex-linear map over the heads at one frequency therefore commutes with

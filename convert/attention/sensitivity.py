@@ -1,4 +1,4 @@
-"""What an error in a key or a value costs. What belongs here: the Fisher information of a head's drafts in them.
+"""What an error in a key or a value costs.
 
 A latent with few entries must choose what to keep of keys and values, which have no common unit: an error in a key
 changes where a head looks, one in a value what it sees. Both change the drafted distribution, and by how much the

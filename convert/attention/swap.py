@@ -1,4 +1,4 @@
-"""A head with other attention weights. What belongs here: taking a head's attention out and putting another in."""
+"""A head with other attention weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLA to MHA. What belongs here: the order of the steps.
+"""MLA to MHA.
 
 1. One pass over the fitted rows: second moments of the attention's input against both normed latents.
 2. A linear map in place of each (`linear_norm`), its ridge chosen on rows that were not fitted.

@@ -1,4 +1,4 @@
-"""MHA or GQA to MLA. What belongs here: the order of the steps.
+"""MHA or GQA to MLA.
 
 1. Second moments of the attention's input, and how far back each head looks.
 2. One rotary key for all heads (`rotary`), on each ladder (`ladder`); the one whose attention is nearest on rows that

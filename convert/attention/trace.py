@@ -1,4 +1,4 @@
-"""What a head's attention reads and gives along the drafting chain. What belongs here: watching it at work.
+"""What a head's attention reads and gives along the drafting chain.
 
 An Eagle3 head reads its own output from the second draft step on, so its attention's input is another one there
 than at the first. Each step of a conversion is fitted on all of them.

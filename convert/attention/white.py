@@ -1,4 +1,4 @@
-"""Matrices in coordinates where their inputs are white. What belongs here: the change of coordinates, there and back.
+"""Matrices in coordinates where their inputs are white.
 
 A head's inputs are far from even: all tokens share a mean, and a few directions hold most of the rest. A step that
 has one size in every direction of a matrix then changes the output mostly along those, where it was right before.

@@ -1,4 +1,4 @@
-"""The formats of a head's linears. What belongs here: packing, unpacking, rounding an input, and config blocks.
+"""The formats of a head's linears.
 
 What is done is ModelOpt's own arithmetic, bit for bit: FP8 is one scale for a whole tensor, NVFP4 an e4m3 scale for
 each sixteen values of a row and one for the tensor. Each scale is a multiplier: a value is the stored number times it.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...target.nvfp4 import dequantize_nvfp4
+from ...targets.nvfp4 import dequantize_nvfp4
 from ..formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE, PRODUCER
 from ..pack import pack
 

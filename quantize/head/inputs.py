@@ -1,4 +1,4 @@
-"""What a head's linears read along the drafting chain. What belongs here: seeing it, and putting another in its place.
+"""What a head's linears read along the drafting chain.
 
 From the second draft step on a head reads its own output, so the scales are of all steps of the chain.
 """

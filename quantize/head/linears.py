@@ -1,4 +1,4 @@
-"""Which linears of a head are quantized, and what the config says of the others. What belongs here: these tables.
+"""Which linears of a head are quantized, and what the config says of the others.
 
 Only what every engine that reads the head builds quantized. Left as they are:
 

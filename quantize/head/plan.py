@@ -1,4 +1,4 @@
-"""A quantized head as a plan like any other, and its files. What belongs here: what is written, and the record of it.
+"""A quantized head as a plan like any other, and its files.
 
 The plan is carried out by `convert.execute`: what is not quantized keeps its bytes, and each source tensor is
 accounted for.
@@ -20,13 +20,13 @@ from ...checkpoint.tensors import NAMES
 from ...convert.attention.calibration import Calibration
 from ...convert.attention.plan import record
 from ...convert.execute import fill
-from ...convert.layout import Stored
 from ...convert.made import Values
-from ...convert.moves import Same
 from ...convert.plan import Plan, Step, Wishes, plan
 from ...convert.quantized import CONFIG_KEY, SIDE_FILE
 from ...convert.read import Head
 from ...convert.shared import Shared
+from ...engines.layout import Stored
+from ...engines.moves import Same
 from ...errors import ConfigUnsupported, LayoutCannot
 from ...head.contract import Expected
 from .formats import Format, config_block, side_file

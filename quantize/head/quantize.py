@@ -1,4 +1,4 @@
-"""A head quantized, from end to end. What belongs here: calibrate, pack, and measure what an engine would compute.
+"""A head quantized, from end to end.
 
 What is measured has the weights as they are stored, and inputs rounded as engines round them, so the figure is of all
 that the format loses and not of the weights alone.

@@ -1,4 +1,4 @@
-"""What docs/attention.md is measured on. What belongs here: tiny targets, their heads, and texts with their states."""
+"""What docs/attention.md is measured on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kconv.convert.read import read_head
 from kconv.head.forward import DraftHead
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, Mla
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
-from kconv.target.states import run_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
+from kconv.targets.states import run_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.cache import cache_root
 from kconv.tiny.recipe import DEMO, TinyRecipe
 from kconv.tiny.target import make_target

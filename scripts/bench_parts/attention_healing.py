@@ -1,4 +1,4 @@
-"""Healing in other forms than kconv's. What belongs here: the same descent in plain coordinates, at several rates.
+"""Healing in other forms than kconv's.
 
 A rate is that of the peak, relative to the size of each tensor. Texts, their order, what is healed and the schedule
 are those of `convert.attention.heal`; but what it ends at is measured even where the start was nearer.

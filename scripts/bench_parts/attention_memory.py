@@ -1,4 +1,4 @@
-"""What a conversion holds in memory at Kimi-K2's size. What belongs here: logits, counted, and arithmetic."""
+"""What a conversion holds in memory at Kimi-K2's size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/attention.md. What belongs here: the parts of it that are measured, made of the figures that are there."""
+"""docs/attention.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bf16 costs a converted head. What belongs here: heads rounded, computed in bf16, and turned, each measured."""
+"""What bf16 costs a converted head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversions that docs/attention.md compares. What belongs here: the table's rows, made and measured."""
+"""The conversions that docs/attention.md compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of MHA to MLA at Kimi-K2's size. What belongs here: their times and memory, on synthetic inputs."""
+"""The steps of MHA to MLA at Kimi-K2's size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of docs/attention.md as they are kept. What belongs here: their files in the cache, and of which machine.
+"""Figures of docs/attention.md as they are kept.
 
 A run that was cut short goes on where it ended, so a figure is written as soon as it is there.
 """

@@ -1,4 +1,4 @@
-"""Synthetic INT4 experts. What belongs here: a checkpoint of Kimi-K2's expert shapes, and their packing's rate."""
+"""Synthetic INT4 experts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def packing_rates() -> dict[str, float]:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     from kconv.quantize.int4_road import Int4Packer, fastest
-    from kconv.target.int4 import dequantize_int4
+    from kconv.targets.int4 import dequantize_int4
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)

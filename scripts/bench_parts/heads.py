@@ -1,4 +1,4 @@
-"""Synthetic heads. What belongs here: heads of Kimi-K2's shapes and of random values, written fast."""
+"""Synthetic heads."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Head:
 def make_head(folder: Path, spec: HeadSpec, names: str = "torchspec") -> Head:
     """Write a head under a trainer's names, each of which `to-vllm` renames: finite random bf16, fast."""
     from kconv.checkpoint.header import build_header, byte_size
-    from kconv.convert.layout import stored
-    from kconv.convert.layouts import BY_NAME
+    from kconv.engines import BY_NAME
+    from kconv.engines.layout import stored
 
     rows = stored(BY_NAME[names], spec).values()
     shapes = {row.name: row.expected.shape for row in rows}

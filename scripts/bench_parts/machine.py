@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on. What belongs here: its name, its page cache, and programs timed on it."""
+"""The machine that a benchmark runs on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md. What belongs here: its sections, each between two markers and written by one benchmark."""
+"""docs/benchmarks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft step reads of a head. What belongs here: bytes of its weights, plain and quantized, from the shapes."""
+"""What a draft step reads of a head."""
 
 from __future__ import annotations
 

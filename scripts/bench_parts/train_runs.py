@@ -1,4 +1,4 @@
-"""Calls of kconv train. What belongs here: which heads are trained, on which texts, and how long that takes."""
+"""Calls of kconv train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kconv.checkpoint.folder import read_json
-from kconv.target.tokenizer import Tokenizer, load_tokenizer
+from kconv.targets.tokenizer import Tokenizer, load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import BOS, EOS
 

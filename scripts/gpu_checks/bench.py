@@ -1,4 +1,4 @@
-"""Where the checks run. What belongs here: a device, its sizes and ceilings, times, memory and faults."""
+"""Where the checks run."""
 
 from __future__ import annotations
 

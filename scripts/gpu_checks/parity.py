@@ -21,13 +21,13 @@ def check_parity(bench: Bench) -> dict[str, Any]:
     from kconv.checkpoint.folder import open_checkpoint
     from kconv.checkpoint.tensors import entry
     from kconv.convert.execute import execute
-    from kconv.convert.layout import stored
-    from kconv.convert.layouts import by_name
     from kconv.convert.plan import plan
     from kconv.convert.read import read_head, read_weights
+    from kconv.engines import by_name
+    from kconv.engines.layout import stored
     from kconv.head.chain import draft_logits, overlap
     from kconv.head.forward import DraftHead
-    from kconv.target.config import parse_target_config
+    from kconv.targets.config import parse_target_config
     from kconv.train.named import complete, read_recipe_file
     from kconv.train.watch import spec_of
 

@@ -42,8 +42,8 @@ def check_training(bench: Bench) -> dict[str, Any]:
 
 def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.checkpoint.tensors import TORCH
-    from kconv.target.config import parse_target_config
-    from kconv.target.model import build_target
+    from kconv.targets.config import parse_target_config
+    from kconv.targets.model import build_target
     from kconv.train.arguments import Pace
     from kconv.train.feed import Feed
     from kconv.train.loop import EagleTrainer

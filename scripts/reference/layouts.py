@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kconv.convert.keys import COMMON, FIXED, GQA, MLA, Key
-from kconv.convert.layout import IGNORED, Layout, Row
-from kconv.convert.layouts import LAYOUTS
-from kconv.convert.moves import Stack
+from kconv.engines import LAYOUTS
+from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
+from kconv.engines.layout import IGNORED, Layout, Row
+from kconv.engines.moves import Stack
 from kconv.head import slots, spec
 from kconv.validate.markdown import table
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from kconv.bench.acceptance import Acceptance
 from kconv.checkpoint.manifest import Manifest
-from kconv.target.states_record import StatesRecord
-from kconv.validate.acceptance import Acceptance
+from kconv.targets.states_record import StatesRecord
 from kconv.validate.markdown import table
 from kconv.validate.report import Report
 

@@ -11,12 +11,12 @@ from huggingface_hub import ModelCard
 from support.heads import MLA, random_slots, write_head
 
 from kconv.cards.card import write_card
-from kconv.cards.facts import Facts, LicenceFacts
+from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import Wishes, plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
 from kconv.validate.assemble import make_report
 from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
@@ -41,7 +41,7 @@ def report(folder: Path, findings=()):
 
 
 def test_the_hubs_own_card_class_reads_it(output):
-    facts = Facts(base_model="moonshotai/Kimi-K2.6", licence=LicenceFacts(id="mit"))
+    facts = Facts(base_model="moonshotai/Kimi-K2.6", license=LicenseFacts(id="mit"))
     card = ModelCard.load(write_card(output, report(output), facts))
     assert card.data.license == "mit"
     assert card.data.base_model == ["moonshotai/Kimi-K2.6"]
@@ -61,7 +61,7 @@ def test_it_claims_no_acceptance_that_was_not_measured(output):
     assert "±" not in text
 
 
-def test_a_licence_is_never_guessed(output):
+def test_a_license_is_never_guessed(output):
     front = write_card(output, None, Facts()).read_text().split("---")[1]
     assert yaml.safe_load(front)["license"] == "unknown"
     assert "base_model" not in yaml.safe_load(front)

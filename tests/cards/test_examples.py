@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from kconv.cards.facts import EXPLAINABILITY, SUBCARDS, read_facts
-from kconv.cards.licences.checks import check_folder
+from kconv.cards.licenses.checks import check_folder
 
 ROOT = Path(__file__).parent.parent.parent
 CARDS = ROOT / "docs" / "cards"
@@ -95,10 +95,10 @@ def test_the_hubs_own_classes_read_the_card(name):
     assert again.to_dict() == card.data.to_dict()
 
 
-LICENCES = {
+LICENSES = {
     "kimi-k2.6-eagle3": ("other", "nvidia-open-model-license", True),
     "kimi-k2-thinking-eagle3": ("other", "nvidia-open-model-license", True),
-    # The article that it is made from states no licence.
+    # The article that it is made from states no license.
     "kimi-k2.5-thinking-eagle3": ("unknown", None, False),
     "kimi-k2.6-eagle3-mla": ("other", None, False),
     "kimi-k2.5-eagle3-mla": ("other", None, False),
@@ -106,17 +106,17 @@ LICENCES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_licences_and_notices_are_the_published_ones(name):
-    identifier, licence, prescribed = LICENCES[name]
+def test_licenses_and_notices_are_the_published_ones(name):
+    identifier, license, prescribed = LICENSES[name]
     data, notice = ModelCard(read(name)).data, (CARDS / name / "NOTICE").read_text()
-    assert (data.license, data.license_name) == (identifier, licence)
+    assert (data.license, data.license_name) == (identifier, license)
     assert bool(data.license_link) == prescribed and (NOTICE in notice.splitlines()) == prescribed
     assert "Modified MIT License" in notice
-    attribution = read_facts(CARDS / name / "facts.yaml").licence.attribution
+    attribution = read_facts(CARDS / name / "facts.yaml").license.attribution
     assert (f'"{attribution}"' in notice) == (attribution is not None)
 
 
-# The examples hold no licence's text, which is others' to give; so the checks ask for it.
+# The examples hold no license's text, which is others' to give; so the checks ask for it.
 FOUND = {
     "kimi-k2.6-eagle3": {("error", "L1", "LICENSE"), ("warning", "L3", "LICENSE-TARGET")},
     "kimi-k2-thinking-eagle3": {

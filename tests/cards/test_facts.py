@@ -23,7 +23,7 @@ def read(tmp_path: Path, text: str) -> Facts:
     [
         ("licnce: {id: mit}", "licnce"),
         ("training: {gpus: 8}", "training.gpus"),
-        ("licence: {id: gpl-3.0}", "no licence that kconv knows"),
+        ("license: {id: gpl-3.0}", "no license that kconv knows"),
         ("subcards: {ethics: {}}", "no subcard 'ethics'"),
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
         ("training: [", "cannot be read"),

@@ -11,16 +11,16 @@ import pytest
 import yaml
 from support.heads import MLA, random_slots, write_head
 
+from kconv.bench.acceptance import Acceptance, Row, Suite, read_acceptance
+from kconv.bench.acceptance_parts import Interval, Sanity
 from kconv.cards.card import STYLES, gather, make_card
 from kconv.cards.facts import read_facts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord, read_manifest, write_manifest
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.validate.acceptance import Acceptance, Row, Suite, read_acceptance
-from kconv.validate.acceptance_parts import Interval, Sanity
+from kconv.engines import by_name
 from kconv.validate.assemble import make_report
 from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
 

@@ -17,7 +17,7 @@ from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, written_for
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.publish.run import prepare
 from kconv.cards.sections import ENGINES as SERVED
-from kconv.convert.layouts import by_name
+from kconv.engines import by_name
 from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid
 from kconv.validate.report import Finding
 from kconv.validate.rules.head import engines_of
@@ -71,8 +71,8 @@ def test_a_head_that_is_not_the_sources_must_have_been_measured(folder):
     assert found(folder) == ["P107", "P110"]
 
 
-@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENCE", "notice", "THIRD_PARTY_NOTICES.md"])
-def test_a_release_may_hold_what_licences_and_notices_are_called(folder, name):
+@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENSE", "notice", "THIRD_PARTY_NOTICES.md"])
+def test_a_release_may_hold_what_licenses_and_notices_are_called(folder, name):
     (folder / name).write_text("terms")
     assert found(folder) == []
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.acceptance_rows import FULL, row
 
+from kconv.bench.acceptance import METHOD, Acceptance, Row, Suite
+from kconv.bench.acceptance_parts import Interval
 from kconv.cards.card import draw_chart
 from kconv.cards.compare import compare, draw
 from kconv.cards.tables import describe, table_of
 from kconv.errors import AcceptanceInvalid, MissingExtra
-from kconv.validate.acceptance import METHOD, Acceptance, Row, Suite
-from kconv.validate.acceptance_parts import Interval
 
 OTHER = {
     "draft_tokens": 4, "tree": "topk=4", "averaging": "micro_steps", "engine": "sglang", "engine_version": "0.33.0",

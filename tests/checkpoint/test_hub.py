@@ -71,30 +71,30 @@ def test_a_tokenizer_is_fetched_without_weights(hub):
     assert hub.sent(r"GET /storage/") == 0
 
 
-LICENCES = ("LICENSE", "License.md", "licence.txt", "COPYING", "NOTICE.txt", "Third_Party_Notices.md")
+LICENSES = ("LICENSE", "License.md", "license.txt", "COPYING", "NOTICE.txt", "Third_Party_Notices.md")
 
 
-def test_a_licence_is_fetched_without_weights(hub):
-    hub.commit("org/head", head() | dict.fromkeys(LICENCES, b"terms"))
-    folder = resolve("org/head").fetch_licence()
-    assert {path.name for path in folder.iterdir()} == {"config.json", *LICENCES}
+def test_a_license_is_fetched_without_weights(hub):
+    hub.commit("org/head", head() | dict.fromkeys(LICENSES, b"terms"))
+    folder = resolve("org/head").fetch_license()
+    assert {path.name for path in folder.iterdir()} == {"config.json", *LICENSES}
     assert hub.sent(r"GET /storage/") == 0
 
 
-def test_a_repository_without_a_licence_gives_a_folder_without_one(hub):
+def test_a_repository_without_a_license_gives_a_folder_without_one(hub):
     hub.commit("org/head", head())
-    assert [path.name for path in resolve("org/head").fetch_licence().iterdir()] == ["config.json"]
+    assert [path.name for path in resolve("org/head").fetch_license().iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize("open_", ["open_weights", "fetch_model"])
-def test_licences_come_with_the_weights(hub, open_):
-    hub.commit("org/head", head() | dict.fromkeys(LICENCES, b"terms"))
+def test_licenses_come_with_the_weights(hub, open_):
+    hub.commit("org/head", head() | dict.fromkeys(LICENSES, b"terms"))
     opened = getattr(resolve("org/head"), open_)()
     folder = opened.folder if open_ == "open_weights" else opened
-    assert {path.name for path in folder.iterdir()} >= set(LICENCES)
+    assert {path.name for path in folder.iterdir()} >= set(LICENSES)
 
 
-@pytest.mark.parametrize("fetch", ["fetch_tokenizer", "fetch_licence"])
+@pytest.mark.parametrize("fetch", ["fetch_tokenizer", "fetch_license"])
 def test_what_was_fetched_is_found_offline(hub, monkeypatch, fetch):
     hub.commit("org/head", head() | {"LICENSE": b"terms", "tokenizer.json": b"{}"})
     source = resolve("org/head")
@@ -105,7 +105,7 @@ def test_what_was_fetched_is_found_offline(hub, monkeypatch, fetch):
 
 def test_a_folder_gives_itself(two_shards):
     source = resolve(str(two_shards))
-    fetched = {getattr(source, name)() for name in ("fetch_config", "fetch_tokenizer", "fetch_licence", "fetch_model")}
+    fetched = {getattr(source, name)() for name in ("fetch_config", "fetch_tokenizer", "fetch_license", "fetch_model")}
     assert (fetched, source.name) == ({two_shards}, str(two_shards))
 
 

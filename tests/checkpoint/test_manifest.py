@@ -15,9 +15,9 @@ from support.heads import MLA, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from kconv.convert.execute import execute
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.errors import KconvError, ManifestMismatch, NotACheckpoint
 
 

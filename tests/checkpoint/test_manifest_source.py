@@ -11,10 +11,10 @@ from support.heads import MLA, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.convert.execute import execute
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import Wishes, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import Shared
+from kconv.engines import BY_NAME
 from kconv.errors import ManifestMismatch
 
 

@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 from support.heads import MLA, random_slots, write_head
 from support.spec_server import serving
 
+from kconv.bench import server as bench_server
+from kconv.bench.acceptance import read_acceptance
 from kconv.cli import main
-from kconv.convert.layouts import by_name
-from kconv.target.config import read_target_config
-from kconv.validate import bench_server
-from kconv.validate.acceptance import read_acceptance
+from kconv.engines import by_name
+from kconv.targets.config import read_target_config
 
 
 @pytest.fixture(autouse=True)

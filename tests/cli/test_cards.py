@@ -15,9 +15,9 @@ from support.heads import MLA, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 
 FIGURE = {
     "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
@@ -47,10 +47,10 @@ def acceptance(tmp_path: Path, **changes) -> Path:
 
 
 def test_a_card_of_every_kind_of_evidence(head, tmp_path):
-    facts = write(tmp_path / "facts.yaml", "name: org/head\nsummary: A head.\nlicence: {id: apache-2.0}\n")
-    licence = write(tmp_path / "text", "Apache License\nVersion 2.0, January 2004\n")
+    facts = write(tmp_path / "facts.yaml", "name: org/head\nsummary: A head.\nlicense: {id: apache-2.0}\n")
+    license = write(tmp_path / "text", "Apache License\nVersion 2.0, January 2004\n")
     result = run(
-        head, "--style", "nvidia", "--facts", facts, "--acceptance", acceptance(tmp_path), "--license-file", licence,
+        head, "--style", "nvidia", "--facts", facts, "--acceptance", acceptance(tmp_path), "--license-file", license,
         "--base-model", "moonshotai/Kimi-K2.6", "--model-index",
     )  # fmt: skip
     assert (result.exit_code, result.stdout) == (0, f"{head / 'README.md'}\n"), result.output
@@ -93,9 +93,9 @@ def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
     before = sorted(head.iterdir())
     result = run(head, "--check")
     assert result.exit_code == 1 and "error L2 README.md" in result.stdout and sorted(head.iterdir()) == before
-    licence = write(tmp_path / "text", "Apache License\nVersion 2.0, January 2004\n")
+    license = write(tmp_path / "text", "Apache License\nVersion 2.0, January 2004\n")
     arguments = (head, "--license", "apache-2.0", "--base-model", "org/target", "--no-chart")
-    assert run(*arguments, "--license-file", licence).exit_code == 0
+    assert run(*arguments, "--license-file", license).exit_code == 0
     result = run(*arguments, "--check")
     assert (result.exit_code, result.stdout) == (0, f"{head}: nothing found\n")
 
@@ -103,10 +103,10 @@ def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
 def test_a_card_that_lacks_what_is_owed_is_written_and_no_success(head):
     result = run(head, "--base-model", "org/target")
     assert (result.exit_code, result.stdout) == (1, f"{head / 'README.md'}\n")
-    assert "error L2 README.md: its front matter states no licence\n  fix: " in result.stderr
+    assert "error L2 README.md: its front matter states no license\n  fix: " in result.stderr
 
 
-def test_licences_are_fetched_from_the_hub(head, tmp_path, hub):
+def test_licenses_are_fetched_from_the_hub(head, tmp_path, hub):
     kimi = "Modified MIT License\nCopyright (c) 2025 Moonshot AI\nPermission is hereby granted, free of charge ... "
     kimi += 'prominently display "Kimi K9" on the user interface'
     apache = "Apache License\nVersion 2.0, January 2004\n"
@@ -122,7 +122,7 @@ def test_licences_are_fetched_from_the_hub(head, tmp_path, hub):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--license", "gpl-3.0"), "no data about a licence 'gpl-3.0'"),
+        (("--license", "gpl-3.0"), "no data about a license 'gpl-3.0'"),
         (("--facts", "nowhere.yaml"), "cannot be read"),
         (("--acceptance", "nowhere.json"), "there is no nowhere.json"),
         (("--license-file", "nowhere"), "cannot be read as text"),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save, save_file
 from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 
 from kconv.cli import main
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 
 MLA, GQA = replace(MLA, captured=(1, 3, 5)), replace(GQA, captured=(1, 3, 5))
 MATRICES = {"lm_head": torch.arange(64 * 48).reshape(64, 48).bfloat16(), "embed_tokens": torch.ones(64, 48).bfloat16()}

@@ -17,7 +17,7 @@ from support.heads import MLA, random_slots, write_head
 from kconv.cli import main
 from kconv.cli.group import JOBS, OTHER_WORDS, REST, Kconv, likely, sections
 from kconv.cli.versions import LIBRARIES, version_lines
-from kconv.convert.layouts.trtllm import TRTLLM
+from kconv.engines.trtllm import TRTLLM
 
 KCONV = [sys.executable, "-c", "from kconv.cli import main; main(prog_name='kconv')"]
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")

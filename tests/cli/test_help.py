@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from support.commands import fault_of
 
 from kconv.cli import main
-from kconv.convert.layouts import LAYOUTS
+from kconv.engines import LAYOUTS
 
 COMMANDS = sorted(main.commands)
 

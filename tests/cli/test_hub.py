@@ -14,7 +14,7 @@ from support.hub_repos import Reply
 
 from kconv.checkpoint.manifest import read_manifest
 from kconv.cli import main
-from kconv.convert.layouts.trtllm import TRTLLM
+from kconv.engines.trtllm import TRTLLM
 
 # A vocabulary that makes a file of some megabytes, beside which its header is nothing.
 SPEC = replace(MLA, vocab=20_000, draft_vocab=20_000)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from support.heads import MLA, random_slots, read_bytes, write_head
 
 from kconv.cli import main
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 
 VLLM = BY_NAME["vllm"]
 

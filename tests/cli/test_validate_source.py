@@ -16,7 +16,7 @@ from kconv.checkpoint.bytes import file_digest
 from kconv.checkpoint.manifest import HintsRecord, read_manifest
 from kconv.cli import main
 from kconv.convert.captured import Hints
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 
 
 def kconv(*arguments: object):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support.heads import MLA, random_slots, write_head
 
 from kconv.cli import main
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 
 TEXT = "Return the sum of a and b.\n\nRaise ValueError if either of them is negative, or no number at all.\n"
 

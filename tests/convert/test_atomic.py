@@ -16,7 +16,7 @@ from support.listing import names
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.cli import main as kconv
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 from kconv.errors import NotACheckpoint
 
 WHOLE = {"model.safetensors", "config.json", "kconv.json"}

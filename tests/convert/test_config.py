@@ -19,7 +19,7 @@ from support.strategies import portable_specs
 from transformers import DeepseekV3Config, LlamaConfig
 
 from kconv.checkpoint.header import TensorInfo
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 from kconv.errors import CapturedUndecided
 from kconv.head.spec import Gqa, Rope, Tokens, Yarn
 

@@ -16,9 +16,9 @@ from support.listing import names
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.errors import CorruptHeader, OutputFailed, TensorValue
 
 VLLM, TRTLLM, TORCHSPEC = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["torchspec"]

@@ -15,9 +15,9 @@ from support.listing import names
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, ConversionRecord, read_manifest, verify, write_manifest
 from kconv.convert.execute import execute
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.errors import ManifestMismatch, NotACheckpoint, OutputExists
 
 VLLM, TRTLLM = BY_NAME["vllm"], BY_NAME["trtllm"]

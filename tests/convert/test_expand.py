@@ -9,10 +9,10 @@ from support.vocab import DRAFT, FULL, REDUCED, VOCAB, assert_carried, draft, lo
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.expand import expand
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.convert.vocab import Text, prune
+from kconv.engines import BY_NAME
 from kconv.errors import LayoutCannot, TensorValue
 
 

@@ -7,9 +7,9 @@ from support.configs import MODELOPT_LLAMA, cut, written
 from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, LayoutCannot
 from kconv.head.spec import Norms
 

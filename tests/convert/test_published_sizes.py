@@ -8,7 +8,7 @@ from support.configs import KIMI_MHA, KIMI_MLA, MODELOPT_KIMIK2, TORCHSPEC_MHA, 
 from support.heads import write_sparse
 
 from kconv.cli import main
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # NVIDIA's MLA head has its lm_head, lightseek's its embedding too; the MHA head is one of TorchSpec's config.

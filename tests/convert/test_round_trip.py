@@ -16,9 +16,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, verify
 from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 
 VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
 

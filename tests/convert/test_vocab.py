@@ -13,9 +13,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.manifest import verify
 from kconv.convert.expand import expand
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.read import read_head
 from kconv.convert.vocab import Text, prune, rebuild_t2d, write_offsets
+from kconv.engines import BY_NAME
 from kconv.errors import (
     ConfigInvalid,
     ConfigUnsupported,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kconv.cli import main
-from kconv.convert.layouts import LAYOUTS
+from kconv.engines import LAYOUTS
 from kconv.validate.rules.table import all_rules
 
 ROOT = Path(__file__).parent.parent.parent

@@ -15,10 +15,10 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
 from kconv.head.chain import draft_tokens, greedy_acceptance, pool
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
-from kconv.target.states import run_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
+from kconv.targets.states import run_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 from kconv.validate.engines.vllm import Serving, serve

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kconv.bench.acceptance import Acceptance, Row
+from kconv.bench.offline import measure_head
+from kconv.bench.run import Wish, measure_server
+from kconv.bench.suites import Suite
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
-from kconv.target.prompts import Prompt
+from kconv.targets.prompts import Prompt
 from kconv.tiny.text import read_corpus
-from kconv.validate.acceptance import Acceptance, Row
-from kconv.validate.bench import Wish, measure_server
-from kconv.validate.bench_offline import measure_head
-from kconv.validate.bench_suites import Suite
 from kconv.validate.engines.vllm import Serving, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

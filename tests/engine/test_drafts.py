@@ -16,15 +16,15 @@ from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.layouts import MODELOPT, TRTLLM, by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.head.chain import draft_logits
 from kconv.head.forward import DraftHead
 from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
-from kconv.target.states import run_target
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
+from kconv.targets.states import run_target
 from kconv.validate.weights import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

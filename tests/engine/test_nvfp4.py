@@ -22,9 +22,9 @@ from support.quantized_targets import make_form
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
-from kconv.target.config import parse_target_config
-from kconv.target.source_formats import stored_weights
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.config import parse_target_config
+from kconv.targets.source_formats import stored_weights
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.vllm import Serving, environment
 

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 from support.spec_server import K, SpecServer
 
-from kconv.validate.bench_counters import ENGINES
+from kconv.bench.counters import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

@@ -24,10 +24,10 @@ from kconv.head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from kconv.head.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS
 from kconv.quantize.head.inputs import Inputs
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
-from kconv.target.states import run_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
+from kconv.targets.states import run_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 from kconv.validate.weights import load_head

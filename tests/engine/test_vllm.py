@@ -16,13 +16,13 @@ from support.record_drafts import record
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.errors import CountersMissing, EngineFailed
 from kconv.head.chain import Acceptance
-from kconv.target.model import load_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.model import load_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 from kconv.validate.engines.judge import COUNTS

@@ -13,8 +13,8 @@ from support.heads import MLA, TARGET, random_slots, write_head
 from support.releasing import carry_out, planned, ran
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.errors import CapturedUndecided, TargetInvalid
 
 SPEC = replace(MLA, captured=(2, 30, 58))

@@ -16,8 +16,8 @@ def test_a_preview_of_what_was_never_made_reads_no_weights(recipe, root, monkeyp
     assert planned(recipe, root).steps[0].runs
 
 
-def test_a_preview_writes_nothing_and_tells_sizes_disk_and_licences(recipe, root):
-    del recipe["facts"]["licence"]
+def test_a_preview_writes_nothing_and_tells_sizes_disk_and_licenses(recipe, root):
+    del recipe["facts"]["license"]
     plan = planned(recipe, root)
     assert not root.exists()
     by_name = {step.name: step for step in plan.steps}
@@ -29,7 +29,7 @@ def test_a_preview_writes_nothing_and_tells_sizes_disk_and_licences(recipe, root
     assert next(step for step in planned(recipe, root).steps if step.name == "vllm").runs is False
 
 
-def test_a_licence_whose_text_is_not_at_hand_is_said_before_anything_is_made(recipe, root, tmp_path):
+def test_a_license_whose_text_is_not_at_hand_is_said_before_anything_is_made(recipe, root, tmp_path):
     carry_out(recipe, root, only="vllm")
     carry_out(recipe, root, only="report")
     (tmp_path / "acceptance.json").write_text("{}")

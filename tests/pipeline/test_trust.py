@@ -17,12 +17,12 @@ from kconv.cards.facts import Facts
 from kconv.checkpoint.hub import HubRepo
 from kconv.checkpoint.source import Folder, Source
 from kconv.cli import main
-from kconv.convert.layouts import by_name
+from kconv.engines import by_name
 from kconv.errors import RecipeInvalid, ReportInvalid, TargetInvalid, TrainingDataInvalid
 from kconv.pipeline import making, proving
 from kconv.pipeline.job import Job
 from kconv.pipeline.kinds import Bench, Train, Validate
-from kconv.target.config import read_target_config
+from kconv.targets.config import read_target_config
 
 CODE = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
 

@@ -10,7 +10,7 @@ from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import QuantizePlan, plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from kconv.cli import main
 from kconv.errors import InputScalesInvalid
 from kconv.quantize.calibrate import calibrate
 from kconv.quantize.calibration import Prompts, read_calibration
-from kconv.target.config import parse_target_config
-from kconv.target.model import load_target
+from kconv.targets.config import parse_target_config
+from kconv.targets.model import load_target
 
 PROMPTS = Prompts(sha256="0" * 64, count=2, tokens=0)
 

@@ -19,9 +19,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
-from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
 from kconv.convert.told import Origin
+from kconv.engines import by_name
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
 from kconv.head.spec import HeadSpec
 from kconv.tiny.text import read_corpus

@@ -17,7 +17,7 @@ from kconv.quantize.inputs import data_free, from_calibration
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 
 LAYER = "model.layers.2.mlp.experts"
 

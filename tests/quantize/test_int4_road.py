@@ -10,7 +10,7 @@ from support.quantized_targets import quantize_int4
 from kconv.quantize import native
 from kconv.quantize.int4_road import Int4Packer, NativeLoops, NumpyLoops, amax_int4, fastest
 from kconv.quantize.pack import pack, scale_2
-from kconv.target.int4 import Int4, dequantize_int4
+from kconv.targets.int4 import Int4, dequantize_int4
 
 
 def native_loops():
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_dequantizing_and_packing(rows, groups, group, spr
 @pytest.mark.parametrize("loops", LOOPS.values(), ids=LOOPS)
 def test_amax_is_that_of_the_dequantized_values(loops, tmp_path, monkeypatch):
     weight = int4_weight(tmp_path, torch.randn(40, 96, generator=torch.Generator().manual_seed(1)))
-    monkeypatch.setattr("kconv.target.stored.BLOCK", 1000)
+    monkeypatch.setattr("kconv.targets.stored.BLOCK", 1000)
     assert amax_int4(weight, loops()) == float(weight.read().abs().max())
 
 
@@ -106,7 +106,7 @@ def int4_weight(folder, plain, spoil=lambda parts: None) -> Int4:
     from safetensors.torch import save_file
 
     from kconv.checkpoint.header import read_header
-    from kconv.target.int4 import int4_of
+    from kconv.targets.int4 import int4_of
 
     parts = quantize_int4(plain)
     spoil(parts)

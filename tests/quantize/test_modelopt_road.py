@@ -15,7 +15,7 @@ from kconv.errors import RecipeInvalid, TensorMissing
 from kconv.quantize.calibration import Prompts
 from kconv.quantize.modelopt_road import plan_in_memory, quantize_in_memory
 from kconv.quantize.recipe import load_recipe, parse_recipe
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 from kconv.validate.run import validate
 
 TEXTS = ("Return the sum of two numbers, of whatever type.", "A list of names and their places.", "def f(x): return x")

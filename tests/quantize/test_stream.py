@@ -15,8 +15,8 @@ from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import parse_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
-from kconv.target.source_formats import stored_weights
+from kconv.targets.config import parse_target_config
+from kconv.targets.source_formats import stored_weights
 
 FORMS = ("bf16", "int4", "fp8")
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"

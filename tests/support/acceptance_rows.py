@@ -1,6 +1,6 @@
 """A published figure with everything that it can state."""
 
-from kconv.validate.acceptance import Row
+from kconv.bench.acceptance import Row
 
 FULL = {
     "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",

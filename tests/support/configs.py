@@ -7,7 +7,7 @@ from typing import Any
 
 from kconv.convert.captured import Hints
 from kconv.convert.config import ReadConfig, read_config
-from kconv.convert.layouts import by_name
+from kconv.engines import by_name
 from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
 
 KIMI_YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)

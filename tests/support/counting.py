@@ -1,4 +1,4 @@
-"""A small head held against an engine. What belongs here: its dims, what is asked, and vLLM's counters as printed."""
+"""A small head held against an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a corruption of a good head is. What belongs here: its type, and the good heads that are corrupted."""
+"""What a corruption of a good head is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kconv.checkpoint.source import Folder
 from kconv.convert.captured import Hints
 from kconv.convert.shared import Shared
 from kconv.head.spec import HeadSpec, Rope, Yarn
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
 from kconv.validate.run import Wish
 

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kconv.cli import main as kconv
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 
 from . import heads, makers
 from .mutate import change

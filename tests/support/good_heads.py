@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.tensors import TORCH
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 from kconv.head.slots import needs
 from kconv.head.spec import HeadSpec
 from kconv.validate.rules.head import ENGINE_LAYOUT, WRITTEN_FOR

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.header import byte_size
 from kconv.checkpoint.tensors import TORCH
-from kconv.convert.layout import Layout, stored
+from kconv.engines.layout import Layout, stored
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 

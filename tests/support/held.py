@@ -1,4 +1,4 @@
-"""The numbers in the pages' own words. What belongs here: each such sentence, and what computes its numbers."""
+"""The numbers in the pages' own words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kconv.cli import main
 from kconv.convert.attention.expand_mla import fit_head_dim
 from kconv.convert.attention.kept import KEEP
 from kconv.convert.captured import default_inputs, default_outputs
-from kconv.convert.layouts.sglang import captured_keys
+from kconv.engines.sglang import captured_keys
 from kconv.head.chain import lengths
 from kconv.head.rope import rotary_dims
 from kconv.head.slots import needs
@@ -29,8 +29,8 @@ from kconv.head.spec import Gqa, Mla
 from kconv.quantize.formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from kconv.quantize.inputs import data_free
 from kconv.quantize.pack import amax, pack, scale_2, unpack
-from kconv.target.nvfp4 import E2M1
-from kconv.target.prompts import KEPT
+from kconv.targets.nvfp4 import E2M1
+from kconv.targets.prompts import KEPT
 from kconv.train.prepare import HELD_OUT
 from kconv.train.recipe import TINY_MLA
 from kconv.validate.report import Report

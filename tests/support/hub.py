@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on loopback, for huggingface_hub's own client. What belongs here: the server.
+"""A stand-in for the Hugging Face Hub on loopback, for huggingface_hub's own client.
 
 It shows what the client does, and nothing of what the real Hub would refuse. The routes are tables: `hub_read.READ`
 is what a reader needs, `hub_write.WRITE` what a writer does.

@@ -1,4 +1,4 @@
-"""What the Hub's stand-in keeps and says. What belongs here: repositories, calls and replies; no sockets, no routes."""
+"""What the Hub's stand-in keeps and says."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ from kconv.checkpoint.manifest import MANIFEST, verify
 from kconv.checkpoint.source import resolve
 from kconv.cli import main as kconv
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import Plan, plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.errors import KconvError
 
 CALLS = {"open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "unlink"}

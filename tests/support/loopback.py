@@ -1,4 +1,4 @@
-"""A server on the loopback, run beside a test. What belongs here: that it answers JSON with what it is told."""
+"""A server on the loopback, run beside a test."""
 
 from __future__ import annotations
 

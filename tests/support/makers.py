@@ -6,8 +6,8 @@ from typing import Any
 
 from kconv.convert.captured import TOP
 from kconv.convert.config import write_keys
-from kconv.convert.layout import Layout
-from kconv.convert.layouts.identity import identity
+from kconv.engines.identity import identity
+from kconv.engines.layout import Layout
 from kconv.head.spec import HeadSpec, Mla, Norms
 
 ONE_LAYER = {"torchspec", "specforge", "safeailab"}

@@ -1,4 +1,4 @@
-"""A page's own words, and the numbers in them. What belongs here: what of a Markdown page somebody wrote by hand."""
+"""A page's own words, and the numbers in them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.quantize.world import read_world
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 
 
 def main(source: Path, out: Path, shard: int, jobs: int, slow: float) -> None:

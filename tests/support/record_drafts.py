@@ -1,4 +1,4 @@
-"""Heads served by vLLM one after the other, in one process of its own. What belongs here: asking `vllm_drafts.py`."""
+"""Heads served by vLLM one after the other, in one process of its own."""
 
 from __future__ import annotations
 

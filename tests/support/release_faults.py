@@ -9,12 +9,12 @@ from pathlib import Path
 import yaml
 from support.releases import FLOOR, FRONT, SUITE, write_acceptance, write_card, write_release, write_report
 
+from kconv.bench.acceptance import Acceptance, read_acceptance
 from kconv.cards.evidence import Evidence
 from kconv.cards.front_matter import results
 from kconv.cards.publish.floor import Floor, read_floor
 from kconv.cards.publish.gate import judge
 from kconv.cards.publish.release import open_candidate
-from kconv.validate.acceptance import Acceptance, read_acceptance
 from kconv.validate.report import Finding
 
 OVERRULED = Finding(
@@ -97,7 +97,7 @@ BROKEN = {
     "a manifest of another schema": ("P101", lambda f: edit(f / "kconv.json", schema=99)),
     "a file of the user's own": ("P102", lambda f: (f / "notes.txt").write_text("to do")),
     "a second weight file": ("P102", lambda f: (f / "old.ckpt").write_bytes(b"weights")),
-    "weights in a folder of a licence's name": (
+    "weights in a folder of a license's name": (
         "P102", lambda f: (f / "LICENSE-x").mkdir() or (f / "LICENSE-x" / "pytorch_model.bin").write_bytes(b"weights"),
     ),
     "what a killed run left": ("P102", lambda f: (f / "sub").mkdir() or (f / "sub" / "x.safetensors").write_bytes(b"")),
@@ -167,12 +167,12 @@ BROKEN = {
     "a card that claims more of its weights": ("P113", lambda f: alter_card(f, "identical, bit by bit", "better")),
     "another K in the card": ("P113", lambda f: write_acceptance(f) or alter_card(f, "K = 3", "K = 1")),
     "a figure that only the metadata say": ("P113", lambda f: index_figure(f, 3.875)),
-    "an unknown licence": ("L2", lambda f: write_card(f, FRONT | {"license": "unknown"})),
+    "an unknown license": ("L2", lambda f: write_card(f, FRONT | {"license": "unknown"})),
     "no base model": ("L8", lambda f: write_card(f, {k: v for k, v in FRONT.items() if k != "base_model"})),
-    "a licence that is not linked": (
+    "a license that is not linked": (
         "L2", lambda f: write_card(f, FRONT | {"license": "other", "license_name": "x", "license_link": "TERMS"}),
     ),
-    "a licence whose text is not there": ("L5", lambda f: (f / "LICENSE").unlink()),
+    "a license whose text is not there": ("L5", lambda f: (f / "LICENSE").unlink()),
     "a card that does not say what was changed": (
         "L6", lambda f: (f / "README.md").write_text((f / "README.md").read_text().replace("kconv.json", "it")),
     ),

@@ -10,15 +10,15 @@ from typing import Any
 import yaml
 from support.heads import MLA, random_slots, write_head
 
+from kconv.bench.acceptance import read_acceptance
 from kconv.cards.card import make_card
 from kconv.cards.evidence import Evidence
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.validate.acceptance import read_acceptance
+from kconv.engines import by_name
 from kconv.validate.figures import AcceptanceFigures, Figures, ParityFigures, TextFigures
 from kconv.validate.report import Report, read_report
 
@@ -28,8 +28,8 @@ FRONT = {
     "library_name": "kconv",
     "pipeline_tag": "text-generation",
 }
-# As much of a licence's wording as tells which it is.
-LICENCE = """Copyright (c) 2026 A Test
+# As much of a license's wording as tells which it is.
+LICENSE = """Copyright (c) 2026 A Test
 
 Permission is hereby granted, free of charge; this notice goes into all substantial portions of the Software.
 """
@@ -42,12 +42,12 @@ SUITE = {"suite": "MT-Bench", "target": "org/target@main", "temperature": 0.0}
 
 
 def write_release(folder: Path, *, seed: int = 0, front: dict[str, Any] | None = None) -> Path:
-    """Convert a head and put a card, a licence, a clean report and a recipe with a floor beside it."""
+    """Convert a head and put a card, a license, a clean report and a recipe with a floor beside it."""
     source = write_head(folder.parent / f"{folder.name}-source", by_name("trtllm"), MLA, random_slots(MLA, seed))
     execute(plan(read_head(open_checkpoint(source, source="source")), by_name("vllm")), folder)
     write_report(folder)
     write_card(folder, FRONT | (front or {}))
-    (folder / "LICENSE").write_text(LICENCE)
+    (folder / "LICENSE").write_text(LICENSE)
     (folder / "release.yaml").write_text(yaml.safe_dump({"name": "test", "min_acceptance": FLOOR}))
     return folder
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 from support.heads import MLA, random_slots, write_head
-from support.releases import FLOOR, LICENCE, SUITE
+from support.releases import FLOOR, LICENSE, SUITE
 
-from kconv.convert.layouts import by_name
+from kconv.engines import by_name
 from kconv.pipeline.preview import Preview, preview_release
 from kconv.pipeline.recipe import parse_release
 from kconv.pipeline.release import Outcome, Selection, run_release
@@ -23,11 +23,11 @@ TOKEN, REPO = "hf_aVerySecretTokenOfNobody", "org/head"
 def write_inputs(folder: Path) -> dict[str, Any]:
     """Write what a release starts from, and return its recipe as plain values."""
     source = write_head(folder / "source", by_name("trtllm"), SPEC, random_slots(SPEC))
-    (source / "LICENSE").write_text(LICENCE)
+    (source / "LICENSE").write_text(LICENSE)
     return {
         "name": "a-release",
         "min_acceptance": FLOOR | SUITE | {"prompts": 80, "at_least": 2.5},
-        "facts": {"base_model": "org/target", "licence": {"id": "mit"}},
+        "facts": {"base_model": "org/target", "license": {"id": "mit"}},
         "steps": {
             "vllm": {"do": "convert", "head": str(source), "layout": "vllm"},
             "trtllm": {"do": "convert", "head": "$vllm", "layout": "trtllm"},

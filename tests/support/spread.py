@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
-from kconv.target.model import load_target
+from kconv.targets.model import load_target
 from kconv.train import arguments
 from kconv.train.arguments import Pace
 from kconv.train.feed import online_states

@@ -12,9 +12,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.read import read_head, read_weights
 from kconv.convert.vocab import Text
+from kconv.engines import BY_NAME
 from kconv.head.forward import DraftHead
 
 from .heads import MLA, random_slots, write_head

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from kconv.convert.captured import default_outputs
 from kconv.errors import TrainingFailed
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
 from kconv.tiny.cache import cache_root
 from kconv.tiny.recipe import DEMO, TEST
 from kconv.tiny.target import kimi_config, make_target

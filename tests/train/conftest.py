@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kconv.target.model import load_target
+from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
 from kconv.train.feed import Online
 from kconv.train.job import Job, Rows

@@ -2,7 +2,7 @@ import dataclasses
 
 import torch
 
-from kconv.target.states import run_target
+from kconv.targets.states import run_target
 from kconv.train.feed import Feed, Online, online_states
 from kconv.train.order import EpochOrder
 from kconv.train.recipe import TEST_GQA

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.captured import Hints
-from kconv.convert.layout import stored
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
+from kconv.engines.layout import stored
 from kconv.errors import NotACheckpoint, RecipeInvalid
 from kconv.head.spec import Mla
-from kconv.target.model import load_target
+from kconv.targets.model import load_target
 from kconv.train.module import build_module, load_module
 from kconv.train.recipe import TEST_GQA, TEST_MLA
 

@@ -9,12 +9,12 @@ from support.configs import written
 from support.heads import FITTING_GQA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, RecipeInvalid
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
-from kconv.target.config import TargetConfig, parse_target_config, read_target_config
+from kconv.targets.config import TargetConfig, parse_target_config, read_target_config
 from kconv.train.arguments import Pace
 from kconv.train.jobs import check_job
 from kconv.train.named import NAMES, complete, read_recipe_file

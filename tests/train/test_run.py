@@ -12,12 +12,12 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord, verify
 from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
 from kconv.head.spec import Yarn
-from kconv.target.config import read_target_config
+from kconv.targets.config import read_target_config
 from kconv.train.arguments import Pace
 from kconv.train.checkpoints import newest
 from kconv.train.recipe import TEST_GQA, TEST_MLA

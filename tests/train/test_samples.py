@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kconv.errors import TrainingDataInvalid
-from kconv.target.prompts import Prompt
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.prompts import Prompt
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.train.samples import Sample, encode_row, pack_samples, read_rows
 
 ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"

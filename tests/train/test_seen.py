@@ -8,9 +8,9 @@ from support.heads import MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute, fill
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.train.seen import prompt_digest, record_prompts
 from kconv.validate.held_out import KEPT
 

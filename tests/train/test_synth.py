@@ -12,7 +12,7 @@ import pytest
 from support.loopback import serving
 
 from kconv.errors import EngineFailed, PromptsInvalid
-from kconv.target.prompts import Prompt
+from kconv.targets.prompts import Prompt
 from kconv.train import synth
 from kconv.train.samples import read_rows
 from kconv.train.synth import Asking, synthesize

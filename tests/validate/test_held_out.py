@@ -13,9 +13,9 @@ from support.heads import GQA, random_slots, write_head
 from kconv.checkpoint.manifest import MANIFEST
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
-from kconv.convert.layouts import by_name
+from kconv.engines import by_name
 from kconv.errors import PromptsInvalid
-from kconv.target.prompts import read_prompts
+from kconv.targets.prompts import read_prompts
 from kconv.validate.held_out import encode_held_out, read_held_out, refuse_overlap
 
 TEXTS = ("Return the sum of two numbers.", "Name three rivers of Asia.", "Why is the sky blue?")

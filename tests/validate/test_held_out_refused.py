@@ -13,7 +13,7 @@ from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 from kconv.validate import quantized
 from kconv.validate import run as runs
 from kconv.validate.perplexity import HeldOutText

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kconv.head.drafters import count_bigrams
-from kconv.target.model import load_target
-from kconv.target.states import run_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.model import load_target
+from kconv.targets.states import run_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.measure import Drafter, measure
 from kconv.validate.texts import make_texts

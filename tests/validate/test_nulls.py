@@ -15,9 +15,9 @@ from support.heads import GQA, MLA
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.captured import Hints
-from kconv.convert.layouts import BY_NAME
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
 from kconv.head.spec import HeadSpec, Norms
 from kconv.validate.rules.head import ENGINE_LAYOUT
 from kconv.validate.rules.nulls import NULLS, REFUSED

@@ -17,7 +17,7 @@ from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import builtin_recipes, load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 from kconv.validate.rules.table import TARGET_RULES, all_rules
 from kconv.validate.rules.target import Excludes
 from kconv.validate.run import Wish, validate

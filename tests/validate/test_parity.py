@@ -16,19 +16,19 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST
 from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
-from kconv.convert.layouts import MODELOPT, TRTLLM, by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import Head, read_head
+from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.errors import PromptsInvalid, StatesInvalid
 from kconv.head.spec import Gqa, HeadSpec, Rope
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
-from kconv.target.states_plan import Wanted
-from kconv.target.states_record import RECORD
-from kconv.target.states_runner import LocalRunner
-from kconv.target.stored_states import open_states
-from kconv.target.tokenizer import load_tokenizer
-from kconv.target.write_states import write_states
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
+from kconv.targets.states_plan import Wanted
+from kconv.targets.states_record import RECORD
+from kconv.targets.states_runner import LocalRunner
+from kconv.targets.stored_states import open_states
+from kconv.targets.tokenizer import load_tokenizer
+from kconv.targets.write_states import write_states
 from kconv.tiny.text import read_corpus
 from kconv.validate.held_out import encode_held_out
 from kconv.validate.measure import Measured

@@ -12,7 +12,7 @@ from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import COUNTS, parse_target_config
+from kconv.targets.config import COUNTS, parse_target_config
 from kconv.validate.quantized_config import KEYS, check_config
 from kconv.validate.run import validate
 

@@ -15,8 +15,8 @@ from support.heads import write_head
 from torch import Tensor
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.layouts import by_name
 from kconv.convert.read import Head, read_head
+from kconv.engines import by_name
 from kconv.head.spec import HeadSpec
 from kconv.quantize.head.formats import FORMATS
 from kconv.validate.quantized_head import FORMS

@@ -14,16 +14,16 @@ from torch.nn.functional import cross_entropy
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
-from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
 from kconv.convert.told import Origin
+from kconv.engines import by_name
 from kconv.errors import ComparisonUnfit
 from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
-from kconv.target.model import load_target
+from kconv.targets.config import parse_target_config
+from kconv.targets.model import load_target
 from kconv.tiny.text import read_corpus
 from kconv.validate.parity import Parity
 from kconv.validate.perplexity import HeldOutText, Run, compare_runs, measure_perplexity, prepare_text

@@ -14,14 +14,14 @@ from support.quantized_targets import make_form
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.quantize.inputs import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 from kconv.validate.assemble import digests
 from kconv.validate.recorded import check_manifest
 from kconv.validate.run import Wish, validate

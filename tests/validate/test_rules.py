@@ -16,9 +16,9 @@ from support.good_heads import GOOD, Good
 from support.heads import GQA, MLA, TARGET
 
 from kconv.checkpoint.source import Folder
-from kconv.convert.layouts import BY_NAME
+from kconv.engines import BY_NAME
 from kconv.head.spec import Rope, Yarn
-from kconv.target.config import parse_target_config
+from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 from kconv.validate.rules.table import HEAD_RULES, all_rules

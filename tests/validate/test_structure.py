@@ -13,10 +13,10 @@ from support.heads import GQA, MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.layouts import by_name
 from kconv.convert.plan import Wishes, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import Shared
+from kconv.engines import by_name
 from kconv.validate.structure import check_source, check_values, is_identical
 
 

@@ -1,4 +1,4 @@
-"""A head served by a real engine, held against kconv's own chain. What belongs here: one check from start to stop.
+"""A head served by a real engine, held against kconv's own chain.
 
 Two servers that are started for it: one without speculation, whose greedy output is the reference, and one with the
 head. A server that is reached by its address speculates already; the reference is then the target's own forward.
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
+from ...bench.acceptance_stats import Counts, check_possible
+from ...bench.counters import Engine
+from ...bench.server import ChatServer, connect
+from ...bench.told import check_told
 from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...errors import EngineFailed, PromptsInvalid
 from ...head.chain import Acceptance
-from ...target.config import read_target_config
-from ...target.generate import generate_greedy
-from ...target.model import load_target
-from ...target.tokenizer import Tokenizer, load_tokenizer
-from ..acceptance_stats import Counts, check_possible
-from ..bench_counters import Engine
-from ..bench_server import ChatServer, connect
-from ..bench_told import check_told
+from ...targets.config import read_target_config
+from ...targets.generate import generate_greedy
+from ...targets.model import load_target
+from ...targets.tokenizer import Tokenizer, load_tokenizer
 from ..figures import EngineFigures
 from ..held_out import read_held_out
 from ..report import Finding
@@ -222,7 +222,7 @@ def _count_other(
     server: ChatServer, engine: Engine, asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]
 ) -> _Served:
     """Ask an engine that gives no token ids: outputs are compared as text."""
-    from ..bench_counters import NOTES
+    from ...bench.counters import NOTES
 
     before = server.rest(engine)
     texts = [server.complete_text(prompt, asked.new_tokens) for prompt in bench.prompts]

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, seen from outside. What belongs here: greedy completions of token ids, and /metrics."""
+"""An OpenAI-compatible server, seen from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's counters of speculative decoding. What belongs here: reading them out of /metrics, and what follows from two.
+"""vLLM's counters of speculative decoding.
 
 The counters, and the acceptance length that vLLM itself logs:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/metrics.py

@@ -1,4 +1,4 @@
-"""An engine's figures beside kconv's own. What belongs here: which differences are findings, and how bad they are."""
+"""An engine's figures beside kconv's own."""
 
 from __future__ import annotations
 

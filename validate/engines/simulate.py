@@ -1,4 +1,4 @@
-"""What an engine must count for a head. What belongs here: kconv's chain on the target's own continuations."""
+"""What an engine must count for a head."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from ...checkpoint.folder import open_checkpoint
 from ...convert.read import Head
 from ...head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
-from ...target.config import read_target_config
-from ...target.states import run_target
+from ...targets.config import read_target_config
+from ...targets.states import run_target
 from ..weights import load_head
 
 

@@ -1,4 +1,4 @@
-"""A target behind a vLLM that hands out its hidden states. What belongs here: asking for them, and their translation.
+"""A target behind a vLLM that hands out its hidden states.
 
 vLLM 0.32's method extract_hidden_states with its ExampleHiddenStatesConnector writes a file for each request: the
 streams that *enter* the layers it was started with, `[T, layers, H]`, and tells its path in the completion
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from ...checkpoint.header import read_header
 from ...checkpoint.tensors import NAMES, read_tensor
 from ...errors import EngineFailed, KconvError, StatesInvalid
-from ...target.config import TargetConfig
+from ...targets.config import TargetConfig
 from .client import SHOWN, Client
 
 WRITTEN_SECONDS, POLL_SECONDS = 120.0, 0.01

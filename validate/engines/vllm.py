@@ -1,4 +1,4 @@
-"""vLLM started as a witness. What belongs here: its command line and environment, waiting for it, stopping it.
+"""vLLM started as a witness.
 
 The settings are those under which greedy decoding on CPU was found to be right: fp32, no compilation, and
 PyTorch's own rotary embedding, as the CPU kernel turns MLA's 3-D queries wrongly:

@@ -1,4 +1,4 @@
-"""Captured layers. What belongs here: what each engine finds, against the layers the head was trained on."""
+"""Captured layers."""
 
 from __future__ import annotations
 

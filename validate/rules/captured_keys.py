@@ -1,4 +1,4 @@
-"""What stands beside the captured layers. What belongs here: their number, the switch for them, and their object."""
+"""What stands beside the captured layers."""
 
 from __future__ import annotations
 

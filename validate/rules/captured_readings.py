@@ -1,4 +1,4 @@
-"""Which layers an engine captures for a config. What belongs here: where each looks, and what it takes a list for.
+"""Which layers an engine captures for a config.
 
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py#L5268-L5280 (V1: the top-level
 list, else the one in eagle_config),
@@ -11,7 +11,7 @@ option of vLLM says otherwise: its --hf-overrides are the target's alone, where 
 from __future__ import annotations
 
 from ...convert.captured import NESTED, TOP, default_outputs
-from ...convert.layouts.sglang import DEEPSEEKS
+from ...engines.sglang import DEEPSEEKS
 from .head import EAGLE, HeadSubject, listed_ids
 from .rule import SGLANG, VLLM, VLLM_V1, VLLM_V2
 

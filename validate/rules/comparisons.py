@@ -1,4 +1,4 @@
-"""What a comparison finds, with a source or an engine. What belongs here: what is known of such findings.
+"""What a comparison finds, with a source or an engine.
 
 The comparisons make these findings themselves, beside what they measure; the rules look for nothing on their own.
 """

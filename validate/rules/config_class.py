@@ -1,4 +1,4 @@
-"""What an engine's config class asks for. What belongs here: keys that it wants, or fills with a default of its own."""
+"""What an engine's config class asks for."""
 
 from __future__ import annotations
 

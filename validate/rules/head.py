@@ -1,4 +1,4 @@
-"""A head as rules look at it. What belongs here: reading it as far as it can be read, each part once."""
+"""A head as rules look at it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...checkpoint.header import TensorInfo
 from ...checkpoint.values import FLOAT_BITS, Scan, Values
 from ...convert.captured import Hints, without_lists
 from ...convert.config import ReadConfig, read_config
-from ...convert.layout import Layout, Stored
-from ...convert.layouts import BY_NAME, detect
 from ...convert.own_keys import unify
 from ...convert.read import Head, claim_tensors, find_breaches, read_head, rows_of, weight_dtype
 from ...convert.shared import Shared
+from ...engines import BY_NAME, detect
+from ...engines.layout import Layout, Stored
 from ...errors import CapturedUndecided, KconvError
 from ...head.contract import Breach
 from ...head.slots import needs
 from ...head.spec import HeadSpec
-from ...target.config import TargetConfig
+from ...targets.config import TargetConfig
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Subject
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a head calls itself. What belongs here: architectures, model_type, and which class of an engine they choose."""
+"""What a head calls itself."""
 
 from __future__ import annotations
 

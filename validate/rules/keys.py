@@ -1,4 +1,4 @@
-"""Keys of the config. What belongs here: keys that are missing, contradict each other, or stand where nobody reads.
+"""Keys of the config.
 
 Which keys there are is stated by `convert.keys`; the rules here report by its tables.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...convert.config_checks import KINDS, phrase
-from ...convert.keys import COMMON, FIXED, GQA, MLA, Key
+from ...engines.keys import COMMON, FIXED, GQA, MLA, Key
 from .head import MISSING, HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, rule
 

@@ -1,4 +1,4 @@
-"""What a launch flag must supply, or a server's log should be read for. What belongs here: what no file can say."""
+"""What a launch flag must supply, or a server's log should be read for."""
 
 from __future__ import annotations
 

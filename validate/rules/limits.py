@@ -1,11 +1,11 @@
-"""What an engine has no place for. What belongs here: a rule for each limit that the layouts state."""
+"""What an engine has no place for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...convert.layout import Limit
-from ...convert.layouts import BY_NAME
+from ...engines import BY_NAME
+from ...engines.layout import Limit
 from .head import ENGINE_LAYOUT, HeadSubject
 from .rule import ENGINES, Found, Rule
 

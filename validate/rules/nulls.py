@@ -1,4 +1,4 @@
-"""Keys that are null. What belongs here: where an engine takes a null otherwise than a key that is not there."""
+"""Keys that are null."""
 
 from __future__ import annotations
 

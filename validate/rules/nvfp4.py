@@ -1,4 +1,4 @@
-"""A target's NVFP4 tensors. What belongs here: parts that are missing, dtypes, shapes, and which modules are packed."""
+"""A target's NVFP4 tensors."""
 
 from __future__ import annotations
 

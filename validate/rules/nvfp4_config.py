@@ -1,4 +1,4 @@
-"""What a target's config says of its tensors. What belongs here: NVFP4's blocks, and the layers that it counts."""
+"""What a target's config says of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an NVFP4 target's config excludes. What belongs here: entries against the modules that are packed or are not."""
+"""What an NVFP4 target's config excludes."""
 
 from __future__ import annotations
 

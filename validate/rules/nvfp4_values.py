@@ -1,4 +1,4 @@
-"""The scales of a target's NVFP4. What belongs here: what their values must be, alone and among fused modules."""
+"""The scales of a target's NVFP4."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
     values=True,
 )
 def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
-    from ...target.norms import beyond_norms  # here, as headers are checked without torch
+    from ...targets.norms import beyond_norms
 
     scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
     amaxes = {

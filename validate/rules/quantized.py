@@ -1,4 +1,4 @@
-"""Quantized heads. What belongs here: scales, the config that says how to read them, and dtypes."""
+"""Quantized heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE. What belongs here: how it is stated, lost, or claimed to be what the head was never trained with."""
+"""RoPE."""
 
 from __future__ import annotations
 

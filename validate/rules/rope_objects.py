@@ -1,4 +1,4 @@
-"""RoPE's two objects. What belongs here: what an engine loses that reads one of rope_scaling and rope_parameters."""
+"""RoPE's two objects."""
 
 from __future__ import annotations
 

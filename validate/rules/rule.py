@@ -1,4 +1,4 @@
-"""What a rule is. What belongs here: its type, what it looks at, and running a table of rules over a checkpoint."""
+"""What a rule is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a matrix's rows and columns spread. What belongs here: telling a trained matrix from an initializer's."""
+"""How a matrix's rows and columns spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule there is. What belongs here: the tables, and looking a rule up."""
+"""Every rule there is."""
 
 from __future__ import annotations
 

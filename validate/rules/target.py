@@ -1,4 +1,4 @@
-"""A target as rules look at it. What belongs here: its modules, its config blocks, and which modules these exclude."""
+"""A target as rules look at it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes. What belongs here: which rule speaks of which breach of the head's contract.
+"""Names, shapes and dtypes.
 
 What a head must hold is stated by `head.contract` and the layouts; the rules here report by them.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from ...convert.layout import Stored
+from ...engines.layout import Stored
 from ...errors import KconvError, TensorMissing, TensorShape, TensorUnknown
 from ...head.contract import Breach, compare
 from .head import HeadSubject, engine_layouts

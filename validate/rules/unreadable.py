@@ -1,4 +1,4 @@
-"""What cannot be read at all. What belongs here: rules about kconv's own faults, by their class."""
+"""What cannot be read at all."""
 
 from __future__ import annotations
 

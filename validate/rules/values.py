@@ -1,4 +1,4 @@
-"""Values. What belongs here: weights that cannot be right, or look as if they were never trained."""
+"""Values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vocabulary. What belongs here: draft_vocab_size, the maps d2t and t2d, and the target's vocabulary and width."""
+"""Vocabulary."""
 
 from __future__ import annotations
 

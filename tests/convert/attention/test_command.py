@@ -14,8 +14,8 @@ from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
 from kconv.cli.attention_states import StoredBatches
 from kconv.convert.attention.calibration import Calibration
-from kconv.convert.layouts import by_name
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.errors import (
     CalibrationInvalid,
     ConfigInvalid,
@@ -25,8 +25,8 @@ from kconv.errors import (
     PromptsInvalid,
 )
 from kconv.head.spec import Gqa, Mla
-from kconv.target.config import read_target_config
-from kconv.target.stored_states import open_states
+from kconv.targets.config import read_target_config
+from kconv.targets.stored_states import open_states
 from kconv.validate.structure import check_source, check_values, is_identical
 
 

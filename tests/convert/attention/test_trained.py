@@ -18,10 +18,10 @@ from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.convert.read import read_head
 from kconv.head.spec import Gqa
-from kconv.target.config import read_target_config
-from kconv.target.model import load_target
-from kconv.target.states import run_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.targets.config import read_target_config
+from kconv.targets.model import load_target
+from kconv.targets.states import run_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.cache import cache_root
 from kconv.tiny.recipe import DEMO
 from kconv.tiny.target import make_target

@@ -18,12 +18,12 @@ from support.loopback import serving
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
-from kconv.convert.layouts import MODELOPT, TRTLLM, by_name
 from kconv.convert.plan import plan
 from kconv.convert.read import Head, read_head
-from kconv.target.generate import generate_greedy
-from kconv.target.model import load_target
-from kconv.target.tokenizer import load_tokenizer
+from kconv.engines import MODELOPT, TRTLLM, by_name
+from kconv.targets.generate import generate_greedy
+from kconv.targets.model import load_target
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.check import Engined
 from kconv.validate.engines.simulate import simulate

@@ -7,10 +7,10 @@ import json
 import pytest
 from support.counting import NEW_TOKENS, STEPS, metrics
 
+from kconv.bench.server import ONE_TOKEN
 from kconv.checkpoint.source import Folder
 from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
-from kconv.target.tokenizer import load_tokenizer
-from kconv.validate.bench_server import ONE_TOKEN
+from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.engines.check import FORWARD, Engined, check_engine
 from kconv.validate.engines.judge import COUNTS, OUTPUT
 

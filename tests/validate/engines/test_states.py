@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.errors import EngineFailed, StatesInvalid
-from kconv.target.config import read_target_config
-from kconv.target.generate import generate_greedy
-from kconv.target.model import load_target
-from kconv.target.states import capture
+from kconv.targets.config import read_target_config
+from kconv.targets.generate import generate_greedy
+from kconv.targets.model import load_target
+from kconv.targets.states import capture
 from kconv.validate.engines.client import Client
 from kconv.validate.engines.states import ServedRunner, states_options
 

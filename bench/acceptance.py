@@ -1,0 +1,222 @@
+"""acceptance.json: acceptance figures, each with what it was measured on.
+
+Published acceptance lengths cannot be compared, as they do not say what they are: with or without the bonus token,
+a mean over requests or over verify steps, by which engine, on which target. Here a figure travels with all of it.
+Figures whose `method` differs never share a column, and what a source does not say stands as None, which is equal
+to nothing, not even to another None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..checkpoint.schema import first_wrong
+from ..errors import AcceptanceInvalid, NotACheckpoint
+from .acceptance_parts import Interval, Sanity, Speed
+
+ACCEPTANCE = "acceptance.json"
+OVERALL = ""  # the category of a figure over the whole of a dataset
+
+Metric = Literal["al_incl_bonus", "draft_accept_rate", "teacher_forced_accuracy"]
+Averaging = Literal["micro_steps", "macro_request", "macro_category", "micro_positions"]
+MeasuredBy = Literal["self", "quoted"]
+
+# What must be equal for two figures to stand in one column; date, file and URL may differ.
+METHOD = (
+    "metric", "draft_tokens", "tree", "averaging", "engine", "engine_version", "target", "precision", "temperature",
+    "reasoning", "max_tokens", "measured_by",
+)  # fmt: skip
+# What must be equal for two figures to stand in one line.
+LINE = ("dataset", "revision", "category", "prompts", "prompts_sha256")
+# What kconv knows of what it measures itself.
+SAID_BY_SELF = ("draft_tokens", "averaging", "engine", "engine_version", "prompts", "date")
+# Not every dataset has the one, and not every target the other.
+MAY_BE_UNSAID = {"prompts_sha256", "reasoning"}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Row(_Record):
+    """One figure with its full key.
+
+    Attributes:
+        metric: "al_incl_bonus" is the acceptance length, tokens per verify step with the bonus token.
+        value: in tokens, or a share for the other metrics.
+        decimals: digits behind the point to show; of a quoted figure, those its source prints.
+        draft_tokens: K.
+        tree: "chain", or how drafts branch.
+        averaging: over verify steps, requests, categories, or all positions of a text.
+        engine, engine_version: what ran it; "kconv" for its own forward.
+        target, precision: what was served, and in which number format.
+        temperature, reasoning: how it was sampled; `reasoning` e.g. "medium", where the target has such modes.
+        dataset, revision: e.g. "MT-Bench" and a commit or a file's sha256.
+        prompts_sha256: `target.prompts.digest_prompts` of what was asked, where that is known.
+        category: of the dataset; "" for the whole.
+        domain: what a table groups the dataset under, e.g. "Math".
+        prompts: how many (N).
+        max_tokens: an answer's limit.
+        date: ISO, of the measurement, or of the publication that is quoted.
+        measured_by: "self", or "quoted" with its `url`.
+        published_as: what the quoted source calls the figure.
+        rates: share of verify steps in which the draft was accepted up to each place.
+        drafts: verify steps that the figure is over.
+        interval, sanity, speed: where measured.
+        note: how the figure came about, where its key does not say.
+    """
+
+    metric: Metric
+    value: float
+    decimals: int = Field(default=3, ge=0, le=6)
+    draft_tokens: int | None = Field(default=None, ge=1)
+    tree: str | None = None
+    averaging: Averaging | None = None
+    engine: str | None = None
+    engine_version: str | None = None
+    target: str | None = None
+    precision: str | None = None
+    temperature: float | None = Field(default=None, ge=0)
+    reasoning: str | None = None
+    dataset: str
+    revision: str | None = None
+    prompts_sha256: str | None = None
+    category: str = OVERALL
+    domain: str = ""
+    prompts: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    date: str | None = None
+    measured_by: MeasuredBy
+    url: str | None = None
+    published_as: str | None = None
+    rates: tuple[float, ...] | None = None
+    drafts: float | None = None
+    interval: Interval | None = None
+    sanity: Sanity | None = None
+    speed: Speed | None = None
+    note: str = ""
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """What it shares with every figure of its column."""
+        return {name: getattr(self, name) for name in METHOD}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What it shares with every figure of its line."""
+        return {name: getattr(self, name) for name in LINE}
+
+    @property
+    def shown(self) -> str:
+        """The figure as text, e.g. "2.340"."""
+        return f"{self.value:.{self.decimals}f}"
+
+    @model_validator(mode="after")
+    def _can_be(self) -> Self:
+        if self.measured_by == "quoted" and not self.url:
+            raise ValueError(f"{self.dataset} {self.category} is quoted without the url of its source")
+        if self.measured_by == "self":
+            unsaid = [name for name in SAID_BY_SELF if not self[name]]
+            if unsaid:
+                raise ValueError(f"{self.dataset} {self.category} was measured, and does not say {', '.join(unsaid)}")
+        low, high = (1.0, (self.draft_tokens or float("inf")) + 1.0) if self.metric == "al_incl_bonus" else (0.0, 1.0)
+        if not low <= self.value <= high:
+            raise ValueError(
+                f"{self.dataset} {self.category}: a {self.metric} of {self.shown} is not within {low:g} and {high:g}"
+            )
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class Suite(_Record):
+    """What a dataset consists of, so that a table shows what is missing from it.
+
+    Attributes:
+        dataset: as its rows name it.
+        categories: all that are shown.
+        whole: whether every prompt of it was asked; None where a quoted source does not say.
+    """
+
+    dataset: str
+    categories: tuple[str, ...]
+    whole: bool | None = None
+
+
+class Acceptance(_Record):
+    """The figures about one head; the schema of acceptance.json.
+
+    Attributes:
+        head: hub id or folder name.
+        weights: sha256 of each weight file, where the head was at hand.
+        config: sha256 of its config.json; the same weights under another, e.g. other captured layers, are another head.
+        suites: what the datasets consist of.
+        rows: no two of one key.
+        kconv: the version that measured; None where all is quoted.
+        provenance: what else is known: the server's model name, the requests' extra fields, seconds taken.
+    """
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    head: str
+    weights: dict[str, str] = {}
+    config: str = ""
+    suites: tuple[Suite, ...] = ()
+    rows: tuple[Row, ...] = Field(min_length=1)
+    kconv: str | None = None
+    provenance: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _no_row_twice(self) -> Self:
+        seen: set[tuple[Any, ...]] = set()
+        for row in self.rows:
+            key = (*row.method.values(), *row.line.values(), row.url)
+            if key in seen:
+                raise ValueError(f"two rows of {row.dataset} {row.category} have the same key")
+            seen.add(key)
+        return self
+
+    @property
+    def measured(self) -> bool:
+        """Whether it holds a figure that was measured, not quoted; such a file is about weights, and names them."""
+        return any(row.measured_by == "self" for row in self.rows)
+
+    def is_whole(self, dataset: str) -> bool:
+        """Say whether every prompt of a dataset was asked."""
+        return any(suite.dataset == dataset and suite.whole for suite in self.suites)
+
+    def to_json(self) -> str:
+        """Return acceptance.json's text."""
+        return self.model_dump_json(indent=1, by_alias=True, exclude_none=True) + "\n"
+
+
+def read_acceptance(file: Path) -> Acceptance:
+    """Read an acceptance.json.
+
+    Raises:
+        NotACheckpoint: the file is missing.
+        AcceptanceInvalid: it is not of the schema, repeats a row, or holds a figure that cannot be.
+    """
+    try:
+        return Acceptance.model_validate_json(file.read_bytes())
+    except FileNotFoundError as fault:
+        raise NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first.") from fault
+    except (OSError, ValidationError) as fault:
+        what = first_wrong(fault) if isinstance(fault, ValidationError) else fault
+        raise AcceptanceInvalid(
+            f"{file.name} cannot be taken: {what}", where=file, fix="Mend the row, or run kconv bench again."
+        ) from fault
+
+
+def differences(one: Row, other: Row) -> Mapping[str, tuple[Any, Any]]:
+    """Return the key fields that keep two figures apart; those that neither states keep them apart too."""
+    pairs = {name: (one[name], other[name]) for name in (*METHOD, *LINE)}
+    return {
+        name: pair
+        for name, pair in pairs.items()
+        if pair[0] != pair[1] or (pair[0] is None and name not in MAY_BE_UNSAID)
+    }

@@ -1,0 +1,185 @@
+"""From counts to acceptance figures.
+
+A group is what ran between two readings of a server's counters: one prompt with all its turns, or several side by
+side. Steps of one prompt depend on each other, so intervals draw whole groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import AcceptanceInvalid, CountersMissing, DefinitionsMixed
+from .acceptance import METHOD, Row
+from .acceptance_parts import Interval, Sanity
+
+DRAWS = 2000
+LEVEL = 0.95
+SAY_K = "Say K as the server was started with (bench: --draft-tokens, validate: --steps)"
+NGRAM = 4
+TOKENS_A_WORD = 4  # more than any language takes
+# Words, and every sign of a script that has no spaces by itself.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted over a group.
+
+    Attributes:
+        drafts: verify steps.
+        accepted: drafted tokens that were accepted, without the bonus tokens.
+        per_position: in how many drafts the token at each place and all before it were accepted; None where the
+            engine does not count it.
+        prompts: in the group.
+    """
+
+    drafts: float
+    accepted: float
+    per_position: tuple[float, ...] | None
+    prompts: int = 1
+
+
+def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
+    """Refuse counts that no chain of K drafted tokens can give.
+
+    Raises:
+        CountersMissing: nothing was drafted.
+        AcceptanceInvalid: the acceptance length is above K + 1.
+        DefinitionsMixed: the places do not add up, or are not K: an engine that counts places counts all of them.
+    """
+    if counts.drafts <= 0:
+        raise CountersMissing(
+            f"nothing was drafted for {where}", fix="Check that the server speculates, and that answers are not empty."
+        )
+    length = 1 + counts.accepted / counts.drafts
+    if length > draft_tokens + 1 + 1e-9:
+        raise AcceptanceInvalid(
+            f"an acceptance length of {length:.3f} is above the {draft_tokens + 1} of K = {draft_tokens}",
+            where=where,
+            fix=f"{SAY_K}, and let no one else use the server meanwhile.",
+        )
+    places = counts.per_position
+    if places is None:
+        return
+    if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
+        raise DefinitionsMixed(
+            f"the {len(places)} places count {sum(places):g} accepted tokens, the total {counts.accepted:g}, K is "
+            f"{draft_tokens}",
+            where=where,
+            fix=f"{SAY_K}; these counters are not of one chain.",
+        )
+
+
+def add_up(groups: Sequence[Counts]) -> Counts:
+    """Add counts up.
+
+    Raises:
+        DefinitionsMixed: some groups count places and others do not.
+    """
+    kinds = {None if group.per_position is None else len(group.per_position) for group in groups}
+    if len(kinds) != 1:
+        raise DefinitionsMixed("groups that count different places cannot be added up", fix="Measure them in one run.")
+    places = None
+    if None not in kinds:
+        places = tuple(sum(column) for column in zip(*(g.per_position or () for g in groups), strict=True))
+    return Counts(
+        sum(g.drafts for g in groups), sum(g.accepted for g in groups), places, sum(g.prompts for g in groups)
+    )
+
+
+def micro(groups: Sequence[Counts]) -> float:
+    """Return the acceptance length as a mean over verify steps, so long answers weigh more."""
+    total = add_up(groups)
+    return 1 + total.accepted / total.drafts
+
+
+def macro(groups: Sequence[Counts]) -> float | None:
+    """Return the mean over prompts of each one's own length; None where groups hold more prompts than one."""
+    if any(group.prompts != 1 for group in groups):
+        return None
+    return sum(1 + g.accepted / g.drafts for g in groups) / len(groups)
+
+
+def rates(groups: Sequence[Counts]) -> tuple[float, ...] | None:
+    """Return the share of verify steps in which the draft was accepted up to each place."""
+    total = add_up(groups)
+    return None if total.per_position is None else tuple(count / total.drafts for count in total.per_position)
+
+
+def mean_of_categories(rows: Iterable[Row], categories: Iterable[str]) -> float:
+    """Return the mean over the categories of one dataset, each weighing the same.
+
+    Raises:
+        DefinitionsMixed: the rows are not of one method, dataset and revision.
+        AcceptanceInvalid: a category has no row, or two.
+    """
+    rows = list(rows)
+    for row in rows[1:]:
+        apart = [n for n in (*METHOD, "dataset", "revision") if row[n] != rows[0][n]]
+        if apart:
+            raise DefinitionsMixed(
+                f"{rows[0].category!r} and {row.category!r} differ in {', '.join(apart)}; no mean is taken over both",
+                where=row.dataset,
+                fix="Take the mean over rows of one key.",
+            )
+    by_category = {row.category: row for row in rows}
+    missing = [name for name in categories if name not in by_category]
+    if missing or len(by_category) != len(rows):
+        raise AcceptanceInvalid(
+            f"the mean needs one row for each category, and {', '.join(missing) or 'some'} "
+            f"{'has none' if missing else 'have two'}",
+            where=rows[0].dataset if rows else "",
+            fix="Measure the missing categories; kconv fills in nothing.",
+        )
+    return sum(by_category[name].value for name in categories) / len(by_category)
+
+
+def interval(groups: Sequence[Counts], averaging: str, seed: int = 0) -> Interval | None:
+    """Return the bootstrap interval of a mean, drawing groups with replacement; None of fewer than two groups.
+
+    Args:
+        groups: of one category, or of all.
+        averaging: "micro_steps" or "macro_request".
+        seed: of the draws.
+    """
+    if len(groups) < 2:
+        return None
+    drafts = np.array([g.drafts for g in groups])
+    accepted = np.array([g.accepted for g in groups])
+    drawn = np.random.default_rng(seed).integers(len(groups), size=(DRAWS, len(groups)))
+    if averaging == "macro_request":
+        means = (1 + accepted / drafts)[drawn].mean(axis=1)
+    else:
+        means = 1 + accepted[drawn].sum(axis=1) / drafts[drawn].sum(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    sizes = {g.prompts for g in groups}
+    over = "prompts" if sizes == {1} else f"groups of up to {max(sizes)} prompts"
+    return Interval(low=float(low), high=float(high), level=LEVEL, over=over, units=len(groups))
+
+
+def sanity(answers: Sequence[tuple[str, int, bool]]) -> Sanity:
+    """Describe answers.
+
+    Args:
+        answers: text, tokens, and whether it was cut at the limit, of each.
+    """
+    return Sanity(
+        distinct_4grams=sum(distinct_ngrams(text, tokens) for text, tokens, _ in answers) / len(answers),
+        mean_tokens=sum(tokens for _, tokens, _ in answers) / len(answers),
+        cut=sum(cut for _, _, cut in answers) / len(answers),
+    )
+
+
+def distinct_ngrams(text: str, tokens: int) -> float:
+    """Return the share of distinct 4-grams of words in a text; 1 where it is too short to have two.
+
+    A text that loops within a word has few words for its tokens; its signs stand for words then.
+    """
+    words = WORD.findall(text)
+    words = words if TOKENS_A_WORD * len(words) >= tokens else list(text)
+    ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 1.0

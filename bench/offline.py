@@ -1,0 +1,183 @@
+"""Acceptance without a server.
+
+The target continues each dialogue a little beyond the answer's end, as the last drafts of an engine look there too;
+so greedy figures are those of an engine's counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.folder import open_checkpoint
+from ..convert.read import Head
+from ..errors import PromptsInvalid
+from ..targets.config import read_target_config
+from ..targets.generate import generate_greedy, generate_sampled
+from ..targets.model import load_target
+from ..targets.prompts import Prompt, digest_prompts
+from ..targets.tokenizer import Tokenizer, load_tokenizer
+from ..validate.assemble import config_digest, digests
+from ..validate.figures import TextKind
+from ..validate.held_out import refuse_overlap
+from ..validate.measure import Drafter, head_drafter, measure
+from ..validate.texts import Batch, Text
+from ..validate.weights import load_head
+from .acceptance import OVERALL, Acceptance, Averaging, Row
+from .acceptance import Suite as SuiteRecord
+from .acceptance_stats import Counts, interval, macro, micro, rates, sanity
+from .suites import Suite
+
+Say = Callable[[str], None]
+# How a sampled text is measured is no mean over verify steps: every position counts.
+KINDS: dict[float, tuple[TextKind, Averaging]] = {
+    0.0: ("greedy", "micro_steps"),
+    1.0: ("sampled", "micro_positions"),
+}
+
+
+def measure_head(
+    head: Head,
+    target: Path,
+    suite: Suite,
+    *,
+    draft_tokens: int,
+    max_tokens: int,
+    temperature: float = 0.0,
+    precision: str = "float32",
+    name: str | None = None,
+    target_name: str | None = None,
+    trust_remote_code: bool = False,
+    say: Say = lambda _: None,
+) -> Acceptance:
+    """Measure a head on a suite by kconv's own forward.
+
+    Args:
+        head: the head.
+        target: the target's folder.
+        suite: what to ask.
+        draft_tokens: K.
+        max_tokens: an answer's limit.
+        temperature: 0 for simulated greedy decoding, 1 for the probability that sampling accepts.
+        precision: of the target's and the head's weights in memory.
+        name, target_name: for acceptance.json; what the user gave if None.
+        trust_remote_code: whether the target's tokenizer may run code of its own.
+        say: told what is going on.
+
+    Raises:
+        TargetInvalid: the target cannot be read, or has no chat template.
+        PromptsInvalid: a dialogue does not fit the target, the head was trained on one, or another temperature is asked
+            for.
+    """
+    if temperature not in KINDS:
+        raise PromptsInvalid(
+            f"acceptance at temperature {temperature:g} is not simulated", fix="Take 0 or 1, or measure on a server."
+        )
+    refuse_overlap((prompt.digest for prompt in suite.prompts), head.checkpoint.folder)
+    kind, averaging = KINDS[temperature]
+    say("loading the target")
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    model = load_target(target, getattr(torch, precision))
+    drafter = head_drafter(load_head(head, open_checkpoint(target), read_target_config(target)), draft_tokens)
+    shared = {
+        "metric": "al_incl_bonus", "draft_tokens": draft_tokens, "tree": "chain", "engine": "kconv",
+        "engine_version": version("kconv"), "target": target_name or target.name, "precision": precision,
+        "temperature": temperature, "dataset": suite.dataset, "revision": suite.revision, "max_tokens": max_tokens,
+        "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
+    }  # fmt: skip
+    rows: list[Row] = []
+    counted: dict[str, list[Counts]] = {}
+    answers: dict[str, list[tuple[str, int, bool]]] = {}
+    for category, prompts in suite.groups:
+        counted[category], answers[category] = [], []
+        for number, prompt in enumerate(prompts):
+            say(f"{category or suite.dataset} {number}/{len(prompts)}")
+            counts, said = _dialogue(
+                prompt, model, tokenizer, drafter, head, draft_tokens, max_tokens, kind, temperature
+            )
+            counted[category].append(counts)
+            answers[category] += said
+        rows += _rows(counted[category], answers[category], averaging, shared | {"category": category}, prompts)
+    if list(counted) != [OVERALL]:
+        everything = [counts for groups in counted.values() for counts in groups]
+        said = [answer for group in answers.values() for answer in group]
+        rows += _rows(everything, said, averaging, shared | {"category": OVERALL}, suite.prompts)
+    return Acceptance(
+        head=name or head.checkpoint.source,
+        weights=digests(head.checkpoint),
+        config=config_digest(head.checkpoint),
+        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(counted), whole=suite.whole),),
+        rows=tuple(rows),
+        kconv=version("kconv"),
+        provenance={"torch": torch.__version__},
+    )
+
+
+def _rows(
+    counts: Sequence[Counts],
+    answers: Sequence[tuple[str, int, bool]],
+    averaging: Averaging,
+    shared: Mapping[str, object],
+    prompts: Sequence[Prompt],
+) -> Iterator[Row]:
+    # An answer of one token leaves nothing to draft: it has no length, and is none to average.
+    counts = [group for group in counts if group.drafts]
+    if not counts:
+        raise PromptsInvalid(
+            "nothing is drafted, as no answer has more than one token",
+            where=shared["category"] or shared["dataset"],
+            fix="Raise --max-tokens, or leave the category out.",
+        )
+    told: dict[Averaging, float | None] = {averaging: micro(counts), "macro_request": macro(counts)}
+    for way, value in told.items():
+        if value is not None:
+            yield Row.model_validate(
+                dict(shared)
+                | {
+                    "averaging": way,
+                    "value": round(value, 6),
+                    "prompts": len(counts),
+                    "prompts_sha256": digest_prompts(tuple(prompts)),
+                    "drafts": sum(c.drafts for c in counts),
+                    "rates": rates(counts) if way == averaging else None,
+                    "interval": interval(counts, way),
+                    "sanity": sanity(answers),
+                }
+            )
+
+
+def _dialogue(
+    prompt: Prompt, model, tokenizer: Tokenizer, drafter: Drafter, head: Head, steps: int, limit: int, kind: TextKind,
+    temperature: float,
+) -> tuple[Counts, list[tuple[str, int, bool]]]:  # fmt: skip
+    turns: list[str] = []
+    drafts, accepted = 0.0, [0.0] * steps
+    said: list[tuple[str, int, bool]] = []
+    ends = _ends(model)
+    for turn in prompt.turns:
+        turns.append(turn)
+        start = tokenizer.encode_chat(turns)
+        length = limit + steps - 1
+        if temperature:
+            [tokens] = generate_sampled(model, [start], length, temperature=temperature, seed=len(said))
+        else:
+            [tokens] = generate_greedy(model, [start], length)
+        answer = next((i + 1 for i, token in enumerate(tokens[:limit]) if token in ends), limit)
+        batch = Batch(torch.tensor([start + tokens[: answer + steps - 1]]), len(start))
+        if answer > 1:  # the first token is the prefill's own
+            [figures] = measure(Text(kind, (batch,)), model, head.spec.captured, steps, {"head": drafter}).acceptance
+            drafts += figures.drafts
+            accepted = [have + rate * figures.drafts for have, rate in zip(accepted, figures.rates, strict=True)]
+        text = str(tokenizer.inner.decode(tokens[:answer], skip_special_tokens=True))
+        turns.append(text)
+        said.append((text, answer, answer == limit and tokens[answer - 1] not in ends))
+    return Counts(drafts, sum(accepted), tuple(accepted)), said
+
+
+def _ends(model) -> set[int]:
+    end = model.config.eos_token_id
+    return set(end if isinstance(end, list | tuple) else [] if end is None else [end])

@@ -1,0 +1,249 @@
+"""Acceptance on a running server.
+
+Categories run one after the other, and within one, groups of as many prompts as run side by side. With one at a
+time each prompt has counters of its own, and a mean over requests can be told beside the one over steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
+from ..targets.prompts import Prompt, digest_prompts
+from ..validate.held_out import refuse_overlap
+from .acceptance import OVERALL, Acceptance, Averaging, Row
+from .acceptance import Suite as SuiteRecord
+from .acceptance_parts import Speed
+from .acceptance_stats import Counts, check_possible, interval, macro, mean_of_categories, micro, rates, sanity
+from .counters import NOTES, Engine, Reading
+from .server import Answer, ChatServer, connect
+from .suites import Suite
+from .told import check_told
+
+Say = Callable[[str], None]
+AS_TOLD = "as told: no engine says which weights it serves"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How to measure, and what the server cannot say of itself.
+
+    Attributes:
+        draft_tokens: K, as the server was started with.
+        concurrency: prompts side by side.
+        max_tokens: an answer's limit.
+        temperature: 0 is greedy.
+        head: what is measured, hub id or folder name.
+        target, precision: what is served; the server's model name where `target` is None.
+        reasoning: the target's mode, where it has one.
+        model: the server's name for the target, where it serves several.
+        engine_version: where the server does not say it.
+        tree: "chain", unless the server drafts branches.
+        baseline_url: the same target served without speculation.
+        extra: more fields of each request.
+        timeout: seconds that one answer may take.
+        weights: sha256 of the head's weight files, where they are at hand.
+        config: sha256 of its config.json, where that is.
+        folder: the head's, where it is at hand: what its manifest says that it was trained on is not measured on.
+    """
+
+    draft_tokens: int
+    head: str
+    concurrency: int = 1
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    target: str | None = None
+    precision: str | None = None
+    reasoning: str | None = None
+    model: str | None = None
+    engine_version: str | None = None
+    tree: str = "chain"
+    baseline_url: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 3600.0
+    weights: Mapping[str, str] = field(default_factory=dict)
+    config: str = ""
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """What came of a group of prompts: counts, answers, and seconds with and without speculation."""
+
+    counts: Counts
+    answers: tuple[Answer, ...]
+    seconds: float
+    baseline: tuple[Answer, ...] = ()
+    baseline_seconds: float = 0.0
+
+
+def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None) -> Acceptance:
+    """Drive a server through a suite.
+
+    Args:
+        url: the engine's own address.
+        suite: what to ask.
+        wish: how.
+        say: told what is going on.
+
+    Returns:
+        A row for each category and for all, over verify steps, and over requests where one ran at a time; for all,
+        also the mean of the categories.
+
+    Raises:
+        EngineFailed: the server cannot be reached or answers with an error.
+        CountersMissing: it serves without speculation, or does not count.
+        CountersReset: its counters went backwards.
+        CountersDisturbed: they count what was not asked here.
+        DefinitionsMixed: it counts in two ways, drafts otherwise than is said, or the baseline speculates.
+        AcceptanceInvalid: it counts more than K drafted tokens allow.
+        PromptsInvalid: the head was trained on one of the prompts.
+    """
+    if wish.folder is not None:
+        refuse_overlap((prompt.digest for prompt in suite.prompts), wish.folder)
+    server = connect(url, wish.model, wish.extra, wish.timeout)
+    engine, told = server.recognise(), check_told(server, wish.draft_tokens, wish.tree)
+    baseline = _connect_baseline(wish)
+    shared = {
+        "metric": "al_incl_bonus", "draft_tokens": wish.draft_tokens, "tree": wish.tree, "engine": engine.name,
+        "engine_version": wish.engine_version or server.version(engine), "target": wish.target or server.model,
+        "precision": wish.precision, "temperature": wish.temperature, "reasoning": wish.reasoning,
+        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": wish.max_tokens,
+        "date": datetime.now(UTC).date().isoformat(), "measured_by": "self", "note": NOTES[engine.name],
+    }  # fmt: skip
+    by_category: dict[str, list[Group]] = {}
+    reading = server.rest(engine)
+    rows: list[Row] = []
+    for category, prompts in suite.groups:
+        by_category[category] = groups = []
+        for done, part in _parts(prompts, wish.concurrency):
+            say(f"{category or suite.dataset} {done}/{len(prompts)}")
+            group, reading = _run(server, engine, reading, part, wish)
+            groups.append(_with_baseline(group, baseline, part, wish))
+        rows += make_rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
+    everything = [group for groups in by_category.values() for group in groups]
+    if list(by_category) != [OVERALL]:
+        shared |= {"category": OVERALL, "prompts_sha256": suite.digest}
+        steps = [row for row in rows if row.averaging == "micro_steps"]
+        mean = mean_of_categories(steps, by_category)
+        rows += make_rows(everything, shared)
+        rows.append(Row(averaging="macro_category", value=round(mean, 6), prompts=len(suite.prompts), **shared))
+    return Acceptance(
+        head=wish.head,
+        weights=dict(wish.weights),
+        config=wish.config,
+        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category), whole=suite.whole),),
+        rows=tuple(rows),
+        kconv=version("kconv"),
+        provenance={"model": server.model, "concurrency": wish.concurrency, "extra": dict(wish.extra)}
+        | {"weights": AS_TOLD, "server": told}
+        | {"seconds": round(sum(group.seconds for group in everything), 1)},
+    )
+
+
+def make_rows(groups: Sequence[Group], shared: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield what groups show: a row over verify steps, and one over requests where that can be told."""
+    # An answer of one token leaves nothing to draft: it has no length, and is none to average.
+    counts = [group.counts for group in groups if group.counts.drafts]
+    if not counts:
+        raise CountersMissing(
+            "nothing was drafted, as no answer has more than one token",
+            where=shared["category"] or shared["dataset"],
+            fix="Raise --max-tokens, or leave the category out.",
+        )
+    told: dict[Averaging, float | None] = {"micro_steps": micro(counts), "macro_request": macro(counts)}
+    for averaging, value in told.items():
+        if value is None:
+            continue
+        yield Row(
+            averaging=averaging,
+            value=round(value, 6),
+            prompts=sum(c.prompts for c in counts),
+            drafts=sum(c.drafts for c in counts),
+            rates=rates(counts) if averaging == "micro_steps" else None,
+            interval=interval(counts, averaging),
+            sanity=sanity([(a.text, a.tokens, a.cut) for g in groups for a in g.answers]),
+            speed=_speed(groups),
+            **shared,
+        )
+
+
+def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, Sequence[Prompt]]]:
+    return ((begin, prompts[begin : begin + size]) for begin in range(0, len(prompts), size))
+
+
+def _run(
+    server: ChatServer, engine: Engine, before: Reading, prompts: Sequence[Prompt], wish: Wish
+) -> tuple[Group, Reading]:
+    answers, seconds = _timed(server, prompts, wish)
+    where = f"{prompts[0].category} {prompts[0].id}".strip()
+    asked, received = len(answers), sum(answer.tokens for answer in answers)
+
+    def count(reading: Reading) -> Counts:
+        return engine.count(reading.since(before, server.url), wish.draft_tokens, asked, len(prompts))
+
+    def enough(reading: Reading) -> bool:
+        # All but each request's first token come from verify steps, unless the context's end leaves no room to draft.
+        try:
+            counts = count(reading)
+        except (CountersMissing, CountersDisturbed, DefinitionsMixed):
+            return False
+        return counts.drafts + counts.accepted >= received - asked
+
+    after = server.rest(engine, enough)
+    counts = count(after)
+    if counts.drafts or received > asked:
+        check_possible(counts, wish.draft_tokens, where)
+    emitted, most = counts.drafts + counts.accepted, received + asked * wish.draft_tokens
+    if emitted > most:
+        raise CountersDisturbed(
+            f"the server counts {emitted:g} tokens of verify steps, where {received} answered make {most} at most",
+            where=where,
+            fix="Let no one else use the server meanwhile, and give --draft-tokens as it was started with.",
+        )
+    return Group(counts, answers, seconds), after
+
+
+def _with_baseline(group: Group, baseline: ChatServer | None, prompts: Sequence[Prompt], wish: Wish) -> Group:
+    if baseline is None:
+        return group
+    answers, seconds = _timed(baseline, prompts, wish)
+    return replace(group, baseline=answers, baseline_seconds=seconds)
+
+
+def _timed(server: ChatServer, prompts: Sequence[Prompt], wish: Wish) -> tuple[tuple[Answer, ...], float]:
+    start = time.monotonic()
+    dialogues = server.converse(prompts, wish.max_tokens, wish.temperature)
+    return tuple(answer for dialogue in dialogues for answer in dialogue), time.monotonic() - start
+
+
+def _speed(groups: Sequence[Group]) -> Speed | None:
+    if not all(group.baseline for group in groups):
+        return None
+    pairs = [pair for g in groups for pair in zip(g.answers, g.baseline, strict=True)]
+    own = sum(a.tokens for a, _ in pairs) / sum(g.seconds for g in groups)
+    other = sum(b.tokens for _, b in pairs) / sum(g.baseline_seconds for g in groups)
+    same = sum(a.text == b.text for a, b in pairs) / len(pairs)
+    return Speed(tokens_per_second=own, baseline_tokens_per_second=other, speedup=own / other, same_answers=same)
+
+
+def _connect_baseline(wish: Wish) -> ChatServer | None:
+    if not wish.baseline_url:
+        return None
+    server = connect(wish.baseline_url, wish.model, wish.extra, wish.timeout)
+    try:
+        engine = server.recognise()
+        counted = engine.read(server.page(engine.metrics)).totals
+    except CountersMissing:
+        return server
+    if engine.speculates(counted):
+        raise DefinitionsMixed(
+            "the baseline server speculates itself", where=wish.baseline_url, fix="Start it without a draft head."
+        )
+    return server

@@ -1,0 +1,183 @@
+"""The suites that acceptance is measured on."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from ..errors import MissingExtra, SuiteInvalid
+from ..targets.prompts import Prompt, digest_prompts, read_prompts
+
+# Rows whose text is another owner's stand for it until NVIDIA's prepare_data.py of examples/specdec_bench fills them:
+# https://huggingface.co/datasets/nvidia/SPEED-Bench. Drafting the sentence itself would measure nothing.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Known:
+    """A suite with a name.
+
+    Attributes:
+        dataset: what acceptance.json calls it.
+        repo, file: where it lies on the Hub, as a data set.
+        revision: what is fetched unless the user pins another; a branch is resolved, and its commit recorded.
+        categories: all of them.
+        each: prompts of a category.
+        digest: `digest_prompts` of them; None where nobody may hand out the whole, each fills it for themselves.
+    """
+
+    dataset: str
+    repo: str
+    file: str
+    revision: str
+    categories: tuple[str, ...]
+    each: int
+    digest: str | None = None
+
+    def is_it(self, prompts: tuple[Prompt, ...]) -> bool:
+        """Say whether prompts are this suite: these very ones where that can be told, else as many of each category."""
+        each = Counter(prompt.category for prompt in prompts)
+        return each == dict.fromkeys(self.categories, self.each) and self.digest in (None, digest_prompts(prompts))
+
+
+SUITES = {
+    "mt-bench": Known(
+        "MT-Bench",
+        "philschmid/mt-bench",
+        "question.jsonl",
+        "main",
+        ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+        10,
+        # https://github.com/lm-sys/FastChat/blob/v0.2.36/fastchat/llm_judge/data/mt_bench/question.jsonl
+        "f52d0d29fff83b9be4cbd0ee496024c9b64f1a120d3645e71659167a56b5761c",
+    ),
+    "speed-bench": Known(
+        "SPEED-Bench",
+        "nvidia/SPEED-Bench",
+        "qualitative/test-00000-of-00001.parquet",
+        # What SGLang's own loader pins after v0.5.23, as SPEED_BENCH_REVISION in benchmark/datasets/speed_bench.py.
+        "487aa718444e816458d1a0a52bfce7a454285cf4",
+        ("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem",
+         "summarization", "writing"),
+        80,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts by category.
+
+    Attributes:
+        dataset: its name, or a file's.
+        revision: a commit, or "sha256:..." of a file.
+        groups: category and its prompts, in the suite's order; one category "" where the file names none.
+        whole: whether these are all categories of a suite that has a name.
+    """
+
+    dataset: str
+    revision: str
+    groups: tuple[tuple[str, tuple[Prompt, ...]], ...]
+    whole: bool = True
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All of them."""
+        return tuple(prompt for _, prompts in self.groups for prompt in prompts)
+
+    @property
+    def digest(self) -> str:
+        """One sha256 over what is asked."""
+        return digest_prompts(self.prompts)
+
+
+def load_suite(
+    name: str, *, revision: str | None = None, categories: Sequence[str] = (), limit: int | None = None
+) -> Suite:
+    """Load a suite by name from the Hub, or from a file.
+
+    Args:
+        name: "mt-bench", "speed-bench", or a JSONL file; a file that holds a named suite's prompts counts as that.
+        revision: of the data set on the Hub.
+        categories: only these.
+        limit: only so many prompts of each category, from the top.
+
+    Raises:
+        SuiteInvalid: a category is missing, prompts are placeholders, or a revision is given for a file.
+        PromptsInvalid: the file cannot be read.
+        HubRefused, HubUnreachable: the data set cannot be had.
+        MissingExtra: reading it takes pyarrow.
+    """
+    known = SUITES.get(name)
+    if known:
+        prompts, pinned = _fetch(known, revision or known.revision)
+    else:
+        if revision:
+            raise SuiteInvalid("a file has no revision", where=name, fix="Leave --revision out.")
+        prompts = read_prompts(Path(name))
+        pinned = f"sha256:{sha256(Path(name).read_bytes()).hexdigest()}"
+        known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)
+    return _suite(prompts, known, known.dataset if known else Path(name).name, pinned, categories, limit)
+
+
+def _suite(
+    prompts: Sequence[Prompt],
+    known: Known | None,
+    dataset: str,
+    revision: str,
+    categories: Sequence[str],
+    limit: int | None,
+) -> Suite:
+    order = known.categories if known else tuple(dict.fromkeys(prompt.category for prompt in prompts))
+    wanted = tuple(categories) or order
+    by_category = {name: tuple(p for p in prompts if p.category == name)[:limit] for name in wanted}
+    missing = [name for name, held in by_category.items() if not held]
+    if missing:
+        raise SuiteInvalid(
+            f"{dataset} has no prompt of the category {', '.join(missing)}; it has {', '.join(order) or 'none'}",
+            where=revision,
+            fix="Give the whole suite, or --categories that it has.",
+        )
+    suite = Suite(dataset, revision, tuple(by_category.items()), whole=set(wanted) == set(order) and limit is None)
+    empty = [p.id for p in suite.prompts if any(PLACEHOLDER in turn for turn in p.turns)]
+    if empty:
+        raise SuiteInvalid(
+            f"{len(empty)} of {len(suite.prompts)} prompts are placeholders, {', '.join(empty[:SHOWN])} among them",
+            where=f"{dataset} {revision}",
+            fix="Run prepare_data.py of NVIDIA Model-Optimizer's examples/specdec_bench, and give the file that it "
+            "writes, or --categories that are whole.",
+        )
+    return suite
+
+
+def _fetch(known: Known, revision: str) -> tuple[tuple[Prompt, ...], str]:
+    # Here, as importing huggingface_hub takes some tenths of a second, which a file must not pay.
+    from ..checkpoint.hub_dataset import fetch_dataset_file
+
+    file, commit = fetch_dataset_file(known.repo, known.file, revision)
+    return _READERS[Path(known.file).suffix](file), commit
+
+
+def _read_parquet(file: Path) -> tuple[Prompt, ...]:
+    try:
+        from pyarrow import parquet
+    except ImportError as fault:
+        raise MissingExtra(
+            "reading SPEED-Bench from the Hub takes pyarrow", fix="pip install 'kconv[optimize]', or give a JSONL file."
+        ) from fault
+    columns = ["question_id", "category", "turns"]
+    rows = parquet.read_table(file, columns=columns).to_pylist()
+    # Through the one reader of prompts, which says what is wrong with a row.
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+        lines.flush()
+        return read_prompts(Path(lines.name))
+
+
+_READERS: dict[str, Callable[[Path], tuple[Prompt, ...]]] = {".jsonl": read_prompts, ".parquet": _read_parquet}

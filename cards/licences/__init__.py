@@ -1,1 +1,0 @@
-"""Licences of heads and targets: data, the files that follow from them, and checks of a folder."""

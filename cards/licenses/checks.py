@@ -1,0 +1,198 @@
+"""What a head's folder owes to those whose work is in it.
+
+An engineering reading of the licenses, no legal advice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ...checkpoint.manifest import MANIFEST
+from ...validate.report import Finding, Severity
+from ..facts import Facts
+from .files import NOTICE, SOURCE_LICENSE
+from .folder import CARD, Folder, read_folder
+from .license import LICENSES, UNNAMED, attribution_in, copyright_in, digest_text, recognise
+
+NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
+MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
+# Data sets whose prompts are another's, and the files that prompts come in.
+PROMPT_FILES = (".jsonl", ".parquet")
+KEPT_PROMPTS = "SPEED-Bench"
+ENDORSED = (
+    r"verified to have met prescribed nvidia quality standards:?\s*\|\s*yes",
+    r"(endorsed|certified|approved|verified|sponsored) by (nvidia|moonshot)",
+    r"official (nvidia|moonshot( ai)?) (release|model|head)",
+    r"in partnership with (nvidia|moonshot)",
+)
+
+
+Found = tuple[Severity, str, str, str]
+"""Severity, where, message, fix."""
+
+
+def _nvidia(folder: Folder) -> Iterator[Found]:
+    license = LICENSES["nvidia-open-model-license"]
+    if not (NVIDIA_HEAD.fullmatch(folder.source) or folder.license == license.id):
+        return
+    text = folder.text_of(license)
+    fix = f"Put a copy of {license.url} into the folder: kconv card DIR --license-file FILE."
+    if text is None:
+        yield "error", license.file, f"a head under the {license.title} goes with a copy of the agreement", fix
+    elif digest_text(text.text) not in license.digests:
+        message = "the agreement is another edition than those that kconv knows, or was changed"
+        yield "warning", text.origin.name, message, f"Compare it with {license.url}."
+    if license.notice not in folder.notice.splitlines():
+        yield "error", NOTICE, f'it lacks the line "{license.notice}"', "Write it with kconv card."
+
+
+def _front(folder: Folder) -> Iterator[Found]:
+    stated = folder.front.get("license")
+    if not stated or stated == "unknown":
+        yield "error", CARD, "its front matter states no license", "State it: kconv card DIR --license ID."
+    elif stated == "other":
+        for key in ("license_name", "license_link"):
+            if not folder.front.get(key):
+                yield "error", CARD, f"license: other without {key}", "Name the license and give its text."
+    link = str(folder.front.get("license_link") or "")
+    if link and "://" not in link and not (folder.path / link).is_file():
+        yield "error", CARD, f"license_link leads to {link}, which is not there", "Put the license's text there."
+
+
+def _target(folder: Folder) -> Iterator[Found]:
+    stated = LICENSES.get(folder.facts.license.target or "")
+    license = stated or (LICENSES["modified-mit"] if MOONSHOT.fullmatch(folder.target) else None)
+    if license is None or not license.text or license.id == UNNAMED:
+        return
+    copied = folder.manifest.parameters_by_origin.copied_from_target if folder.manifest else 0
+    severity: Severity = "error" if copied else "warning"
+    why = f"holds {copied:,} of its target's parameters" if copied else "was trained on its target's answers"
+    text = folder.text_of(license)
+    if text is None:
+        yield (
+            severity,
+            license.file,
+            f"the head {why}, and the target's license is not in the folder",
+            ("Give it: kconv card DIR --target TARGET, or --license-file FILE."),
+        )
+    elif copyright_in(text.text) is None:
+        yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the file whole."
+    name = attribution_in(text.text) if text else folder.facts.license.attribution
+    if license.attribution and (not name or f'"{name}"' not in folder.notice):
+        said = f'"{name}"' if name else "the name that the target's license asks for"
+        yield severity, NOTICE, f"it does not say that large products show {said}", "Write it with kconv card."
+
+
+def _unnamed(folder: Folder) -> Iterator[Found]:
+    if folder.license == UNNAMED and not (folder.texts or folder.facts.license.acknowledged):
+        yield (
+            "error",
+            CARD,
+            "the head's publisher names no license, so what may be done with it is not known",
+            ("Ask the publisher and give the text with --license-file, or say so in the facts: license.acknowledged."),
+        )
+
+
+def _notice_kept(folder: Folder) -> Iterator[Found]:
+    license = LICENSES.get(folder.license)
+    if license is None or license.id not in ("mit", "apache-2.0"):
+        return
+    text = folder.text_of(license)
+    if text is None:
+        yield (
+            "error",
+            license.file,
+            f"the {license.title} asks that its text goes along",
+            "Give it with --license-file.",
+        )
+    elif license.id == "mit" and copyright_in(text.text) is None:
+        yield "error", text.origin.name, "the license lacks its copyright line", "Copy the file whole."
+
+
+def _changes(folder: Folder) -> Iterator[Found]:
+    manifest = folder.manifest
+    if manifest is None:
+        return
+    for what in (f"kconv {manifest.kconv}", manifest.source, MANIFEST):
+        if what not in folder.card:
+            yield (
+                "error",
+                CARD,
+                f"it does not say that the files were changed: {what} is not named",
+                ("Write it with kconv card."),
+            )
+
+
+def _prompts(folder: Folder) -> Iterator[Found]:
+    if KEPT_PROMPTS not in folder.card:
+        return
+    for file in sorted(folder.path.rglob("*")):
+        if file.suffix in PROMPT_FILES:
+            yield (
+                "error",
+                str(file.relative_to(folder.path)),
+                f"{KEPT_PROMPTS}'s license keeps prompts in",
+                ("Take the file out of the folder."),
+            )
+
+
+def _bases(folder: Folder) -> Iterator[Found]:
+    # A head that kconv did not make has no source but itself.
+    for what, name in (("target", folder.facts.base_model), ("source", folder.source if folder.manifest else None)):
+        if name and name not in folder.bases:
+            yield "error", CARD, f"base_model does not list the {what}, {name}", "Write it with kconv card."
+    if not folder.bases:
+        yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID."
+
+
+def _endorsement(folder: Folder) -> Iterator[Found]:
+    for pattern in ENDORSED:
+        found = re.search(pattern, folder.card, re.IGNORECASE)
+        if found:
+            yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Say what you did yourself."
+
+
+def _source_license(folder: Folder) -> Iterator[Found]:
+    if not folder.source_license:
+        return
+    license = recognise(folder.source_license)
+    if folder.license == (license.id if license else UNNAMED):
+        return
+    title = f"the {license.title}" if license else "a license that kconv does not know"
+    yield (
+        "error",
+        SOURCE_LICENSE,
+        f"what the head was made from stands under {title}, and the head is stated under {folder.license or 'none'}",
+        "State it: kconv card DIR --license ID, or as the target's in the facts. Where another may be stated, leave "
+        "the file, then let it pass: --allow L10 --why.",
+    )
+
+
+CHECKS: Mapping[str, Callable[[Folder], Iterator[Found]]] = {
+    "L1": _nvidia, "L2": _front, "L3": _target, "L4": _unnamed, "L5": _notice_kept, "L6": _changes, "L7": _prompts,
+    "L8": _bases, "L9": _endorsement, "L10": _source_license,
+}  # fmt: skip
+
+
+def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
+    """Check what a folder says of licenses and origins.
+
+    Args:
+        path: a head's folder with its card.
+        facts: what its owner says beside it.
+
+    Returns:
+        Findings, worst first; none where all is in order.
+
+    Raises:
+        ManifestMismatch: kconv.json is there and not of the schema.
+    """
+    folder = read_folder(path, facts or Facts())
+    found = [
+        Finding(rule=rule, severity=severity, where=where, message=message, fix=fix)
+        for rule, check in CHECKS.items()
+        for severity, where, message, fix in check(folder)
+    ]
+    return tuple(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))

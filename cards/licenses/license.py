@@ -1,0 +1,148 @@
+"""The licenses of this field as data.
+
+An engineering reading, no legal advice. No license's text is here: texts are copied from where the weights come from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from types import MappingProxyType
+
+from ...errors import LicenseUnknown
+
+UNNAMED = "other"
+
+
+@dataclass(frozen=True)
+class License:
+    """A license, and what it asks of whoever passes a head on, changed or not.
+
+    Attributes:
+        id: kconv's name for it; the Hub's identifier where there is one.
+        title: as it calls itself.
+        identifier: the Hub's value of `license`; "other" asks for a name and a link beside it
+            (https://huggingface.co/docs/hub/repositories-licenses).
+        url: where its text stands; "" where it comes with each model.
+        file: under which name its text goes into a folder.
+        marks: regular expressions, all of which its text holds once white space is made equal.
+        digests: sha256 of texts that are known to be it, see `digest_text`.
+        text: whether a copy of its text must go along.
+        notice: a line that it prescribes for a notice file.
+        attribution: whether it asks large products to show a name, which its text says.
+    """
+
+    id: str
+    title: str
+    identifier: str
+    url: str
+    file: str
+    marks: tuple[str, ...]
+    digests: tuple[str, ...] = ()
+    text: bool = True
+    notice: str = ""
+    attribution: bool = False
+
+
+PERMISSION = r"permission is hereby granted, free of charge"
+# The clause of Modified MIT names a product, and each of Moonshot's models another one.
+DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user interface")
+HOLDER = re.compile(r"copyright \(c\) (?P<year>\d{4}) (?P<holder>[^\n]+)", re.IGNORECASE)
+QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})
+
+_ALL = (
+    License(
+        id="nvidia-open-model-license",
+        title="NVIDIA Open Model License",
+        identifier="other",
+        url="https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
+        file="LICENSE",
+        marks=(r"nvidia open model license agreement", r"derivative model"),
+        # "Last Modified: April 28, 2025", as scancode-toolkit 32.5.0 holds it (nvidia-open-model-2025-04-28.LICENSE).
+        digests=("b6701af858cb6d3035d0ad4c33c0624211081fb63ed65f26ecaeed44327fd258",),
+        # Prescribed by section 3.1 of the agreement.
+        notice="Licensed by NVIDIA Corporation under the NVIDIA Open Model License",
+    ),
+    License(
+        id="modified-mit",
+        title="Modified MIT License",
+        identifier="other",
+        url="",
+        file="LICENSE-TARGET",
+        marks=(PERMISSION, r"prominently display"),
+        # Kimi K2's, as scancode-toolkit 32.5.0 holds it; later models name themselves in it.
+        digests=("858e04f686ee2833546c947472f6d35559ca3eb521248731201254dcf56b34af",),
+        attribution=True,
+    ),
+    License(
+        id="mit",
+        title="MIT License",
+        identifier="mit",
+        url="https://spdx.org/licenses/MIT.html",
+        file="LICENSE",
+        marks=(PERMISSION, r"substantial portions of the software"),
+    ),
+    License(
+        id="apache-2.0",
+        title="Apache License 2.0",
+        identifier="apache-2.0",
+        url="https://www.apache.org/licenses/LICENSE-2.0",
+        file="LICENSE",
+        marks=(r"apache license", r"version 2\.0, january 2004"),
+    ),
+    License(
+        id=UNNAMED,
+        title="a license that its publisher does not name",
+        identifier="other",
+        url="",
+        file="LICENSE",
+        marks=(),
+    ),
+)
+LICENSES: Mapping[str, License] = MappingProxyType({license.id: license for license in _ALL})
+
+
+def by_id(name: str) -> License:
+    """Return a license by its id.
+
+    Raises:
+        LicenseUnknown: there is no data about it.
+    """
+    if name not in LICENSES:
+        raise LicenseUnknown(
+            f"kconv has no data about a license {name!r}",
+            fix=f"Name one of {', '.join(LICENSES)}; {UNNAMED!r} stands for one without a name.",
+        )
+    return LICENSES[name]
+
+
+def recognise(text: str) -> License | None:
+    """Return the license that a text is, None where it is none that kconv knows."""
+    plain = normalise(text)
+    found = [x for x in _ALL if x.marks and all(re.search(mark, plain) for mark in x.marks)]
+    # Modified MIT holds all of MIT's marks too, and comes first.
+    return found[0] if found else None
+
+
+def normalise(text: str) -> str:
+    """Return a text in lower case, with straight quotes and single spaces."""
+    return " ".join(text.translate(QUOTES).lower().split())
+
+
+def digest_text(text: str) -> str:
+    """Return the sha256 of a normalised text, so that line breaks and quotes of another shape do not matter."""
+    return sha256(normalise(text).encode()).hexdigest()
+
+
+def attribution_in(text: str) -> str | None:
+    """Return the name that a Modified MIT text asks large products to show, e.g. "Kimi K2.6"."""
+    found = DISPLAY.search(" ".join(text.translate(QUOTES).split()))
+    return found["name"] if found else None
+
+
+def copyright_in(text: str) -> str | None:
+    """Return the copyright line of a text, e.g. "Copyright (c) 2025 Moonshot AI"."""
+    found = HOLDER.search(text)
+    return found[0].strip() if found else None

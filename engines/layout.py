@@ -1,0 +1,195 @@
+"""What a layout is: a table of rows and config keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..convert.shared import Shared
+from ..head.contract import Expected, dtypes_of
+from ..head.slots import SLOTS, layers_of, needs
+from ..head.spec import HeadSpec
+from .keys import ConfigTable
+from .moves import Move, Same
+
+_SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stored tensor: its name, the slots it holds, and the move between the two.
+
+    A row cannot contradict its slots: its stored shape is derived through its move.
+
+    Attributes:
+        name: tensor name on disk; `{i}` is the layer, `{a}` the index of a captured state.
+        slots: canonical slots, in the order in which the move packs them.
+        move: the reversible packing.
+        layers: "all", "first" or "later", where it differs from the slots' own.
+        role: "written"; or only read, "instead" of the rows that are written, or "beside" them.
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    move: Move = field(default_factory=Same)
+    layers: str = ""
+    role: str = "written"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A row of one head, with its numbers filled in: the tensor it expects, its slots and the move between."""
+
+    expected: Expected
+    slots: tuple[str, ...]
+    move: Move
+
+    @property
+    def name(self) -> str:
+        """The tensor's name on disk."""
+        return self.expected.name
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that a layout, or the engine behind it, has no place for.
+
+    Attributes:
+        hits: whether a head of this spec has it.
+        what: one sentence for the user.
+        fix: what to do instead.
+        source: tag-pinned link to the line that decides it.
+        holds: where the spec alone does not tell: a pattern of slots, one of which the head must hold too.
+    """
+
+    hits: Callable[[HeadSpec], bool]
+    what: str
+    fix: str
+    source: str = ""
+    holds: str = ""
+
+    def applies(self, spec: HeadSpec, slots: Iterable[str]) -> bool:
+        """Say whether a head of this spec that holds these slots has it."""
+        return self.hits(spec) and (not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots))
+
+
+@dataclass(frozen=True)
+class TargetLimit:
+    """Something of a head that a layout can say for some targets, and not for others.
+
+    Attributes:
+        hits: whether a head of this spec has it beside this target.
+        what: one sentence for the user.
+        fix: what to do instead.
+        source: tag-pinned link to the line that decides it.
+    """
+
+    hits: Callable[[HeadSpec, Shared], bool]
+    what: str
+    fix: str
+    source: str
+
+
+IGNORED = {"*.rotary_emb.inv_freq": "engines compute RoPE's frequencies from the config"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout, as data.
+
+    Attributes:
+        name: what the user calls it.
+        engine: who reads or writes it, one phrase.
+        rows: the table of tensors.
+        told_by: whether a config and tensor names bear this layout's marks.
+        write_config: spec to config.json; None where the layout is only read.
+        limits: what it cannot hold.
+        target_limits: what it cannot say beside some targets.
+        needs: slots that its engine must find though others share the target's, with the reason.
+        replaces: slots that its engine takes from the target where one fits, whatever the head holds, with the reason.
+        config: how its config differs from the common keys.
+        ignored: patterns of names that it may hold and that carry nothing, with the reason.
+    """
+
+    name: str
+    engine: str
+    rows: tuple[Row, ...]
+    told_by: Callable[[Mapping[str, Any], Iterable[str]], bool]
+    write_config: Callable[[HeadSpec], dict[str, Any]] | None = None
+    limits: tuple[Limit, ...] = ()
+    target_limits: tuple[TargetLimit, ...] = ()
+    needs: Mapping[str, str] = field(default_factory=dict)
+    replaces: Mapping[str, str] = field(default_factory=dict)
+    config: ConfigTable = field(default_factory=ConfigTable)
+    ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
+
+
+def stored(layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
+    """Return each tensor that a head of this spec has, or may have, as a layout writes it, by name.
+
+    A slot that two rows hold is stored twice, under both names.
+    """
+    return _rows(layout, spec, "written")
+
+
+def readable(layout: Layout, spec: HeadSpec, names: Container[str]) -> dict[str, Stored]:
+    """Return each tensor that a head of this spec has, or may have, by the names that a checkpoint uses.
+
+    What is only read is there if a tensor bears its name. What is written is there too, unless no tensor bears
+    its name and each of its slots is held by a row that is read instead.
+    """
+    instead, beside = (
+        {name: row for name, row in _rows(layout, spec, role).items() if name in names}
+        for role in ("instead", "beside")
+    )
+    covered = {slot for row in instead.values() for slot in row.slots}
+    written = stored(layout, spec)
+    needed = {name: row for name, row in written.items() if name in names or not covered.issuperset(row.slots)}
+    return beside | instead | needed
+
+
+def ignorable(layout: Layout, names: Iterable[str]) -> dict[str, str]:
+    """Return those of the names that carry nothing in a layout, with the reason."""
+    return {name: why for name in names for pattern, why in layout.ignored.items() if fnmatchcase(name, pattern)}
+
+
+def _rows(layout: Layout, spec: HeadSpec, role: str) -> dict[str, Stored]:
+    known = needs(spec)
+    found: dict[str, Stored] = {}
+    for row, name, slots in _fill(layout, spec):
+        own = [known[slot] for slot in slots if slot in known]
+        if row.role == role and len(own) == len(slots):
+            expected = Expected(
+                name,
+                row.move.stored_shape([need.shape for need in own]),
+                dtypes_of(own[0].slot.dtype),
+                all(need.slot.absent_when(spec) for need in own),
+                own[0].slot.shape if len(own) == 1 else "",
+            )
+            found[name] = Stored(expected, slots, row.move)
+    return found
+
+
+def unclaimed(layout: Layout, spec: HeadSpec) -> dict[str, str]:
+    """Return the names that a layout knows but a head of this spec does not have, and why it does not."""
+    known = needs(spec)
+    return {
+        name: f"the config says that the head has no {_without_layer(next(s for s in slots if s not in known))}"
+        for _, name, slots in _fill(layout, spec)
+        if not all(slot in known for slot in slots)
+    }
+
+
+def _without_layer(slot: str) -> str:
+    layer, _, rest = slot.partition(".")
+    return rest if layer.isdigit() else slot
+
+
+def _fill(layout: Layout, spec: HeadSpec) -> Iterator[tuple[Row, str, tuple[str, ...]]]:
+    for row in layout.rows:
+        # A slot with its numbers filled in, as fc_norm.0, is outside the layers.
+        for i in layers_of(row.layers or _SLOT_LAYERS.get(row.slots[0], ""), spec.layers):
+            for a in range(len(spec.captured) if "{a}" in row.name else 1):
+                yield row, row.name.format(i=i, a=a), tuple(slot.format(i=i, a=a) for slot in row.slots)

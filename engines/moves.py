@@ -1,0 +1,62 @@
+"""Reversible packings between canonical slots and stored tensors.
+
+Here and where plans are made and carried out, torch is imported by what computes with it: it takes more than a
+second, half of what it takes to copy a head that is only renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+
+
+class Move(Protocol):
+    """How slots become one stored tensor, and how they come back, bit for bit."""
+
+    def stored_shape(self, parts: Sequence[Shape]) -> Shape:
+        """Return the stored tensor's shape, given the slots' shapes."""
+        ...
+
+    def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Make the stored tensor from the slots' tensors."""
+        ...
+
+    def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
+        """Take the slots' tensors, of the given shapes, out of the stored tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """One slot, stored as it is."""
+
+    def stored_shape(self, parts: Sequence[Shape]) -> Shape:
+        return parts[0]
+
+    def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return parts[0]
+
+    def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
+        return [stored]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Several slots, stored one below the other along the output dim (dim 0), as fused linears are."""
+
+    def stored_shape(self, parts: Sequence[Shape]) -> Shape:
+        return (sum(part[0] for part in parts), *parts[0][1:])
+
+    def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        return torch.cat(list(parts), dim=0)
+
+    def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
+        return list(stored.split([part[0] for part in parts], dim=0))

@@ -1,0 +1,39 @@
+"""One folder for TensorRT-LLM, vLLM and SGLang at once.
+
+Each engine looks for the captured layers in another place: vLLM in the top-level list, SGLang in eagle_config, and
+TensorRT-LLM in its serving YAML. The norm of later layers stands under both of its names; each engine loads its own
+and leaves the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..convert.captured import CONVENTION, TOP
+from ..convert.config import write_keys
+from ..head.spec import HeadSpec
+from . import sglang, vllm
+from .identity import identity
+from .layout import Layout
+from .marks import eagle_config
+from .rows import HIDDEN, INPUT, head_rows
+from .trtllm import FLAGS, TRTLLM
+
+
+def _write(spec: HeadSpec) -> dict[str, Any]:
+    config = identity(spec) | write_keys(spec) | vllm.captured_keys(spec)
+    config["eagle_config"] |= FLAGS | sglang.captured_keys(spec)
+    return config
+
+
+PORTABLE = Layout(
+    name="portable",
+    engine="TensorRT-LLM, vLLM and SGLang from one folder",
+    rows=head_rows("layers.{i}", later=(INPUT, HIDDEN)),
+    told_by=lambda config, names: TOP in config and CONVENTION in eagle_config(config),
+    write_config=_write,
+    needs=sglang.LM_HEAD,
+    replaces={**TRTLLM.replaces, **sglang.SGLANG.replaces},
+    target_limits=sglang.TARGET_LIMITS,
+    limits=tuple(dict.fromkeys(TRTLLM.limits + vllm.VLLM.limits + sglang.SGLANG.limits)),
+)

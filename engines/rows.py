@@ -1,0 +1,107 @@
+"""The tensor names that most layouts share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .layout import Row
+from .moves import Stack
+
+# What layers after the first call the one norm before their attention. vLLM reads the first name, TensorRT-LLM
+# and SGLang the second: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py
+INPUT, HIDDEN = "input_layernorm", "hidden_norm"
+
+
+def head_rows(layer: str, *, later: tuple[str, ...] = (INPUT,)) -> tuple[Row, ...]:
+    """Return the rows of a head.
+
+    Args:
+        layer: prefix under which its decoder layers are stored.
+        later: the names of the norm before the attention of layers after the first.
+    """
+    return OUTSIDE + layer_rows(layer, later=later)
+
+
+def layer_rows(layer: str, *, later: tuple[str, ...] = (INPUT,)) -> tuple[Row, ...]:
+    """Return the rows of a head's decoder layers; see `head_rows`."""
+    first = Row(f"{layer}.{INPUT}.weight", ("{i}.input_layernorm",), layers="first")
+    return (
+        first,
+        *(replace(first, name=f"{layer}.{name}.weight", layers="later") for name in later),
+        *(Row(f"{layer}.{name}", (slot,)) for name, slot in LAYER),
+    )
+
+
+def first_only(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return the rows of a head whose only layer has no number in its name."""
+    return tuple(replace(row, layers="first") for row in rows if row.layers != "later")
+
+
+def instead(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return rows that are read in the place of others."""
+    return tuple(replace(row, role="instead") for table in tables for row in table)
+
+
+def beside(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return rows that are read beside others, whose bytes they must repeat."""
+    return tuple(replace(row, role="beside") for table in tables for row in table)
+
+
+def later_norm(name: str) -> tuple[Row, ...]:
+    """Return the row of the norm before the attention of layers after the first, under one of its names."""
+    return (Row(f"layers.{{i}}.{name}.weight", ("{i}.input_layernorm",), layers="later"),)
+
+
+def fused_rows(layer: str) -> tuple[Row, ...]:
+    """Return the rows under which vLLM keeps linears that share their input, which it also loads from disk.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L292-L298
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_eagle3.py#L261-L266
+    """
+    qkv, gate_up = ("{i}.q_proj", "{i}.k_proj", "{i}.v_proj"), ("{i}.gate_proj", "{i}.up_proj")
+    return (
+        Row(f"{layer}.self_attn.qkv_proj.weight", qkv, Stack()),
+        Row(f"{layer}.self_attn.qkv_proj.bias", tuple(f"{slot}.bias" for slot in qkv), Stack()),
+        Row(f"{layer}.self_attn.fused_qkv_a_proj.weight", ("{i}.q_a_proj", "{i}.kv_a_proj_with_mqa"), Stack()),
+        Row(f"{layer}.mlp.gate_up_proj.weight", gate_up, Stack()),
+        Row(f"{layer}.mlp.gate_up_proj.bias", tuple(f"{slot}.bias" for slot in gate_up), Stack()),
+    )
+
+
+OUTSIDE = (
+    Row("fc.weight", ("fc",)),
+    Row("fc.bias", ("fc.bias",)),
+    Row("fc_norm.{a}.weight", ("fc_norm.{a}",)),
+    Row("input_norm.weight", ("input_norm",)),
+    Row("norm.weight", ("norm",)),
+    Row("lm_head.weight", ("lm_head",)),
+    Row("embed_tokens.weight", ("embed_tokens",)),
+    Row("d2t", ("d2t",)),
+    Row("t2d", ("t2d",)),
+)
+
+LAYER = (
+    ("hidden_norm.weight", "{i}.hidden_norm"),
+    ("post_attention_layernorm.weight", "{i}.post_attention_layernorm"),
+    *(
+        (f"self_attn.{part}.{kind}", "{i}." + part + ("" if kind == "weight" else ".bias"))
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj")
+        for kind in ("weight", "bias")
+    ),
+    *(
+        (f"self_attn.{part}.weight", "{i}." + part)
+        for part in (
+            "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
+        )
+    ),
+    *(
+        (f"mlp.{part}.{kind}", "{i}." + part + ("" if kind == "weight" else ".bias"))
+        for part in ("gate_proj", "up_proj", "down_proj")
+        for kind in ("weight", "bias")
+    ),
+)  # fmt: skip
+
+# One-layer heads of trainers, which engines rename; and ModelOpt's Megatron exporter and TensorRT-LLM with several
+# layers (lines 943 to 961 of the file that `limits.TRTLLM_MODEL` links to).
+MIDLAYER = first_only(layer_rows("midlayer"))
+MIDLAYERS = layer_rows("midlayer.{i}", later=(HIDDEN,))

@@ -1,0 +1,170 @@
+"""What a target's config.json says, text_config unwrapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.folder import read_json
+from ..errors import TargetInvalid
+
+FETCH_AGAIN = "Fetch the target's config.json again."
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+# The keys that Kimi-K2 and Kimi-K2.5 name alike, and no engine can do without.
+COUNTS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A target as its config describes it.
+
+    Attributes:
+        architecture: the root's first architecture, e.g. "KimiK25ForConditionalGeneration"; empty if none is named.
+        model_type: of the text model, e.g. "kimi_k2".
+        hidden: width of the residual stream.
+        layers: number of decoder layers.
+        vocab: rows of the embedding.
+        heads: attention heads.
+        max_positions: tokens.
+        rope: the keys that describe RoPE, as they stand on disk.
+        dtype: safetensors name of the weights' dtype, e.g. "BF16"; None where the config does not say.
+        prefix: what each text tensor's name starts with: "" or "language_model.".
+        tied: the output matrix is the embedding.
+        bos, pad: special token ids, None where the config does not say.
+        eos: the ids that end a text; empty where the config does not say.
+        quantization: the quantization_config of the root or of the text config, else None.
+        text: the text model's part of the config; `raw` itself if nothing is wrapped.
+        raw: config.json as it is.
+    """
+
+    architecture: str
+    model_type: str
+    hidden: int
+    layers: int
+    vocab: int
+    heads: int
+    max_positions: int
+    rope: dict[str, Any]
+    dtype: str | None
+    prefix: str
+    tied: bool
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+    quantization: dict[str, Any] | None
+    text: dict[str, Any] = field(repr=False)
+    raw: dict[str, Any] = field(repr=False)
+
+    @property
+    def embed_tokens(self) -> str:
+        """Name on disk of the embedding, [vocab, hidden]."""
+        return f"{self.prefix}model.embed_tokens.weight"
+
+    @property
+    def lm_head(self) -> str:
+        """Name on disk of the output matrix, [vocab, hidden]."""
+        return self.embed_tokens if self.tied else f"{self.prefix}lm_head.weight"
+
+
+def read_target_config(folder: Path) -> TargetConfig:
+    """Read a folder's config.json.
+
+    Raises:
+        NotACheckpoint: the folder has no config.json.
+        ConfigInvalid: config.json is not a JSON object.
+        TargetInvalid: a dimension is missing or no count, or a token id is no id.
+    """
+    return parse_target_config(read_json(folder / "config.json"), where=folder / "config.json")
+
+
+def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -> TargetConfig:
+    """Read a config that is already in memory.
+
+    Args:
+        raw: the JSON object.
+        where: the file's name, for messages.
+
+    Raises:
+        TargetInvalid: a dimension is missing or no count, a token id is no id, or it is a draft head's.
+    """
+    _refuse_head(raw, where)
+    wrapped = "text_config" in raw
+    text = raw["text_config"] if wrapped else raw
+    if not isinstance(text, dict):
+        raise TargetInvalid("text_config is not an object", where=where, fix=FETCH_AGAIN)
+    hidden, layers, vocab, heads, positions = (_count(text, key, where) for key in COUNTS)
+    both = {**raw, **text} if wrapped else raw
+    return TargetConfig(
+        architecture=_architecture(raw, where),
+        model_type=str(text.get("model_type", "")),
+        hidden=hidden,
+        layers=layers,
+        vocab=vocab,
+        heads=heads,
+        max_positions=positions,
+        rope={key: text[key] for key in ROPE_KEYS if text.get(key) is not None},
+        dtype=_dtype(both),
+        prefix="language_model." if wrapped else "",
+        tied=bool(both.get("tie_word_embeddings", False)),
+        bos=_token(both, "bos_token_id", where),
+        eos=_tokens(raw if raw.get("eos_token_id") is not None else text, "eos_token_id", where),
+        pad=_token(both, "pad_token_id", where),
+        quantization=raw.get("quantization_config") or text.get("quantization_config"),
+        text=text,
+        raw=raw,
+    )
+
+
+def _refuse_head(raw: dict[str, Any], where: object) -> None:
+    # A head's config has every dimension of a target's, and its layers would be counted as the target's.
+    if "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw:
+        raise TargetInvalid(
+            f"this is a draft head ({raw.get('architectures')}), and no target",
+            where=where,
+            fix="Give the model that the head drafts for.",
+        )
+
+
+def _count(config: dict[str, Any], key: str, where: object) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TargetInvalid(
+            f"the target's {key} is {value!r}, not a positive number",
+            where=where,
+            fix="Give the folder of a causal language model, with its whole config.json.",
+        )
+    return value
+
+
+def _dtype(config: dict[str, Any]) -> str | None:
+    # transformers 5 writes `dtype`; before it was `torch_dtype`.
+    name = config.get("dtype") or config.get("torch_dtype")
+    return DTYPES.get(str(name).removeprefix("torch."))
+
+
+def _architecture(config: dict[str, Any], where: object) -> str:
+    names = config.get("architectures") or [""]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise TargetInvalid(
+            f"the target's architectures are {names!r}, not a list of names", where=where, fix=FETCH_AGAIN
+        )
+    return names[0]
+
+
+def _token(config: dict[str, Any], key: str, where: object) -> int | None:
+    value = config.get(key)
+    return None if value is None else _check_id(value, key, where)
+
+
+def _tokens(config: dict[str, Any], key: str, where: object) -> tuple[int, ...]:
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(_check_id(i, key, where) for i in ids)
+
+
+def _check_id(value: object, key: str, where: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TargetInvalid(f"the target's {key} holds {value!r}, which is no token id", where=where, fix=FETCH_AGAIN)
+    return value

@@ -1,0 +1,131 @@
+"""Continuations of token prompts by the target alone.
+
+A loop of our own, for `model.generate` fills what a call leaves unset from the target's generation_config
+(end tokens, top_k, temperature), and a drafter's acceptance is measured against the plain distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import DeepseekV3ForCausalLM, DynamicCache
+
+from ..errors import PromptsInvalid, RecipeInvalid
+
+BATCH = 32  # prompts decoded side by side
+
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""From logits [B, V] to one id each [B]."""
+
+
+def generate_greedy(
+    model: DeepseekV3ForCausalLM, prompts: Sequence[Sequence[int]], length: int, *, eos: Sequence[int] = ()
+) -> list[list[int]]:
+    """Continue each prompt with the target's most probable tokens.
+
+    Args:
+        model: as `load_target` gives it.
+        prompts: token ids, none of them empty; their lengths may differ.
+        length: tokens to add.
+        eos: ids that end a continuation; it keeps the one that ended it. With none, each has `length` tokens.
+
+    Returns:
+        The new ids of each prompt, in order.
+
+    Raises:
+        PromptsInvalid: a prompt is empty, or too long for the target.
+    """
+    return _generate(model, prompts, length, eos, lambda logits: logits.argmax(-1))
+
+
+def generate_sampled(
+    model: DeepseekV3ForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *,
+    temperature: float,
+    seed: int,
+    eos: Sequence[int] = (),
+) -> list[list[int]]:
+    """Continue each prompt with tokens drawn from the target's whole distribution.
+
+    Args:
+        model, prompts, length, eos: as of `generate_greedy`.
+        temperature: divides the logits; above 0.
+        seed: of the draws; the same seed, prompts and machine give the same tokens.
+
+    Raises:
+        PromptsInvalid: a prompt is empty, or too long for the target.
+        RecipeInvalid: the temperature is not above 0.
+    """
+    if temperature <= 0:
+        raise RecipeInvalid(f"a temperature of {temperature} cannot be sampled at", fix="Decode greedily for 0.")
+    generator = torch.Generator(model.device).manual_seed(seed)
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator).squeeze(-1)
+
+    return _generate(model, prompts, length, eos, choose)
+
+
+@torch.no_grad()
+def _generate(
+    model: DeepseekV3ForCausalLM, prompts: Sequence[Sequence[int]], length: int, eos: Sequence[int], choose: Choose
+) -> list[list[int]]:
+    longest = model.config.max_position_embeddings - length
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= longest:
+            raise PromptsInvalid(
+                f"prompt {i} has {len(prompt)} tokens; the target takes 1 to {longest} before {length} new ones",
+                fix="Leave this prompt out, or shorten it.",
+            )
+    # Prompts of like lengths side by side need the least padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    found: dict[int, list[int]] = {}
+    for begin in range(0, len(order), BATCH):
+        batch = order[begin : begin + BATCH]
+        rows = _generate_batch(model, [prompts[i] for i in batch], length, eos, choose)
+        found |= zip(batch, rows, strict=True)
+    return [found[i] for i in range(len(prompts))]
+
+
+def _generate_batch(
+    model: DeepseekV3ForCausalLM, prompts: list[Sequence[int]], length: int, eos: Sequence[int], choose: Choose
+) -> list[list[int]]:
+    tokens, mask = _pad_left(prompts, model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ends = torch.tensor(list(eos), dtype=torch.long, device=model.device)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    cache = DynamicCache(config=model.config)
+    columns: list[torch.Tensor] = []
+    for _ in range(length):
+        logits = model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+        ).logits
+        chosen = choose(logits[:, -1])
+        columns.append(chosen)
+        ended |= torch.isin(chosen, ends)
+        if ended.all():
+            break
+        tokens, positions = chosen[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=-1)
+    rows = torch.stack(columns, dim=-1).tolist() if columns else [[] for _ in prompts]
+    return [_until(row, eos) for row in rows]
+
+
+def _pad_left(prompts: list[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask, each [B, T], with every prompt's last token in the last column."""
+    width = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
+        mask[row, width - len(prompt) :] = 1
+    return tokens, mask
+
+
+def _until(ids: list[int], eos: Sequence[int]) -> list[int]:
+    """Cut a row after its first end token: the others in its batch went on."""
+    first = next((i for i, token in enumerate(ids) if token in eos), len(ids))
+    return ids[: first + 1]

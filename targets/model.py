@@ -1,0 +1,182 @@
+"""A target as a torch module: transformers' native DeepSeek-V3 with the target's weights in it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..errors import TargetInvalid, TargetTooLarge
+from .config import TargetConfig, parse_target_config
+from .source_formats import stored_weights
+from .stored import Stored
+
+TEXT_MODELS = ("kimi_k2", "deepseek_v3")
+SOURCE_DTYPES = ("BF16", "F16", "F32")
+# Parts of a multimodal target that a text forward has no use for.
+NOT_TEXT = ("vision_tower.", "mm_projector.")
+# What to do with a target that is larger than the memory, where a head is trained or measured on it.
+STATES = "Have a running vLLM give its states (kconv states --url), and use those (--states)."
+EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def build_target(config: TargetConfig, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+    """Return a freshly initialized target in evaluation mode.
+
+    Args:
+        config: of a Kimi-K2 or DeepSeek-V3 target.
+        dtype: of the weights; `e_score_correction_bias` stays float32, as transformers keeps it.
+
+    Raises:
+        TargetInvalid: the text model is of another family, or transformers refuses a value of the config.
+    """
+    if config.model_type not in TEXT_MODELS:
+        raise TargetInvalid(
+            f"the target's text model is {config.model_type!r}, not one of {', '.join(TEXT_MODELS)}",
+            fix="Give a Kimi-K2 target.",
+        )
+    ours = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
+    # A deep copy, for transformers completes the rope dict in place.
+    values = copy.deepcopy({key: value for key, value in config.text.items() if key not in ours})
+    try:
+        with _default_dtype(dtype):
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**values))
+    except (TypeError, ValueError, KeyError) as fault:
+        raise TargetInvalid(
+            f"transformers cannot build this target: {fault}",
+            where="config.json",
+            fix="Fetch the target's config.json again; a key is missing or of a wrong type.",
+        ) from fault
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    return model.eval()
+
+
+def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> DeepseekV3ForCausalLM:
+    """Load a target whole into memory, in evaluation mode; quantized weights are dequantized one by one.
+
+    Args:
+        folder: a checkpoint folder under the hub's names (one tensor per expert), in a form of `source_formats`.
+        dtype: of the weights in memory.
+        instead: what the user should do with a target that does not fit.
+
+    Raises:
+        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
+        TargetTooLarge: it is larger than what memory is left.
+        SourceFormatUnknown, TensorShape: it is quantized in another way, or its scales do not fit its values.
+        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = parse_target_config(checkpoint.config, where=folder / "config.json")
+    stored = stored_weights(checkpoint, config)
+    _check_memory(folder, stored, dtype, instead)
+    model = build_target(config, dtype)
+    check_tensors(model, checkpoint, config, stored)
+    fill(model.state_dict(), stored, config.prefix)
+    return model
+
+
+def check_memory(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> None:
+    """Raise TargetTooLarge, and whatever else its headers tell, if `load_target` would; no weight is read."""
+    checkpoint = open_checkpoint(folder)
+    config = parse_target_config(checkpoint.config, where=folder / "config.json")
+    _check_memory(folder, stored_weights(checkpoint, config), dtype, instead)
+
+
+def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype, instead: str) -> None:
+    text = [weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)]
+    needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
+    left = psutil.virtual_memory().available + psutil.swap_memory().free
+    if needed > left:
+        raise TargetTooLarge(
+            f"the target takes {needed / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}, "
+            f"and {left / 1e9:,.1f} GB are left",
+            where=folder,
+            fix=instead,
+        )
+
+
+def check_tensors(
+    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, Stored]
+) -> None:
+    """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
+    sources = (_sources(name, tensor.shape) for name, tensor in model.state_dict().items())
+    _account(config, checkpoint, stored, {name: shape for parts in sources for name, shape in parts.items()})
+
+
+def fill(state: dict[str, torch.Tensor], stored: dict[str, Stored], prefix: str) -> None:
+    """Read weights into a model's tensors.
+
+    Args:
+        state: tensors to fill, by their names in the whole model.
+        stored: the weights, by their names on disk.
+        prefix: of the names on disk.
+    """
+    for name, own in state.items():
+        # Fused experts are [experts, gate rows then up rows, hidden], which is the order of `_sources`.
+        flat, at = own.view(-1), 0
+        for part, shape in _sources(name, own.shape).items():
+            size = math.prod(shape)
+            flat[at : at + size] = stored[prefix + part].read().flatten()
+            at += size
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Construct modules in a dtype, as transformers' own loading does."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _sources(name: str, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+    """Return the tensors on disk, with shapes, that a parameter is made of: itself, or one or two per expert."""
+    fused = EXPERTS.fullmatch(name)
+    if not fused:
+        return {name: tuple(shape)}
+    experts, rows, columns = shape
+    parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
+    part_shape = (rows // len(parts), columns)
+    return {f"{fused[1]}.{i}.{part}.weight": part_shape for i in range(experts) for part in parts}
+
+
+def _account(
+    config: TargetConfig,
+    checkpoint: Checkpoint,
+    stored: dict[str, Stored],
+    wanted: dict[str, tuple[int, ...]],
+) -> None:
+    wanted = {config.prefix + name: shape for name, shape in wanted.items()}
+    present = {name: weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)}
+    missing, unknown = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
+    if missing or unknown:
+        counts = [
+            f"{len(names)} {kind} (first: {names[0]})"
+            for names, kind in ((missing, "missing"), (unknown, "unknown"))
+            if names
+        ]
+        raise TargetInvalid(
+            f"the target's tensors are not the ones its config asks for: {'; '.join(counts)}",
+            where=checkpoint.folder,
+            fix="Check that config.json and the weights are of the same model, and that the download is whole.",
+        )
+    for name, shape in wanted.items():
+        weight = present[name]
+        if weight.shape != shape or weight.dtype not in SOURCE_DTYPES:
+            raise TargetInvalid(
+                f"{name} is {weight.dtype} {list(weight.shape)}, not {'/'.join(SOURCE_DTYPES)} {list(shape)}",
+                where=weight.infos[0].file,
+                fix="Check that config.json and the weights are of the same model, and not quantized.",
+            )

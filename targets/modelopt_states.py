@@ -1,0 +1,119 @@
+"""Hidden states as ModelOpt dumps them for offline training: one .pt a sequence.
+
+The schema is that of ModelOpt 0.47's OfflineSupervisedDataset (modelopt/torch/speculative/eagle/utils.py): input_ids
+[T], hidden_states [T, H] after the final norm unless hidden_states_prenorm says otherwise, aux_hidden_states
+[T, A * H], and loss_mask [T] where only answers shall count. A file names neither its target nor its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import StatesInvalid
+from .config import TargetConfig
+from .states_record import SequenceRecord
+from .stored_states import MODELOPT, StoredSequence
+
+KEYS = ("input_ids", "hidden_states", "aux_hidden_states")
+
+
+@dataclass(frozen=True)
+class ModelOptStates:
+    """A folder of ModelOpt's .pt files.
+
+    Attributes:
+        folder: where.
+        files: one a sequence, by name.
+        config: of the target that the user says they are of.
+        layers: how many captured layers they must hold.
+        sequences: one for each file; the file's name stands for the prompt, whose text is not there.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    config: TargetConfig
+    layers: int
+    sequences: Sequence[SequenceRecord]
+
+    def read_tokens(self, index: int) -> torch.Tensor:
+        """See `StatesFolder.read_tokens`."""
+        return self.read(index).tokens
+
+    def read(self, index: int) -> StoredSequence:
+        """See `StatesFolder.read`."""
+        return _read(self.files[index], self.config, self.layers)
+
+
+def open_modelopt_states(
+    folder: Path, *, config: TargetConfig, captured: Sequence[int], allow_pickle: bool
+) -> ModelOptStates:
+    """Open a folder of ModelOpt's .pt files.
+
+    Args:
+        folder: its files, at whatever depth.
+        config: of the target that they are of; widths and ids are held against it, as nothing else is there.
+        captured: the layers that they are of, as the user says.
+        allow_pickle: whether pickles may be read at all; they are, with torch's `weights_only=True`.
+
+    Raises:
+        StatesInvalid: pickles may not be read, there are none, or one is not of the schema or the target.
+    """
+    files = tuple(sorted(folder.rglob(MODELOPT)))
+    if not files:
+        raise StatesInvalid(f"{folder} holds no {MODELOPT} files", fix="Give the folder of ModelOpt's dump.")
+    if not allow_pickle:
+        raise StatesInvalid(
+            f"{files[0].name} is a pickle, and kconv reads none unasked",
+            where=folder,
+            fix="Add --allow-pickle if you trust who made it; tensors and plain values alone are read then.",
+        )
+    sequences = tuple(
+        SequenceRecord(
+            prompt=str(file.relative_to(folder)),
+            category="",
+            digest="",
+            kind="held-out",
+            prompt_length=1,
+            length=len(_read(file, config, len(captured)).tokens),
+        )
+        for file in files
+    )
+    return ModelOptStates(folder, files, config, len(captured), sequences)
+
+
+def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
+    try:
+        # Mapped, so that asking for a file's length does not read its states.
+        values: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as fault:  # torch raises what unpickling raises: UnpicklingError, RuntimeError, EOFError, ...
+        raise StatesInvalid(
+            f"{file.name} cannot be read: {str(fault).strip().splitlines()[0]}", where=file, fix="Dump it again."
+        ) from fault
+    if not isinstance(values, dict) or not all(isinstance(values.get(key), torch.Tensor) for key in KEYS):
+        raise _invalid(file, f"holds no {', '.join(KEYS)}")
+    tokens, hidden, captured = (values[key] for key in KEYS)
+    if values.get("hidden_states_prenorm"):
+        raise _invalid(file, "holds states of before the final norm, which lm_head does not read")
+    expected = ((len(tokens),), (len(tokens), config.hidden), (len(tokens), layers * config.hidden))
+    shapes = tuple(tuple(tensor.shape) for tensor in (tokens, hidden, captured))
+    if shapes != expected:
+        raise _invalid(
+            file, f"has shapes {shapes}, and {layers} layers of a target of width {config.hidden} have {expected}"
+        )
+    if len(tokens) < 2 or int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab:
+        raise _invalid(file, f"holds token ids outside the target's {config.vocab}, or fewer than two")
+    mask = values.get("loss_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape):
+        raise _invalid(file, "has a loss_mask of another length")
+    return StoredSequence(tokens.long(), captured, hidden, None if mask is None else mask.bool())
+
+
+def _invalid(file: Path, what: str) -> StatesInvalid:
+    return StatesInvalid(
+        f"{file.name} {what}", where=file, fix="Dump the states again, of this target and these layers."
+    )

@@ -1,0 +1,97 @@
+"""Prompts to draft on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PromptsInvalid
+
+# Hex digits of a digest that a trained head's manifest keeps, and by which prompts are told apart: of 64 bits, a prompt
+# is taken for one of a million others once in 10^13. A million make 24 MB of kconv.json, which stays one file: a
+# sidecar would save a third of that, and could be lost, or be another head's.
+KEPT = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a user says to the target, turn by turn.
+
+    Attributes:
+        id: the file's own id, else the line number; unique in its file.
+        category: "" where the file does not say.
+        turns: the user's turns, none of them empty.
+    """
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the turns alone, so that a prompt is known again under another id or category."""
+        return hashlib.sha256(json.dumps(self.turns, ensure_ascii=False).encode()).hexdigest()
+
+
+def read_prompts(file: Path) -> tuple[Prompt, ...]:
+    """Read prompts, one JSON object a line; blank lines are passed over.
+
+    A line is `{"prompt": "...", "category": "..."}`, or MT-Bench's
+    `{"question_id": 81, "category": "...", "turns": ["...", "..."]}`
+    (https://github.com/lm-sys/FastChat/blob/v0.2.36/fastchat/llm_judge/data/mt_bench/question.jsonl).
+    Ids and categories may be left out, and other keys are ignored.
+
+    Raises:
+        PromptsInvalid: the file is missing, empty or no UTF-8, or a line is of neither form or repeats an id.
+    """
+    try:
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise PromptsInvalid(
+            f"the prompts {file.name} cannot be read: {fault}", where=file, fix="Give a JSONL file in UTF-8."
+        ) from fault
+    prompts: dict[str, Prompt] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompt = _parse(line, number, file)
+        if prompt.id in prompts:
+            raise _invalid(f"repeats the id {prompt.id!r}", number, file)
+        prompts[prompt.id] = prompt
+    if not prompts:
+        raise PromptsInvalid(f"{file.name} holds no prompts", where=file, fix="Give one JSON object a line.")
+    return tuple(prompts.values())
+
+
+def _parse(line: str, number: int, file: Path) -> Prompt:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as fault:
+        raise _invalid(f"is not JSON: {fault}", number, file) from fault
+    if not isinstance(value, dict):
+        raise _invalid("is not a JSON object", number, file)
+    if ("prompt" in value) == ("turns" in value):
+        raise _invalid('needs either "prompt" or "turns"', number, file)
+    turns = value["turns"] if "turns" in value else [value["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise _invalid("has a turn that is no text, or none at all", number, file)
+    name = value.get("question_id", value.get("id", number))
+    category = value.get("category", "")
+    if not isinstance(name, str | int) or not isinstance(category, str):
+        raise _invalid("has an id or a category that is no text", number, file)
+    return Prompt(str(name), category, tuple(turns))
+
+
+def _invalid(what: str, number: int, file: Path) -> PromptsInvalid:
+    return PromptsInvalid(
+        f"line {number} {what}",
+        where=f"{file}:{number}",
+        fix='Write {"prompt": "...", "category": "..."} or {"question_id": 1, "category": "...", "turns": ["..."]}.',
+    )
+
+
+def digest_prompts(prompts: tuple[Prompt, ...]) -> str:
+    """Return one sha256 over prompts, whatever their order: what a figure was measured on."""
+    return hashlib.sha256("".join(sorted(p.digest for p in prompts)).encode()).hexdigest()

@@ -1,0 +1,129 @@
+"""A target's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import read_json
+from ..errors import TargetInvalid
+
+# Kimi-K2's is a tiktoken.model with Python beside it.
+FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A target's tokenizer, reduced to what prompts and texts need.
+
+    Attributes:
+        inner: transformers' tokenizer.
+    """
+
+    inner: PreTrainedTokenizerBase
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Its class, and the sha256 of each file that it is made of: what token ids mean hangs on these."""
+        folder = Path(self.inner.name_or_path)
+        files = sorted(file for pattern in FILES for file in folder.glob(pattern))
+        return {"class": type(self.inner).__name__} | {file.name: file_digest(file) for file in files}
+
+    @property
+    def specials(self) -> dict[int, str]:
+        """The special tokens by id, ascending."""
+        named = dict(zip(self.inner.all_special_ids, self.inner.all_special_tokens, strict=True))
+        added = {i: token.content for i, token in self.inner.added_tokens_decoder.items() if token.special}
+        return dict(sorted((added | named).items()))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
+        return self.inner.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        text = self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def encode_chat(self, turns: Sequence[str]) -> list[int]:
+        """Return the ids of a dialogue up to where the target answers.
+
+        Args:
+            turns: what was said, in turn by the user and the assistant, beginning and ending with the user.
+
+        Raises:
+            TargetInvalid: the folder has no chat template.
+        """
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        return self.encode(self.render_chat(messages, answer=True))
+
+    def render_chat(self, messages: Sequence[dict[str, str]], *, answer: bool) -> str:
+        """Return a dialogue as the chat template writes it.
+
+        Args:
+            messages: {"role": ..., "content": ...} of each turn.
+            answer: go on up to where the assistant's next answer begins.
+
+        Raises:
+            TargetInvalid: the folder has no chat template.
+        """
+        if not self.inner.chat_template:
+            raise TargetInvalid(
+                "the target's tokenizer has no chat template",
+                fix="Add the publisher's chat_template.jinja to the target's folder.",
+            )
+        text = self.inner.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False)
+        return str(text)
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Load the tokenizer that stands in a target's folder.
+
+    Args:
+        folder: the target's.
+        trust_remote_code: run the Python that the folder brings, as Kimi-K2's own tokenizer needs. It is never
+            fetched from elsewhere: what is run is what lies in the folder, of the revision that it was fetched at.
+
+    Raises:
+        TargetInvalid: there is no tokenizer, it is broken, it needs code that may not be run, or its code is
+            another repository's.
+    """
+    if trust_remote_code:
+        _refuse_elsewhere(folder)
+    try:
+        # An empty config, for transformers knows no kimi_k2 and would look for remote code in config.json too.
+        inner = AutoTokenizer.from_pretrained(
+            folder, config=PreTrainedConfig(), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as fault:  # the tokenizers library raises bare Exception on a broken file
+        raise TargetInvalid(
+            f"the tokenizer of {folder.name} cannot be loaded: {str(fault).strip().splitlines()[0]}",
+            where=folder,
+            fix="Check tokenizer.json and tokenizer_config.json; if the tokenizer is Python code that you have "
+            "read and trust, add --trust-remote-code.",
+        ) from fault
+    return Tokenizer(inner)
+
+
+def _refuse_elsewhere(folder: Path) -> None:
+    """Refuse an auto_map that leads to another repository, whose revision nobody pinned.
+
+    transformers writes such a reference as org/name--module.Class:
+    https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/dynamic_module_utils.py
+    """
+    file = folder / "tokenizer_config.json"
+    named = read_json(file).get("auto_map") if file.exists() else None
+    values = list(named.values()) if isinstance(named, dict) else [named]
+    words = [word for value in values for word in (value if isinstance(value, list) else [value])]
+    for word in words:
+        if isinstance(word, str) and "--" in word:
+            raise TargetInvalid(
+                f"the tokenizer's code is {word.split('--')[0]}'s, whose revision is not pinned",
+                where=file,
+                fix="Copy that module into the folder once you have read it, and take the repository out of auto_map.",
+            )

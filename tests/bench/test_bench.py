@@ -1,0 +1,283 @@
+"""kconv bench against three engines' shapes: the same drafts give the same figures, and faults have names."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from support.spec_server import K, serving, steps_of
+
+from kconv.bench import server as bench_server
+from kconv.bench.counters import ACCEPTED, ANSWERED, DRAFTED, ENGINES
+from kconv.bench.run import Wish, measure_server
+from kconv.bench.suites import Suite
+from kconv.errors import (
+    AcceptanceInvalid,
+    CountersDisturbed,
+    CountersMissing,
+    CountersReset,
+    DefinitionsMixed,
+    EngineFailed,
+    PromptsInvalid,
+)
+from kconv.targets.prompts import Prompt
+
+NAMES = ["vllm", "sglang", "trtllm"]
+WRITING = tuple(Prompt(f"w{i}", "writing", (f"Write {i}.", f"Shorter, {i}.")) for i in range(5))
+CODING = tuple(Prompt(f"c{i}", "coding", (f"Code {i}.",)) for i in range(4))
+SUITE = Suite("tiny-suite", "sha256:00", (("writing", WRITING), ("coding", CODING)))
+WISH = Wish(draft_tokens=K, head="my-head")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    """The stand-in counts before it answers."""
+    for name, seconds in {"POLL_SECONDS": 0.001, "REST_SECONDS": 0.002, "LATE_SECONDS": 0.02}.items():
+        monkeypatch.setattr(bench_server, name, seconds)
+
+
+def steps(prompt: Prompt) -> list[int]:
+    """Return what each verify step over all turns of a prompt accepts."""
+    return [
+        step
+        for last in range(1, len(prompt.turns) + 1)
+        for step in steps_of([{"role": "user", "content": turn} for turn in prompt.turns[:last]])
+    ]
+
+
+def length(accepted: list[int]) -> float:
+    return 1 + sum(accepted) / len(accepted)
+
+
+def figure(acceptance, averaging: str, category: str = ""):
+    [row] = [r for r in acceptance.rows if r.averaging == averaging and r.category == category]
+    return row
+
+
+@pytest.mark.parametrize("engine", NAMES)
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concurrency):
+    with serving(engine) as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="my-head", concurrency=concurrency))
+    for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
+        row = figure(found, "micro_steps", category)
+        together = [step for prompt in prompts for step in steps(prompt)]
+        assert row.value == pytest.approx(length(together), abs=1e-6)
+        assert (row.drafts, row.prompts) == (len(together), len(prompts))
+        assert (row.engine, row.engine_version, row.target, row.temperature) == (engine, "1.2.3", "tiny {kimi}", 0.0)
+        assert row.interval is not None and row.interval.low <= row.value <= row.interval.high
+        if engine != "sglang":
+            assert row.rates == pytest.approx([sum(s > place for s in together) / len(together) for place in range(K)])
+            assert 1 + sum(row.rates) == pytest.approx(row.value, abs=1e-6)
+        else:
+            assert row.rates is None
+    both = [figure(found, "micro_steps", name).value for name, _ in SUITE.groups]
+    assert figure(found, "macro_category").value == pytest.approx(statistics.mean(both), abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
+    with serving(engine) as server:
+        found = measure_server(server.url, SUITE, WISH)
+    for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
+        expected = statistics.mean(length(steps(prompt)) for prompt in prompts)
+        row = figure(found, "macro_request", category)
+        assert row.value == pytest.approx(expected, abs=1e-6)
+        assert row.interval is not None and row.interval.over == "prompts" and row.interval.units == len(prompts)
+
+
+def test_and_not_where_several_do():
+    with serving("vllm") as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", concurrency=2))
+    assert {row.averaging for row in found.rows} == {"micro_steps", "macro_category"}
+    assert {row.interval.over for row in found.rows if row.interval} == {"groups of up to 2 prompts"}
+
+
+def test_the_second_turn_follows_the_answer_to_the_first():
+    with serving("vllm") as server:
+        measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", max_tokens=200, extra={"ignore_eos": True}))
+        asked = server.asked
+    assert len(asked) == sum(len(prompt.turns) for prompt in SUITE.prompts)
+    second = next(body for body in asked if len(body["messages"]) == 3)
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][1]["content"].startswith("w0 w1 ")
+    assert all((body["max_tokens"], body["temperature"], body["ignore_eos"]) == (200, 0.0, True) for body in asked)
+
+
+def test_looping_answers_are_seen():
+    with serving("vllm", looping=True) as looping, serving("vllm") as sane:
+        bad = measure_server(looping.url, SUITE, WISH).rows[0].sanity
+        good = measure_server(sane.url, SUITE, WISH).rows[0].sanity
+    assert bad is not None and bad.distinct_4grams < 0.5
+    assert good is not None and good.distinct_4grams == 1.0
+
+
+@pytest.mark.parametrize(
+    ("release", "iterations"), [("totals", True), ("prefills", True), ("places", True), ("places", False)]
+)
+def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release, iterations):
+    with serving("trtllm", release=release, iterations=iterations) as server:
+        found = measure_server(server.url, SUITE, WISH)
+    row, together = figure(found, "micro_steps"), [step for prompt in SUITE.prompts for step in steps(prompt)]
+    assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
+    assert (row.rates is not None) == (release == "places")
+
+
+def test_a_draft_that_is_counted_for_a_prefill_is_seen_where_it_is_counted_late(monkeypatch):
+    monkeypatch.setattr(bench_server, "LATE_SECONDS", 1.0)
+    with serving("trtllm", release="prefills", iterations=True, late=0.1, requests=1, generated=1) as server:
+        row = figure(measure_server(server.url, SUITE, WISH), "micro_steps")
+    together = [step for prompt in SUITE.prompts for step in steps(prompt)]
+    assert (row.value, row.drafts) == (pytest.approx(length(together), abs=1e-6), len(together))
+
+
+@pytest.mark.parametrize("release", ["totals", "prefills"])
+def test_a_tensorrt_llm_that_does_not_count_iterations_is_told_what_to_serve_with(release):
+    with (
+        serving("trtllm", release=release) as server,
+        pytest.raises(CountersMissing, match="without counting") as fault,
+    ):
+        measure_server(server.url, SUITE, WISH)
+    assert "return_perf_metrics: true and enable_iter_perf_stats: true" in fault.value.fix
+
+
+def test_a_head_whose_tokens_were_never_accepted_has_a_length_of_one():
+    page = 'trtllm_spec_decode_drafted_tokens_total{{model_name="a",token_position="{}"}} 5.0'
+    reading = ENGINES["trtllm"].read("\n".join(page.format(place) for place in range(K)))
+    counts = ENGINES["trtllm"].count(reading.totals, K, 1, 1)
+    assert (counts.drafts, counts.accepted, counts.per_position) == (5.0, 0.0, (0.0,) * K)
+
+
+@pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
+def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
+    with serving("vllm") as server, serving(plain) as baseline:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
+        assert [body["messages"] for body in baseline.asked] == [body["messages"] for body in server.asked]
+    speed = found.rows[0].speed
+    assert speed is not None and speed.same_answers == 1.0
+    assert speed.speedup == pytest.approx(speed.tokens_per_second / speed.baseline_tokens_per_second)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_baseline_that_speculates_is_refused(engine):
+    with serving("vllm") as server, serving(engine) as baseline:
+        measure_server(baseline.url, SUITE, WISH)
+        with pytest.raises(DefinitionsMixed, match="baseline"):
+            measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
+
+
+@pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
+def test_a_server_without_speculation_is_named(plain):
+    with serving(plain) as server, pytest.raises(CountersMissing, match=r"without|not count"):
+        measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_counters_that_go_backwards_are_named(engine):
+    with serving(engine, restart_after=4) as server, pytest.raises(CountersReset, match="backwards"):
+        measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_more_than_k_plus_1_is_refused(engine):
+    fault = {"vllm": DefinitionsMixed, "sglang": AcceptanceInvalid, "trtllm": AcceptanceInvalid}[engine]
+    with serving(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match=r"above the 4|K is 3"):
+        measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_drafts_that_no_one_asked_for_are_named(engine):
+    with serving(engine, foreign=60) as server, pytest.raises(CountersDisturbed, match=r"counted|counts"):
+        measure_server(server.url, SUITE, WISH)
+
+
+def test_a_router_that_shows_two_engines_is_named():
+    with serving("router") as server, pytest.raises(DefinitionsMixed, match="vllm and sglang") as fault:
+        measure_server(server.url, SUITE, WISH)
+    assert "--" not in fault.value.fix, "no option of bench or of validate chooses one"
+
+
+def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions():
+    with pytest.raises(DefinitionsMixed, match="no whole number") as fault:
+        ENGINES["trtllm"].count({DRAFTED: 7.0, ACCEPTED: 3.0, ANSWERED: 6.0}, 2, 1, 1)
+    assert "bench: --draft-tokens, validate: --steps" in fault.value.fix, "both commands count so"
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_another_k_than_the_servers_is_refused(engine):
+    with serving(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
+        measure_server(server.url, SUITE, Wish(draft_tokens=1, head="h"))
+
+
+def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
+    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 places .* K is 5"):
+        measure_server(server.url, SUITE, Wish(draft_tokens=5, head="h"))
+
+
+INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_draft_model_path": "/heads/mine"}
+
+
+def test_what_sglang_says_of_its_drafting_is_kept():
+    with serving("sglang", info=INFO) as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", weights={"model.safetensors": "00"}))
+    assert found.provenance["server"] == INFO
+    assert "as told" in found.provenance["weights"]
+
+
+def test_a_tree_that_is_the_servers_is_measured():
+    with serving("sglang", info=INFO | {"speculative_eagle_topk": 4}) as server:
+        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", tree="topk=4"))
+    assert {row.tree for row in found.rows} == {"topk=4"}
+
+
+@pytest.mark.parametrize(
+    ("info", "tree", "message"),
+    [
+        ({"speculative_num_steps": 5}, "chain", "drafts 5 tokens in a chain, and K is said to be 3"),
+        ({"speculative_eagle_topk": 4}, "chain", "top-k 4, and the tree is said to be 'chain'"),
+        ({"speculative_eagle_topk": 1}, "topk=4", "top-k 1, and the tree is said to be 'topk=4'"),
+        ({"speculative_eagle_topk": 4}, "topk=8", "top-k 4, and the tree is said to be 'topk=8'"),
+    ],
+)
+def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
+    with serving("sglang", info=INFO | info) as server:
+        with pytest.raises(DefinitionsMixed, match=message):
+            measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", tree=tree))
+        assert server.asked == []
+
+
+def test_prompts_that_the_head_was_trained_on_are_refused_before_a_server_is_asked(tmp_path: Path):
+    seen = [WRITING[2].digest[:16]]
+    (tmp_path / "kconv.json").write_text(json.dumps({"training": {"data": {"prompts": seen}}}))
+    with pytest.raises(PromptsInvalid, match="1 of 9 prompts"):
+        measure_server("http://127.0.0.1:9", SUITE, Wish(draft_tokens=K, head="h", folder=tmp_path))
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(EngineFailed, match="does not answer"):
+        measure_server("http://127.0.0.1:9", SUITE, WISH)
+
+
+SILENT = (Prompt("s", "silent", ("Silence, please.",)),)
+
+
+@pytest.mark.parametrize("engine", NAMES)
+def test_an_answer_of_one_token_has_no_length(engine):
+    with serving(engine) as server:
+        measure_server(server.url, SUITE, WISH)
+        suite = Suite("tiny-suite", "sha256:00", (("writing", (*WRITING[:2], *SILENT)),))
+        found = measure_server(server.url, suite, WISH)
+        with pytest.raises(CountersMissing, match="no answer has more than one token"):
+            measure_server(server.url, Suite("tiny-suite", "sha256:00", (("silent", SILENT),)), WISH)
+    row = figure(found, "macro_request", "writing")
+    assert row.prompts == 2
+    assert row.value == pytest.approx(statistics.mean(length(steps(p)) for p in WRITING[:2]), abs=1e-6)
+
+
+def test_counters_that_never_rest_are_named(monkeypatch):
+    monkeypatch.setattr(bench_server, "RESTLESS_SECONDS", 0.05)
+    monkeypatch.setattr(bench_server, "REST_SECONDS", 0.5)
+    with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still move"):
+        measure_server(server.url, SUITE, WISH)

@@ -1,0 +1,64 @@
+"""License texts: which are recognised, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+from support.license_texts import APACHE, KIMI, MIT, NVIDIA, TEXTS
+
+from kconv.cards.licenses.files import find_texts, unstated_text
+from kconv.cards.licenses.license import LICENSES, attribution_in, by_id, copyright_in, digest_text, recognise
+from kconv.errors import LicenseUnknown
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_known_by_its_marks(name):
+    found = recognise(TEXTS[name])
+    assert found is not None and found.id == name
+
+
+@pytest.mark.parametrize("text", ["", "All rights reserved.", "MIT", "Kimi K3 License"])
+def test_any_other_text_is_not(text):
+    assert recognise(text) is None
+
+
+def test_a_text_says_whose_it_is_and_what_name_to_show():
+    assert attribution_in(KIMI) == "Kimi K2.6" and copyright_in(KIMI) == "Copyright (c) 2025 Moonshot AI"
+    assert attribution_in(MIT) is None
+    assert digest_text(KIMI) == digest_text(KIMI.replace("\n", "  \n").replace("“", '"').replace("”", '"'))
+
+
+def test_a_license_that_kconv_does_not_know_is_named():
+    with pytest.raises(LicenseUnknown, match="gpl"):
+        by_id("gpl-3.0")
+
+
+def test_a_file_that_is_no_license_is_named(tmp_path):
+    (tmp_path / "terms.txt").write_text("Do as you like.")
+    for file in (tmp_path / "terms.txt", tmp_path / "nowhere"):
+        with pytest.raises(LicenseUnknown):
+            find_texts([], [file])
+
+
+@pytest.mark.parametrize("license", LICENSES.values(), ids=LICENSES)
+def test_each_license_says_how_the_hub_is_told(license):
+    assert license.identifier in ("other", license.id)
+    assert not license.url or license.url.startswith("https://")
+
+
+HELD = {
+    "all are stated": ({"LICENSE": MIT, "LICENSE-TARGET": KIMI}, ""),
+    "the target's beside it": ({"LICENSE": NVIDIA, "LICENSE-TARGET": KIMI}, NVIDIA),
+    "the target's beside it, first by its name": ({"COPYING": KIMI, "LICENSE": NVIDIA}, NVIDIA),
+    "the one that a first card stated": ({"LICENSE": MIT, "LICENSE-SOURCE": NVIDIA}, NVIDIA),
+    "the source's own is stated": ({"LICENSE": APACHE, "LICENSE-SOURCE": MIT}, ""),
+    "under another name": ({"LICENSE": MIT, "COPYING": NVIDIA}, NVIDIA),
+    "in lower case": ({"LICENSE": MIT, "license.txt": NVIDIA}, NVIDIA),
+    "one that kconv does not know": ({"LICENSE": MIT, "LICENSE-MODEL": "All rights reserved."}, "All rights reserved."),
+}
+
+
+@pytest.mark.parametrize(("held", "unstated"), HELD.values(), ids=HELD)
+def test_a_stated_license_does_not_hide_another_of_the_sources(tmp_path, held, unstated):
+    for name, text in held.items():
+        (tmp_path / name).write_text(text)
+    assert unstated_text(tmp_path, ("mit", "modified-mit")) == unstated

@@ -1,0 +1,140 @@
+"""What an engine has no place for is refused, with the reason; each limit of each layout is met here."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from support.heads import GQA, MLA, random_slots, write_head
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+from kconv.engines import BY_NAME, LAYOUTS
+from kconv.errors import LayoutCannot
+from kconv.head.spec import Linear, Llama3, Norms, Rope, Yarn
+
+ALL = ("trtllm", "vllm", "sglang", "portable")
+PLAIN = Yarn(factor=64.0, original_max_positions=4096)
+MLA, GQA = replace(MLA, captured=(1, 3, 5)), replace(GQA, captured=(1, 3, 5))
+
+
+def gqa_yarn(**values):
+    return replace(GQA, rope=Rope(1e4, replace(PLAIN, **values)))
+
+
+def mla_rope(scaling):
+    return replace(MLA, rope=Rope(5e4, scaling))
+
+
+# A spec, the engines that refuse it, and what each of them says.
+REFUSED = {
+    "MLA, linear RoPE": (mla_rope(Linear(2.0)), ALL, "DeepSeek's YaRN"),
+    "MLA, Llama-3 RoPE": (mla_rope(Llama3(8.0, 1.0, 4.0, 8192)), ALL, "DeepSeek's YaRN"),
+    "MLA, an attention factor": (mla_rope(replace(PLAIN, attention_factor=1.2)), ALL, "attention_factor"),
+    "MLA, the attention factor that vLLM takes for another RoPE": (
+        mla_rope(replace(PLAIN, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.0)),
+        ALL,
+        "attention_factor",
+    ),
+    "MLA, mscale alone": (mla_rope(replace(PLAIN, mscale=1.0)), ALL, "one of mscale"),
+    "MLA, mscale_all_dim alone": (mla_rope(replace(PLAIN, mscale_all_dim=1.0)), ALL, "one of mscale"),
+    "GQA, an attention factor": (gqa_yarn(attention_factor=1.2), ("trtllm", "sglang", "portable"), "attention_factor"),
+    "GQA, mscale alone": (gqa_yarn(mscale=0.7), ("trtllm", "portable"), "mscale"),
+    "GQA, mscale_all_dim alone": (gqa_yarn(mscale_all_dim=0.7), ("trtllm", "portable"), "mscale"),
+    "GQA, an mscale of nought": (gqa_yarn(mscale=0.0, mscale_all_dim=1.0), ("trtllm", "sglang", "portable"), "mscale"),
+    "the residual after the norm": (
+        replace(GQA, norms=Norms(before_residual=True)),
+        ("trtllm", "sglang", "portable"),
+        "norm_before_residual",
+    ),
+    "a single captured layer": (replace(MLA, captured=(3,)), ("trtllm", "sglang", "portable"), "fc"),
+    "states as wide together as the head": (
+        replace(GQA, captured=(1, 3), target_hidden=24),
+        ("trtllm", "sglang", "portable"),
+        "skips fc",
+    ),
+    "the output of layer 0": (replace(MLA, captured=(0, 3, 5)), ("sglang", "portable"), "output of layer 0"),
+    "MLA, a reduced vocabulary": (replace(MLA, draft_vocab=40), ("trtllm", "portable"), "reduced vocabulary"),
+    "MLA, two layers": (replace(MLA, layers=2), ("sglang", "portable"), "one layer"),
+    "MLA, a norm before fc": (
+        replace(MLA, norms=Norms(before_fc=True)),
+        ("vllm", "sglang", "portable"),
+        "norm_before_fc",
+    ),
+    "MLA, biases of the MLP": (replace(MLA, mlp_bias=True), ("vllm", "sglang", "portable"), "MLP"),
+    "GQA, biases of the MLP": (replace(GQA, mlp_bias=True), ("sglang", "portable"), "MLP"),
+    "GQA, biases of the attention": (
+        replace(GQA, attention=replace(GQA.attention, bias=True)),
+        ("sglang", "portable"),
+        "q_proj",
+    ),
+    "GQA, a bias of fc": (replace(GQA, fc_bias=True), ("vllm", "sglang", "portable"), "fc.bias"),
+    "MLA, a bias of fc": (replace(MLA, fc_bias=True), ("vllm", "portable"), "fc.bias"),
+    "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), ("trtllm", "portable"), "fc_norm"),
+}
+
+
+@pytest.mark.parametrize("spec, engines, phrase", REFUSED.values(), ids=REFUSED)
+def test_refused_with_the_reason(tmp_path, spec, engines, phrase):
+    # A folder that says all of a spec, whichever engine could load it.
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
+    assert head.spec == spec
+    for name in ALL:
+        if name in engines:
+            with pytest.raises(LayoutCannot) as caught:
+                plan(head, BY_NAME[name])
+            assert phrase in caught.value.what and caught.value.fix
+        else:
+            assert plan(head, BY_NAME[name]).steps
+
+
+TAKEN = {
+    "GQA, both mscales": (gqa_yarn(mscale=0.7, mscale_all_dim=0.9), ALL),
+    "GQA, neither": (gqa_yarn(), ALL),
+    "MLA, neither": (mla_rope(PLAIN), ALL),
+    "MLA, no scaling": (mla_rope(None), ALL),
+    "GQA, Llama-3 RoPE": (replace(GQA, rope=Rope(5e5, Llama3(8.0, 1.0, 4.0, 8192))), ALL),
+    "GQA, an attention factor that says what is meant anyway": (
+        gqa_yarn(mscale=1.0, mscale_all_dim=1.0, attention_factor=1.0),
+        ALL,
+    ),
+    "GQA, two layers": (replace(GQA, layers=2), ALL),
+    "GQA, reduced": (replace(GQA, draft_vocab=40), ALL),
+    "MLA, other layers": (replace(MLA, captured=(7, 23, 51)), ALL),
+}
+
+
+@pytest.mark.parametrize("spec, engines", TAKEN.values(), ids=TAKEN)
+def test_taken(tmp_path, spec, engines):
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
+    for name in engines:
+        assert plan(head, BY_NAME[name]).steps
+
+
+def test_every_limit_is_met_above():
+    """Those of quantized heads aside, which depend on tensors and not on the spec."""
+    for layout in LAYOUTS:
+        for limit in layout.limits:
+            met = [spec for spec, engines, _ in REFUSED.values() if layout.name in engines and limit.hits(spec)]
+            assert met or limit.holds, limit.what
+
+
+def test_portable_refuses_what_any_engine_refuses():
+    engines = [BY_NAME[name] for name in ALL[:-1]]
+    union = {limit.what for layout in engines for limit in layout.limits}
+    assert {limit.what for limit in BY_NAME["portable"].limits} == union
+
+
+def test_a_limit_names_the_lines_that_decide_it_at_a_tag_or_a_commit():
+    pinned = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/(v[\d.]+|[0-9a-f]{40})/\S+\.py#L\d+(-L\d+)?")
+    for layout in LAYOUTS:
+        for limit in (*layout.limits, *layout.target_limits):
+            assert pinned.fullmatch(limit.source), (layout.name, limit.what)
+
+
+def test_a_reduced_mla_head_is_told_the_command_that_expands_it(tmp_path):
+    spec = replace(MLA, draft_vocab=40)
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
+    with pytest.raises(LayoutCannot) as caught:
+        plan(head, BY_NAME["trtllm"])
+    assert "kconv vocab HEAD --expand OUT" in caught.value.fix

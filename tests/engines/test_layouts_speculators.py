@@ -1,0 +1,93 @@
+"""The speculators library's heads: a nested config, and silence that readers take in two ways."""
+
+from dataclasses import replace
+
+import pytest
+from support.configs import MODELOPT_LLAMA, cut
+from support.named import EMBED, GQA, GQA_PARTS, LLAMA, LM_HEAD, OUTSIDE, fill, layer, maps, without, write
+
+from kconv.convert.captured import Hints
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head
+from kconv.engines import BY_NAME
+from kconv.errors import ConfigInvalid, LayoutCannot, TensorUnknown
+from kconv.head.spec import Norms
+
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+    "draft_vocab_size": 40,
+    "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+    "norm_before_fc": False,
+    "norm_before_residual": True,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["KimiK25ForConditionalGeneration"], "name_or_path": "org/target"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.3.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformer_layer_config": without(LLAMA, "tie_word_embeddings", "draft_vocab_size", "architectures"),
+    "transformers_version": "4.57.1",
+}
+SPECULATORS_SHAPES = layer("layers.0", GQA_PARTS) | OUTSIDE | EMBED | {"lm_head.weight": (40, 48)}
+
+
+def test_speculators_nested_config(tmp_path):
+    head = read_head(write(tmp_path / "head", SPECULATORS, fill(SPECULATORS_SHAPES) | maps()))
+    assert head.layout.name == "speculators"
+    expected = replace(GQA, draft_vocab=40, max_positions=1024, norms=Norms(before_residual=True))
+    assert replace(head.spec, tokens=GQA.tokens) == expected
+    config = plan(head, BY_NAME["vllm"]).config
+    assert config["norm_before_residual"] is True and config["vocab_size"] == 64
+    assert not {"transformer_layer_config", "speculators_model_type", "speculators_config"} & config.keys()
+    assert {"speculators_config", "speculators_model_type", "auto_map"} <= set(head.read.dropped)
+    with pytest.raises(LayoutCannot, match="residual"):
+        plan(head, BY_NAME["portable"])
+
+
+def test_speculators_silence_about_the_residual_is_refused_until_told(tmp_path):
+    checkpoint = write(
+        tmp_path / "head", without(SPECULATORS, "norm_before_residual"), fill(SPECULATORS_SHAPES) | maps()
+    )
+    with pytest.raises(ConfigInvalid, match="norm_before_residual") as caught:
+        read_head(checkpoint)
+    assert "--norm-before-residual" in caught.value.fix
+    for told in (True, False):
+        assert read_head(checkpoint, hints=Hints(norm_before_residual=told)).spec.norms.before_residual is told
+
+
+@pytest.mark.parametrize("silence", [{}, {"norm_before_residual": None}], ids=["absent", "null"])
+def test_where_readers_agree_on_silence_the_residual_is_not_told_otherwise(tmp_path, silence):
+    shapes = layer("layers.0", GQA_PARTS) | OUTSIDE | LM_HEAD
+    checkpoint = write(tmp_path / "head", cut(MODELOPT_LLAMA, GQA) | silence, fill(shapes))
+    with pytest.raises(ConfigInvalid, match="norm_before_residual is not stated") as caught:
+        read_head(checkpoint, hints=Hints(norm_before_residual=True))
+    assert "state it there" in caught.value.fix
+    assert not read_head(checkpoint, hints=Hints(norm_before_residual=False)).spec.norms.before_residual
+
+
+FAULTS = {
+    "told against the config": (SPECULATORS, Hints(norm_before_residual=False), ConfigInvalid),
+    "a nested config that is none": (SPECULATORS | {"transformer_layer_config": [1]}, Hints(), ConfigInvalid),
+    "two depths": (SPECULATORS | {"num_hidden_layers": 2}, Hints(), ConfigInvalid),
+}
+
+
+@pytest.mark.parametrize("config, hints, fault", FAULTS.values(), ids=FAULTS)
+def test_speculators_contradictions(tmp_path, config, hints, fault):
+    with pytest.raises(fault) as caught:
+        read_head(write(tmp_path / "head", config, fill(SPECULATORS_SHAPES) | maps()), hints=hints)
+    assert caught.value.where and caught.value.fix
+
+
+def test_qwens_norms_of_queries_and_keys_have_no_place(tmp_path):
+    norms = {f"layers.0.self_attn.{part}_norm.weight": (16,) for part in "qk"}
+    inner = SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}
+    tensors = fill(SPECULATORS_SHAPES | norms) | maps()
+    with pytest.raises(TensorUnknown, match="_norm"):
+        read_head(write(tmp_path / "head", SPECULATORS | {"transformer_layer_config": inner}, tensors))

@@ -1,0 +1,86 @@
+"""Prompts: both forms are read, and what is wrong is found by its line."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kconv.errors import PromptsInvalid
+from kconv.targets.prompts import Prompt, digest_prompts, read_prompts
+
+
+def write(tmp_path, *lines):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    return file
+
+
+def test_both_forms_in_one_file(tmp_path):
+    file = write(
+        tmp_path,
+        {"prompt": "Add 2 and 2.", "category": "math"},
+        "",
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": ["x"]},
+        {"prompt": "zwei\u2028Zeilen"},
+    )
+    assert read_prompts(file) == (
+        Prompt("1", "math", ("Add 2 and 2.",)),
+        Prompt("81", "writing", ("Write.", "Again.")),
+        Prompt("4", "", ("zwei\u2028Zeilen",)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a JSON object"),
+        ('"text"', "not a JSON object"),
+        ({"category": "math"}, "either"),
+        ({"prompt": "a", "turns": ["a"]}, "either"),
+        ({"prompt": ""}, "turn"),
+        ({"prompt": 3}, "turn"),
+        ({"turns": []}, "turn"),
+        ({"turns": "abc"}, "turn"),
+        ({"turns": ["a", " "]}, "turn"),
+        ({"prompt": "a", "category": None}, "category"),
+        ({"question_id": [1], "turns": ["a"]}, "category"),
+        ({"question_id": "x", "turns": ["b"]}, "repeats"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path, line, what):
+    file = write(tmp_path, {"question_id": "x", "turns": ["fine"]}, "", line)
+    with pytest.raises(PromptsInvalid, match=f"line 3 .*{what}") as fault:
+        read_prompts(file)
+    assert fault.value.where.endswith("prompts.jsonl:3")
+    assert fault.value.fix
+
+
+def test_files_that_hold_no_prompts(tmp_path):
+    with pytest.raises(PromptsInvalid, match="cannot be read"):
+        read_prompts(tmp_path / "absent.jsonl")
+    with pytest.raises(PromptsInvalid, match="no prompts"):
+        read_prompts(write(tmp_path, "", "  "))
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(PromptsInvalid, match="cannot be read"):
+        read_prompts(tmp_path / "latin.jsonl")
+
+
+texts = st.text(min_size=1).filter(str.strip)
+
+
+@given(st.lists(texts, min_size=1, max_size=3))
+def test_the_digest_is_of_the_turns_alone(turns):
+    prompt = Prompt("1", "math", tuple(turns))
+    assert Prompt("2", "", tuple(turns)).digest == prompt.digest
+    assert Prompt("1", "math", (*turns, "more")).digest != prompt.digest
+    # Joined turns are another dialogue.
+    assert len(turns) == 1 or Prompt("1", "math", ("".join(turns),)).digest != prompt.digest
+
+
+@given(st.permutations([Prompt(str(i), "", (f"turn {i}",)) for i in range(4)]))
+def test_the_digest_of_a_set_does_not_hang_on_its_order(prompts):
+    assert digest_prompts(tuple(prompts)) == digest_prompts(tuple(sorted(prompts, key=lambda p: p.id)))
+    assert digest_prompts(tuple(prompts)) != digest_prompts(tuple(prompts[1:]))

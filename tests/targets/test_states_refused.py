@@ -1,0 +1,100 @@
+"""Hidden states on disk: what is not taken for them, when they are written and when they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from kconv.checkpoint.header import read_header
+from kconv.errors import PromptsInvalid, StatesInvalid, TargetInvalid
+from kconv.targets.config import read_target_config
+from kconv.targets.states_record import RECORD
+from kconv.targets.stored_states import open_states
+
+
+@pytest.mark.parametrize("captured", [(), (1, 1), (1, 7)])
+def test_layers_that_are_not_there_cannot_be_stored(write, wanted, tmp_path, captured):
+    with pytest.raises(TargetInvalid, match="cannot be captured"):
+        write(dataclasses.replace(wanted, captured=captured), tmp_path / "out")
+
+
+def test_prompts_that_do_not_fit_are_refused(write, wanted, tmp_path):
+    with pytest.raises(PromptsInvalid, match="and the target takes"):
+        write(dataclasses.replace(wanted, sampled=10**6), tmp_path / "out")
+
+
+def test_states_that_are_no_numbers_are_refused(write, wanted, model, tmp_path):
+    norm = model.model.norm.weight
+    kept = norm.detach().clone()
+    try:
+        norm.data[0] = float("inf")
+        with pytest.raises(TargetInvalid, match="NaN or Inf"):
+            write(wanted, tmp_path / "out")
+    finally:
+        norm.data.copy_(kept)
+
+
+def test_another_target_is_refused(stored, tiny_target):
+    config = read_target_config(tiny_target)
+    for changes, what in (
+        ({"hidden": 32}, "hidden_size is 64 there and 32 here"),
+        ({"layers": 9}, "num_hidden_layers"),
+        ({"vocab": 9}, "vocab_size"),
+        ({"raw": config.raw | {"rms_norm_eps": 1e-3}}, "config.json's sha256"),
+    ):
+        with pytest.raises(StatesInvalid, match=what):
+            open_states(stored, config=dataclasses.replace(config, **changes))
+
+
+def test_other_layers_are_refused(stored):
+    with pytest.raises(StatesInvalid, match=r"of layers \[1, 3, 5\], and layers \[2, 4\] are wanted") as fault:
+        open_states(stored, captured=(1, 2, 4))
+    assert "--captured 1,2,4" in fault.value.fix
+
+
+def test_damage_is_told(copy):
+    first, second, *_ = sorted(copy.glob("*.safetensors"))
+    info = read_header(second)
+    second.write_bytes(second.read_bytes()[:-1])
+    inside = next(int(name.split(".")[0]) for name in info)
+    with pytest.raises(StatesInvalid, match="bytes, and"):
+        open_states(copy).read(inside)
+    first.unlink()
+    with pytest.raises(StatesInvalid, match=f"{first.name} cannot be read"):
+        open_states(copy).read(0)
+    with pytest.raises(StatesInvalid, match="cannot be read"):
+        open_states(copy).verify()
+
+
+def test_a_changed_shard_is_found(copy):
+    shard = next(iter(sorted(copy.glob("*.safetensors"))))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StatesInvalid, match="not what kconv states wrote"):
+        open_states(copy).verify()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda record: record.pop("target"), "at target"),
+        (lambda record: record.update(schema=2), "at schema"),
+        (lambda record: record["shards"].pop(0), "do not make up"),
+        (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not make up"),
+        (lambda record: record["sequences"][0].update(length=3), "does not hold sequence 0"),
+    ],
+)
+def test_a_record_that_lies_is_refused(copy, spoil, what):
+    record = json.loads((copy / RECORD).read_text())
+    spoil(record)
+    (copy / RECORD).write_text(json.dumps(record))
+    with pytest.raises(StatesInvalid, match=what):
+        open_states(copy).read(0)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(StatesInvalid, match=r"holds no states\.json"):
+        open_states(tmp_path)
