@@ -1,17 +1,28 @@
-"""Every fault kconv can name."""
+"""The errors that kconv raises, and the problems that it finds. Nothing here imports anything of kconv's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
 
 
 class KconvError(Exception):
-    """A named fault: what is wrong, where it is, and what to do about it.
+    """An error that kconv names: what is wrong, where it is, and what to do about it.
 
     Args:
         what: one sentence that says what is wrong, with the figures that show it.
         where: the file, tensor or key concerned; empty where `what` already says it.
         fix: what the user should do next, an imperative sentence.
+        code: the rule's id where the error is a finding about a head, e.g. "K101"; the error's kind otherwise, e.g.
+            "output-exists" of `OutputExists`.
     """
 
-    def __init__(self, what: str, *, where: object = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, where: object = "", fix: str = "", code: str = "") -> None:
         self.what, self.where, self.fix = what, str(where), fix
+        self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -21,6 +32,31 @@ class KconvError(Exception):
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a checkpoint, as data: reading collects them, converting raises the first error.
+
+    Attributes:
+        code: the rule's id, e.g. "K101".
+        severity: "error", "warning" or "note".
+        where: the file, tensor or key concerned.
+        what: one sentence that says what was found, with its figures.
+        fix: what the user should do next, an imperative sentence.
+        kind: the class of the error that it is raised as.
+    """
+
+    code: str
+    severity: Severity
+    where: str
+    what: str
+    fix: str
+    kind: type[KconvError] = KconvError
+
+    def error(self) -> KconvError:
+        """Return the problem as an error to raise."""
+        return self.kind(self.what, where=self.where, fix=self.fix, code=self.code)
 
 
 class NotACheckpoint(KconvError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # What may hold a license's text.
-LICENSE_TEXTS = ("LICENSE*", "LICENSE*", "COPYING*")
+LICENSE_TEXTS = ("LICENSE*", "LICENCE*", "COPYING*")
 # What a card must repeat, or a release must carry on.
 LICENSE_FILES = (*LICENSE_TEXTS, "NOTICE*", "THIRD_PARTY*")
 
