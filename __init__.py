@@ -1,1 +1,84 @@
-"""kconv: an Eagle3 draft head, from the trainer to the engines, with proof at every step."""
+"""Eagle3 draft heads, from the trainer to the engines, with proof at every step.
+
+Each operation is a function, and takes what its command and its recipe step take:
+
+    import kconv
+
+    kconv.inspect("org/head")
+    kconv.convert("org/head", "out", to="vllm")
+    kconv.validate("out", source="org/head", for_="vllm")
+
+`help(kconv.convert)` shows an operation's options. What goes wrong is a `KconvError`, which has a `code`, says `what`
+is wrong and `where`, and how to `fix` it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .errors import KconvError, Problem
+
+__all__ = ["KconvError", "Problem"]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    bench: Callable[..., Any]
+    calibrate: Callable[..., Any]
+    card: Callable[..., Any]
+    compare: Callable[..., Any]
+    convert: Callable[..., Any]
+    generate: Callable[..., Any]
+    inspect: Callable[..., Any]
+    publish: Callable[..., Any]
+    quantize: Callable[..., Any]
+    quantize_head: Callable[..., Any]
+    states: Callable[..., Any]
+    tiny: Callable[..., Any]
+    train: Callable[..., Any]
+    validate: Callable[..., Any]
+    verify: Callable[..., Any]
+    vocab: Callable[..., Any]
+
+
+class _OperationPackage(ModuleType):
+    """A package that bears the name of an operation: `kconv.convert(...)` and `kconv.convert.plan` are both meant."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return _function(self.__name__.rpartition(".")[2])(*args, **options)
+
+    @property
+    def __signature__(self) -> Any:
+        return _function(self.__name__.rpartition(".")[2]).__signature__
+
+
+def _callable(name: str) -> None:
+    """Let a package be called as the operation of its name."""
+    sys.modules[name].__class__ = _OperationPackage
+
+
+def _function(name: str) -> Any:
+    from .operations import load
+    from .operations.base import function
+
+    return function(load(name), name)
+
+
+def __getattr__(name: str) -> Any:
+    """Return an operation, when it is asked for: `import kconv` imports nothing heavy."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from .operations import WHERE
+
+    if name not in WHERE:
+        raise AttributeError(f"module 'kconv' has no attribute {name!r}")
+    return import_module(f".{name}", __name__) if find_spec(f"{__name__}.{name}") else _function(name)
+
+
+def __dir__() -> list[str]:
+    from .operations import WHERE
+
+    return sorted([*__all__, *WHERE])

@@ -249,3 +249,15 @@ class CountersDisturbed(KconvError):
 
 class ComparisonUnfit(KconvError):
     """A head that would be held against a target or the other way round, or a measure that a target has not."""
+
+
+class RequestInvalid(KconvError):
+    """An operation was asked for with an option that does not exist, has a wrong value, or does not fit another."""
+
+
+class EngineInvalid(KconvError):
+    """An engine that another package adds cannot be loaded, or has the name of one that is there."""
+
+
+class StepFailed(KconvError):
+    """A step of a recipe did its work and found something wrong, so that no step after it is carried out."""

@@ -1,32 +1,14 @@
-"""The command line: parse, call one function, print.
+"""The command line: commands made of operations, and how their results are printed.
 
-Modules of this room import nothing heavy at their top, so that `kconv --help` answers at once.
+Modules of this package import nothing heavy at their top, so that `kconv --help` answers at once.
 """
 
 from __future__ import annotations
 
 import click
 
-from . import (
-    bench,
-    calibrate,
-    cards,
-    compare,
-    completion,
-    convert,
-    demo,
-    inspect,
-    publish,
-    quantize,
-    quantize_head,
-    run,
-    states,
-    synth,
-    train,
-    validate,
-    vocab,
-)
 from .group import FIRST, Kconv
+from .others import completion, demo, run
 from .versions import version_option
 
 
@@ -41,7 +23,7 @@ def main(ctx: click.Context) -> None:
     """Eagle3 draft heads for Kimi-K2 targets, from the trainer to the engines.
 
     HEAD and TARGET are a folder or a hub id, org/name[@revision]. Start with kconv demo; kconv COMMAND --help has
-    examples. Exit code 0: done and proven; 1: a named fault, nothing written; 2: usage.
+    examples. Exit code 0: done and checked; 1: an error, nothing written; 2: usage.
 
     \b
     Example:
@@ -54,27 +36,5 @@ def main(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
-for command in (
-    demo.demo,
-    inspect.inspect,
-    convert.to_vllm,
-    convert.to_trtllm,
-    convert.to_sglang,
-    convert.to_portable,
-    convert.verify,
-    states.states,
-    train.train,
-    synth.synth,
-    validate.validate,
-    vocab.vocab,
-    calibrate.calibrate,
-    quantize.quantize,
-    quantize_head.quantize_head,
-    bench.bench,
-    compare.compare,
-    cards.card,
-    publish.publish,
-    run.run,
-    completion.completion,
-):
+for command in (demo, run, completion):
     main.add_command(command)

@@ -10,16 +10,19 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import KconvError, MissingExtra, OutputFailed
+from ..errors import KconvError, OutputFailed, RequestInvalid
+from ..operations import WHERE, load
+from ..operations.base import extras
+from .build import make_command
 
-# The order in which one meets them; a command of no job is listed last.
-JOBS = {
+# The headings of help, in the order in which one meets them, each with the commands that are no single operation.
+JOBS: dict[str, tuple[str, ...]] = {
     "Try it": ("demo",),
-    "Look": ("inspect", "vocab"),
-    "Convert": ("to-vllm", "to-trtllm", "to-sglang", "to-portable", "verify"),
-    "Check and measure": ("validate", "bench", "compare"),
-    "Make": ("states", "synth", "train", "calibrate", "quantize", "quantize-head"),
-    "Release": ("card", "publish", "run"),
+    "Look": (),
+    "Convert": (),
+    "Check and measure": (),
+    "Make": (),
+    "Release": ("run",),
     "Shell": ("completion",),
 }
 REST = "More"
@@ -49,11 +52,6 @@ OTHER_WORDS = {
 
 # What a disk says that has no room, or no room for this user or this file.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Packages that only some commands take, and the extra that brings them.
-EXTRAS = {
-    **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "psutil", "requests"), "optimize"),
-    "matplotlib": "plots",
-}
 
 
 class Kconv(click.Group):
@@ -72,18 +70,29 @@ class Kconv(click.Group):
         if os.environ.get("NO_COLOR"):  # rich looks by itself, click does not: https://no-color.org
             ctx.color = False
         try:
-            return super().invoke(ctx)
-        except (KconvError, ModuleNotFoundError) as fault:
-            _end_with(_missing(fault) if isinstance(fault, ModuleNotFoundError) else fault)
+            with extras():
+                return super().invoke(ctx)
+        except KconvError as error:
+            _end_with(error)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return [*operation_commands(), *self.commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, made of its operation when it is asked for."""
+        if (own := super().get_command(ctx, cmd_name)) is not None:
+            return own
+        operation = operation_commands().get(cmd_name)
+        if operation is None:
+            return None
+        fixed = {"to": cmd_name.removeprefix("to-")} if operation == "convert" else {}
+        return make_command(cmd_name, load(operation), **fixed)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+        if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             close = likely(name, self.list_commands(ctx))
             meant = f" Did you mean {' or '.join(close)}?" if close else ""
             ctx.fail(f"There is no command {name!r}.{meant}")
@@ -91,8 +100,11 @@ class Kconv(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = (ctx.max_content_width or 80) * 2
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         shown = {
-            name: command.get_short_help_str(limit) for name, command in self.commands.items() if not command.hidden
+            name: command.get_short_help_str(limit)
+            for name, command in commands.items()
+            if command is not None and not command.hidden
         }
         column = max((len(name) for name in shown), default=0)
         for job, names in sections(list(shown)).items():
@@ -100,10 +112,22 @@ class Kconv(click.Group):
                 formatter.write_dl([(name.ljust(column), shown[name]) for name in names])
 
 
+def operation_commands() -> dict[str, str]:
+    """Return the operation behind each command; `convert` is a command for each layout that can be written."""
+    from ..engines import writable
+
+    found: dict[str, str] = {}
+    for operation in WHERE:
+        names = [f"to-{layout}" for layout in writable()] if operation == "convert" else [operation.replace("_", "-")]
+        found |= dict.fromkeys(names, operation)
+    return found
+
+
 def _end_with(fault: KconvError) -> NoReturn:
+    """Print an error; exit with 2 where it is about the request itself, as click does for usage."""
     click.secho("error: ", fg="red", bold=True, err=True, nl=False)
     click.echo(str(fault), err=True)
-    sys.exit(1)
+    sys.exit(2 if isinstance(fault, RequestInvalid) else 1)
 
 
 def _forget_stdout() -> None:
@@ -122,20 +146,13 @@ def _full(fault: OSError) -> KconvError:
     )
 
 
-def _missing(fault: ModuleNotFoundError) -> KconvError:
-    """Return the fault of a package that an extra of kconv brings; any other missing module is a bug, and raised."""
-    package = (fault.name or "").partition(".")[0]
-    if package not in EXTRAS:
-        raise fault
-    extra = EXTRAS[package]
-    return MissingExtra(f"this takes {package}, which is not installed", fix=f"pip install 'kconv[{extra}]'")
-
-
 def sections(names: list[str]) -> dict[str, list[str]]:
     """Return the commands by the job they do, in the order of `JOBS`; those of no job come last."""
-    found = {job: [name for name in members if name in names] for job, members in JOBS.items()}
-    placed = {name for members in JOBS.values() for name in members}
-    found[REST] = [name for name in names if name not in placed]
+    jobs = {name: job for job, members in JOBS.items() for name in members}
+    jobs |= {name: load(operation).JOB for name, operation in operation_commands().items()}
+    found: dict[str, list[str]] = {job: [] for job in (*JOBS, REST)}
+    for name in names:
+        found.get(jobs.get(name, REST), found[REST]).append(name)
     return {job: members for job, members in found.items() if members}
 
 

@@ -58,3 +58,8 @@ def by_name(name: str) -> Layout:
     if name not in BY_NAME:
         raise UnknownLayout(f"no layout is called {name!r}", fix=f"Choose one of {', '.join(BY_NAME)}.")
     return BY_NAME[name]
+
+
+def writable() -> tuple[str, ...]:
+    """Return the layouts that kconv writes, the commonest first."""
+    return tuple(layout.name for layout in (VLLM, TRTLLM, SGLANG, PORTABLE))

@@ -1,4 +1,4 @@
-"""A step's inputs, found."""
+"""What a step's inputs stand for now: the context that it is run in, their digests, and the step's fingerprint."""
 
 from __future__ import annotations
 
@@ -11,27 +11,89 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.source import HUB_ID, Folder, Source, resolve
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.source import HUB_ID, Folder, Source
 from ..errors import ReleaseStateInvalid
-from .job import Output
-from .kinds import Card, Publish, StepBase
-from .recipe import Release, inputs_of, reference
-from .state import State, digest_marks, mark, mark_folder
+from ..operations.base import Context, ReleaseFacts
+from .recipe import Release, Step, reference
+from .record import State, digest_marks, mark, mark_folder
 
-# Raise it with each change to `steps` that alters what a step makes of the same inputs.
-SOURCE = "1"
+# Raise it with each change to an operation that alters what it makes of the same inputs.
+SOURCE = "2"
+
+
+@dataclass(frozen=True)
+class Output(Folder):
+    """An earlier step's output: a folder that records name by `label`, as its path is this machine's own."""
+
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """release/step, which holds wherever the release's folder is put."""
+        return self.label
+
+    def open_headers(self) -> Checkpoint:
+        """Open the folder; see `open_checkpoint` for its errors."""
+        return open_checkpoint(self.path, source=self.label)
+
+    def open_weights(self) -> Checkpoint:
+        """Open the folder; see `open_checkpoint` for its errors."""
+        return open_checkpoint(self.path, source=self.label)
 
 
 @dataclass
-class Found:
-    """What a step's inputs are.
+class StepContext(Context):
+    """What a step is run in: `$step` is an earlier step's output.
 
     Attributes:
-        inputs, words: as `job.Job` has them.
+        root: the release's folder.
+        say: told what is going on.
     """
 
-    inputs: dict[str, tuple[Source, ...]] = field(default_factory=dict)
-    words: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    root: Path = Path()
+    say: Callable[[str], None] = lambda _: None
+
+    def source(self, name: str) -> Source:
+        """Return the checkpoint that a name means."""
+        if (made := reference(name)) is None:
+            return super().source(name)
+        step, rest = made
+        return Output(self.root / f"{step}{rest}", f"{self.root.resolve().name}/{step}{rest}")
+
+    def path(self, name: str) -> Path:
+        """Return the file or folder that a name means."""
+        made = reference(name)
+        return Path(name) if made is None else self.root / f"{made[0]}{made[1]}"
+
+    def log(self, text: str) -> None:
+        """Say what is going on."""
+        self.say(text)
+
+    def status(self, title: str) -> Any:
+        """Say what a task is at."""
+        return _Told(lambda text: self.say(f"{title}: {text}"))
+
+    def steps(self, title: str) -> Any:
+        """Say how far training is."""
+        return _Told(lambda done, total, loss: self.say(f"{title}: step {done} of {total}, loss {loss:.3f}"))
+
+
+@dataclass(frozen=True)
+class _Told:
+    say: Callable[..., None]
+
+    def __enter__(self) -> Callable[..., None]:
+        return self.say
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+@dataclass
+class StepInputs:
+    """What a step's inputs are, each with how its digest is made when it is asked for."""
+
     _digests: dict[str, tuple[Callable[[], str], ...]] = field(default_factory=dict)
 
     @cached_property
@@ -39,73 +101,67 @@ class Found:
         """The digests of each field's inputs; files that are not as they were seen last are read for them."""
         return {name: tuple(one() for one in own) for name, own in self._digests.items()}
 
-    def add(self, name: str, source: Source | None, word: str, digest: Callable[[], str]) -> None:
-        """Add one input of a field; its digest is made when it is asked for."""
-        if source is not None:
-            self.inputs[name] = (*self.inputs.get(name, ()), source)
-        self.words[name] = (*self.words.get(name, ()), word)
+    def add(self, name: str, digest: Callable[[], str]) -> None:
+        """Add one input of a field."""
         self._digests[name] = (*self._digests.get(name, ()), digest)
 
 
-def needed(step: StepBase) -> list[str]:
+def make_context(root: Path, release: Release, text: str, say: Callable[[str], None]) -> StepContext:
+    """Return what the steps of a release are run in."""
+    return StepContext(ReleaseFacts(release.name, release.facts, text), root=root, say=say)
+
+
+def needed(step: Step) -> list[str]:
     """Return the steps whose outputs a step reads."""
-    found = (reference(value) for _, value in inputs_of(step))
+    found = (reference(value) for _, value in step.inputs())
     return list(dict.fromkeys(name for name, _ in filter(None, found)))
 
 
-def find_inputs(name: str, step: StepBase, root: Path, state: State) -> Found:
+def find_inputs(name: str, step: Step, context: StepContext, state: State) -> StepInputs:
     """Find what a step's inputs are.
 
     Raises:
         ReleaseStateInvalid: the output of an earlier step is not there, or lacks what is asked of it.
         HubRefused, HubUnreachable: a hub id cannot be resolved.
     """
-    found = Found()
-    for field_, value in inputs_of(step):
-        is_checkpoint = field_ in step.CHECKPOINTS or isinstance(step, Publish)
+    found = StepInputs()
+    kinds = dict(type(step.request).inputs())
+    for field_, value in step.inputs():
         if (made := reference(value)) is not None:
-            path, digest = _output(name, made, root, state)
-            label = f"{root.resolve().name}/{made[0]}{made[1]}"
-            found.add(field_, Output(path, label), str(path), partial(str, digest))
+            found.add(field_, partial(str, _output(name, made, context.root, state)))
         elif Path(value).exists():
-            source = Folder(Path(value)) if Path(value).is_dir() else None
-            found.add(field_, source, value, partial(_outside, Path(value), state))
-        elif is_checkpoint:
+            found.add(field_, partial(_outside, Path(value), state))
+        elif kinds[field_].kind == "checkpoint":
             # A folder that is not there says so when it is opened.
-            source = resolve(value)
-            found.add(field_, source, value, partial(str, source.name if HUB_ID.fullmatch(value) else "absent"))
+            found.add(field_, partial(str, context.source(value).name if HUB_ID.fullmatch(value) else "absent"))
         else:
-            found.add(field_, None, value, partial(str, f"named {value}"))
+            found.add(field_, partial(str, f"named {value}"))
     return found
 
 
-def fingerprint(step: StepBase, found: Found, release: Release, text: str) -> str:
+def fingerprint(step: Step, found: StepInputs, release: Release, text: str) -> str:
     """Return a digest of everything that a step's outcome hangs on."""
     parts: dict[str, Any] = {
-        "kconv": version("kconv"),
-        "source": SOURCE,
-        "step": step.model_dump(mode="json"),
-        "inputs": found.digests,
-    }
-    if isinstance(step, Card | Publish):
+        "kconv": version("kconv"), "source": SOURCE, "step": step.plain(), "inputs": found.digests,
+    }  # fmt: skip
+    if step.request.OF_RELEASE:
         parts["facts"] = release.facts.model_dump(mode="json")
         parts["floor"] = release.min_acceptance.model_dump(mode="json") if release.min_acceptance else None
-    if isinstance(step, Card):
         parts["recipe"] = hashlib.sha256(text.encode()).hexdigest()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def stated(step: StepBase, state: State, text: str) -> str:
+def stated(step: Step, state: State, text: str) -> str:
     """Return a digest of what a recipe says of a step: its parameters, and the outputs of other steps that it reads.
 
     What lies outside of the release is not looked at again, as it may be gone by the time of a publication.
     """
-    made = [reference(value) for _, value in inputs_of(step)]
+    made = [reference(value) for _, value in step.inputs()]
     parts: dict[str, Any] = {
-        "step": step.model_dump(mode="json"),
+        "step": step.plain(),
         "inputs": [digest_marks(state.steps[n].files, rest) for n, rest in filter(None, made) if n in state.steps],
     }
-    if isinstance(step, Card):
+    if step.do == "card":
         # It holds the recipe.
         parts["recipe"] = hashlib.sha256(text.encode()).hexdigest()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -117,7 +173,7 @@ def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
     Raises:
         ReleaseStateInvalid: a step that it hangs on, however far back, was made as this recipe does not say.
     """
-    if not isinstance(release.steps[name], Card | Publish):
+    if not release.steps[name].request.OF_RELEASE:
         return
     before = needed(release.steps[name])
     for other in before:
@@ -132,7 +188,7 @@ def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
             )
 
 
-def _output(name: str, made: tuple[str, str], root: Path, state: State) -> tuple[Path, str]:
+def _output(name: str, made: tuple[str, str], root: Path, state: State) -> str:
     step, rest = made
     record, path = state.steps.get(step), root / f"{step}{rest}"
     if record is None or record.status != "done" or not path.exists():
@@ -148,7 +204,7 @@ def _output(name: str, made: tuple[str, str], root: Path, state: State) -> tuple
             where=path,
             fix=f"It makes {', '.join(sorted(record.files))}.",
         )
-    return path, digest
+    return digest
 
 
 def _outside(path: Path, state: State) -> str:

@@ -12,13 +12,13 @@ from ..cards.licenses.files import find_texts
 from ..cards.licenses.license import LICENSES
 from ..checkpoint.licenses import LICENSE_TEXTS
 from ..errors import OutputFailed, ReleaseStateInvalid
+from ..operations.base import Operation
+from ..operations.card import Card
 from ..validate.report import Finding
-from .inputs import Found, find_inputs, fingerprint, needed, refuse_stale
-from .kinds import Card, StepBase
-from .recipe import Release
-from .release import Selection, why_run
-from .sizes import estimate
-from .state import State, read_state
+from .inputs import StepContext, find_inputs, fingerprint, make_context, needed, refuse_stale
+from .recipe import Release, Step
+from .record import State, read_state
+from .run import Selection, why_run
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,13 @@ def preview_release(release: Release, text: str, root: Path, selection: Selectio
     for name, step in release.steps.items():
         if not meant[name]:
             continue
-        planned, found = _plan(name, step, release, text, root, state, pending)
+        context = make_context(root, release, text, lambda _: None)
+        planned = _plan(name, step, release, text, context, state, pending)
         if planned.runs is not False:
             pending.add(name)
         steps.append(planned)
-        if isinstance(step, Card):
-            findings += _licenses(step, found, release, root / name, planned)
+        if isinstance(step.request, Card):
+            findings += _licenses(step.request, context, release, root / name, planned)
     sizes = [step.size for step in steps if step.runs is not False]
     return Preview(
         tuple(steps),
@@ -112,25 +113,27 @@ def free_bytes(root: Path) -> int:
 
 
 def _plan(
-    name: str, step: StepBase, release: Release, text: str, root: Path, state: State, pending: set[str]
-) -> tuple[Planned, Found | None]:
+    name: str, step: Step, release: Release, text: str, context: StepContext, state: State, pending: set[str]
+) -> Planned:
+    heavy, root = step.request.HEAVY, context.root
     waits = [other for other in needed(step) if other in pending]
     if waits:
-        why = f"waits for {', '.join(waits)}"
-        return Planned(name, step.kind, None, why, estimate(step, None), step.HEAVY), None
+        size = 0 if type(step.request).estimate is Operation.estimate else None
+        return Planned(name, step.do, None, f"waits for {', '.join(waits)}", size, heavy)
     try:
-        found = find_inputs(name, step, root, state)
+        found = find_inputs(name, step, context, state)
         refuse_stale(name, release, text, state)
     except ReleaseStateInvalid as fault:
-        return Planned(name, step.kind, None, fault.what, None, step.HEAVY), None
+        return Planned(name, step.do, None, fault.what, None, heavy)
     # What was never made runs whatever its inputs hold, and these may take long to digest.
     own = fingerprint(step, found, release, text) if name in state.steps else ""
     why = why_run(name, root, state, own)
-    size = estimate(step, found) if why else 0
-    return Planned(name, step.kind, bool(why), why, size, step.HEAVY), found
+    # What is there will be made anew.
+    size = step.at(root / f".{name}.planned").estimate(context).bytes if why else 0
+    return Planned(name, step.do, bool(why), why, size, heavy)
 
 
-def _licenses(step: Card, found: Found | None, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
+def _licenses(step: Card, context: StepContext, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
     """Yield what the license checks say of a card's folder; or, before there is one, what they will miss."""
     if planned.runs is False:
         yield from check_folder(out, release.facts)
@@ -140,16 +143,16 @@ def _licenses(step: Card, found: Found | None, release: Release, out: Path, plan
         yield _missing("L2", "facts.license.id", "nobody has said under which license the head stands")
     if not facts.base_model:
         yield _missing("L8", "facts.base_model", "nobody has said what the head's target is")
-    if found is None:
+    if planned.runs is None:
         return
-    folders = [s.fetch_license() for field in ("source", "target") for s in found.inputs.get(field, ())]
-    texts = find_texts(folders, [Path(file) for file in found.words.get("license_files", ())])
+    folders = [source.fetch_license() for name in (step.source, step.target) if (source := context.maybe(name))]
+    texts = find_texts(folders, [context.path(file) for file in step.license_file])
     at_hand = {one.license.id for one in texts}
     for rule, license in (("L1", facts.license.id), ("L3", facts.license.target)):
         wanted = LICENSES.get(license or "")
         if wanted and wanted.marks and wanted.text and wanted.id not in at_hand:
             at = ", ".join(LICENSE_TEXTS)
-            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, license_files)")
+            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, license_file)")
 
 
 def _missing(rule: str, where: str, message: str) -> Finding:

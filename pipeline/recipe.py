@@ -1,4 +1,4 @@
-"""A release as a recipe.
+"""A release as a recipe: a list of operations, which name each other's outputs.
 
 A step's input is a path, a hub id org/name[@revision], or `$step`, the output of an earlier step; `$step/file` is a
 part of that. Paths are as from where the command is run.
@@ -7,23 +7,79 @@ part of that. Paths are as from where the command is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..cards.facts import Facts
-from ..cards.publish.floor import RECIPE, Floor
+from ..cards.publish.floor import Floor
 from ..checkpoint.schema import first_wrong
-from ..errors import RecipeInvalid
-from .kinds import Bench, Card, Convert, Publish, Quantize, StepBase, Tiny, Train, Validate
+from ..errors import RecipeInvalid, RequestInvalid
+from ..operations import WHERE, load
+from ..operations.base import Operation
 
-Step = Annotated[Tiny | Train | Quantize | Convert | Validate | Bench | Card | Publish, Field(discriminator="do")]
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 # What the run itself writes beside the steps' outputs.
 TAKEN = {"release.yaml", "run.json", "run.jsonl"}
+# Stands for the output, which the run names.
+UNNAMED = "output"
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation of a recipe: its name there, and its request, of which the run sets the output."""
+
+    do: str
+    request: Operation
+
+    def inputs(self) -> Iterator[tuple[str, str]]:
+        """Yield the inputs that the step names: field and value."""
+        for field, marks in type(self.request).inputs():
+            value = getattr(self.request, field)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None and one not in marks.words:
+                    yield field, one
+
+    def at(self, out: Path) -> Operation:
+        """Return the request with its output: a folder, or a file of the operation's own name inside one."""
+        cls = type(self.request)
+        made = str(out / cls.OUTPUT) if cls.OUTPUT else str(out)
+        return self.request.model_copy(update={field: made}) if (field := cls.output()) else self.request
+
+    def plain(self) -> dict[str, Any]:
+        """Return what the recipe says of the step, defaults included, as plain values."""
+        output = type(self.request).output()
+        return {"do": self.do} | {name: value for name, value in self.request if name != output}
+
+
+def kinds() -> tuple[str, ...]:
+    """Return what a step's `do` may say."""
+    return tuple(name.replace("_", "-") for name in WHERE)
+
+
+def read_step(values: Any) -> Step:
+    """Read a step of a recipe.
+
+    Raises:
+        ValueError: it names no operation, or the operation has no such option or value.
+    """
+    if isinstance(values, Step):
+        return values
+    if not isinstance(values, Mapping) or values.get("do") not in kinds():
+        raise ValueError(f"a step says with `do` what it is: {', '.join(kinds())}")
+    do, rest = values["do"], {key: value for key, value in values.items() if key != "do"}
+    cls = load(do.replace("-", "_"))
+    output = cls.output()
+    if output in rest:
+        raise ValueError(f"{output} is the step's own folder; leave it out")
+    try:
+        return Step(do, cls.checked(rest | ({output: UNNAMED} if output else {})))
+    except RequestInvalid as error:
+        raise ValueError(error.what) from error
 
 
 class Release(BaseModel):
@@ -36,13 +92,13 @@ class Release(BaseModel):
         steps: by name, in the order in which they run.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     # pydantic searches for a pattern where nothing anchors it, and a name is a path and a line of a workflow.
     name: str = Field(pattern=f"^{NAME.pattern}$")
     min_acceptance: Floor | None = None
     facts: Facts = Facts()
-    steps: dict[str, Step] = Field(min_length=1)
+    steps: dict[str, Annotated[Step, BeforeValidator(read_step)]] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _refers_backwards(self) -> Self:
@@ -50,7 +106,7 @@ class Release(BaseModel):
         for name, step in self.steps.items():
             if not NAME.fullmatch(name) or name in TAKEN:
                 raise ValueError(f"{name!r} cannot be a step's name")
-            for field, value in inputs_of(step):
+            for field, value in step.inputs():
                 found = reference(value)
                 if found and found[0] not in seen:
                     known = ", ".join(f"${s}" for s in seen) or "none"
@@ -59,15 +115,6 @@ class Release(BaseModel):
                     raise ValueError(f"{name}.{field} is {value}, which is no part of an output")
             seen.add(name)
         return self
-
-
-def inputs_of(step: StepBase) -> Iterator[tuple[str, str]]:
-    """Yield the inputs that a step names: field and value."""
-    for field in step.INPUTS:
-        value = getattr(step, field)
-        for one in value if isinstance(value, tuple) else (value,):
-            if one is not None and one not in step.WORDS:
-                yield field, one
 
 
 def reference(value: str) -> tuple[str, str] | None:
@@ -94,28 +141,11 @@ def read_release(file: Path) -> tuple[Release, str]:
         raise RecipeInvalid(f"{file} cannot be read: {fault}", where=file, fix="Give a YAML file.") from fault
 
 
-def publications(folder: Path) -> list[Publish]:
-    """Return the publish steps of the recipe that made a folder and lies in it; none where there is no recipe.
-
-    Raises:
-        RecipeInvalid: the recipe is no YAML mapping, or such a step is not of its schema.
-    """
-    file = folder / RECIPE
-    try:
-        held = yaml.safe_load(file.read_bytes()) if file.exists() else None
-        steps = held.get("steps") if isinstance(held, dict) else None
-        own = [step for step in steps.values() if isinstance(step, dict)] if isinstance(steps, dict) else []
-        return [Publish.model_validate(step) for step in own if step.get("do") == "publish"]
-    except (yaml.YAMLError, ValidationError) as fault:
-        what = first_wrong(fault) if isinstance(fault, ValidationError) else "it is no YAML"
-        raise RecipeInvalid(f"{RECIPE} cannot be read: {what}", where=file, fix="Put it right there.") from fault
-
-
 def parse_release(text: str) -> Release:
     """Read a recipe's text; see `read_release`."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as fault:
+    except (yaml.YAMLError, ValueError, RecursionError) as fault:
         raise RecipeInvalid(f"the recipe is no YAML: {' '.join(str(fault).split())}", fix="Mend it there.") from fault
     try:
         return Release.model_validate(values)

@@ -1,1 +1,5 @@
 """Findings about a head: rules, parity, acceptance."""
+
+from .. import _callable
+
+_callable(__name__)

@@ -75,14 +75,14 @@ def list_runs() -> Iterator[Run]:
 
 def write_texts(target: Path, work: Path) -> None:
     """Write what is trained on and looked at, where it is not there yet: all documents, and some of one row each."""
-    if (work / "look.jsonl").exists():
+    if (work / "eval.jsonl").exists():
         return
     tokenizer, corpus = load_tokenizer(target), read_corpus()
     groups = (corpus.train[begin : begin + TOGETHER] for begin in range(0, len(corpus.train), TOGETHER))
     _write(work / "texts.jsonl", ("".join(f"{BOS}{text}{EOS}" for text in group) for group in groups))
     _write(work / "rows.jsonl", itertools.islice(_one_row_each(corpus.train, tokenizer), ROWS))
     measured = set(measured_texts(tokenizer))
-    _write(work / "look.jsonl", (text for text in corpus.held_out if text not in measured))
+    _write(work / "eval.jsonl", (text for text in corpus.held_out if text not in measured))
 
 
 def _one_row_each(documents: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[str]:
@@ -109,13 +109,13 @@ def train(run: Run, target: Path, work: Path) -> Spent:
     before = Spent(**read_json(kept)) if kept.exists() else Spent(0, 0)
     if out.exists():
         return before
-    words = ["train", target, out, "--recipe", run.recipe, "--look-every", "400"]
+    words = ["train", target, out, "--recipe", run.recipe, "--eval-every", "400"]
     for key, value in run.more.items():
         words += ["--set", f"{key}={json.dumps(value)}"]
     if run.states:
         words += ["--states", store_states(target, work)]
     else:
-        words += ["--data", work / run.texts, "--held-out", work / "look.jsonl"]
+        words += ["--data", work / run.texts, "--held-out", work / "eval.jsonl"]
     words += ["--from", work / run.start.replace(" ", "-")] if run.start else []
     begin = clock()
     try:

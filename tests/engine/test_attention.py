@@ -47,7 +47,7 @@ def test_vllm_accepts_what_kconv_says_of_a_converted_head(
         [
             "to-vllm", str(demo / source / "vllm"), str(tmp_path / "head"), "--attention", kind,
             "--target", str(demo / "target"), "--prompts", str(text), "--context", "96",
-            "--heal", str(HEALED), "--keep", "0.8",
+            "--heal", str(HEALED), "--min-retention", "0.8",
         ],
     )  # fmt: skip
     assert made.exit_code == 0, made.output

@@ -92,7 +92,19 @@ def simulated(source: Path, quantized: Path, name: str, target: Path, texts: lis
 @pytest.mark.parametrize(("kind", "name"), SERVED.items())
 def test_vllm_drafts_with_a_quantized_head_what_kconv_says_of_it(engine_python, demo, states, tmp_path, kind, name):
     source, out = demo / kind / "vllm", tmp_path / "out"
-    run("quantize-head", source, out, "--format", name, "--states", states, "--target", demo / "target", "--keep", 0.9)
+    run(
+        "quantize-head",
+        source,
+        out,
+        "--format",
+        name,
+        "--states",
+        states,
+        "--target",
+        demo / "target",
+        "--min-retention",
+        0.9,
+    )
     stream = pack(load_tokenizer(demo / "target").inner, read_corpus().held_out)
     prompts = stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
     heads = {"quantized": out, "spoiled": spoil(out, tmp_path / "spoiled", SCALE[name])}

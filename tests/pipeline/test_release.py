@@ -14,7 +14,7 @@ from kconv.errors import (
     RecipeInvalid,
     ReleaseStateInvalid,
 )
-from kconv.pipeline.state import read_state
+from kconv.pipeline.record import read_state
 
 STEPS = ["vllm", "trtllm", "sglang", "report", "card", "publish"]
 

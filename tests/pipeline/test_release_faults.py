@@ -32,7 +32,7 @@ from kconv.errors import (
     ReportInvalid,
 )
 from kconv.pipeline.recipe import parse_release
-from kconv.pipeline.state import STATE, locked, read_state, write_state
+from kconv.pipeline.record import STATE, locked, read_state, write_state
 
 KILLS = 8
 
@@ -204,7 +204,7 @@ def test_a_strangers_manifest_overwrites_nothing_of_the_users(tmp_path, root, na
     """A recorded name that leads out of the head's folder led out of the card's too."""
     head = tmp_path / "stranger" / "head"
     shutil.copytree(write_inputs(tmp_path)["steps"]["vllm"]["head"], head)
-    convert = {"name": "r", "steps": {"vllm": {"do": "convert", "head": str(head), "layout": "vllm"}}}
+    convert = {"name": "r", "steps": {"vllm": {"do": "convert", "head": str(head), "to": "vllm"}}}
     carry_out(convert, tmp_path / "made")
     stranger = tmp_path / "stranger" / "a" / "vllm"
     shutil.copytree(tmp_path / "made" / "vllm", stranger)

@@ -12,7 +12,7 @@ from kconv.pipeline.preview import check_disk
 
 
 def test_a_preview_of_what_was_never_made_reads_no_weights(recipe, root, monkeypatch):
-    monkeypatch.setattr("kconv.pipeline.state.file_digest", lambda file: pytest.fail(f"{file} was read"))
+    monkeypatch.setattr("kconv.pipeline.record.file_digest", lambda file: pytest.fail(f"{file} was read"))
     assert planned(recipe, root).steps[0].runs
 
 

@@ -7,21 +7,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from support.heads import MLA, random_slots, write_head
 
-from kconv.cards.facts import Facts
+import kconv
 from kconv.checkpoint.hub import HubRepo
-from kconv.checkpoint.source import Folder, Source
 from kconv.cli import main
 from kconv.engines import by_name
-from kconv.errors import RecipeInvalid, ReportInvalid, TargetInvalid, TrainingDataInvalid
-from kconv.pipeline import making, proving
-from kconv.pipeline.job import Job
-from kconv.pipeline.kinds import Bench, Train, Validate
+from kconv.errors import NotACheckpoint, RequestInvalid, TargetInvalid, TrainingDataInvalid
+from kconv.operations.base import Context
+from kconv.operations.reading import check_trusted
 from kconv.targets.config import read_target_config
 
 CODE = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
@@ -54,27 +51,21 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def job(tmp_path: Path, sources: dict[str, Source], **words: object) -> Job:
-    named: dict[str, Any] = {field: (str(word),) for field, word in words.items()}
-    inputs = {field: (source,) for field, source in sources.items()}
-    return Job(tmp_path / "out", "it", inputs, named, Facts(), None, "", lambda _: None)
-
-
 def test_a_head_is_trained_with_it(target, tmp_path):
     def run(trusted: bool) -> None:
-        step = Train(do="train", target="t", recipe="eagle3-gqa", data="d", trust_remote_code=trusted)
-        making.train(step, job(tmp_path, {"target": Folder(target)}, recipe="eagle3-gqa", data=tmp_path / "no.jsonl"))
+        data = tmp_path / "no.jsonl"
+        kconv.train(target, tmp_path / "out", recipe="eagle3-gqa", data=data, trust_remote_code=trusted)
 
     _refuses_and_goes_on(run, TrainingDataInvalid)
 
 
-def test_a_head_is_validated_with_it(target, prompts, tmp_path):
+def test_a_head_is_validated_with_it(target, head, prompts):
     def run(trusted: bool) -> None:
-        step = Validate(do="validate", head="h", target="t", prompts="p", trust_remote_code=trusted)
-        sources: dict[str, Source] = {"target": Folder(target), "head": Folder(tmp_path / "no-head")}
-        proving.validate(step, job(tmp_path, sources, prompts=prompts))
+        head.joinpath("config.json").unlink(missing_ok=True)
+        report = kconv.validate(head, target=target, prompts=prompts, trust_remote_code=trusted)
+        raise NotACheckpoint(report.findings[0].message)
 
-    _refuses_and_goes_on(run, ReportInvalid)
+    _refuses_and_goes_on(run, NotACheckpoint)
 
 
 def _refuses_and_goes_on(run: Callable[[bool], None], beyond: type[Exception]) -> None:
@@ -85,12 +76,12 @@ def _refuses_and_goes_on(run: Callable[[bool], None], beyond: type[Exception]) -
 
 
 def test_a_head_is_benched_with_it(target, head, prompts, tmp_path):
-    step = Bench(do="bench", head="h", target="t", suite="s", max_tokens=3)
-    made = job(tmp_path, {"target": Folder(target), "head": Folder(head)}, suite=prompts)
+    out = tmp_path / "acceptance.json"
+    words = {"head": head, "target": target, "suite": prompts, "max_tokens": 3, "out": out}
     with pytest.raises(TargetInvalid, match="cannot be loaded"):
-        proving.bench(step, made)
-    proving.bench(step.model_copy(update={"trust_remote_code": True}), made)
-    assert (tmp_path / "out" / "acceptance.json").is_file()
+        kconv.bench(**words)
+    kconv.bench(**words, trust_remote_code=True)
+    assert out.is_file()
 
 
 def test_the_bench_command_has_the_option_that_its_fault_names(target, head, prompts, tmp_path):
@@ -117,11 +108,11 @@ def test_an_attention_is_converted_with_one_commits_code_alone(target, head, pro
     assert asked.exit_code == 2 and "one commit only" in asked.stderr
 
 
-def test_only_one_commit_is_trusted(tmp_path):
-    named = HubRepo("org/kimi", "a" * 40, pinned=True)
-    assert job(tmp_path, {"target": named}).trusts(True)
-    moving = job(tmp_path, {"target": replace(named, pinned=False)})
-    assert not moving.trusts(False)
-    with pytest.raises(RecipeInvalid, match="one commit") as fault:
-        moving.trusts(True)
-    assert named.name in fault.value.fix
+def test_only_one_commit_is_trusted():
+    context, named = Context(), HubRepo("org/kimi", "a" * 40, pinned=True)
+    context._sources["pinned"], context._sources["moving"] = named, replace(named, pinned=False)
+    check_trusted(context, True, "pinned")
+    check_trusted(context, False, "moving")
+    with pytest.raises(RequestInvalid, match="one commit") as error:
+        check_trusted(context, True, "moving")
+    assert named.name in error.value.fix

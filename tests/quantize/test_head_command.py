@@ -74,7 +74,7 @@ def quantized(heads, states, tiny_target) -> Path:
         for name in FORMATS:
             out = heads / f"{kind}-{name}"
             shown = run("quantize-head", heads / kind, out, "--format", name, "--states", states,
-                        "--target", tiny_target, "--keep", 0.9)  # fmt: skip
+                        "--target", tiny_target, "--min-retention", 0.9)  # fmt: skip
             (heads / f"{kind}-{name}.txt").write_text(shown)
     return heads
 
@@ -220,5 +220,5 @@ def test_a_target_must_be_said(quantized, states, tmp_path):
 
 def test_json_prints_the_manifest(quantized, states, tiny_target, tmp_path):
     shown = run("quantize-head", quantized / "mla", tmp_path / "out", "--format", "fp8", "--states", states,
-                "--target", tiny_target, "--keep", 0.9, "--json")  # fmt: skip
+                "--target", tiny_target, "--min-retention", 0.9, "--json")  # fmt: skip
     assert json.loads(shown[shown.index("{") :])["conversion"]["details"]["format"] == "FP8"

@@ -57,7 +57,17 @@ def kconv(tmp_path):
 @pytest.mark.parametrize("form, recipe", [("bf16", "nvfp4"), ("int4", "nvfp4-mlp"), ("fp8", "nvfp4-experts")])
 def test_both_roads_make_the_same_bits(form, recipe, forms, kconv, tmp_path):
     source, prompts, calibration = forms(form), tmp_path / "prompts.jsonl", tmp_path / "calibration.json"
-    words = ("quantize", source, tmp_path / "modelopt", "--recipe", recipe, "--road", "modelopt", "--prompts", prompts)
+    words = (
+        "quantize",
+        source,
+        tmp_path / "modelopt",
+        "--recipe",
+        recipe,
+        "--backend",
+        "modelopt",
+        "--prompts",
+        prompts,
+    )
     printed = json.loads(kconv(*words, "--json").stdout)
     kconv("calibrate", source, calibration, "--prompts", prompts)
     words = ("quantize", source, tmp_path / "streamed", "--recipe", recipe, "--input-scale", calibration)
@@ -79,7 +89,7 @@ def test_both_roads_make_the_same_bits(form, recipe, forms, kconv, tmp_path):
 
 @pytest.mark.slow
 def test_weights_alone_need_no_prompts_and_are_the_streamed_ones(forms, quantized, kconv, tmp_path):
-    kconv("quantize", forms("bf16"), tmp_path / "out", "--recipe", "nvfp4-weight-only", "--road", "modelopt")
+    kconv("quantize", forms("bf16"), tmp_path / "out", "--recipe", "nvfp4-weight-only", "--backend", "modelopt")
     theirs, ours = tensors_of(tmp_path / "out"), tensors_of(quantized("bf16", "nvfp4-weight-only"))
     assert theirs.keys() == ours.keys()
     assert [name for name in theirs if not torch.equal(bits(theirs[name]), bits(ours[name]))] == []
@@ -112,13 +122,13 @@ def test_without_batches_the_missing_input_scales_are_named(forms, tmp_path):
 
 
 def test_a_wrapped_target_is_refused(forms, kconv, tmp_path):
-    words = ("quantize", forms("bf16", wrapped=True), tmp_path / "out", "--recipe", "nvfp4", "--road", "modelopt")
+    words = ("quantize", forms("bf16", wrapped=True), tmp_path / "out", "--recipe", "nvfp4", "--backend", "modelopt")
     assert "wrapped in another" in kconv(*words, "--prompts", tmp_path / "prompts.jsonl", code=1).output
     assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_is_shown_before_the_target_is_loaded(forms, kconv, tmp_path):
-    words = ("quantize", forms("int4"), tmp_path / "out", "--recipe", "nvfp4-experts", "--road", "modelopt")
+    words = ("quantize", forms("int4"), tmp_path / "out", "--recipe", "nvfp4-experts", "--backend", "modelopt")
     shown = json.loads(kconv(*words, "--prompts", tmp_path / "prompts.jsonl", "--dry-run", "--json").stdout)
     assert shown["modules"] == 6 * 4 * 3 and shown["files"] is None and shown["estimate"] is None
     assert shown["input_scale"].startswith("calibrated by ModelOpt on 3 prompts")
@@ -128,23 +138,26 @@ def test_the_plan_is_shown_before_the_target_is_loaded(forms, kconv, tmp_path):
 def test_prompts_are_read_before_the_weights_are_fetched(forms, kconv, tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr(Folder, "open_weights", fetched.append)
-    words = ("quantize", forms("int4"), tmp_path / "out", "--recipe", "nvfp4", "--road", "modelopt")
+    words = ("quantize", forms("int4"), tmp_path / "out", "--recipe", "nvfp4", "--backend", "modelopt")
     assert "no.jsonl" in kconv(*words, "--prompts", tmp_path / "no.jsonl", code=1).output
     assert fetched == []
 
 
 USAGE = {
-    "modelopt without prompts": (["nvfp4", "--road", "modelopt"], "--prompts must be said: a JSONL file"),
+    "modelopt without prompts": (["nvfp4", "--backend", "modelopt"], "--prompts must be said: a JSONL file"),
     "modelopt with an input scale": (
-        ["nvfp4", "--road", "modelopt", "--prompts", "p", "--input-scale", "data-free"],
-        "--input-scale is of --road stream",
+        ["nvfp4", "--backend", "modelopt", "--prompts", "p", "--input-scale", "data-free"],
+        "--input-scale is of --backend stream",
     ),
-    "modelopt with jobs": (["nvfp4", "--road", "modelopt", "--prompts", "p", "--jobs", "2"], "--jobs is of --road"),
-    "streaming with prompts": (["nvfp4", "--prompts", "p"], "--prompts is of --road modelopt"),
-    "streaming with a chat template": (["nvfp4", "--input-scale", "data-free", "--chat"], "--chat is of --road"),
+    "modelopt with jobs": (
+        ["nvfp4", "--backend", "modelopt", "--prompts", "p", "--jobs", "2"],
+        "--jobs is of --backend",
+    ),
+    "streaming with prompts": (["nvfp4", "--prompts", "p"], "--prompts is of --backend modelopt"),
+    "streaming with a chat template": (["nvfp4", "--input-scale", "data-free", "--chat"], "--chat is of --backend"),
     "streaming without input scales": (["nvfp4"], "--input-scale must be said: a calibration file, or data-free"),
     "weights alone with prompts": (
-        ["nvfp4-weight-only", "--road", "modelopt", "--prompts", "p"],
+        ["nvfp4-weight-only", "--backend", "modelopt", "--prompts", "p"],
         "--prompts has no use",
     ),
 }
@@ -159,5 +172,15 @@ def test_options_that_do_not_go_together_are_named(words, phrase, forms, kconv, 
 def test_modelopt_does_not_share_its_work(forms, kconv, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ("quantize", forms("bf16"), tmp_path / "out", "--recipe", "nvfp4", "--road", "modelopt", "--prompts", "p")
+    words = (
+        "quantize",
+        forms("bf16"),
+        tmp_path / "out",
+        "--recipe",
+        "nvfp4",
+        "--backend",
+        "modelopt",
+        "--prompts",
+        "p",
+    )
     assert "is one process" in kconv(*words, code=2).output

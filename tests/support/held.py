@@ -179,7 +179,7 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
     "docs/attention.md": {
         "{:,} bytes per token in bf16": lambda: (LATENT * BYTES,),
         "where {} heads of {} take {:,}": lambda: (MHA.heads, MHA.head_dim, MHA_CACHE * BYTES),
-        "a head that keeps less than `--keep` ({})": lambda: (KEEP,),
+        "a head that keeps less than `--min-retention` ({})": lambda: (KEEP,),
         "`head_dim` {} (or 256)": lambda: (EXPANDED,),
         "`kv_lora_rank` {} and {} rotary dims": lambda: (MLA.kv_lora_rank, MLA.qk_rope_head_dim),
         "own {} against {} heads of {} + {}": lambda: (MLA.kv_lora_rank, MHA.heads, MHA.head_dim, MHA.head_dim),
@@ -213,7 +213,7 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
         "Kimi's three are {} as outputs and {} as inputs": kimi_captures,
     },
     "docs/guides/mha-to-mla.md": {
-        "keeps less than `--keep` ({}) of the acceptance length is refused": lambda: (KEEP,),
+        "keeps less than `--min-retention` ({}) of the acceptance length is refused": lambda: (KEEP,),
         "Heads come out with {} dims": lambda: (EXPANDED,),
     },
     "docs/guides/quantize.md": {

@@ -11,14 +11,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from kconv.pipeline import steps  # noqa: F401  (loaded before the forks)
+from kconv.operations import WHERE, load
 from kconv.pipeline.recipe import read_release
-from kconv.pipeline.release import Selection, run_release
+from kconv.pipeline.run import Selection, run_release
 
 
 def main(recipe: Path, root: Path) -> None:
     """Carry the release out once for each line on stdin."""
     release, text = read_release(recipe)
+    for operation in WHERE:  # loaded before the forks
+        load(operation)
     for _ in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -14,7 +14,7 @@ from support.releases import FLOOR, LICENSE, SUITE
 from kconv.engines import by_name
 from kconv.pipeline.preview import Preview, preview_release
 from kconv.pipeline.recipe import parse_release
-from kconv.pipeline.release import Outcome, Selection, run_release
+from kconv.pipeline.run import Outcome, Selection, run_release
 
 SPEC = replace(MLA, dtype="F32")
 TOKEN, REPO = "hf_aVerySecretTokenOfNobody", "org/head"
@@ -29,9 +29,9 @@ def write_inputs(folder: Path) -> dict[str, Any]:
         "min_acceptance": FLOOR | SUITE | {"prompts": 80, "at_least": 2.5},
         "facts": {"base_model": "org/target", "license": {"id": "mit"}},
         "steps": {
-            "vllm": {"do": "convert", "head": str(source), "layout": "vllm"},
-            "trtllm": {"do": "convert", "head": "$vllm", "layout": "trtllm"},
-            "sglang": {"do": "convert", "head": "$vllm", "layout": "sglang"},
+            "vllm": {"do": "convert", "head": str(source), "to": "vllm"},
+            "trtllm": {"do": "convert", "head": "$vllm", "to": "trtllm"},
+            "sglang": {"do": "convert", "head": "$vllm", "to": "sglang"},
             "report": {"do": "validate", "head": "$vllm", "source": str(source)},
             "card": {
                 "do": "card", "head": "$vllm", "report": "$report/report.json", "source": str(source),

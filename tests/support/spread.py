@@ -27,7 +27,7 @@ from kconv.train.run import train
 GQA = dataclasses.replace(TEST_GQA, batches=4, steps=12, batch=4, seq=24, warmup=2)
 MLA = dataclasses.replace(TEST_MLA, batches=4, steps=12, batch=4, seq=24, warmup=2, draft_vocab=96)
 BF16 = dataclasses.replace(GQA, optimizer="adamw", lr=3e-3, compute="BF16")
-COPIED = Pace(save_every=5, look_every=6)
+COPIED = Pace(save_every=5, eval_every=6)
 SPREAD = dataclasses.replace(COPIED, shard=True)
 # Of each head: its recipe, how the processes share it up to step 7, and how behind it.
 HEADS = {

@@ -45,7 +45,7 @@ def words(tiny_target, tmp_path_factory):
 
     def make(out: Path) -> list[str]:
         asked = ["train", str(tiny_target), str(out), "--recipe", str(recipe), "--data", str(data)]
-        return [*asked, "--save-every", "5", "--look-every", "36"]
+        return [*asked, "--save-every", "5", "--eval-every", "36"]
 
     return make
 

@@ -35,7 +35,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def unstopped(make_job, tmp_path_factory) -> Path:
-    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, look_every=6))
+    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, eval_every=6))
 
 
 REDUCED_GQA, REDUCED_MLA = (dataclasses.replace(recipe, draft_vocab=96) for recipe in (GQA, MLA))

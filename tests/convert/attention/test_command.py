@@ -67,7 +67,7 @@ def run(*arguments, fails: type[KconvError] | None = None) -> str:
 
 
 def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
-    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--keep", 0, "--heal", 2)
+    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--min-retention", 0, "--heal", 2)
     shown = run("to-vllm", heads / "gqa", tmp_path / "mla", "--attention", "mla", *asked)
     assert "approximate: keeps" in shown and "held-out sequences of up to 32 tokens" in shown
     source, output = (read_head(open_checkpoint(folder)) for folder in (heads / "gqa", tmp_path / "mla"))
@@ -104,7 +104,7 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
 
 
 def test_healing_none_leaves_all_but_the_attention(heads, prompts, tiny_target, tmp_path):
-    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--keep", 0, "--heal", 0)
+    asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--min-retention", 0, "--heal", 0)
     shown = run("to-vllm", heads / "mla", tmp_path / "out", "--attention", "mha", "--json", *asked)
     tensors = json.loads(shown[shown.index("{") :])["tensors"]
     converted = {t["output"]["name"].split(".")[-2] for t in tensors if t["action"] == "converted"}
@@ -115,8 +115,10 @@ def test_healing_none_leaves_all_but_the_attention(heads, prompts, tiny_target, 
 def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     out = tmp_path / "out"
     asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
-    shown = run("to-vllm", heads / "gqa", out, "--attention", "mla", "--keep", 1, *asked, fails=ConversionInaccurate)
-    assert "of the original's acceptance length" in shown and "--keep" in shown
+    shown = run(
+        "to-vllm", heads / "gqa", out, "--attention", "mla", "--min-retention", 1, *asked, fails=ConversionInaccurate
+    )
+    assert "of the original's acceptance length" in shown and "--min-retention" in shown
     shown = run("to-vllm", heads / "mla", out, "--attention", "mla", *asked, fails=LayoutCannot)
     assert "is MLA already" in shown
     few = tmp_path / "few.jsonl"
@@ -145,7 +147,7 @@ def test_a_theta_that_the_config_lost_is_refused_before_the_target_is_run(prompt
     assert "rope_theta" in shown and "gathering" not in shown
 
 
-@pytest.mark.parametrize("option", [("--device", "cpu"), ("--keep", "0.5"), ("--context", 64), ("--heal", 0)])
+@pytest.mark.parametrize("option", [("--device", "cpu"), ("--min-retention", "0.5"), ("--context", 64), ("--heal", 0)])
 def test_what_goes_with_another_attention_is_not_passed_over_without(heads, tmp_path, option):
     result = CliRunner().invoke(main, [str(a) for a in ("to-vllm", heads / "gqa", tmp_path / "out", *option)])
     assert result.exit_code == 2 and "go with --attention" in result.output

@@ -121,11 +121,11 @@ def test_a_loss_above_the_guard_is_refused_with_the_figure(gqa, states):
     check_kept(figures, 1.0)
     with pytest.raises(ConversionInaccurate, match=r"keeps 90\.00% .* and 97\.00% was asked for") as fault:
         check_kept(replace(figures, kept=0.9), 0.97, "Do this instead.")
-    assert fault.value.fix.startswith("Do this instead. Calibrating") and "--keep 0.90" in fault.value.fix
+    assert fault.value.fix.startswith("Do this instead. Calibrating") and "--min-retention 0.90" in fault.value.fix
     for lost in (float("nan"), 0.0):
         with pytest.raises(ConversionInaccurate) as fault:
             check_kept(replace(figures, kept=lost), 0.97)
-        assert fault.value.fix.startswith("Calibrating") and "--keep" not in fault.value.fix
+        assert fault.value.fix.startswith("Calibrating") and "--min-retention" not in fault.value.fix
 
 
 def test_more_healing_is_named_where_healing_helped(gqa, states, monkeypatch):

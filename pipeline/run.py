@@ -19,14 +19,12 @@ from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import PARTIAL, writing
 from ..errors import KconvError, OutputExists, RecipeInvalid
-from .inputs import Found, find_inputs, fingerprint, refuse_stale, stated
-from .job import Job, Say
-from .kinds import StepBase
-from .recipe import Release
-from .state import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
-from .steps import STEPS, carry_out
+from ..operations.base import extras
+from .inputs import StepContext, find_inputs, fingerprint, make_context, refuse_stale, stated
+from .recipe import Release, Step, kinds
+from .record import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
 
-KINDS = frozenset(kind.__name__.lower() for kind in STEPS)
+Say = Callable[[str], None]
 Status = Literal["made", "unchanged", "left out", "failed", "not reached"]
 
 
@@ -53,13 +51,13 @@ class Selection:
         names = list(release.steps)
         for name in filter(None, (self.first, self.only, *self.without)):
             # A kind may be left out of a recipe that has none of it.
-            if name not in names and not (name in self.without and name in KINDS):
+            if name not in names and not (name in self.without and name in kinds()):
                 raise RecipeInvalid(f"the recipe has no step {name}", fix=f"Its steps are {', '.join(names)}.")
         begin = names.index(self.first) if self.first else 0
         return {
             name: (not self.only or name == self.only)
             and number >= begin
-            and not {name, release.steps[name].kind} & set(self.without)
+            and not {name, release.steps[name].do} & set(self.without)
             for number, name in enumerate(names)
         }
 
@@ -104,16 +102,16 @@ def run_release(
         steps = iter(release.steps.items())
         for name, step in steps:
             if not meant[name]:
-                told(Outcome(name, step.kind, "left out"))
+                told(Outcome(name, step.do, "left out"))
                 continue
             try:
                 told(_take(name, step, release, text, root, state, say))
             except BaseException as fault:
                 why = fault.what if isinstance(fault, KconvError) else type(fault).__name__
                 log(root, "failed", step=name, fault=str(fault) if isinstance(fault, KconvError) else why)
-                told(Outcome(name, step.kind, "failed", why))
+                told(Outcome(name, step.do, "failed", why))
                 for left, other in steps:
-                    told(Outcome(left, other.kind, "not reached"))
+                    told(Outcome(left, other.do, "not reached"))
                 raise
 
 
@@ -135,22 +133,24 @@ def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
     return ""
 
 
-def _take(name: str, step: StepBase, release: Release, text: str, root: Path, state: State, say: Say) -> Outcome:
+def _take(name: str, step: Step, release: Release, text: str, root: Path, state: State, say: Say) -> Outcome:
     """Run a step, or find that it need not be run."""
-    found = find_inputs(name, step, root, state)
+    context = make_context(root, release, text, lambda words: say(f"{name}: {words}"))
+    found = find_inputs(name, step, context, state)
     refuse_stale(name, release, text, state)
     own = fingerprint(step, found, release, text)
     why = why_run(name, root, state, own)
     if not why:
         write_state(root, state)
-        return Outcome(name, step.kind, "unchanged", size=_size(state.steps[name].files))
+        return Outcome(name, step.do, "unchanged", size=_size(state.steps[name].files))
     _clear(name, step, root, state)
     state.steps[name] = Done(status="running", fingerprint=own)
     write_state(root, state)
-    log(root, "begin", step=name, do=step.kind, why=why, fingerprint=own, inputs=found.digests)
+    log(root, "begin", step=name, do=step.do, why=why, fingerprint=own, inputs=found.digests)
     begin = time.monotonic()
     try:
-        carry_out(step, _job(name, found, release, text, root, say))
+        with extras():
+            _carry_out(step, root / name, context)
     except KconvError as fault:
         # A report with errors is there all the same.
         left = mark_folder(root / name, {}) if (root / name).is_dir() else {}
@@ -164,20 +164,17 @@ def _take(name: str, step: StepBase, release: Release, text: str, root: Path, st
     state.steps[name] = Done(status="done", fingerprint=own, stated=said, files=files, seconds=seconds, at=at)
     write_state(root, state)
     log(root, "made", step=name, seconds=seconds, files={path: one.sha256 for path, one in files.items()})
-    return Outcome(name, step.kind, "made", why, seconds, _size(files))
+    return Outcome(name, step.do, "made", why, seconds, _size(files))
 
 
-def _job(name: str, found: Found, release: Release, text: str, root: Path, say: Say) -> Job:
-    return Job(
-        root / name,
-        release.name,
-        found.inputs,
-        found.words,
-        release.facts,
-        release.min_acceptance,
-        text,
-        lambda words: say(f"{name}: {words}"),
-    )
+def _carry_out(step: Step, out: Path, context: StepContext) -> None:
+    """Do what a step says; its output is there, whole or not at all, also where it found something wrong."""
+    request = step.at(out)
+    if request.OUTPUT:
+        out.mkdir(exist_ok=True)
+    result = request.run(context)
+    if not request.passed(result):
+        raise request.failure(result)
 
 
 def _refuse_foreign(root: Path) -> None:
@@ -187,7 +184,7 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _clear(name: str, step: StepBase, root: Path, state: State) -> None:
+def _clear(name: str, step: Step, root: Path, state: State) -> None:
     """Take away what an earlier run of a step left; what somebody else put there is refused."""
     out, record = root / name, state.steps.get(name)
     with writing(out):
@@ -202,7 +199,7 @@ def _clear(name: str, step: StepBase, root: Path, state: State) -> None:
                     fix="Put it elsewhere, then run the recipe again.",
                 )
             shutil.rmtree(out)
-        if not step.RESUMES:
+        if not step.request.RESUMES:
             for left in root.glob(f"{PARTIAL}{name}-????????"):
                 shutil.rmtree(left, ignore_errors=True)
 

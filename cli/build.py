@@ -1,0 +1,185 @@
+"""Commands made of operations: an option for each field, and nothing that the operation does not say itself."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import click
+from click.core import ParameterSource
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ..operations.base import Operation, extras, first_wrong, flag, marks
+from .progress import Terminal
+
+
+def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
+    if wanted is None or context.resilient_parsing:
+        return
+    from ..validate.rules.table import all_rules, find_rule
+    from .show import show_rule, show_rules
+
+    show_rules(all_rules()) if wanted == "all" else show_rule(find_rule(wanted))
+    context.exit()
+
+
+# What a command has beside its operation.
+EXTRA: dict[str, tuple[click.Parameter, ...]] = {
+    "validate": (
+        click.Option(
+            ["--explain"],
+            metavar="RULE",
+            callback=_explain,
+            is_eager=True,
+            expose_value=False,
+            help="Say what a rule is about, e.g. K101, and exit; all lists them.",
+        ),
+    )
+}
+# Fields of these kinds are paths, or names that stand for one.
+PATHS = ("checkpoint", "file", "output")
+
+
+def make_command(name: str, cls: type[Operation], **fixed: Any) -> click.Command:
+    """Return the command of an operation.
+
+    Args:
+        name: of the command.
+        cls: the operation.
+        fixed: fields that the command's name states.
+    """
+    fields = {field: info for field, info in _in_order(cls) if field not in fixed}
+    params: list[click.Parameter] = [_parameter(field, info) for field, info in fields.items()]
+    if cls.PLANS:
+        params.append(click.Option(["--dry-run"], is_flag=True, help="Print what would be done; write nothing."))
+    params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."))
+    params += EXTRA.get(name, ())
+
+    def call(**values: Any) -> None:
+        context = click.get_current_context()
+        as_json, dry_run = values.pop("as_json"), values.pop("dry_run", False)
+        given = {
+            field: values[field]
+            for field in fields
+            if context.get_parameter_source(field) not in (None, ParameterSource.DEFAULT)
+        }
+        _carry_out(_request(cls, fixed | given), as_json=as_json, dry_run=dry_run)
+
+    return click.Command(name, params=params, callback=call, help=_help(name, cls), short_help=cls.SUMMARY)
+
+
+def _in_order(cls: type[Operation]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield an operation's fields: its own first, then those that it shares."""
+    own = [name for name in cls.model_fields if name in vars(cls).get("__annotations__", {})]
+    for name in (*own, *(name for name in cls.model_fields if name not in own)):
+        yield name, cls.model_fields[name]
+
+
+def _request(cls: type[Operation], values: dict[str, Any]) -> Operation:
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise click.UsageError(first_wrong(cls, error)) from error
+
+
+def _carry_out(request: Operation, *, as_json: bool, dry_run: bool) -> None:
+    from .show import show, show_plan
+
+    with Terminal() as context, extras():
+        if dry_run:
+            show_plan(request, request.preview(context), as_json=as_json)
+            return
+        result = request.run(context)
+    show(request, result, as_json=as_json)
+    if not request.passed(result):
+        raise SystemExit(1)
+
+
+def _help(name: str, cls: type[Operation]) -> str:
+    lines = [example for example in cls.EXAMPLES if f"kconv {name} " in example or not example.startswith("kconv to-")]
+    if name.startswith("to-"):
+        lines = [example.replace("to-vllm", name).replace("-vllm", name[2:]) for example in cls.EXAMPLES]
+    word = "Examples" if len(lines) > 1 else "Example"
+    text = (cls.__doc__ or "").strip()
+    return text + (f"\n\n\b\n{word}:\n" + "\n".join(f"  {line}" for line in lines) if lines else "")
+
+
+def _parameter(name: str, info: FieldInfo) -> click.Parameter:
+    said = marks(info)
+    kind, several = _type(info)
+    if said.argument:
+        return click.Argument(
+            [name], type=kind, required=info.is_required(), nargs=-1 if several else 1,
+            metavar=said.metavar or None,
+        )  # fmt: skip
+    if kind is bool:
+        return click.Option([flag(name, info), name], is_flag=True, help=info.description)
+    default = info.default
+    shown = "" if info.is_required() or default in (None, "", (), {}) else str(default)
+    return click.Option(
+        [flag(name, info), name],
+        type=kind,
+        required=info.is_required(),
+        multiple=several,
+        help=info.description,
+        metavar=said.metavar or None,
+        show_default=shown or False,
+    )
+
+
+def _type(info: FieldInfo) -> tuple[Any, bool]:
+    """Return click's type for a field, and whether it may be given several times."""
+    said = marks(info)
+    inner, bounds = _unwrap(info.annotation, list(info.metadata))
+    if said.kind in ("ids", "list", "json", "yes-or-no"):
+        return Words({"ids": "IDS", "list": "LIST", "json": "JSON", "yes-or-no": "YES_OR_NO"}[said.kind]), False
+    if said.kind == "settings":
+        return Words("KEY=VALUE"), True
+    several = get_origin(inner) is tuple
+    if several:
+        inner, bounds = _unwrap(get_args(inner)[0], [])
+    if inner is bool:
+        return bool, False
+    if get_origin(inner) is Literal:
+        return click.Choice([str(value) for value in get_args(inner)]), several
+    if inner in (int, float):
+        return _range(inner, bounds), several
+    return (click.Path() if said.kind in PATHS else Words("TEXT")), several
+
+
+def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    """Return the type inside of `X | None` and `Annotated[X, ...]`, and what stands beside it."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *beside = get_args(annotation)
+            for one in beside:
+                metadata += one.metadata if isinstance(one, FieldInfo) else [one]
+        elif get_origin(annotation) in (Union, types.UnionType):
+            (annotation,) = (one for one in get_args(annotation) if one is not type(None))
+        else:
+            return annotation, metadata
+
+
+def _range(number: type, bounds: list[Any]) -> click.ParamType:
+    found = {
+        name: getattr(bound, name) for bound in bounds for name in ("ge", "gt", "le", "lt") if hasattr(bound, name)
+    }
+    limits: dict[str, Any] = {
+        "min": found.get("ge", found.get("gt")), "max": found.get("le", found.get("lt")),
+        "min_open": "gt" in found, "max_open": "lt" in found,
+    }  # fmt: skip
+    if not found:
+        return click.INT if number is int else click.FLOAT
+    return click.IntRange(**limits) if number is int else click.FloatRange(**limits)
+
+
+class Words(click.ParamType):
+    """Text that the operation reads itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value

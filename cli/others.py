@@ -1,0 +1,232 @@
+"""`kconv demo`, `kconv run` and `kconv completion`, which are no single operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.shell_completion import get_completion_class
+
+if TYPE_CHECKING:
+    from ..pipeline.demo import Made
+    from ..pipeline.preview import Preview
+    from ..pipeline.run import Outcome
+
+FOLDER = click.Path(path_type=Path)
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.command(short_help="A tiny Kimi-K2, two trained heads, and proof that converting them loses nothing.")
+@click.argument("out", type=FOLDER, default="demo")
+@as_json_option
+def demo(out: Path, as_json: bool) -> None:
+    """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and prove it.
+
+    Trains the target on Python's own documentation and the heads with ModelOpt (some minutes on two cores, once;
+    they are kept in $KCONV_CACHE, else ~/.cache/kconv), converts them from TensorRT-LLM's layout to vLLM's and
+    back, and compares ModelOpt's own module before with kconv's forward after.
+
+    \b
+    Example:
+      kconv demo my-demo
+    """
+    from ..checkpoint.staging import refuse_existing
+    from ..operations.base import extras
+
+    refuse_existing(out)
+    with extras():
+        from transformers.utils import logging
+
+        from ..pipeline.demo import run_demo
+        from ..tiny.cache import cache_root
+
+        logging.disable_progress_bar()  # it would stand among the demo's own
+        with _bars() as stage:
+            made = run_demo(out, cache_root(), stage)
+    _show_demo(out, made, as_json=as_json)
+
+
+@contextmanager
+def _bars() -> Iterator[Callable]:
+    """Show one bar for each stage on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<36}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+
+        @contextmanager
+        def stage(title: str) -> Iterator[Callable[[int, int, float], None]]:
+            if not bars.console.is_terminal:
+                # A bar that is written to a log is seen when all is over.
+                click.echo(title, err=True)
+            task = bars.add_task(title, total=None, note="")
+
+            def advance(done: int, steps: int, loss: float) -> None:
+                bars.update(task, completed=done, total=steps, note=f"loss {loss:.2f}")
+
+            yield advance
+            total = bars.tasks[task].total or 1
+            bars.update(task, total=total, completed=total)
+
+        yield stage
+
+
+def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .show import acceptance_table, print_json, print_next
+
+    if as_json:
+        heads = [
+            {"name": head.name, "folder": str(head.folder), "report": head.report.model_dump(mode="json"),
+             "round_trip": head.round_trip}
+            for head in made
+        ]  # fmt: skip
+        print_json({"out": str(out), "heads": heads})
+        return
+    console = Console()
+    for head in made:
+        console.print(acceptance_table(head.report, title=f"{head.name} head"), "")
+    table = Table(f"in {out}", "size", "parity with ModelOpt's module", "weights", "there and back", box=None)
+    table.add_row("target", _size(out / "target"), "", "", "")
+    for head in made:
+        parity = head.report.figures.parity
+        apart = max(p.rms_error for p in parity)
+        agreed = min(p.top1 for p in parity)
+        table.add_row(
+            f"{head.name}/vllm",
+            _size(out / head.name / "vllm"),
+            f"logits {apart:.0e}, top-1 {agreed:.1%}",
+            "identical" if head.report.figures.identical else "[red]NOT identical",
+            "identical" if head.round_trip else "[red]NOT identical",
+        )
+    console.print(table)
+    click.echo()
+    print_next("inspect", out / made[0].name / "vllm")
+
+
+def _size(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e6:.1f} MB"
+
+
+@click.command(short_help="Carry out a release, from training to the Hub, from where it stands.")
+@click.argument("recipe", metavar="RELEASE.yaml", type=FOLDER)
+@click.option("--out", type=FOLDER, help="The release's folder; the recipe's name by default.")
+@click.option("--start-at", "first", default="", metavar="STEP", help="Begin here; what was made before stays.")
+@click.option("--only", default="", metavar="STEP", help="Run this step alone.")
+@click.option("--without", multiple=True, metavar="STEP|KIND", help="Leave out a step, or all of a kind; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Print which steps would run, sizes, disk and license findings.")
+@as_json_option
+def run(
+    recipe: Path, out: Path | None, first: str, only: str, without: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
+    """Carry out RELEASE.yaml: train, quantize, convert, validate, bench, card, publish, or any other operation.
+
+    A step whose inputs and parameters are those that made its output is not run again. A failed one stops the run,
+    and the next call goes on from there. The recipe, run.json (what stands as it was made) and run.jsonl (what was
+    done when) lie in the release's folder.
+
+    \b
+    Example:
+      kconv run examples/tiny-release.yaml --without publish
+      kconv run release.yaml --dry-run
+    """
+    from ..pipeline.preview import check_disk, preview_release
+    from ..pipeline.recipe import read_release
+    from ..pipeline.run import Selection, run_release
+    from .progress import Terminal
+
+    release, text = read_release(recipe)
+    root, selection = out or Path(release.name), Selection(first, only, without)
+    planned = preview_release(release, text, root, selection)
+    if dry_run:
+        _show_preview(planned, root, as_json=as_json)
+        return
+    check_disk(planned, root)
+    outcomes: list[Outcome] = []
+    try:
+        with Terminal().status("running") as say:
+            run_release(release, text, root, selection, say, outcomes.append)
+    finally:
+        _show_outcomes(outcomes, root, as_json=as_json)
+
+
+def _show_preview(preview: Preview, root: Path, *, as_json: bool) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from .show import megabytes, print_json, wide_console
+
+    if as_json:
+        findings = [finding.model_dump(mode="json") for finding in preview.findings]
+        print_json(asdict(preview) | {"out": str(root), "heavy": preview.heavy, "findings": findings})
+        return
+    table = Table("step", "kind", "", "size", "why", box=None, header_style="bold")
+    for step in preview.steps:
+        runs = {True: "runs", False: "stands", None: "may run"}[step.runs]
+        size = "not known yet" if step.size is None else megabytes(step.size) if step.size else ""
+        table.add_row(escape(step.name), step.do, runs, size, escape(step.why))
+    wide_console().print(table)
+    least = "" if preview.whole else "at least "
+    where = root.absolute().parent
+    click.echo(f"disk: {least}{megabytes(preview.needed)} needed, {megabytes(preview.free)} free in {where}")
+    for finding in preview.findings:
+        click.echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}")
+    click.echo("nothing was done; leave --dry-run out to run it")
+
+
+def _show_outcomes(outcomes: Sequence[Outcome], root: Path, *, as_json: bool) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from .show import megabytes, print_json, wide_console
+
+    if as_json:
+        print_json({"out": str(root), "steps": [asdict(outcome) for outcome in outcomes]})
+        return
+    table = Table("step", "kind", "", "seconds", "size", "why", box=None, header_style="bold")
+    for one in outcomes:
+        made = one.status == "made"
+        size = megabytes(one.size) if one.size else ""
+        table.add_row(escape(one.name), one.do, one.status, f"{one.seconds:.1f}" if made else "", size, escape(one.why))
+    wide_console().print(table)
+    counts = [f"{sum(o.status == s for o in outcomes)} {s}" for s in dict.fromkeys(o.status for o in outcomes)]
+    if outcomes:
+        click.echo(f"{root}: {', '.join(counts)}")
+
+
+@click.command(short_help="Print what makes a shell complete kconv's commands and options.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@as_json_option
+@click.pass_context
+def completion(ctx: click.Context, shell: str, as_json: bool) -> None:
+    """Print a script for SHELL that completes kconv's commands, options and paths.
+
+    \b
+    Example:
+      kconv completion bash >> ~/.bashrc
+      kconv completion zsh >> ~/.zshrc
+      kconv completion fish > ~/.config/fish/completions/kconv.fish
+    """
+    from .show import print_json
+
+    made = get_completion_class(shell)
+    if made is None:
+        raise click.UsageError(f"click has no completion for {shell}")
+    script = made(ctx.find_root().command, {}, "kconv", "_KCONV_COMPLETE").source()
+    if as_json:
+        print_json({"shell": shell, "script": script})
+    else:
+        click.echo(script)

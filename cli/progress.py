@@ -1,0 +1,110 @@
+"""Progress on stderr: bars on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import click
+
+from ..operations.base import Context
+
+# Seconds between two lines where there is no terminal to draw a bar on.
+EVERY = 30.0
+
+
+class Terminal(Context):
+    """An operation's context on the command line."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        click.echo(text, err=True)
+
+    @contextmanager
+    def status(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Show a spinner with what is going on."""
+        from rich.console import Console
+        from rich.markup import escape
+
+        with Console(stderr=True).status(title) as shown:
+            yield lambda text: shown.update(escape(f"{title}: {text}"))
+
+    @contextmanager
+    def bytes(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show bytes, rate and time left."""
+        if not sys.stderr.isatty():
+            yield _Lines(title, total).advance
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda count: bar.update(task, advance=count)
+
+    @contextmanager
+    def steps(self, title: str) -> Iterator[Callable[[int, int, float], None]]:
+        """Show steps done, steps in all, and the loss."""
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+            task = bars.add_task(title, total=None, note="")
+            yield lambda done, total, loss: bars.update(task, completed=done, total=total, note=f"loss {loss:.3f}")
+
+
+class _Lines:
+    """Counts bytes, and says now and then how far it is."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total, self._done = title, total, 0
+        self._begin = self._shown = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if time.monotonic() - self._shown >= EVERY:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown = time.monotonic()
+        rate = self._done / max(self._shown - self._begin, 1e-9)
+        left = (self._total - self._done) / rate if rate else float("nan")
+        click.echo(
+            f"{self._title}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, "
+            f"{rate / 1e6:.0f} MB/s, {duration(left)} left",
+            err=True,
+        )
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a person says them."""
+    if seconds != seconds:
+        return "unknown"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,632 @@
+"""What commands print: results on stdout, as tables or as one JSON object. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from ..operations.base import Operation
+from .progress import duration
+
+if TYPE_CHECKING:
+    from ..bench.acceptance import Acceptance, Row
+    from ..cards.compare import Comparison
+    from ..convert.plan import Plan
+    from ..convert.read import Head
+    from ..operations.bench import Compared
+    from ..operations.card import CardWritten
+    from ..operations.convert import Converted
+    from ..operations.generate import Generated
+    from ..operations.publish import Publication
+    from ..operations.quantize import Calibrated, Quantized
+    from ..operations.states import StatesWritten
+    from ..operations.train import Trained
+    from ..operations.verify import Verified
+    from ..operations.vocab import VocabChanged, VocabExamined
+    from ..quantize.plan import QuantizePlan
+    from ..validate.report import Report
+    from ..validate.rules.rule import Rule
+
+# Columns of a line that goes to a file or a pipe; longer than any of kconv's.
+UNFOLDED = 400
+# Kinds of means, as a table heads them.
+WAYS = {
+    "micro_steps": "steps",
+    "macro_request": "requests",
+    "macro_category": "categories",
+    "micro_positions": "positions",
+}
+
+
+def show(request: Operation, result: Any, *, as_json: bool) -> None:
+    """Print what an operation came to."""
+    if as_json:
+        print_json(_plain(request, result))
+        return
+    SHOWN[type(request).__name__](request, result)
+
+
+def show_plan(request: Operation, plan: Any, *, as_json: bool) -> None:
+    """Print what an operation would do."""
+    text, plain = PLANNED[type(request).__name__]
+    if as_json:
+        print_json(plain(request, plan))
+        return
+    text(request, plan)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object on stdout."""
+    click.echo(value if isinstance(value, str) else json.dumps(value, indent=2), nl=not str(value).endswith("\n"))
+
+
+def print_next(*words: str | Path) -> None:
+    """Print the kconv command to go on with, quoted for a shell."""
+    click.echo(f"next: kconv {shlex.join(click.format_filename(word) for word in words)}")
+
+
+def wide_console() -> Console:
+    """Return a console on stdout whose lines are not folded where no terminal limits them, so that grep finds names."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNFOLDED)
+
+
+def _plain(request: Operation, result: Any) -> Any:
+    """Return a result as plain values, or as the text of its JSON."""
+    name = type(request).__name__
+    if name == "Inspect":
+        return _head_json(result)
+    if name == "Verify":
+        counts = {"tensors": len(result.manifest.tensors), "files": len(result.manifest.files)}
+        return {"out": result.out, "matches": True, "source_compared": result.with_source} | counts
+    if name == "Quantize":
+        return _quantized_facts(result.plan, _weight_files(result)) | {"out": result.out}
+    return result.to_json()
+
+
+# Heads
+
+
+def _show_head(_: Operation, head: Head) -> None:
+    spec, infos = head.spec, list(head.checkpoint.tensors.values())
+    facts = {
+        "source": head.checkpoint.source,
+        "layout": f"{head.layout.name} ({head.layout.engine})",
+        "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
+        "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
+        "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
+        "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
+        "captured": f"outputs of layers {list(spec.captured)}: {head.read.captured.how}",
+        "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
+        "weights": f"{len(infos)} tensors, {_parameters(head):,} parameters, {spec.dtype}",
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        grid.add_row(f"[bold]{name}", escape(fact))
+    tensors = Table(_name("tensor"), "dtype", "shape", "bytes", box=None, header_style="bold")
+    for info in infos:
+        tensors.add_row(escape(info.name), info.dtype, " x ".join(map(str, info.shape)), f"{info.size:,}")
+    wide_console().print(grid, "", tensors)
+
+
+def _head_json(head: Head) -> dict[str, Any]:
+    return {
+        "source": head.checkpoint.source,
+        "layout": head.layout.name,
+        "spec": asdict(head.spec) | {"kind": head.spec.kind},
+        "captured_by": head.read.captured.how,
+        "parameters": _parameters(head),
+        "tensors": [
+            {"name": i.name, "dtype": i.dtype, "shape": i.shape, "bytes": i.size}
+            for i in head.checkpoint.tensors.values()
+        ],
+    }
+
+
+def _parameters(head: Head) -> int:
+    infos = head.checkpoint.tensors.values()
+    return sum(prod(i.shape) for i in infos if i.dtype not in ("I64", "I32", "BOOL"))
+
+
+def _plan_of_head(_: Operation, plan: Plan | None) -> None:
+    if plan is None:
+        click.echo("another attention is not planned: it is fitted, measured, and written if it keeps enough")
+        return
+    table = Table(_name("from"), _name("to"), "action", box=None, header_style="bold")
+    for step in plan.steps:
+        made = f": {step.made.reason}" if step.made else ""
+        table.add_row(escape(", ".join(s.info.name for s in step.sources)), step.name, escape(step.action + made))
+    for name, why in plan.dropped.items():
+        table.add_row(escape(name), "", escape(f"dropped: {why}"))
+    wide_console().print(table)
+    click.echo(f"captured layers: {plan.source.read.captured.how}")
+    click.echo("nothing was written; leave --dry-run out to write it")
+
+
+def _plan_of_head_json(_: Operation, plan: Plan | None) -> Any:
+    if plan is None:
+        return {"layout": None, "steps": None, "dropped": None, "config": None}
+    steps = [{"tensor": s.name, "action": s.action, "from": [x.info.name for x in s.sources]} for s in plan.steps]
+    return {"layout": plan.layout.name, "steps": steps, "dropped": plan.dropped, "config": plan.config}
+
+
+def _show_converted(_: Operation, result: Converted) -> None:
+    manifest, out = result.manifest, result.out
+    actions = [step.action for step in manifest.tensors]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
+    shown = click.format_filename(out)
+    click.echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
+    _show_changes(manifest)
+    if manifest.config_carried:
+        click.echo(f"config keys copied as they are: {', '.join(manifest.config_carried)}")
+    click.echo(f"captured layers: {manifest.captured_by}")
+    owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
+    click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
+    print_next("validate", out, "--source", manifest.source)
+
+
+def _show_quantized_head(request: Operation, result: Converted) -> None:
+    _show_converted(request, result)
+    files = [file for file in result.manifest.files if file.name in result.manifest.weight_files]
+    click.echo(f"bytes: {sum(file.size for file in files):,}")
+    _show_kept(result)
+
+
+def _show_conversion(request: Operation, result: Converted) -> None:
+    _show_converted(request, result)
+    _show_kept(result)
+
+
+def _show_kept(result: Converted) -> None:
+    """Print what an approximation keeps of the acceptance length."""
+    if (figures := result.held_out) is None:
+        return
+    click.echo(
+        f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
+        f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
+        f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
+    )
+
+
+def _show_changes(manifest: Any) -> None:
+    for step in manifest.tensors:
+        if step.reason:
+            click.echo(f"{step.output.name} {step.action}: {step.reason}")
+    for record in manifest.dropped:
+        click.echo(f"{record.name} dropped: {record.reason}")
+
+
+def _show_verified(_: Operation, result: Verified) -> None:
+    sides = "both sides" if result.with_source else "the output"
+    shown, manifest = click.format_filename(result.out), result.manifest
+    click.echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
+
+
+def _show_vocab(_: Operation, result: VocabChanged | VocabExamined) -> None:
+    from ..operations.vocab import VocabExamined
+
+    if isinstance(result, VocabExamined):
+        click.echo("\n".join(_vocab_lines(result.report)))
+        return
+    shown = click.format_filename(result.out)
+    click.echo(f"{shown}: {result.draft_vocab} of {result.vocab} tokens, {len(result.manifest.tensors)} tensors")
+    _show_changes(result.manifest)
+    exact = result.manifest.exact
+    click.echo("weights: " + ("the source's, byte for byte" if exact else "lm_head is not the source's"))
+    print_next("vocab", result.out)
+
+
+def _vocab_lines(report: Any) -> list[str]:
+    coverage, copies = report.coverage, report.copies
+    own = "shares the target's" if report.lm_head_rows is None else f"{report.lm_head_rows} rows"
+    facts = {
+        "map": report.kind + (f", {report.order}" if report.order else ""),
+        "tokens": f"{report.draft_vocab} of {report.vocab}",
+        "ids": f"{report.duplicates} duplicates, {report.outside} out of range",
+        "t2d": report.t2d,
+        "lm_head": own,
+        "special tokens": f"{len(report.kept)} kept, {len(report.lost)} lost",
+    }
+    if copies is not None:
+        facts["target's rows"] = f"{copies.by_offset} of {copies.rows} rows are the target's" + (
+            f"; {copies.by_id} are, if d2t holds absolute ids" if copies.by_id != copies.by_offset else ""
+        )
+    if coverage is not None:
+        facts["coverage"] = (
+            f"{coverage.share:.2%} of {coverage.tokens} tokens, "
+            f"{coverage.distinct_covered} of {coverage.distinct} distinct ones"
+        )
+    lines = [f"{name:<15} {fact}" for name, fact in facts.items()]
+    for fault in report.faults:
+        lines += [f"error {fault.where}: {fault.what}", f"  fix: {fault.fix}"]
+    return lines + [f"warning {warning}" for warning in report.warnings]
+
+
+def _name(title: str) -> Column:
+    """Return a column of names, which a narrow terminal folds and never cuts."""
+    return Column(title, overflow="fold")
+
+
+def _dims(value: Any) -> str:
+    return " ".join(f"{name}={v}" for name, v in vars(value).items() if v is not None)
+
+
+# Reports
+
+
+def _show_report(_: Operation, report: Report) -> None:
+    console, figures = wide_console(), report.figures
+    for finding in report.findings:
+        said = escape(f"{finding.where}: {finding.message}")
+        console.print(f"[bold]{finding.severity} {finding.rule}[/] {said}", highlight=False)
+        console.print(f"  fix: {escape(finding.fix)}", highlight=False)
+    if figures.acceptance:
+        console.print(acceptance_table(report), "")
+    for line in _measured(figures):
+        console.print(line, highlight=False)
+    if figures.identical is not None:
+        console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
+    if engines := report.provenance.get("for"):
+        console.print(f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'asked')})", highlight=False)
+    errors, warnings = (sum(f.severity == s for f in report.findings) for s in ("error", "warning"))
+    verdict = ("no errors" if report.clean else f"{errors} error(s)") + (f", {warnings} warning(s)" if warnings else "")
+    console.print(escape(f"{report.subject}: {verdict}"), highlight=False)
+
+
+def _measured(figures: Any) -> list[str]:
+    """Return a line for each thing that was measured."""
+    lines = [
+        f"{parity.text}: logits {parity.rms_error:.1e} from the source's (worst {parity.relative_error:.1e}), "
+        f"KL {parity.kl:.1e}, top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}"
+        for parity in figures.parity
+    ]
+    if by := figures.engine:
+        lines.append(
+            f"{by.engine}: {by.same_output} of {by.prompts} outputs equal, {by.drafts} drafts, acceptance length "
+            f"{by.length:.4f}; kconv's chain gives {by.expected_drafts} drafts and {by.expected_length:.4f}"
+        )
+    noise = figures.noise
+    if noise is not None and noise.median is not None:
+        lines.append(
+            f"{noise.tensors:,} tensors in NVFP4: signal over noise {noise.median:.1f} dB in the middle, "
+            f"{noise.worst:.1f} dB at worst ({noise.worst_tensor})"
+        )
+    if (text := figures.perplexity) is not None:
+        lines.append(
+            f"perplexity {text.output:.4f}, the source's {text.source:.4f} ({math.expm1(text.log_ratio):+.2%}), the "
+            f"same likeliest token at {text.top1:.2%} of {text.tokens:,} places"
+        )
+    return [escape(line) for line in lines]
+
+
+def show_rule(rule: Rule) -> None:
+    """Print what a rule is about."""
+    click.echo(f"{rule.id} {rule.name} ({rule.severity})")
+    click.echo(f"  {rule.sentence}")
+    facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
+    for name, fact in facts.items():
+        if fact:
+            click.echo(f"  {name}: {fact}")
+
+
+def show_rules(rules: Mapping[str, Rule]) -> None:
+    """Print every rule in a line."""
+    table = Table("rule", "name", "severity", "engines", "what goes wrong", box=None, header_style="bold")
+    for rule in rules.values():
+        table.add_row(rule.id, rule.name, rule.severity, ", ".join(rule.engines) or "all", escape(rule.sentence))
+    wide_console().print(table)
+
+
+def acceptance_table(report: Report, title: str = "") -> Table:
+    """Return acceptance lengths by drafter and text, with standard errors where there are any."""
+    rows = report.figures.acceptance
+    kinds = list(dict.fromkeys(row.text for row in rows))
+    steps = rows[0].steps
+    caption = f"acceptance length, K={steps}, bonus token included"
+    table = Table(title=f"{title}: {caption}" if title else caption, box=None, header_style="bold")
+    table.add_column("drafter")
+    for kind in kinds:
+        distinct = next(text.distinct_4grams for text in report.figures.texts if text.kind == kind)
+        table.add_column(f"{kind}\n({distinct:.0%} distinct 4-grams)", justify="right")
+    for drafter in dict.fromkeys(row.drafter for row in rows):
+        own = {row.text: row for row in rows if row.drafter == drafter}
+        table.add_row(drafter, *(_length(own[kind]) for kind in kinds))
+    return table
+
+
+def _length(row: Any) -> str:
+    error = f" ± {row.standard_error:.3f}" if row.standard_error is not None else ""
+    return f"{row.length:.3f}{error}"
+
+
+def _show_acceptance(_: Operation, acceptance: Acceptance) -> None:
+    """Print a line for each category, a column for each kind of mean."""
+    rows, console = acceptance.rows, Console()
+    ways = list(dict.fromkeys(row.averaging or "" for row in rows))
+    first, last = rows[0], rows[-1]
+    title = f"acceptance length, K={first.draft_tokens}, bonus token included, by {first.engine}; mean over"
+    console.print(title, highlight=False)
+    table = Table("", "N", *(WAYS.get(way, way) for way in ways), box=None, header_style="bold")
+    for category in dict.fromkeys(row.category for row in rows):
+        own = {row.averaging: row for row in rows if row.category == category}
+        some = next(iter(own.values()))
+        figures = [_figure(own[way]) if way in own else "" for way in ways]
+        table.add_row(escape(category or "all"), str(some.prompts or ""), *figures)
+    console.print(table)
+    for row in rows:
+        if row.category == last.category and row.sanity:
+            said = f"answers: {row.sanity.mean_tokens:.0f} tokens, {row.sanity.distinct_4grams:.0%} distinct 4-grams"
+            console.print(said + (f"; speed-up {row.speed.speedup:.2f}" if row.speed else ""), highlight=False)
+            break
+
+
+def _figure(row: Row) -> str:
+    interval = f" [{row.interval.low:.2f}, {row.interval.high:.2f}]" if row.interval else ""
+    return row.shown + interval.replace("[", "\\[")
+
+
+def _show_comparison(_: Operation, result: Compared) -> None:
+    """Print tables of what compares, then what does not, with the reason."""
+    comparison: Comparison = result.comparison
+    console = Console()
+    for shared in comparison.tables:
+        console.print(shared.method, highlight=False)
+        table = Table("", *comparison.heads, box=None, header_style="bold")
+        for about, rows in shared.lines:
+            table.add_row(about, *(_figure(row) if row else "" for row in rows))
+        console.print(table, "")
+    if comparison.apart:
+        table = Table("head", "figure of", "", "not comparable, as", box=None, header_style="bold")
+        for apart in comparison.apart:
+            table.add_row(apart.head, apart.about, apart.figure, apart.reason)
+        console.print(table)
+    if not comparison.tables:
+        console.print("nothing compares")
+
+
+# Making
+
+
+def _show_states(_: Operation, result: StatesWritten) -> None:
+    record = result.record
+    kinds = [sequence.kind for sequence in record.sequences]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    size = sum(shard.size for shard in record.shards) / 1e6
+    click.echo(
+        f"{result.out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}"
+    )
+    click.echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
+
+
+def _show_generated(_: Operation, result: Generated) -> None:
+    counts = ", ".join(f"{count} {what}" for what, count in result.counts.items())
+    click.echo(f"{result.out}: {counts} of {result.prompts} prompts")
+
+
+def _show_trained(_: Operation, result: Trained) -> None:
+    training = result.training
+    if not training:
+        return
+    before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
+    table = Table("held out", "untrained", "trained", box=None, header_style="bold")
+    for key, name in (("loss", "loss, nats"), ("acceptance", f"acceptance length, sampled, K={steps}")):
+        table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    Console().print(table)
+    click.echo()
+    print_next(
+        *(("validate", result.out) if result.layout == "vllm" else ("to-vllm", result.out, f"{result.out}-vllm"))
+    )
+
+
+def _show_calibrated(_: Operation, result: Calibrated) -> None:
+    found = result.calibration
+    click.echo(
+        f"{result.out}: {len(found.input_amax):,} modules, {found.prompts.tokens:,} tokens of "
+        f"{found.prompts.count} prompts"
+    )
+
+
+def _show_quantized(_: Operation, result: Quantized) -> None:
+    if not result.written:
+        return
+    plan = result.plan
+    click.echo(
+        f"{result.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
+        f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {_weight_files(result)} files"
+    )
+    click.echo(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}")
+    print_next("validate", result.out, "--source", plan.source.source)
+
+
+def _plan_of_target(_: Operation, planned: Quantized) -> None:
+    """Print what a quantization would do: what becomes what, sizes, disk and time."""
+    from ..quantize.estimate import estimate
+    from ..quantize.finish import copied_files
+    from ..quantize.run import bytes_needed, free_bytes
+
+    plan, out, processes = planned.plan, Path(planned.out), planned.processes
+    needed, free = bytes_needed(plan), free_bytes(out)
+    table = Table("part", "becomes", "modules", "before", "after", box=None, header_style="bold")
+    for (part, action), (count, before, after) in _parts(plan).items():
+        table.add_row(part, action, f"{count:,}", f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB")
+    table.add_row("all", "", "", f"{plan.bytes_in / 1e9:.3f} GB", f"{plan.bytes_out / 1e9:.3f} GB")
+    console = Console()
+    console.print(table)
+    console.print(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}", highlight=False)
+    weights = "ModelOpt's" if processes is None else len(plan.units)
+    console.print(f"files: {weights}, beside {len(copied_files(plan.source.folder))} copied", highlight=False)
+    enough = "" if free >= needed else " [red]NOT enough[/]"
+    console.print(f"disk: {needed / 1e9:.3f} GB needed, {free / 1e9:.1f} GB free{enough}", highlight=False)
+    if not plan.source.headers_only and processes is not None:
+        taken = estimate(plan, processes)
+        console.print(
+            f"time: about {duration(taken.seconds)} on {processes} processes, by a packed sample "
+            f"({taken.rate / 1e6:.0f} MB/s each); a slow disk takes longer",
+            highlight=False,
+        )
+
+
+def _plan_of_target_json(_: Operation, planned: Quantized) -> dict[str, Any]:
+    from ..quantize.estimate import estimate
+    from ..quantize.run import bytes_needed, free_bytes
+
+    plan, processes = planned.plan, planned.processes
+    taken = None if plan.source.headers_only or processes is None else estimate(plan, processes)
+    return _quantized_facts(plan, None if processes is None else len(plan.units)) | {
+        "becomes": [
+            {"part": part, "action": action, "tensors": count, "bytes_in": before, "bytes_out": after}
+            for (part, action), (count, before, after) in _parts(plan).items()
+        ],
+        "disk": {"needed": bytes_needed(plan), "free": free_bytes(Path(planned.out))},
+        "estimate": {"processes": processes, "bytes_per_second": taken.rate, "seconds": taken.seconds}
+        if taken
+        else None,
+    }
+
+
+def _weight_files(result: Quantized) -> int:
+    return len(list(Path(result.out).glob("*.safetensors")))
+
+
+def _quantized_facts(plan: QuantizePlan, files: int | None) -> dict[str, Any]:
+    return {
+        "source": plan.source.source,
+        "form": plan.form,
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "input_scale": _scales(plan),
+        "modules": len(plan.modules),
+        "files": files,
+        "bytes_in": plan.bytes_in,
+        "bytes_out": plan.bytes_out,
+    }
+
+
+def _scales(plan: QuantizePlan) -> str:
+    return "none, activations stay as they are" if plan.recipe.weight_only else plan.inputs.description
+
+
+# Parts of a model, by what their tensors' names contain.
+PARTS = {
+    ".mlp.experts.": "routed experts",
+    ".mlp.shared_experts.": "shared experts",
+    ".mlp.gate.": "routers",
+    ".mlp.": "dense MLP",
+    ".self_attn.": "attention",
+    "norm": "norms",
+    "embed_tokens": "embedding",
+    "lm_head": "lm_head",
+    "vision_tower": "vision",
+    "mm_projector": "vision",
+}
+
+
+def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """Return, by part of the model and what becomes of it: its tensors, bytes before, bytes after."""
+    from ..checkpoint.header import byte_size
+
+    found: dict[tuple[str, str], list[int]] = {}
+
+    def add(name: str, action: str, before: int, after: int) -> None:
+        part = next((part for mark, part in PARTS.items() if mark in name), "other")
+        row = found.setdefault((part, action), [0, 0, 0])
+        for place, count in enumerate((1, before, after)):
+            row[place] += count
+
+    for unit in plan.units:
+        for module in unit.modules:
+            size = sum(byte_size(*kind) for kind in module.outputs.values())
+            add(module.name, f"NVFP4 from {module.weight.form}", sum(i.size for i in module.weight.infos), size)
+        for weight in unit.dequantized:
+            before, after = sum(i.size for i in weight.infos), byte_size(weight.dtype, weight.shape)
+            add(weight.name, f"{weight.dtype} from {weight.form}", before, after)
+        for info in unit.carried:
+            add(info.name, "as it is", info.size, info.size)
+    return {key: (row[0], row[1], row[2]) for key, row in sorted(found.items())}
+
+
+# Releasing
+
+
+def _show_card(_: Operation, result: CardWritten) -> None:
+    if result.missing is not None:
+        for name, asked in result.missing.items():
+            click.echo(f"{name}: {asked}" if asked else name)
+        return
+    if result.file is not None:
+        click.echo(result.file)
+    err = not result.checked
+    for finding in result.findings:
+        click.echo(
+            f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err
+        )
+    found = f"{len(result.findings)} finding(s)" if result.findings else "nothing found"
+    click.echo(f"{result.folder}: {found}", err=err)
+
+
+def _show_published(_: Operation, result: Publication) -> None:
+    release, made = result.release, result.made
+    for finding, allowance in release.passed:
+        click.echo(f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})")
+    sizes = {file.name: file.size for file in release.files}
+    table = Table("file", "bytes", "sha256", "", box=None, header_style="bold")
+    for name, size in sizes.items():
+        table.add_row(escape(name), f"{size:,}", made.files[name][:16], "new" if name in made.uploaded else "there")
+    for name in made.deleted:
+        table.add_row(escape(name), "", "", "deleted")
+    wide_console().print(table)
+    at = f"{made.repo}@{made.tag or made.commit or made.revision}"
+    if result.dry_run:
+        click.echo(f"{at}: every check passed; nothing was changed, leave --dry-run out to publish")
+    elif made.done:
+        click.echo(f"{at}: {', '.join(made.done)}")
+    else:
+        click.echo(f"{at}: nothing to do, these very files are there")
+    click.echo(f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}")
+
+
+def _show_made(_: Operation, result: Any) -> None:
+    click.echo(result.out)
+
+
+def megabytes(count: int) -> str:
+    """Return a number of bytes as a person says it."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+SHOWN: Mapping[str, Callable[[Any, Any], None]] = {
+    "Inspect": _show_head,
+    "Vocab": _show_vocab,
+    "Convert": _show_conversion,
+    "Verify": _show_verified,
+    "Validate": _show_report,
+    "Bench": _show_acceptance,
+    "Compare": _show_comparison,
+    "States": _show_states,
+    "Generate": _show_generated,
+    "Train": _show_trained,
+    "Calibrate": _show_calibrated,
+    "Quantize": _show_quantized,
+    "QuantizeHead": _show_quantized_head,
+    "Card": _show_card,
+    "Publish": _show_published,
+    "Tiny": _show_made,
+}
+PLANNED: Mapping[str, tuple[Callable[[Any, Any], None], Callable[[Any, Any], Any]]] = {
+    "Convert": (_plan_of_head, _plan_of_head_json),
+    "Quantize": (_plan_of_target, _plan_of_target_json),
+    "Publish": (_show_published, lambda _, plan: plan.to_json()),
+}

@@ -1,0 +1,346 @@
+"""What an operation is: one typed request whose fields are its options, and what it is run in.
+
+Command-line options, recipe steps, the Python functions and the reference pages are generated from these models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic.fields import FieldInfo
+
+from ..checkpoint.source import Source, resolve
+from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
+
+if TYPE_CHECKING:
+    from ..cards.facts import Facts
+
+Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a field is, beyond its type.
+
+    Attributes:
+        kind: "checkpoint" (a folder or a hub id), "file" (a path), "output" (what the operation makes); or how its
+            words are read: "ids", "list", "json", "settings", "yes-or-no". Empty for a plain value.
+        argument: whether it is given by its place, not by its name.
+        metavar: what stands for its value in help.
+        words: values that name no file, of a field that does otherwise.
+    """
+
+    kind: Kind | None = None
+    argument: bool = False
+    metavar: str = ""
+    words: tuple[str, ...] = ()
+
+
+def _path(value: Any) -> Any:
+    """Take a path as it is: its bytes need not be UTF-8, which pydantic's own strings must be."""
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    raise ValueError("it is neither a path nor a name")
+
+
+Name = Annotated[str, PlainValidator(_path)]
+
+
+def option(default: Any = ..., help: str = "", *, kind: Kind | None = None, metavar: str = "",
+           words: tuple[str, ...] = (), **constraints: Any) -> Any:  # fmt: skip
+    """Declare an option: its default, its sentence in help, and pydantic's constraints on its value."""
+    marks = Marks(kind, False, metavar, words)
+    return Field(default, description=help, json_schema_extra={"marks": marks}, **constraints)  # pyright: ignore
+
+
+def argument(help: str, *, kind: Kind, metavar: str = "", default: Any = ...) -> Any:
+    """Declare an argument, which is given by its place."""
+    return Field(default, description=help, json_schema_extra={"marks": Marks(kind, True, metavar)})  # pyright: ignore
+
+
+def marks(info: FieldInfo) -> Marks:
+    """Return what a field is."""
+    extra = info.json_schema_extra
+    found = extra.get("marks") if isinstance(extra, Mapping) else None
+    return found if isinstance(found, Marks) else Marks()
+
+
+def plain_name(name: str) -> str:
+    """Return how a recipe calls a field: `from_` is a word that Python keeps for itself."""
+    return name.rstrip("_")
+
+
+def flag(name: str, info: FieldInfo | None = None) -> str:
+    """Return how the command line calls a field."""
+    no = "no-" if info is not None and info.default is True else ""
+    return f"--{no}{plain_name(name).replace('_', '-')}"
+
+
+def layer_ids(value: Any) -> Any:
+    """Read ascending layer ids, from a list or from words, e.g. "1,29,57"."""
+    if value is None:
+        return None
+    try:
+        ids = tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
+    except ValueError:
+        ids = ()
+    if not ids or any(type(i) is not int for i in ids) or list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise ValueError(f"{value!r} is not an ascending list like 1,29,57")
+    return ids
+
+
+def words(value: Any) -> Any:
+    """Read a list of words, from a list or from "A,B"."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+LayerIds = Annotated[tuple[int, ...], BeforeValidator(layer_ids)]
+Words = Annotated[tuple[str, ...], BeforeValidator(words)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an operation would cost.
+
+    Attributes:
+        bytes: that it writes; None where that is not known before an input is there.
+        plan: what it would do, where that is more than a number.
+    """
+
+    bytes: int | None = 0
+    plan: Any = None
+
+
+@dataclass(frozen=True)
+class ReleaseFacts:
+    """The release that an operation is a step of.
+
+    Attributes:
+        title: what the release is called.
+        facts: what no file of the head says.
+        text: the recipe.
+    """
+
+    title: str
+    facts: Facts
+    text: str
+
+
+@dataclass
+class Context:
+    """What an operation is run in: it finds what names mean, and shows progress. This one is silent.
+
+    Attributes:
+        release: the release that the operation is a step of; None where it is called on its own.
+    """
+
+    release: ReleaseFacts | None = None
+    _sources: dict[str, Source] = field(default_factory=dict)
+
+    def source(self, name: str) -> Source:
+        """Return the checkpoint that a name means; a hub id is one commit for as long as this context lives."""
+        if name not in self._sources:
+            self._sources[name] = resolve(name)
+        return self._sources[name]
+
+    def maybe(self, name: str | None) -> Source | None:
+        """Return the checkpoint that a name means; None where there is no name."""
+        return None if name is None else self.source(name)
+
+    def path(self, name: str) -> Path:
+        """Return the file or folder that a name means."""
+        return Path(name)
+
+    def log(self, text: str) -> None:
+        """Say once what is going on."""
+
+    def status(self, title: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Show a task; the yielded function says what it is at."""
+        return nullcontext(lambda text: None)
+
+    def bytes(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a task by its bytes; the yielded function counts more of them."""
+        return nullcontext(lambda count: None)
+
+    def steps(self, title: str) -> AbstractContextManager[Callable[[int, int, float], None]]:
+        """Show a task by its steps; the yielded function takes the steps done, the steps in all, and the loss."""
+        return nullcontext(lambda done, total, loss: None)
+
+
+class Operation(BaseModel):
+    """A request: its fields are the operation's options.
+
+    Attributes:
+        JOB: under which heading help lists it.
+        SUMMARY: what it does, in a line.
+        EXAMPLES: command lines.
+        OUTPUT: of an output that is a file, what it is called inside a step of a recipe; empty for a folder.
+        HEAVY: whether it needs more than a hosted CI machine has.
+        RESUMES: whether it goes on where a killed run of it stopped.
+        PLANS: whether `preview` says what would be done, as --dry-run shows.
+        OF_RELEASE: whether what it makes hangs on the facts of the release that it is a step of.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=plain_name, populate_by_name=True)
+
+    JOB: ClassVar[str] = ""
+    SUMMARY: ClassVar[str] = ""
+    EXAMPLES: ClassVar[tuple[str, ...]] = ()
+    OUTPUT: ClassVar[str] = ""
+    HEAVY: ClassVar[bool] = False
+    RESUMES: ClassVar[bool] = False
+    PLANS: ClassVar[bool] = False
+    OF_RELEASE: ClassVar[bool] = False
+
+    def run(self, context: Context) -> Any:
+        """Do it.
+
+        Raises:
+            KconvError: it cannot be done; see the operation.
+        """
+        raise NotImplementedError
+
+    def estimate(self, context: Context) -> Estimate:
+        """Return what it would cost; nothing is written, and no weight is downloaded."""
+        return Estimate()
+
+    def preview(self, context: Context) -> Any:
+        """Return what would be done; nothing is written."""
+        return self.estimate(context).plan
+
+    def passed(self, result: Any) -> bool:
+        """Say whether a result is one to exit with 0 for; one with findings may not be."""
+        return True
+
+    def failure(self, result: Any) -> KconvError:
+        """Return the error of a result that does not pass, where another step hangs on it."""
+        return StepFailed(
+            f"{command_name(type(self))} found something wrong", fix="See what it says, and correct that."
+        )
+
+    def given(self, *names: str) -> list[str]:
+        """Return which of the named options the request states, as the command line writes them."""
+        fields = type(self).model_fields
+        return [flag(name, fields[name]) for name in names if name in self.model_fields_set]
+
+    def refuse(self, *names: str, unless: str) -> None:
+        """Refuse options that would be passed over.
+
+        Raises:
+            ValueError: the request states one of them.
+        """
+        if idle := self.given(*names):
+            raise ValueError(f"{', '.join(idle)}: only {unless}")
+
+    @classmethod
+    def inputs(cls) -> Iterator[tuple[str, Marks]]:
+        """Yield the fields that name a checkpoint or a file."""
+        for name, info in cls.model_fields.items():
+            if (found := marks(info)).kind in ("checkpoint", "file"):
+                yield name, found
+
+    @classmethod
+    def output(cls) -> str | None:
+        """Return the field that names what the operation makes; None where it makes nothing."""
+        return next((name for name, info in cls.model_fields.items() if marks(info).kind == "output"), None)
+
+    @classmethod
+    def request(cls, *args: Any, **options: Any) -> Self:
+        """Make a request as a Python call does: arguments by their place, options by their name.
+
+        Raises:
+            RequestInvalid: an option does not exist, has a wrong value, or does not go with another one.
+            TypeError: there are more arguments than the operation has.
+        """
+        places = [name for name, info in cls.model_fields.items() if marks(info).argument]
+        if len(args) > len(places):
+            raise TypeError(f"{cls.__name__} takes {len(places)} arguments ({', '.join(places)}), not {len(args)}")
+        return cls.checked(dict(zip(places, args, strict=False)) | options)
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """Make a request of plain values.
+
+        Raises:
+            RequestInvalid: see `request`.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise RequestInvalid(first_wrong(cls, error), fix=f"See kconv {command_name(cls)} --help.") from error
+
+
+def command_name(cls: type[Operation]) -> str:
+    """Return how the command line calls an operation, e.g. "quantize-head"."""
+    return "".join(f"-{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("-")
+
+
+def first_wrong(cls: type[Operation], error: ValidationError) -> str:
+    """Return what is wrong with a request first, under the option's name on the command line."""
+    found = error.errors()[0]
+    message = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        return f"there is no option {flag(str(found['loc'][0]))}"
+    if not found["loc"]:
+        return message
+    name = str(found["loc"][0])
+    info = next((info for own, info in cls.model_fields.items() if plain_name(own) == plain_name(name)), None)
+    shown = name.upper() if info is not None and marks(info).argument else flag(name, info)
+    return f"{shown} is required" if found["type"] == "missing" else f"invalid value for {shown}: {message}"
+
+
+@contextmanager
+def extras() -> Iterator[None]:
+    """Turn the absence of a package that an extra of kconv brings into an error that says which one."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        fix = f"pip install 'kconv[{EXTRAS[package]}]'"
+        raise MissingExtra(f"this takes {package}, which is not installed", fix=fix) from error
+
+
+# Packages that only some operations take, and the extra that brings them.
+EXTRAS = {
+    **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "psutil", "requests"), "optimize"),
+    "matplotlib": "plots",
+}
+
+
+def function(cls: type[Operation], name: str) -> Callable[..., Any]:
+    """Return an operation as a Python function; see `Operation.request` for its arguments."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        with extras():
+            return cls.request(*args, **options).run(Context())
+
+    required, keyword = [], []
+    for field_name, info in cls.model_fields.items():
+        default = inspect.Parameter.empty if info.is_required() else info.get_default(call_default_factory=True)
+        by_place = marks(info).argument
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if by_place else inspect.Parameter.KEYWORD_ONLY
+        (required if by_place else keyword).append(
+            inspect.Parameter(field_name, kind, default=default, annotation=info.annotation)
+        )
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "kconv"
+    call.__doc__ = inspect.getdoc(cls)
+    call.__signature__ = inspect.Signature([*required, *keyword])  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+def quiet_stdout() -> AbstractContextManager[Any]:
+    """Send what libraries print to stderr: stdout is for results."""
+    from contextlib import redirect_stdout
+
+    return redirect_stdout(sys.stderr)

@@ -1,0 +1,207 @@
+"""`kconv bench` and `kconv compare`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from .base import Context, Name, Operation, Words, argument, option
+from .reading import Count, Reading, check_trusted, refuse_existing_output
+
+if TYPE_CHECKING:
+    from ..bench.acceptance import Acceptance
+    from ..bench.suites import Suite
+    from ..cards.compare import Comparison
+
+# What the other way of measuring would pass over.
+OF_SERVERS = (
+    "tree", "concurrency", "reasoning", "precision", "model", "engine_version", "baseline_url", "extra",
+)  # fmt: skip
+OFFLINE = (
+    "target", "trust_remote_code", "from_", "captured", "captured_are", "max_positions", "norm_before_residual",
+)  # fmt: skip
+
+
+def _object(value: Any) -> Any:
+    """Read a JSON object, from a mapping or from its text."""
+    if isinstance(value, Mapping):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{value!r} is not a JSON object")
+    return found
+
+
+class Bench(Reading):
+    """Measure acceptance length per category of a suite, with what it was measured on.
+
+    With --url from the engine's own counters, read before and after each group of prompts, so let no one else use the
+    server. Without, with --head and --target, by kconv's own forward.
+    """
+
+    JOB = "Check and measure"
+    SUMMARY = "Measure acceptance length, on a server or by kconv's own forward."
+    EXAMPLES = (
+        "kconv bench --url http://127.0.0.1:8000 --suite mt-bench --head my-head --precision NVFP4 --out a.json",
+        "kconv bench --head my-head --target my-target --suite prompts.jsonl --out acceptance.json",
+    )
+    OUTPUT = "acceptance.json"
+
+    url: str | None = option(
+        None, "The engine's own address, e.g. of vLLM, SGLang or TensorRT-LLM, serving with speculation."
+    )
+    head: Name = option(..., "Without --url: the head to measure. With it: what is being served.", kind="checkpoint")
+    suite: Name = option(
+        ..., "mt-bench, speed-bench, or a JSONL of prompts.", kind="file", metavar="NAME|FILE",
+        words=("mt-bench", "speed-bench"),
+    )  # fmt: skip
+    revision: str | None = option(
+        None, "Of the suite on the Hub; SPEED-Bench is pinned, of MT-Bench it is main's commit, as recorded."
+    )
+    categories: Words = option((), "Only these categories of the suite.", kind="list", metavar="A,B")
+    limit: Count | None = option(None, "Only so many prompts of each category.", metavar="N")
+    out: Name = option(..., "The acceptance.json to write.", kind="output")
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "K, as it is served.", metavar="K")
+    tree: str = option("chain", "How drafts branch, e.g. topk=4.")
+    concurrency: Count = option(1, "Prompts side by side.", metavar="N")
+    max_tokens: Count = option(1024, "An answer's limit.", metavar="N")
+    temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
+    reasoning: str | None = option(None, "The target's reasoning mode, where it has one, e.g. medium.")
+    target_name: str | None = option(None, "Hub id of the target; the server's own name for it by default.")
+    precision: str | None = option(None, "Number format of the target that is served, e.g. NVFP4.")
+    model: str | None = option(None, "The server's name for the target, where it serves several.")
+    engine_version: str | None = option(None, "Where the server does not say it.")
+    baseline_url: str | None = option(None, "The same target served without speculation, for the speed-up.")
+    extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
+        {}, "More fields of each request.", kind="json", metavar="JSON"
+    )
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not (self.url or self.target):
+            raise ValueError("give --head, and either --url or --target")
+        self.refuse(*(OFFLINE if self.url else OF_SERVERS), unless=f"{'without' if self.url else 'with'} --url")
+        return self
+
+    def run(self, context: Context) -> Acceptance:
+        """Return what was measured, which is also written.
+
+        Raises:
+            OutputExists, OutputFailed: the file is there, or cannot be written.
+            SuiteInvalid: the suite cannot be read.
+            KconvError: the head or the target cannot be read, or the server's counters do not tell.
+        """
+        from ..bench.suites import load_suite
+
+        check_trusted(context, self.trust_remote_code, self.target)
+        refuse_existing_output(self.out)
+        suite = load_suite(
+            str(context.path(self.suite)), revision=self.revision, categories=self.categories, limit=self.limit
+        )
+        with context.status("measuring") as say:
+            found = self._on_server(context, suite, say) if self.url else self._offline(context, suite, say)
+        out = Path(self.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(found.to_json())
+        return found
+
+    def _on_server(self, context: Context, suite: Suite, say: Any) -> Acceptance:
+        from ..bench.run import Wish, measure_server
+        from ..checkpoint.bytes import file_digest
+        from ..checkpoint.source import Folder
+
+        # A folder's weights can be named by their digests; those of a hub id are named by its commit.
+        head = context.source(self.head)
+        folder = head.path if isinstance(head, Folder) and head.path.is_dir() else None
+        files = sorted(folder.glob("*.safetensors")) if folder else []
+        config = folder / "config.json" if folder else None
+        fields = (
+            "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
+            "engine_version", "baseline_url", "extra",
+        )  # fmt: skip
+        wish = Wish(
+            head=head.name,
+            target=self.target_name,
+            weights={file.name: file_digest(file) for file in files},
+            config=file_digest(config) if config and config.is_file() else "",
+            folder=folder,
+            **{name: getattr(self, name) for name in fields},
+        )
+        return measure_server(self.url or "", suite, wish, say)
+
+    def _offline(self, context: Context, suite: Suite, say: Any) -> Acceptance:
+        from ..bench.offline import measure_head
+
+        target = context.source(self.target or "")
+        return measure_head(
+            self.open(context, self.head),
+            target.fetch_model(),
+            suite,
+            draft_tokens=self.draft_tokens,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            target_name=self.target_name or target.name,
+            trust_remote_code=self.trust_remote_code,
+            say=say,
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Figures that compare, and those that do not."""
+
+    comparison: Comparison
+
+    def to_json(self) -> Any:
+        """Return the comparison as plain values."""
+        return self.comparison.to_json()
+
+
+class Compare(Operation):
+    """Compare the acceptance.json FILES of two heads or more.
+
+    Figures stand side by side only where everything they were measured with is equal and stated; the others are listed
+    with what keeps them apart. Exit 1 if nothing compares.
+    """
+
+    JOB = "Check and measure"
+    SUMMARY = "Put acceptance figures of several heads side by side."
+    EXAMPLES = ("kconv compare mla/acceptance.json gqa/acceptance.json --chart heads.png",)
+
+    files: tuple[Name, ...] = argument("The acceptance.json files.", kind="file")
+    chart: Name | None = option(None, "Draw the comparable figures into this PNG.", metavar="PATH")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.files) < 2:
+            raise ValueError("give two files or more")
+        return self
+
+    def run(self, context: Context) -> Compared:
+        """Return the comparison.
+
+        Raises:
+            OutputExists: the chart is there.
+            AcceptanceInvalid: a file cannot be read.
+        """
+        from ..bench.acceptance import read_acceptance
+        from ..cards.compare import compare, draw
+
+        refuse_existing_output(self.chart)
+        comparison = compare([read_acceptance(context.path(file)) for file in self.files])
+        if self.chart:
+            draw(comparison, Path(self.chart))
+        return Compared(comparison)
+
+    def passed(self, result: Compared) -> bool:
+        """Say whether any figures compare."""
+        return bool(result.comparison.tables)

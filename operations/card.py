@@ -1,0 +1,194 @@
+"""`kconv card`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import model_validator
+
+from .base import Context, Name, Operation, argument, option
+from .reading import refuse_existing_output
+
+if TYPE_CHECKING:
+    from ..cards.facts import Facts
+    from ..validate.report import Finding
+
+
+@dataclass(frozen=True)
+class CardWritten:
+    """A card that was written, or what checking one found.
+
+    Attributes:
+        folder: the head's.
+        file: the card; None where none was written.
+        missing: what the card asks for and nobody said, with what it is; only where that was asked for.
+        findings: what is wrong with the card and its licenses.
+        checked: whether the card was checked alone.
+    """
+
+    folder: Path
+    file: Path | None = None
+    missing: Mapping[str, str] | None = None
+    findings: Sequence[Finding] = field(default=())
+    checked: bool = False
+
+    def to_json(self) -> Any:
+        """Return it as plain values."""
+        return {
+            "folder": str(self.folder),
+            "card": str(self.file) if self.file else None,
+            "missing": dict(self.missing) if self.missing is not None else None,
+            "findings": [finding.model_dump(mode="json") for finding in self.findings],
+        }
+
+
+class Card(Operation):
+    """Write HEAD's model card from its manifest, reports, figures and facts; what none of them says stands as that.
+
+    License texts are copied from the source, the target and --license-file. A folder that kconv did
+    not make has a card where the facts name the head. Exit 1 where --missing or --check find
+    something, or where a license asks for more than the written card has. With --out, HEAD's files and all the
+    evidence go into a new folder, which can be published.
+    """
+
+    JOB = "Release"
+    SUMMARY = "Write a head's README.md, its licenses and its notice."
+    EXAMPLES = (
+        "kconv card my-head-vllm --report report/report.json --base-model moonshotai/Kimi-K2.6",
+        "kconv card my-head-vllm --style nvidia --facts facts.yaml --acceptance acceptance.json --license-file LICENSE",
+        "kconv card my-head-vllm --report report/report.json --acceptance acceptance.json --out my-release",
+    )
+
+    OF_RELEASE = True
+
+    head: Name = argument("The head's folder.", kind="checkpoint")
+    report: Name | None = option(None, "report.json of kconv validate, for the acceptance table.", kind="file")
+    acceptance: tuple[Name, ...] = option((), "acceptance.json of kconv bench, or quoted; repeatable.", kind="file")
+    facts: Name | None = option(None, "YAML with what no file of the head says.", kind="file")
+    style: Literal["short", "compact", "nvidia"] = option("short", "Which sections, in which order.")
+    base_model: str = option("", "Hub id of the target.")
+    license: str = option("unknown", "The head's license, by kconv's id.")
+    license_file: tuple[Name, ...] = option((), "A license's text; repeatable.", kind="file")
+    target: Name | None = option(None, "The target, for its license.", kind="checkpoint")
+    source: Name | None = option(
+        None, "What HEAD was made from, for its license, if it is not at hand.", kind="checkpoint"
+    )
+    model_index: bool = option(False, "Put the figures into the front matter too.")
+    chart: bool = option(True, "Draw no chart.")
+    missing: bool = option(False, "List what the card asks for and nobody said; write nothing.")
+    check: bool = option(False, "Check HEAD's card and licenses; write nothing.")
+    out: Name | None = option(None, "A new folder for the head, its evidence and its card.", kind="output")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.missing and self.check:
+            raise ValueError("--missing and --check are two questions; ask one")
+        if self.out is not None and (self.missing or self.check):
+            raise ValueError("--missing and --check write nothing; leave --out out")
+        return self
+
+    def run(self, context: Context) -> CardWritten:
+        """Write the card, or return what is missing or wrong.
+
+        Raises:
+            FactsInvalid, ReportInvalid, AcceptanceInvalid: a file of evidence cannot be read.
+            ManifestMismatch: the head is not the one that its manifest records.
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+        """
+        from ..cards.card import make_card, write
+        from ..cards.licenses.checks import check_folder
+        from ..checkpoint.staging import staged
+
+        head, facts = (
+            context.source(self.head).open_weights().folder if self.out else context.path(self.head),
+            (self._facts(context)),
+        )
+        if self.check:
+            return CardWritten(head, findings=tuple(check_folder(head, facts)), checked=True)
+        if self.out is None:
+            made = make_card(self._evidence(context, head, facts), self.style, model_index=self.model_index,
+                             chart=self.chart)  # fmt: skip
+            if self.missing:
+                return CardWritten(head, missing=made.missing)
+            file = write(head, made)
+            return CardWritten(head, file, findings=tuple(check_folder(head, facts)))
+        refuse_existing_output(self.out)
+        with staged(Path(self.out)) as folder:
+            self._gather(context, head, folder)
+            # A card is named after its folder otherwise, which has a name of chance while it is made.
+            if not facts.name:
+                title = context.release.title if context.release else Path(self.out).name
+                facts = facts.model_copy(update={"name": title})
+            evidence = self._evidence(context, folder, facts)
+            write(folder, make_card(evidence, self.style, model_index=self.model_index, chart=self.chart))
+            findings = tuple(check_folder(folder, facts))
+        return CardWritten(Path(self.out), Path(self.out) / "README.md", findings=findings)
+
+    def passed(self, result: CardWritten) -> bool:
+        """Say whether nothing is missing, and nothing found is an error."""
+        if result.missing is not None:
+            return not result.missing
+        return not any(finding.severity == "error" for finding in result.findings)
+
+    def _facts(self, context: Context) -> Facts:
+        """Return the facts of a file or of the release, with what the options say put in their place."""
+        from ..cards.facts import Facts, read_facts
+        from ..cards.licenses.license import by_id
+
+        facts = read_facts(context.path(self.facts)) if self.facts else Facts()
+        if not self.facts and context.release:
+            facts = context.release.facts
+        if self.license != "unknown":
+            facts = facts.model_copy(
+                update={"license": facts.license.model_copy(update={"id": by_id(self.license).id})}
+            )
+        return facts.model_copy(update={"base_model": self.base_model}) if self.base_model else facts
+
+    def _evidence(self, context: Context, folder: Path, facts: Facts) -> Any:
+        from ..bench.acceptance import read_acceptance
+        from ..cards.card import gather
+        from ..validate.report import read_report
+
+        target, source = context.maybe(self.target), context.maybe(self.source)
+        return gather(
+            folder,
+            read_report(context.path(self.report)) if self.report else None,
+            facts,
+            [read_acceptance(context.path(file)) for file in self.acceptance],
+            [context.path(file) for file in self.license_file],
+            target.fetch_license() if target else None,
+            source.fetch_license() if source else None,
+        )
+
+    def _gather(self, context: Context, head: Path, folder: Path) -> None:
+        """Put a head's files and the evidence about it into a folder; nothing changes the head in place."""
+        from ..cards.publish.floor import RECIPE
+        from ..cards.publish.release import acceptance_name
+        from ..checkpoint.manifest import MANIFEST, verify
+        from ..validate.report import REPORT, report_file
+
+        for record in verify(head).files:
+            _link(head / record.name, folder / record.name)
+        _link(head / MANIFEST, folder / MANIFEST)
+        if self.report:
+            shutil.copyfile(report_file(context.path(self.report)), folder / REPORT)
+        for number, file in enumerate(self.acceptance):
+            shutil.copyfile(context.path(file), folder / acceptance_name(number))
+        if context.release:
+            (folder / RECIPE).write_text(context.release.text, encoding="utf-8")
+
+
+def _link(file: Path, to: Path) -> None:
+    """Give a file a second name, or a copy where the disk cannot; what is there is never written over."""
+    try:
+        os.link(file, to)
+    except FileExistsError:
+        raise
+    except OSError:
+        with file.open("rb") as source, to.open("xb") as copy:
+            shutil.copyfileobj(source, copy)

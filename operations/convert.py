@@ -1,0 +1,209 @@
+"""`kconv to-vllm`, `to-trtllm`, `to-sglang`, `to-portable`: one operation, whose `to` names the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..errors import RequestInvalid
+from .base import Context, Estimate, Name, argument, option
+from .reading import Reading, check_trusted, refuse_existing_output
+
+if TYPE_CHECKING:
+    from ..checkpoint.manifest import Manifest
+    from ..convert.attention.held_out import HeldOut
+
+Share = Annotated[float, Field(ge=0, le=1)]
+HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
+# What only a conversion of the attention reads.
+OF_ATTENTION = ("states", "prompts", "context", "heal", "head_dim", "min_retention", "device", "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A head that was written: where, its manifest, and what an approximation kept on held-out text."""
+
+    out: str
+    manifest: Manifest
+    held_out: HeldOut | None = None
+
+    def to_json(self) -> Any:
+        """Return the manifest as plain values."""
+        return self.manifest.model_dump(mode="json", by_alias=True)
+
+
+class Convert(Reading):
+    """Write HEAD in an engine's layout into the new folder OUT, with kconv.json beside it.
+
+    Same attention, so exact unless --dtype is given: every weight keeps its bytes, and each source tensor is
+    accounted for.
+
+    With --attention the head gets the other attention: an approximation, fitted to --target's states, healed, and
+    measured on held-out text. The manifest states what it kept.
+    """
+
+    JOB = "Convert"
+    SUMMARY = "Write a head in an engine's layout."
+    EXAMPLES = (
+        "kconv to-vllm my-head my-head-vllm",
+        "kconv to-vllm my-head my-head-vllm --target my-target --drop-shared",
+        "kconv to-vllm my-head my-head-mla --attention mla --target my-target --states my-states",
+    )
+    PLANS = True
+
+    head: Name = argument("The head to convert: a folder or a hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    to: str = option(..., "The layout to write.", metavar="LAYOUT")
+    drop_shared: bool = option(False, "Leave out what equals --target's, byte for byte.")
+    dtype: Literal["bfloat16"] | None = option(None, "Round the weights to this dtype; not exact.")
+    attention: Literal["mha", "mla"] | None = option(None, "Give the head this attention; not exact.")
+    states: Name | None = option(None, "What kconv states wrote, to calibrate --attention on.", kind="file")
+    prompts: Name | None = option(None, "Or prompts (JSONL) to run --target over.", kind="file")
+    context: Annotated[int, Field(ge=16)] = option(
+        512, "Tokens of the texts cut from --prompts; as long as what is served.", metavar="N"
+    )
+    heal: Annotated[int, Field(ge=0)] | None = option(
+        None, "Steps of gradient descent towards HEAD; 200 by default.", metavar="STEPS"
+    )
+    head_dim: HeadDim = option("auto", "Of MHA; vLLM's FlashInfer takes 256 and not 192.")
+    min_retention: Share = option(
+        0.97, "Refuse a result that keeps less of the acceptance length on held-out text.", metavar="SHARE"
+    )
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", "Where to convert, heal and measure; --prompts runs the target on the CPU all the same."
+    )
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python for --prompts; --target must be pinned.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        from ..engines import writable
+
+        if self.to not in writable():
+            raise ValueError(f"--to {self.to!r} is not one of {', '.join(writable())}")
+        if self.attention is None:
+            self.refuse(*OF_ATTENTION, unless="with --attention")
+            if self.drop_shared and self.target is None:
+                raise ValueError("--drop-shared needs --target, to compare with")
+            return self
+        if self.target is None or self.given("drop_shared", "dtype"):
+            raise ValueError("--attention needs --target, and takes no --drop-shared or --dtype")
+        if (self.states is None) == (self.prompts is None):
+            raise ValueError("--attention needs --states or --prompts, to calibrate on")
+        if self.states:
+            self.refuse("context", "trust_remote_code", unless="with --prompts; stored states are what they are")
+        if self.attention == "mla" and self.head_dim != "auto":
+            raise ValueError("--head-dim is of MHA")
+        return self
+
+    def run(self, context: Context) -> Converted:
+        """Write the head.
+
+        Raises:
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            LayoutCannot: the layout, or its engine, has no place for something that this head has.
+            ConversionInaccurate: another attention keeps less than --min-retention.
+            KconvError: the head or the target cannot be read.
+        """
+        refuse_existing_output(self.out)
+        return self._convert_attention(context) if self.attention else self._convert(context)
+
+    def estimate(self, context: Context) -> Estimate:
+        """Return the plan, made of headers alone; what another attention would take is not planned."""
+        refuse_existing_output(self.out)
+        if self.attention:
+            return Estimate(None)
+        planned = self._plan(context)
+        return Estimate(sum(step.size for step in planned.steps), planned)
+
+    def _plan(self, context: Context) -> Any:
+        from ..convert.plan import Wishes, plan
+        from ..engines import by_name
+        from ..pipeline.making import find_shapes
+
+        target = context.maybe(self.target)
+        shared = find_shapes(target) if target else None
+        return plan(
+            self.open_headers(context, self.head), by_name(self.to), Wishes(shared, self.drop_shared, self._rounded())
+        )
+
+    def _rounded(self) -> str:
+        from ..convert.cast import DTYPES
+
+        return DTYPES[self.dtype] if self.dtype else ""
+
+    def _convert(self, context: Context) -> Converted:
+        from ..convert.execute import execute
+        from ..convert.plan import Wishes, plan
+        from ..engines import by_name
+        from ..pipeline.making import find_shapes, find_taken
+
+        layout, target = by_name(self.to), context.maybe(self.target)
+        # By headers first, so that what cannot be converted is refused before it is downloaded.
+        headers = self.open_headers(context, self.head)
+        plan(headers, layout, Wishes(find_shapes(target) if target else None, False, self._rounded()))
+        taken = find_taken(target, headers, layout, drop_shared=self.drop_shared) if target else None
+        decided = plan(self.open(context, self.head), layout, Wishes(taken, self.drop_shared, self._rounded()))
+        with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
+            return Converted(self.out, execute(decided, Path(self.out), advance))
+
+    def _convert_attention(self, context: Context) -> Converted:
+        import torch
+
+        from ..checkpoint.tensors import read_tensor
+        from ..cli.attention_states import prompted_texts, stored_texts
+        from ..convert.attention.calibration import Calibration
+        from ..convert.attention.convert import HEAL_STEPS, convert_attention, outline
+        from ..convert.attention.plan import check_layout, plan_converted
+        from ..convert.beside import refuse_target
+        from ..convert.config import refuse_unstated
+        from ..convert.execute import execute
+        from ..convert.read import read_weights
+        from ..convert.shared import SLOTS
+        from ..engines import by_name
+        from ..head.forward import DraftHead
+        from ..pipeline.making import find_shared
+        from ..targets.config import read_target_config
+
+        kind, target = self.attention or "mla", context.source(self.target or "")
+        check_trusted(context, self.trust_remote_code, self.target)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Leave --device out.")
+        dims = None if self.head_dim == "auto" else int(self.head_dim)
+        read, table = self.open(context, self.head), by_name(self.to)
+        refuse_unstated(read.read)
+        spec = read.spec
+        check_layout(spec, outline(spec, kind, dims), table, read.places)
+        if self.states is not None:
+            texts = stored_texts(context.path(self.states), spec, read_target_config(target.fetch_config()))
+        else:
+            prompts = context.path(self.prompts or "")
+            texts = prompted_texts(prompts, self.context, spec, target, trust_remote_code=self.trust_remote_code)
+        shared = find_shared(target, SLOTS)
+        refuse_target(read, table, shared)
+        weights = read_weights(read)
+        for slot in SLOTS:
+            if slot not in weights:
+                weights[slot] = read_tensor(shared.lend(slot, spec))
+        moved = {n: w.to(self.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}
+        original = DraftHead(spec, moved)
+        context.log("gathering states")
+        lm_head = read_tensor(shared.lm_head).to(self.device, torch.float32)
+        calibration = Calibration(texts.gather(), lm_head, texts.name, texts.prompts, texts.parts)
+        with context.steps("healing") as healed:
+            converted = convert_attention(
+                original,
+                kind,
+                calibration,
+                dtype=spec.dtype,
+                head_dim=dims,
+                steps=HEAL_STEPS if self.heal is None else self.heal,
+                keep=self.min_retention,
+                say=context.log,
+                progress=healed,
+            )
+        with torch.no_grad():
+            manifest = execute(plan_converted(read, table, converted, calibration, shared), Path(self.out))
+        return Converted(self.out, manifest, converted.held_out)

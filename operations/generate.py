@@ -1,0 +1,75 @@
+"""`kconv generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from .base import Context, Name, Operation, option
+from .reading import Count
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What became of the prompts: how many were answered, failed, or had their answer already."""
+
+    out: str
+    counts: Mapping[str, int]
+    prompts: int
+
+    def to_json(self) -> Any:
+        """Return the counts as plain values."""
+        return {"out": self.out, "prompts": self.prompts} | {"counts": dict(self.counts)}
+
+
+class Generate(Operation):
+    """Ask the server at --url each prompt, all turns of it, and write the dialogues to --out for kconv train.
+
+    Every prompt is accounted for: answered, failed with the reason, or skipped because --out has its answer. The
+    same command goes on where a run was stopped, and asks failed prompts again. Exit 1 if any failed.
+    """
+
+    JOB = "Make"
+    SUMMARY = "Have the served target answer prompts, to train a head on."
+    EXAMPLES = (
+        "kconv generate --url http://127.0.0.1:8000 --model my-target --prompts prompts.jsonl --out dialogues.jsonl",
+    )
+    OUTPUT = "dialogues.jsonl"
+    RESUMES = True
+
+    url: str = option(..., "Root of an OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
+    model: str = option(..., "The name under which it serves the target.")
+    prompts: Name = option(..., "Prompts (JSONL, MT-Bench's form among others).", kind="file")
+    out: Name = option(..., "A JSONL file of dialogues; what it has is kept.", kind="output")
+    max_tokens: Count = option(4096, "Of one answer.", metavar="N")
+    temperature: Annotated[float, Field(ge=0)] = option(0.6, "Of the draws; 0 is greedy.", metavar="T")
+    concurrency: Count = option(16, "Prompts at once.", metavar="N")
+    seed: int = option(0, "Of the drawn tokens.")
+
+    def run(self, context: Context) -> Generated:
+        """Write the dialogues.
+
+        Raises:
+            PromptsInvalid: the prompts cannot be read.
+            EngineFailed: the server cannot be reached.
+        """
+        from ..targets.prompts import read_prompts
+        from ..train.synth import Asking, synthesize
+
+        asked = read_prompts(context.path(self.prompts))
+        asking = Asking(self.url, self.model, self.max_tokens, self.temperature, self.concurrency, seed=self.seed)
+        with context.status("asking") as say:
+            counts = synthesize(
+                asked, asking, Path(self.out), lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts")
+            )
+        return Generated(self.out, counts, len(asked))
+
+    def passed(self, result: Generated) -> bool:
+        """Say whether every prompt has its answer."""
+        from ..train.synth import FAILED
+
+        return not result.counts.get(FAILED)

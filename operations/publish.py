@@ -1,0 +1,272 @@
+"""`kconv publish`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..errors import RequestInvalid
+from .base import Context, Name, Operation, argument, option
+from .reading import Count
+
+if TYPE_CHECKING:
+    from ..cards.publish.floor import Floor
+    from ..cards.publish.run import Published, Release
+    from ..cards.publish.wish import Wish
+
+PUBLISHED = "published.json"
+REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# What a least acceptance is about, without which it says nothing; and what only a suite's is about.
+ABOUT = ("suite", "draft_tokens", "min_prompts", "max_loss")
+MORE = ("target_name", "temperature")
+
+
+def _allowed(value: Any) -> Any:
+    """Read checks that are let pass, from a mapping or from words like P109="a reason"."""
+    if isinstance(value, Mapping):
+        found = {str(rule): str(why) for rule, why in value.items()}
+    else:
+        found = {}
+        for word in value:
+            rule, equals, why = str(word).partition("=")
+            if not equals:
+                raise ValueError(f"{word!r} is not RULE=REASON")
+            found[rule.strip()] = why.strip()
+    if unsaid := [rule for rule, why in found.items() if not why]:
+        raise ValueError(f"{', '.join(unsaid)} needs a reason, which the card will state")
+    return found
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What was published, or would be.
+
+    Attributes:
+        release: the folder, its findings and what was let pass.
+        made: what was done.
+        dry_run: whether nothing was done.
+    """
+
+    release: Release
+    made: Published
+    dry_run: bool = False
+
+    def to_json(self) -> Any:
+        """Return it as plain values."""
+        passed = [{"rule": f.rule, "where": f.where, "found": f.message, "why": a.why} for f, a in self.release.passed]
+        findings = [finding.model_dump(mode="json") for finding in self.release.findings]
+        return {"dry_run": self.dry_run} | asdict(self.made) | {"findings": findings, "allowed": passed}
+
+
+class Publish(Operation):
+    """Publish DIR, a head with its card, as the repository REPO (org/name) of the Hub.
+
+    Refused unless the manifest matches, the report is clean and of these very weights, the acceptance reaches the
+    floor, the card says what they say, and its licenses are complete. Then: one commit, every file read back and
+    compared, the tag. A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf
+    auth login, or, where HF_OIDC_RESOURCE is set, from the CI job's identity.
+
+    DIR's recipe says what is not said here: the floor, the facts, and, of the step that publishes to REPO or of the
+    only one, the repository, its tag, branch and visibility, and what is let pass. With --create-pr, its tag, branch
+    and --public are left for when the pull request is merged.
+    """
+
+    JOB = "Release"
+    SUMMARY = "Put a finished folder on the Hub, if all checks pass."
+    EXAMPLES = (
+        "kconv publish my-release my-org/my-head --tag v1 --dry-run",
+        "kconv publish my-release --min-acceptance 2.5 --suite sampled --draft-tokens 3 --min-prompts 80 "
+        "--max-loss 0.01",
+    )
+    PLANS = True
+    OF_RELEASE = True
+
+    folder: Name = argument("The folder to publish.", kind="file", metavar="DIR")
+    repo: str = argument("The repository, org/name.", kind="plain", default="")
+    tag: str = option("", "Tag of this release, given once every file was read back.")
+    private: bool = option(False, "Refuse a repository that is public.")
+    public: bool = option(False, "Make it public once everything was read back; a new one is private.")
+    revision: str = option("", "Branch to commit to; main by default.")
+    create_pr: bool = option(False, "Open a pull request in place of moving the branch.")
+    expect_parent: str = option("", "Refuse if the branch is on another commit.", metavar="SHA")
+    report: Name | None = option(None, "report.json of kconv validate; DIR's own otherwise.", kind="file")
+    acceptance: tuple[Name, ...] = option((), "acceptance.json; DIR's own otherwise; repeatable.", kind="file")
+    facts: Name | None = option(None, "The card's facts file, for the license checks; else the recipe's.", kind="file")
+    min_acceptance: Annotated[float, Field(gt=0)] | None = option(None, "The floor; else the recipe's.", metavar="AL")
+    metric: str = option("al_incl_bonus", "What the floor is of.")
+    suite: str | None = option(None, "What it is measured on, e.g. MT-Bench, or a report's text, e.g. sampled.")
+    target_name: str | None = option(
+        None, "For which target, as acceptance.json names it, e.g. org/name@commit.", metavar="NAME"
+    )
+    temperature: Annotated[float, Field(ge=0)] | None = option(
+        None, "At which temperature; not of a report's text.", metavar="T"
+    )
+    draft_tokens: Count | None = option(None, "At which K it is measured.", metavar="K")
+    min_prompts: Count | None = option(None, "On how many prompts at least.", metavar="N")
+    max_loss: Annotated[float, Field(ge=0, lt=1)] | None = option(
+        None, "Largest loss against the source (share).", metavar="SHARE"
+    )
+    allow: Annotated[dict[str, str], BeforeValidator(_allowed)] = option(
+        {}, "Let a check pass, for a reason that the card will state; repeatable.", kind="settings",
+        metavar="RULE=REASON",
+    )  # fmt: skip
+    out: Name | None = option(None, "A new folder for the record of what is on the Hub.", kind="output")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.repo and not REPO.fullmatch(self.repo):
+            raise ValueError(f"REPO {self.repo!r} is not of the form org/name")
+        if self.min_acceptance is None:
+            self.refuse("metric", *ABOUT, *MORE, unless="with --min-acceptance")
+        elif lacking := [name for name in ABOUT if getattr(self, name) is None]:
+            named = ", ".join("--" + name.replace("_", "-") for name in lacking)
+            raise ValueError(f"--min-acceptance needs {named} too, without which it says nothing")
+        return self
+
+    def run(self, context: Context) -> Publication:
+        """Publish the folder.
+
+        Raises:
+            PublishRefused: a check of the gate does not pass, or the repository is not as asked.
+            HubMoved: the branch moved on, or the tag is there with other files.
+            ReadBackFailed: the Hub gives back other bytes.
+            HubRefused, HubUnreachable: the Hub does not let this account in, or cannot be reached.
+        """
+        return self._run(context, dry_run=False)
+
+    def preview(self, context: Context) -> Publication:
+        """Run the gate and look at the repository; change nothing."""
+        return self._run(context, dry_run=True)
+
+    def _run(self, context: Context, *, dry_run: bool) -> Publication:
+        from ..cards.publish.run import prepare, preview, publish
+
+        with context.status("publishing") as say:
+            say("checking every byte")
+            candidate, allowances, wish = self._candidate(context)
+            release = prepare(candidate, allowances)
+            made = (preview if dry_run else publish)(release, wish, say)
+        done = Publication(release, made, dry_run)
+        if self.out is not None and not dry_run:
+            _write(done, Path(self.out))
+        return done
+
+    def _candidate(self, context: Context) -> tuple[Any, list[Any], Wish]:
+        """Return what is published, what is let pass, and where to."""
+        from ..cards.facts import read_facts
+        from ..cards.publish.allow import Allowance
+        from ..cards.publish.floor import read_floor, recipe_facts
+        from ..cards.publish.gate import allowable
+        from ..cards.publish.release import open_candidate, refuse_absent
+        from ..cards.publish.wish import refuse_contradictions
+
+        if unknown := set(self.allow) - allowable():
+            raise RequestInvalid(
+                f"--allow {', '.join(sorted(unknown))}: that cannot be let pass",
+                fix=f"What can be is {', '.join(sorted(allowable()))}.",
+            )
+        folder, stated = context.path(self.folder), self._floor()
+        refuse_absent(folder)
+        floor = read_floor(folder)
+        if stated and floor:
+            raise RequestInvalid(f"{folder}'s recipe states the floor", fix="Leave out --min-acceptance.")
+        step = self if context.release else self._step(folder)
+        wish = self._wish(step)
+        refuse_contradictions(wish)
+        allowed = (step.allow if step else {}) | self.allow
+        facts = read_facts(context.path(self.facts)) if self.facts else recipe_facts(folder)
+        report = context.path(self.report) if self.report else None
+        files = tuple(context.path(file) for file in self.acceptance)
+        candidate = open_candidate(folder, report, files, stated or floor, facts)
+        return candidate, [Allowance(rule, why) for rule, why in allowed.items()], wish
+
+    def _step(self, folder: Path) -> Publish | None:
+        """Return the step of the folder's own recipe that publishes to the repository, or the only one."""
+        steps = [step for step in recorded_steps(folder) if self.repo in ("", step.repo)]
+        if not (self.repo or steps):
+            raise RequestInvalid(f"name REPO: no recipe in {folder} has a step that publishes")
+        if len(steps) > 1:
+            several = f"{len(steps)} steps of {folder}'s recipe publish{f' to {self.repo}' if self.repo else ''}"
+            raise RequestInvalid(
+                f"{several}; run one with kconv run --only STEP{'' if self.repo else ', or name REPO'}"
+            )
+        return steps[0] if steps else None
+
+    def _wish(self, step: Publish | None) -> Wish:
+        from ..cards.publish.wish import MAIN, Wish
+
+        said = step or self
+        wish = Wish(
+            said.repo or self.repo, said.tag, said.revision or MAIN, said.private, said.public, said.create_pr,
+            said.expect_parent,
+        )  # fmt: skip
+        own = {
+            name: value
+            for name in ("tag", "revision", "private", "public", "create_pr", "expect_parent")
+            if (value := getattr(self, name))
+        }
+        # A pull request has none of these; the step's are for when it is merged.
+        later = {"tag": "", "revision": MAIN, "public": False} if self.create_pr and step is not self else {}
+        from dataclasses import replace
+
+        return replace(wish, **(later | own))
+
+    def _floor(self) -> Floor | None:
+        """Return the floor that the options state."""
+        if self.min_acceptance is None:
+            return None
+        from pydantic import ValidationError
+
+        from ..cards.publish.floor import Floor
+        from ..checkpoint.schema import first_wrong
+
+        about = {name: getattr(self, name) for name in ABOUT + MORE if getattr(self, name) is not None}
+        renamed = {"target_name": "target", "min_prompts": "prompts"}
+        values = {renamed.get(name, name): value for name, value in about.items()}
+        try:
+            return Floor.model_validate(values | {"metric": self.metric, "at_least": self.min_acceptance})
+        except ValidationError as error:
+            raise RequestInvalid(f"the floor cannot be: {first_wrong(error)}", fix="See docs/release.md.") from error
+
+
+def recorded_steps(folder: Path) -> list[Publish]:
+    """Return the publish steps of the recipe that made a folder and lies in it; none where there is no recipe.
+
+    Raises:
+        RecipeInvalid: the recipe is no YAML mapping, or such a step is not of its schema.
+    """
+    import yaml
+
+    from ..cards.publish.floor import RECIPE
+    from ..errors import RecipeInvalid
+
+    file = folder / RECIPE
+    try:
+        held = yaml.safe_load(file.read_bytes()) if file.exists() else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeInvalid(f"{RECIPE} cannot be read: it is no YAML", where=file, fix="Correct it there.") from error
+    steps = held.get("steps") if isinstance(held, dict) else None
+    own = [step for step in steps.values() if isinstance(step, dict)] if isinstance(steps, dict) else []
+    try:
+        return [
+            Publish.checked({key: value for key, value in step.items() if key != "do"})
+            for step in own
+            if step.get("do") == "publish"
+        ]
+    except RequestInvalid as error:
+        raise RecipeInvalid(f"{RECIPE} cannot be read: {error.what}", where=file, fix="Correct it there.") from error
+
+
+def _write(done: Publication, out: Path) -> None:
+    from ..checkpoint.staging import staged
+
+    with staged(out) as folder:
+        # What was done this time is no part of the outcome: a second run of the step finds it done.
+        outcome = {k: v for k, v in asdict(done.made).items() if k not in ("done", "uploaded", "deleted")}
+        (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n")

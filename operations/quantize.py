@@ -1,0 +1,372 @@
+"""`kconv calibrate`, `kconv quantize` and `kconv quantize-head`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import model_validator
+
+from ..errors import RequestInvalid
+from .base import Context, Estimate, Name, Operation, argument, option, quiet_stdout
+from .convert import Converted, Share
+from .reading import Count, Reading, check_trusted, refuse_existing_output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..quantize.calibration import Calibration, Prompts
+    from ..quantize.plan import QuantizePlan
+    from ..quantize.recipe import Recipe
+
+DATA_FREE = "data-free"
+# Where each backend has the activations' scales from, and the options that it alone has.
+SCALES = {"stream": f"a calibration file, or {DATA_FREE}", "modelopt": "a JSONL file"}
+OF_BACKEND = {
+    "stream": ("input_scale", "jobs"),
+    "modelopt": ("prompts", "tokens", "chat", "trust_remote_code"),
+}
+
+
+class Prompted(Operation):
+    """What of its prompts a target reads."""
+
+    tokens: Count = option(512, "Cut each prompt to N tokens.", metavar="N")
+    chat: bool = option(False, "Put prompts through the target's chat template.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
+
+    def read_sequences(self, context: Context, target: str, prompts: str) -> tuple[list[Tensor], Prompts]:
+        """Return the token ids of each prompt, [T] each, and what they are, for the record.
+
+        Raises:
+            PromptsInvalid, TokenizerFailed: the prompts or the tokenizer cannot be read.
+        """
+        from ..cli.prompting import read_sequences
+
+        check_trusted(context, self.trust_remote_code, target)
+        return read_sequences(
+            context.source(target), context.path(prompts), tokens=self.tokens, chat=self.chat,
+            trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A calibration that was written: where, and what it holds."""
+
+    out: str
+    calibration: Calibration
+
+    def to_json(self) -> Any:
+        """Return what was calibrated on as plain values."""
+        found = self.calibration
+        return {"out": self.out, "modules": len(found.input_amax), "prompts": found.prompts.model_dump(mode="json")}
+
+
+class Calibrate(Prompted):
+    """Run TARGET over prompts, and write what each linear module's input reaches into the new file OUT (JSON).
+
+    The target is run layer by layer from its disk with only one layer in memory, quantized ones dequantized. A run
+    that was interrupted goes on behind its last layer when the same command is given again.
+    """
+
+    JOB = "Make"
+    SUMMARY = "Find what a target's activations reach, for kconv quantize."
+    EXAMPLES = (
+        "kconv calibrate my-target calibration.json --prompts calibration.jsonl --chat",
+        "kconv quantize my-target my-target-nvfp4 --recipe nvfp4-mlp --input-scale calibration.json",
+    )
+    OUTPUT = "calibration.json"
+    HEAVY = True
+    RESUMES = True
+
+    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
+    out: Name = argument("The file to write; nothing may be there.", kind="output")
+    prompts: Name = option(..., "Prompts (JSONL, MT-Bench's form among others).", kind="file")
+    dtype: Literal["F32", "BF16", "F16"] | None = option(None, "What to compute in; by default the target's own.")
+
+    def run(self, context: Context) -> Calibrated:
+        """Write the calibration.
+
+        Raises:
+            OutputExists, OutputFailed: the file is there, or cannot be written.
+            KconvError: the target or the prompts cannot be read.
+        """
+        from ..checkpoint.staging import writing
+
+        out = Path(self.out)
+        refuse_existing_output(self.out)
+        sequences, prompts = self.read_sequences(context, self.target, self.prompts)
+
+        from ..checkpoint.folder import open_checkpoint
+        from ..checkpoint.tensors import TORCH
+        from ..quantize.calibrate import calibrate
+        from ..quantize.calibrating import find, keep, partial_of
+        from ..quantize.calibration import write_calibration
+        from ..targets.config import read_target_config
+
+        target = context.source(self.target)
+        folder = target.fetch_model()
+        config = read_target_config(folder)
+        checkpoint = open_checkpoint(folder, source=target.name)
+        dtype = TORCH[self.dtype or config.dtype or "BF16"]
+        place = partial_of(out, checkpoint, sequences, dtype)
+        before = find(place, config.layers)
+        if before:
+            context.log(f"{before.layers} of {config.layers} layers are done already")
+        with writing(out), context.status("calibrating") as say:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            found = calibrate(
+                checkpoint,
+                config,
+                sequences,
+                prompts,
+                dtype=dtype,
+                start=before,
+                keep=partial(keep, place),
+                advance=lambda done, total: say(f"{done} of {total} layers"),
+            )
+            temporary = out.with_name(f".{out.name}.partial")
+            write_calibration(temporary, found)
+            temporary.replace(out)
+            place.unlink()
+        return Calibrated(self.out, found)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A target that was quantized: where, and by which plan; a rank that is not the first has written only its part.
+
+    Attributes:
+        processes: that share the work; None where ModelOpt does it, whose files and time are not known before.
+    """
+
+    out: str
+    plan: QuantizePlan
+    processes: int | None
+    written: bool = True
+
+
+class Quantize(Prompted):
+    """Write TARGET in NVFP4 into the new folder OUT, with kconv.json beside it.
+
+    TARGET is stored in bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6) or FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3).
+    What is not quantized keeps its bytes. The streaming backend has one tensor at a time in memory, ranks of torchrun
+    share the work, and a run that was interrupted goes on where it stopped when the same command is given again.
+    --backend modelopt is one process, with the whole target in memory, and starts anew.
+
+    Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
+    too), nvfp4-weight-only (activations stay bf16), or a YAML file.
+    """
+
+    JOB = "Make"
+    SUMMARY = "Write a target in NVFP4, shard by shard."
+    EXAMPLES = (
+        "kconv quantize moonshotai/Kimi-K2.5 Kimi-K2.5-NVFP4 --recipe nvfp4-experts --input-scale data-free --dry-run",
+        "kconv quantize my-target my-target-nvfp4 --recipe nvfp4-mlp --input-scale calibration.json --jobs 8",
+        "kconv quantize my-small-target out --recipe nvfp4 --backend modelopt --prompts calibration.jsonl",
+        "torchrun --nproc-per-node 4 --no-python kconv quantize my-target out --recipe nvfp4 --input-scale data-free",
+    )
+    HEAVY = True
+    RESUMES = True
+    PLANS = True
+
+    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    recipe: Name = option(..., "What is quantized: a recipe's name, or a file.", kind="file", metavar="NAME|FILE")
+    input_scale: Name | None = option(
+        None, "Where the activations' scales come from: a file that kconv calibrate wrote, or 1.0 for all.",
+        kind="file", metavar="FILE|data-free", words=(DATA_FREE,),
+    )  # fmt: skip
+    kv_cache: Literal["fp8", "none"] | None = option(None, "What engines keep the KV cache in.")
+    jobs: Count | None = option(None, "Processes; each takes about 1 GiB; by default one per core.", metavar="N")
+    backend: Literal["stream", "modelopt"] = option(
+        "stream",
+        "stream: one tensor at a time, from the disk. modelopt: ModelOpt's own calibration and exporter, with the "
+        "whole target in memory; it makes the same bits where the activations' scales are the same.",
+    )
+    prompts: Name | None = option(None, "Prompts that --backend modelopt calibrates on (JSONL).", kind="file")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for backend, names in OF_BACKEND.items():
+            if backend != self.backend:
+                self.refuse(*names, unless=f"with --backend {backend}")
+        return self
+
+    def run(self, context: Context) -> Quantized:
+        """Write the target.
+
+        Raises:
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            KconvError: the target, the recipe or the scales cannot be read, or cannot be quantized so.
+        """
+        from ..quantize.world import read_world
+
+        recipe, world = self._recipe(context), read_world()
+        if world.size > 1 and self.backend == "modelopt":
+            raise RequestInvalid("--backend modelopt is one process", fix="Start it without torchrun.")
+        if not world.rank:
+            refuse_existing_output(self.out)
+        if self.backend == "modelopt":
+            return self._modelopt(context, recipe)
+        from ..quantize.run import quantize
+
+        plan, processes = self._plan(context, recipe, headers=False), self._processes()
+        own = sum(unit.bytes_in for unit in (plan.units if world.rank == 0 else world.own(plan.units)))
+        with context.bytes("quantizing", own) as advance:
+            made = quantize(plan, Path(self.out), world=world, jobs=processes, advance=advance, say=context.log)
+        return Quantized(self.out, plan, processes, bool(made and not world.rank))
+
+    def estimate(self, context: Context) -> Estimate:
+        """Return the plan, made of headers alone."""
+        recipe = self._recipe(context)
+        refuse_existing_output(self.out)
+        if self.backend == "modelopt":
+            _, prompts = self.read_sequences(context, self.target, self.prompts) if self.prompts else ([], None)
+            plan = self._plan_modelopt(context, recipe, prompts, headers=True)
+            return Estimate(plan.bytes_out, Quantized(self.out, plan, None))
+        from ..quantize.world import read_world
+
+        plan = self._plan(context, recipe, headers=True)
+        processes = self._processes() * read_world().size
+        return Estimate(sum(unit.bytes_out for unit in plan.units), Quantized(self.out, plan, processes))
+
+    def _recipe(self, context: Context) -> Recipe:
+        from ..quantize.recipe import load_recipe
+
+        recipe = load_recipe(str(context.path(self.recipe)))
+        scaled, named = {"stream": (self.input_scale, "--input-scale"), "modelopt": (self.prompts, "--prompts")}[
+            self.backend
+        ]
+        if recipe.weight_only and scaled:
+            raise RequestInvalid(
+                f"{named} has no use: {recipe.name} leaves activations as they are", fix=f"Leave {named} out."
+            )
+        if not recipe.weight_only and not scaled:
+            raise RequestInvalid(f"{named} is required", fix=f"Give {SCALES[self.backend]}.")
+        return recipe.model_copy(update={"kv_cache": self.kv_cache}) if self.kv_cache else recipe
+
+    def _plan(self, context: Context, recipe: Recipe, *, headers: bool) -> QuantizePlan:
+        from ..quantize.inputs import data_free, from_calibration
+        from ..quantize.plan import plan_quantize
+        from ..targets.config import parse_target_config
+
+        target = context.source(self.target)
+        source = target.open_headers() if headers else target.open_weights()
+        config = parse_target_config(source.config, where=source.folder / "config.json")
+        if self.input_scale is None or self.input_scale == DATA_FREE:
+            inputs = data_free()
+        else:
+            inputs = from_calibration(context.path(self.input_scale), source, config)
+        return plan_quantize(source, config, recipe, inputs)
+
+    def _processes(self) -> int:
+        from ..quantize.world import read_world
+
+        return self.jobs or (1 if read_world().size > 1 else _cores())
+
+    def _plan_modelopt(
+        self, context: Context, recipe: Recipe, prompts: Prompts | None, *, headers: bool
+    ) -> QuantizePlan:
+        from ..quantize.modelopt_road import plan_in_memory
+        from ..targets.config import parse_target_config
+
+        target = context.source(self.target)
+        source = target.open_headers() if headers else target.open_weights()
+        config = parse_target_config(source.config, where=source.folder / "config.json")
+        return plan_in_memory(source, config, recipe, prompts)
+
+    def _modelopt(self, context: Context, recipe: Recipe) -> Quantized:
+        from ..quantize.modelopt_road import quantize_in_memory
+
+        # Prompts first: a problem of theirs is found before anything large is downloaded.
+        sequences, prompts = self.read_sequences(context, self.target, self.prompts) if self.prompts else ([], None)
+        plan = self._plan_modelopt(context, recipe, prompts, headers=False)
+        # ModelOpt tells of its work on stdout, which is for results.
+        with context.status("quantizing") as say, quiet_stdout():
+            quantize_in_memory(plan, Path(self.out), [ids.unsqueeze(0) for ids in sequences], say=say)
+        return Quantized(self.out, plan, None)
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class QuantizeHead(Reading):
+    """Write HEAD with its linears in FP8 or NVFP4 into the new folder OUT, with kconv.json beside it.
+
+    A GQA or MHA head's attention and MLP are quantized, an MLA head's MLP: what each engine that reads the head builds
+    quantized too. fc, lm_head, the embedding and the norms keep their bytes, and so does an MLA head's attention. What
+    engines fuse shares its scales. OUT is in HEAD's layout; kconv to-vllm OUT and the like carry it whole.
+
+    The scales of what the linears read are of the states' prompts but one in ten. On these the acceptance length is
+    measured, with weights and inputs rounded as an engine rounds them, before anything is written. The whole head is
+    in memory, in fp32.
+    """
+
+    JOB = "Make"
+    SUMMARY = "Write a draft head's linears in FP8 or NVFP4."
+    EXAMPLES = (
+        "kconv states my-target my-states --prompts prompts.jsonl --captured 1,29,57",
+        "kconv quantize-head my-head my-head-fp8 --format fp8 --states my-states --target my-target",
+        "kconv validate my-head-fp8 --source my-head",
+    )
+
+    head: Name = argument("The head: a folder or a hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    format: Literal["fp8", "nvfp4"] = option(..., "What the linears are written in.")
+    states: Name = option(..., "What kconv states wrote of the target, to calibrate on.", kind="file")
+    min_retention: Share = option(
+        0.97, "Refuse a result that keeps less of the acceptance length on held-out text.", metavar="SHARE"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.target is None:
+            raise ValueError("--target is required: the states are of it, and so is what the acceptance is against")
+        return self
+
+    def run(self, context: Context) -> Converted:
+        """Write the head.
+
+        Raises:
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            ConversionInaccurate: it keeps less than --min-retention.
+            KconvError: the head, the target or the states cannot be read.
+        """
+        import torch
+
+        from ..checkpoint.tensors import read_tensor
+        from ..cli.attention_states import StoredBatches
+        from ..convert.attention.calibration import Calibration
+        from ..convert.read import read_weights
+        from ..convert.shared import SLOTS
+        from ..pipeline.making import find_shared
+        from ..quantize.head.formats import FORMATS
+        from ..quantize.head.plan import plan_plain, plan_quantized, write
+        from ..quantize.head.quantize import quantize_head
+        from ..targets.config import read_target_config
+        from ..targets.stored_states import open_states
+
+        refuse_existing_output(self.out)
+        target, states = context.source(self.target or ""), context.path(self.states)
+        head, format_ = self.open(context, self.head), FORMATS[self.format]
+        shared = find_shared(target, SLOTS)
+        lm_head = read_tensor(shared.lm_head).float()
+        plain = plan_plain(head, format_, shared)
+        stored = open_states(states, config=read_target_config(target.fetch_config()), captured=head.spec.captured)
+        weights = read_weights(head)
+        weights |= {slot: read_tensor(shared.lend(slot, head.spec)) for slot in SLOTS if slot not in weights}
+        batches = StoredBatches(stored)
+        digests = tuple(sequence.digest for sequence in stored.sequences)
+        calibration = Calibration(batches, lm_head, states.name, digests, batches.parts)
+        with context.status("quantizing") as say:
+            quantized = quantize_head(head.spec, weights, format_, calibration, keep=self.min_retention, say=say)
+        with torch.no_grad():
+            manifest = write(plan_quantized(plain, quantized, calibration), format_, Path(self.out))
+        return Converted(self.out, manifest, quantized.held_out)

@@ -1,0 +1,106 @@
+"""What a head's config leaves open: the options of every operation that reads a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from .base import Context, LayerIds, Name, Operation, option
+
+if TYPE_CHECKING:
+    from ..convert.captured import Hints
+    from ..convert.read import Head
+    from ..engines.layout import Layout
+    from ..targets.config import TargetConfig
+
+Count = Annotated[int, Field(ge=1)]
+YES_OR_NO = {"yes": True, "no": False}
+YesOrNo = Annotated[bool, BeforeValidator(lambda value: YES_OR_NO.get(str(value).lower(), value))]
+
+
+class Reading(Operation):
+    """What is said of a head where its config is silent or ambiguous."""
+
+    from_: str | None = option(None, "The layout HEAD is in, if its marks do not tell.", metavar="LAYOUT")
+    captured: LayerIds | None = option(
+        None, "Captured layers, if the config does not list them; where it does, a reading of that list.", kind="ids"
+    )
+    captured_are: Literal["outputs", "inputs"] | None = option(
+        None, "Whether the listed layers are outputs or inputs of 0-based decoder layers."
+    )
+    max_positions: Count | None = option(None, "Longest context that will be served.", metavar="N")
+    norm_before_residual: YesOrNo | None = option(
+        None, "Whether layer 0's residual is normed, if a config that readers disagree on does not state it.",
+        kind="yes-or-no",
+    )  # fmt: skip
+    target: Name | None = option(None, "The target model; its depth decides default captures.", kind="checkpoint")
+
+    def layout(self) -> Layout | None:
+        """Return the layout that the request names; None to go by the head's marks.
+
+        Raises:
+            UnknownLayout: there is no such layout.
+        """
+        from ..engines import by_name
+
+        return by_name(self.from_) if self.from_ else None
+
+    def hints(self, config: TargetConfig | None = None) -> Hints:
+        """Return what the request says where a config is silent, for a target if there is one."""
+        from ..convert.captured import Hints
+
+        layers = config.layers if config else None
+        return Hints(self.captured, self.captured_are, layers, self.max_positions, self.norm_before_residual)
+
+    def target_config(self, context: Context) -> TargetConfig | None:
+        """Return the config of the target that the request names; None where it names none."""
+        if self.target is None:
+            return None
+        from ..targets.config import read_target_config
+
+        return read_target_config(context.source(self.target).fetch_config())
+
+    def open(self, context: Context, head: str) -> Head:
+        """Open a head with its weights, downloaded if need be.
+
+        Raises:
+            TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
+            KconvError: it cannot be read; see `convert.read`.
+        """
+        from ..pipeline.heads import open_beside
+
+        return open_beside(context.source(head).open_weights(), self.layout(), self.hints(), context.maybe(self.target))
+
+    def open_headers(self, context: Context, head: str) -> Head:
+        """Open a head by its config and headers alone; see `open`."""
+        from ..pipeline.heads import open_beside
+
+        return open_beside(context.source(head).open_headers(), self.layout(), self.hints(), context.maybe(self.target))
+
+
+def check_trusted(context: Context, trust_remote_code: bool, target: str | None) -> None:
+    """Refuse to run the code of a target's tokenizer unless the user named the commit that it is of.
+
+    Raises:
+        RequestInvalid: it may be run, and the target may be another one tomorrow.
+    """
+    from ..errors import RequestInvalid
+
+    if trust_remote_code and target is not None and not (source := context.source(target)).pinned:
+        raise RequestInvalid(
+            "--trust-remote-code runs code of one commit only", where="--target", fix=f"Name it: {source.name}"
+        )
+
+
+def refuse_existing_output(out: str | None) -> None:
+    """Refuse an output that is already there.
+
+    Raises:
+        OutputExists: it is.
+    """
+    from ..checkpoint.staging import refuse_existing
+
+    if out is not None:
+        refuse_existing(Path(out))

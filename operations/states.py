@@ -1,0 +1,160 @@
+"""`kconv states`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .base import Context, LayerIds, Name, Operation, argument, option
+from .reading import Count, check_trusted, refuse_existing_output
+
+if TYPE_CHECKING:
+    from ..targets.config import TargetConfig
+    from ..targets.states_record import StatesRecord
+
+Tokens = Annotated[int, Field(ge=0)]
+Dtype = Literal["F32", "BF16", "F16"]
+
+
+@dataclass(frozen=True)
+class StatesWritten:
+    """Hidden states that were written: where, and their record."""
+
+    out: str
+    record: StatesRecord
+
+    def to_json(self) -> Any:
+        """Return the record as plain values."""
+        return self.record.model_dump(mode="json", by_alias=True)
+
+
+class States(Operation):
+    """Run TARGET over prompts and write what an Eagle3 head reads of it into the new folder OUT.
+
+    For each sequence: token ids, the captured layers' outputs side by side, the state after the final norm, and for
+    continuations a mask of the target's own tokens. One sequence is in memory at a time; a run that was killed goes
+    on where it stopped when it is started again.
+
+    A target that only fits into a server is run there: vLLM 0.32 or later with its hidden-state extraction. Its layer
+    ids are those of --captured plus one, and the number of layers as the last; they cannot be asked for, so what
+    stands there is what you get. For 61 layers and --captured 1,29,57:
+
+    \b
+      --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config":
+        {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58, 61]}}}'
+      --kv-transfer-config '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": "/shared"}}'
+    """
+
+    JOB = "Make"
+    SUMMARY = "Write a target's hidden states, for calibration, training and validation without it."
+    EXAMPLES = (
+        "kconv states my-target my-states --prompts held-out.jsonl --prompt-tokens 32 --sampled 64 --greedy 64",
+        "kconv states my-target my-states --prompts held-out.jsonl --url http://host:8000 --shared /shared",
+    )
+    HEAVY = True
+    RESUMES = True
+
+    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    prompts: Name = option(..., "Prompts (JSONL, MT-Bench's form among others).", kind="file")
+    captured: LayerIds | None = option(
+        None, "Layers, as outputs of 0-based layers; by default 1, N/2 - 1, N - 4.", kind="ids"
+    )
+    sampled: Tokens = option(0, "Also continue each prompt by N drawn tokens.", metavar="N")
+    greedy: Tokens = option(0, "Also continue each prompt greedily by N tokens.", metavar="N")
+    prompt_tokens: Count | None = option(None, "Cut prompts to N tokens before continuing them.", metavar="N")
+    text_tokens: Count | None = option(None, "Cut the prompts' own text to N tokens.", metavar="N")
+    chat: bool = option(False, "Put prompts through the target's chat template.")
+    held_out: bool = option(True, "Only continuations, not the prompts' own text.")
+    seed: int = option(0, "Of the drawn tokens.")
+    dtype: Dtype | None = option(None, "What to compute and store in; by default the target's own.")
+    shard_mib: Count = option(512, "Bound on the size of a file.", metavar="MIB")
+    url: str | None = option(
+        None, "A vLLM that serves TARGET and hands out hidden states; the target is not loaded here."
+    )
+    shared: Name | None = option(None, "The folder that this vLLM writes states to, as seen from here.", metavar="DIR")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if bool(self.url) != bool(self.shared):
+            raise ValueError("--url and --shared go together: the server's states come as files")
+        if self.url and self.sampled:
+            raise ValueError("--sampled is drawn by a target in memory; with --url take --greedy")
+        if not self.held_out and not self.sampled and not self.greedy:
+            raise ValueError("--no-held-out leaves nothing to write; add --sampled or --greedy")
+        return self
+
+    def run(self, context: Context) -> StatesWritten:
+        """Write the states.
+
+        Raises:
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            KconvError: the target or the prompts cannot be read, or the server fails.
+        """
+        check_trusted(context, self.trust_remote_code, self.target)
+        refuse_existing_output(self.out)
+        from ..checkpoint.folder import Checkpoint, open_checkpoint
+        from ..checkpoint.tensors import TORCH
+        from ..convert.captured import Hints, decide
+        from ..targets.config import read_target_config
+        from ..targets.model import load_target
+        from ..targets.states_plan import Wanted
+        from ..targets.states_runner import LocalRunner
+        from ..targets.tokenizer import load_tokenizer
+        from ..targets.write_states import write_states
+
+        target = context.source(self.target)
+        folder = target.fetch_tokenizer() if self.url else target.fetch_model()
+        config = read_target_config(folder)
+        # Of a target that is served elsewhere, only what its identity hangs on need be here.
+        checkpoint = (
+            Checkpoint(folder, config.raw, target.open_tensors({config.lm_head}), target.name)
+            if self.url
+            else open_checkpoint(folder, source=target.name)
+        )
+        wanted = Wanted(
+            context.path(self.prompts),
+            self.captured or decide({}, Hints(target_layers=config.layers)).ids,
+            prompt_tokens=self.prompt_tokens,
+            text_tokens=self.text_tokens,
+            sampled=self.sampled,
+            greedy=self.greedy,
+            held_out=self.held_out,
+            chat=self.chat,
+            seed=self.seed,
+        )
+        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        with context.status("states") as say:
+            if self.url and self.shared:
+                runner = self._reach(context, config)
+            else:
+                say("loading the target")
+                runner = LocalRunner(load_target(folder, TORCH[self.dtype or config.dtype or "BF16"]))
+            record = write_states(
+                runner,
+                checkpoint,
+                config,
+                tokenizer,
+                wanted,
+                Path(self.out),
+                shard_bytes=self.shard_mib << 20,
+                advance=lambda done, total: say(f"{done} of {total} sequences"),
+            )
+        return StatesWritten(self.out, record)
+
+    def _reach(self, context: Context, config: TargetConfig) -> Any:
+        from ..bench.server import connect
+        from ..checkpoint.tensors import read_tensor
+        from ..validate.engines.states import ServedRunner
+
+        norm = f"{config.prefix}model.norm.weight"
+        ends = context.source(self.target).open_tensors({norm, config.lm_head})
+        return ServedRunner(
+            connect(self.url or "", None, {}, 600.0), Path(self.shared or ""), config,
+            read_tensor(ends[norm]), read_tensor(ends[config.lm_head]), self.dtype or config.dtype or "BF16",
+        )  # fmt: skip

@@ -1,0 +1,187 @@
+"""`kconv train`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from .base import Context, Estimate, Name, Operation, argument, option
+from .reading import Count, check_trusted, refuse_existing_output
+
+if TYPE_CHECKING:
+    from ..head.vocab import Coverage
+    from ..train.job import Job
+
+# A head's size does not hang on how much it is trained on.
+ANY_ROWS = 1 << 20
+
+
+def _settings(value: Any) -> Any:
+    """Read settings of a recipe, from a mapping or from words like lr=1e-4; a value is JSON, or else a word."""
+    if isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for setting in value:
+        key, equals, text = str(setting).partition("=")
+        if not equals or not key:
+            raise ValueError(f"{setting!r} is not KEY=VALUE")
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A head that was trained: where, in which layout, how, and what of the training text its vocabulary holds."""
+
+    out: str
+    layout: str
+    training: Mapping[str, Any]
+    coverage: Coverage | None = None
+
+    def to_json(self) -> Any:
+        """Return the record of the training as plain values."""
+        return {"out": self.out, "layout": self.layout, "training": dict(self.training)}
+
+
+class Train(Operation):
+    """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
+
+    With --data the target is run while it trains, whole in each process; with --states it is not, and only its
+    embedding, final norm and output matrix are loaded. Under torchrun the processes share each batch, whose rows
+    their number has to divide.
+
+    A run that was stopped goes on from its last checkpoint, in .NAME.training beside OUT, when the same command is
+    given again, with as many processes; it ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready
+    for kconv to-vllm; an MLA head of a reduced vocabulary, which TensorRT-LLM cannot load, is in vLLM's. Its kconv.json
+    says what it was trained on and how; its modelopt folder has the head as ModelOpt's module, and the curves.
+    """
+
+    JOB = "Make"
+    SUMMARY = "Train an Eagle3 head with ModelOpt, or train one on."
+    EXAMPLES = (
+        "kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4",
+        "kconv train my-target my-better-head --recipe eagle3-mla --data more.jsonl --init-from my-head",
+        "torchrun --nproc-per-node 8 --no-python kconv train my-target my-head --recipe eagle3-mla --states my-states",
+    )
+    HEAVY = True
+    RESUMES = True
+
+    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    recipe: Name = option(..., "eagle3-mla, eagle3-gqa, or a YAML file.", kind="file", metavar="NAME|FILE")
+    set: Annotated[dict[str, Any], BeforeValidator(_settings)] = option(
+        {}, "A key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
+    )
+    data: Name | None = option(
+        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
+    )
+    split: str | None = option(None, "Of a dataset; by default train.")
+    revision: str | None = option(None, "Of a dataset.")
+    held_out: Name | None = option(
+        None, "What is only evaluated on; by default one sample in fifty of --data.", kind="file", metavar="FILE|ID"
+    )
+    states: Name | None = option(
+        None, "States that kconv states wrote, instead of --data: TARGET is not run.", kind="file"
+    )
+    init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
+    save_every: Count = option(200, "Steps between checkpoints.", metavar="STEPS")
+    eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
+    shard: bool = option(False, "Under torchrun: spread the head over the processes (FSDP2).")
+    tensorboard: bool = option(False, "Write TensorBoard's event files.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.data is None) == (self.states is None):
+            raise ValueError("give either --data or --states")
+        if self.states:
+            self.refuse("held_out", "split", "revision", unless="with --data; stored states have their own prompts")
+        return self
+
+    def run(self, context: Context) -> Trained:
+        """Train the head.
+
+        Raises:
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            TrainingFailed: a loss is not a number, or the training library failed.
+            KconvError: the target, the recipe, the data or the states cannot be read.
+        """
+        check_trusted(context, self.trust_remote_code, self.target)
+        refuse_existing_output(self.out)
+        from ..checkpoint.manifest import read_manifest
+        from ..train.arguments import Pace
+        from ..train.job import draft_coverage
+        from ..train.run import train
+
+        out = Path(self.out)
+        pace = Pace(self.save_every, self.eval_every, self.shard, self.tensorboard)
+        job = self._job(context, pace)
+        coverage = None
+        if int(os.environ.get("RANK", "0")):
+            # Another process of the run shows how it goes.
+            train(job, out, pace)
+        else:
+            coverage = draft_coverage(job)
+            if coverage:
+                # Before the hours that a vocabulary which leaves out too much would cost.
+                context.log(
+                    f"draft vocabulary of {job.recipe.draft_vocab:,}: {coverage.share:.2%} of {coverage.tokens:,} "
+                    f"training tokens, {coverage.distinct_covered:,} of {coverage.distinct:,} distinct ones"
+                )
+            with context.steps("training") as advance:
+                train(job, out, pace, advance)
+        manifest = read_manifest(out)
+        return Trained(self.out, manifest.layout, manifest.training or {}, coverage)
+
+    def estimate(self, context: Context) -> Estimate:
+        """Return twice the head's bytes: as it is exported, and as ModelOpt's own module."""
+        from math import prod
+
+        from ..head.slots import needs
+        from ..targets.config import read_target_config
+        from ..train.named import complete, read_recipe_file
+        from ..train.watch import spec_of
+
+        if self.init_from:
+            return Estimate(None)
+        config = read_target_config(context.source(self.target).fetch_config())
+        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        spec = spec_of(complete(values, config, ANY_ROWS), config)
+        width = {"F32": 4, "BF16": 2}[spec.dtype]
+        return Estimate(2 * sum(prod(need.shape) for need in needs(spec).values()) * width)
+
+    def _job(self, context: Context, pace: Any) -> Job:
+        from ..convert.captured import Hints
+        from ..pipeline.heads import open_beside
+        from ..targets.config import read_target_config
+        from ..targets.tokenizer import load_tokenizer
+        from ..train.jobs import Data, check_job, offline_job, online_job
+        from ..train.named import check_keys, read_recipe_file
+
+        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        # A target may be downloaded, and data read, for hours.
+        check_keys(values)
+        target = context.source(self.target)
+        head = (
+            open_beside(context.source(self.init_from).open_weights(), None, Hints(), target)
+            if self.init_from
+            else None
+        )
+        check_job(values, read_target_config(target.fetch_config()), head, pace)
+        folder = target.fetch_model()
+        config = read_target_config(folder)
+        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        if self.states is not None:
+            return offline_job(folder, config, tokenizer, values, context.path(self.states), head)
+        held_out = str(context.path(self.held_out)) if self.held_out else None
+        data = Data(str(context.path(self.data or "")), held_out, self.split or Data.split, self.revision)
+        return online_job(folder, config, tokenizer, values, data, head)

@@ -1,0 +1,265 @@
+"""`kconv validate`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from ..errors import ReportInvalid, RequestInvalid
+from .base import Context, Name, argument, option
+from .reading import Count, Reading, check_trusted
+
+if TYPE_CHECKING:
+    from ..checkpoint.source import Source
+    from ..validate.engines.check import Engined
+    from ..validate.parity import Parity
+    from ..validate.perplexity import HeldOutText
+    from ..validate.report import Report
+
+# Also where the engine tests look.
+PYTHON = "KCONV_ENGINE_PYTHON"
+# What each option goes with: without any of these it would be passed over.
+GOES_WITH = {
+    "draft_tokens": ("prompts", "states"),
+    "prompt_tokens": ("prompts",),
+    "new_tokens": ("prompts",),
+    "seed": ("prompts",),
+    "calibrated_on": ("prompts", "states"),
+    "allow_pickle": ("states",),
+    "trust_remote_code": ("prompts",),
+}
+# What a target has none of: it is run over text, and drafts nothing.
+OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "engine", "engine_python", "url")
+SHOWN = 5
+
+
+class Validate(Reading):
+    """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers.
+
+    Names, shapes, config, what each engine is known to get wrong, and every value; with --source, that no bit was
+    lost; with --target and --prompts, logits, top-1 agreement and acceptance length on the prompts' own text and on
+    the target's sampled and greedy continuations. A target's folder is checked too, for its quantization: with
+    --source, the noise of every tensor, and with --prompts the perplexity of both.
+    """
+
+    JOB = "Check and measure"
+    SUMMARY = "Check a head or a target before it is served: files, config, values, engines."
+    EXAMPLES = (
+        "kconv validate my-head --for all",
+        "kconv validate org/head --for sglang --headers-only --strict",
+        "kconv validate my-head-vllm --source my-head --target my-target --prompts held-out.jsonl --out report",
+        "kconv validate my-head --source old-head --target my-target --states my-states",
+        "kconv validate my-target-nvfp4 --source my-target --prompts held-out.jsonl --out report",
+        "kconv validate my-head --engine vllm --engine-python env/bin/python --target my-target --prompts p.jsonl",
+        "kconv validate my-head --explain K101",
+    )
+
+    head: Name = argument("A head or a target: a folder or a hub id.", kind="checkpoint")
+    for_: str | None = option(
+        None, "Who will serve it; by default the engines of its layout, or all.", metavar="ENGINE"
+    )
+    source: Name | None = option(None, "What HEAD was made from: bits are compared, or noise.", kind="checkpoint")
+    headers_only: bool = option(False, "Read no weight, and download none: names, shapes, config.")
+    strict: bool = option(False, "Exit 1 on a warning too.")
+    prompts: Name | None = option(
+        None,
+        "Held-out prompts, with --target: logits and acceptance; of a target, with --source: perplexity. A JSONL, "
+        "or mt-bench@<commit> from the Hub.",
+        kind="file", metavar="FILE|SUITE@COMMIT",
+    )  # fmt: skip
+    states: Name | None = option(
+        None, "The same from stored states; of --target only two tensors are read.", kind="file"
+    )
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Drafted tokens per step (K).", metavar="K")
+    prompt_tokens: Count = option(32, "Cut prompts to this.", metavar="N")
+    new_tokens: Count = option(64, "Continue prompts by this.", metavar="N")
+    seed: int = option(0, "Of the sampled continuations.")
+    calibrated_on: tuple[Name, ...] = option(
+        (), "A states.json or its folder: prompts that stand there are refused; repeatable.", kind="file"
+    )
+    allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
+    engine: str | None = option(
+        None, "Have it serve HEAD, and compare output and counters with kconv's own chain.", metavar="ENGINE"
+    )
+    engine_python: Name | None = option(
+        None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
+    )
+    url: str | None = option(None, "Reach an engine that serves --target with HEAD already.")
+    out: Name | None = option(None, "Write report.json and report.md into this folder.", kind="output")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        from ..validate.rules.rule import ASKED
+
+        if self.for_ is not None and self.for_ not in ASKED:
+            raise ValueError(f"--for {self.for_!r} is not one of {', '.join(ASKED)}")
+        if self.headers_only and (self.measures or self.source):
+            raise ValueError("--headers-only reads no value, and --source and all that measures are about values")
+        if self.prompts and self.states:
+            raise ValueError("--prompts and --states are two ways to the same figures; give one of them")
+        if (self.prompts or self.states) and not (self.target or self.source):
+            given = "prompts" if self.prompts else "states"
+            raise ValueError(f"--{given} needs --target; where a target itself is checked, its --source")
+        if self.asks_engine and not (self.prompts and (self.target or self.source)):
+            raise ValueError("an engine is asked with --target and --prompts")
+        if self.engine_python and self.url:
+            raise ValueError("--engine-python starts a server and --url reaches one; give one of them")
+        if self.engine in ("sglang", "trtllm") and not self.url:
+            raise ValueError(f"{self.engine} cannot be started here; give the --url of one that runs")
+        if self.engine and not (self.python or self.url):
+            raise ValueError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
+        for name, ways in GOES_WITH.items():
+            if not any(getattr(self, way) for way in ways):
+                self.refuse(name, unless="with " + " or ".join(f"--{way}" for way in ways))
+        return self
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything is to be measured."""
+        return bool(self.prompts or self.states or self.asks_engine)
+
+    @property
+    def asks_engine(self) -> bool:
+        """Whether an engine is to be asked."""
+        return bool(self.engine or self.engine_python or self.url)
+
+    @property
+    def python(self) -> Path | None:
+        """The interpreter that the engine is started with."""
+        given = self.engine_python or os.environ.get(PYTHON)
+        return Path(given) if given and not self.url else None
+
+    def run(self, context: Context) -> Report:
+        """Return the report, which is also written where `out` says so.
+
+        Problems of the checkpoint are findings in it; those of what else was given are raised.
+
+        Raises:
+            ComparisonUnfit: a target is to be held against a head or the other way round.
+            KconvError: the source, the target, the prompts or the states cannot be read, or an engine fails.
+        """
+        from ..pipeline.heads import open_origin
+        from ..pipeline.making import find_shared
+        from ..validate.kinds import is_target
+        from ..validate.rules.rule import ASKED
+        from ..validate.run import Wish, validate
+
+        target, source = context.maybe(self.target), context.maybe(self.source)
+        checks = Wish(
+            ASKED[self.for_] if self.for_ else None,
+            self.layout(),
+            self.hints(config := self.target_config(context)),
+            config,
+            self.headers_only,
+            partial(find_shared, target) if target and not self.headers_only else None,
+        )
+        # The headers tell which it is, so that wrong usage is named before weights are downloaded.
+        of_target = source is not None and is_target(source.open_headers())
+        held_out = self._held_out(context) if of_target else None
+        if self.measures and not of_target and target is None:
+            raise RequestInvalid("what is measured of a head needs --target", fix="Give the target that it is for.")
+        parity = self._parity(context, target)
+        quantized_from = source.open_weights() if source and of_target else None
+        head = context.source(self.head)
+        origin = open_origin(source.open_weights(), head, target) if source and not of_target else None
+        with context.status("validating") as say:
+            report = validate(
+                head,
+                checks,
+                source=origin,
+                quantized_from=quantized_from,
+                parity=parity,
+                engined=self._engined(target),
+                held_out=held_out,
+                say=say,
+            )
+        if self.out is not None:
+            _write(report, Path(self.out))
+        return report
+
+    def passed(self, result: Report) -> bool:
+        """Say whether the report has no error, and with --strict no warning."""
+        return result.clean and not (self.strict and result.warned)
+
+    def failure(self, result: Report) -> ReportInvalid:
+        """Return the error of a report that does not pass, where something hangs on it."""
+        wrong = [f for f in result.findings if f.severity == "error"]
+        lines = "".join(f"\n  {f.rule} {f.where}: {f.message}" for f in wrong[:SHOWN])
+        more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        return ReportInvalid(
+            f"validation found {len(wrong)} error(s) in {result.subject}:{lines}{more}",
+            where=self.out or "",
+            fix="Fix what they name; the report there says how.",
+        )
+
+    def _held_out(self, context: Context) -> HeldOutText | None:
+        from ..validate.perplexity import HeldOutText
+
+        if given := self.given(*OF_HEADS):
+            raise RequestInvalid(
+                f"a target is measured with --prompts; these are about heads: {', '.join(given)}",
+                fix="Leave them out.",
+            )
+        check_trusted(context, self.trust_remote_code, self.source)
+        if not self.prompts:
+            return None
+        source = context.source(self.source or "")
+        return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
+
+    def _parity(self, context: Context, target: Source | None) -> Parity | None:
+        if target is None or not (self.prompts or self.states):
+            return None
+        from ..validate.held_out import encode_held_out
+        from ..validate.parity import Parity
+
+        check_trusted(context, self.trust_remote_code, self.target)
+        prompts = None
+        if self.prompts:
+            limit = self.prompt_tokens + self.new_tokens
+            file = str(context.path(self.prompts))
+            prompts = encode_held_out(file, target, limit, trust_remote_code=self.trust_remote_code)
+        return Parity(
+            target,
+            prompts,
+            context.path(self.states) if self.states else None,
+            steps=self.draft_tokens,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            seed=self.seed,
+            calibrated_on=tuple(context.path(name) for name in self.calibrated_on),
+            allow_pickle=self.allow_pickle,
+        )
+
+    def _engined(self, target: Source | None) -> Engined | None:
+        if target is None or not self.prompts or not self.asks_engine:
+            return None
+        from ..validate.engines.check import Engined
+
+        about: dict[str, Any] = {"python": self.python, "url": self.url, "steps": self.draft_tokens}
+        return Engined(
+            self.engine,
+            target,
+            self.prompts,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            trust_remote_code=self.trust_remote_code,
+            **about,
+        )
+
+
+def _write(report: Report, out: Path) -> None:
+    """Write a report into a new folder, whole or not at all, or into one that is there."""
+    from ..checkpoint.staging import staged
+    from ..validate.markdown import write_report
+    from ..validate.sections import illustrate
+
+    if out.exists():
+        write_report(report, out, more=illustrate(report, out))
+        return
+    with staged(out) as folder:
+        write_report(report, folder, more=illustrate(report, folder))

@@ -1,0 +1,154 @@
+"""`kconv vocab`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from .base import Context, Name, argument, option
+from .reading import Reading, check_trusted, refuse_existing_output
+
+if TYPE_CHECKING:
+    from ..checkpoint.manifest import Manifest
+    from ..convert.plan import Plan
+    from ..convert.vocab_report import VocabReport
+    from ..targets.vocabulary import Vocabulary
+
+CHANGES = ("rebuild_t2d", "absolute", "expand", "prune")
+
+
+@dataclass(frozen=True)
+class VocabChanged:
+    """A head that was written with another draft vocabulary."""
+
+    out: str
+    draft_vocab: int
+    vocab: int
+    manifest: Manifest
+
+    def to_json(self) -> Any:
+        """Return the manifest as plain values."""
+        return self.manifest.model_dump(mode="json", by_alias=True)
+
+
+@dataclass(frozen=True)
+class VocabExamined:
+    """What a head's draft vocabulary is."""
+
+    report: VocabReport
+
+    def to_json(self) -> Any:
+        """Return the report as plain values."""
+        report = self.report
+        faults = [{"where": fault.where, "what": fault.what, "fix": fault.fix} for fault in report.faults]
+        coverage = asdict(report.coverage) | {"share": report.coverage.share} if report.coverage else None
+        copies = asdict(report.copies) if report.copies else None
+        return vars(report) | {"copies": copies, "coverage": coverage, "faults": faults}
+
+
+class Vocab(Reading):
+    """Examine HEAD's draft vocabulary, exit 1 if anything is wrong with it; or write OUT with another.
+
+    Says whether d2t holds offsets or absolute ids, in which order and with which errors, and whether t2d
+    agrees; with --target also which special tokens are lost and whether the rows are the target's (of a hub
+    id only its tokenizer and lm_head are downloaded); with --text the share of the text's tokens that the
+    head can draft.
+    """
+
+    JOB = "Look"
+    SUMMARY = "Examine a head's draft vocabulary, or write the head with another."
+    EXAMPLES = (
+        "kconv vocab my-head --target my-target --text prompts.jsonl",
+        "kconv vocab my-head --rebuild-t2d my-head-marked",
+        "kconv vocab my-head --absolute my-head-offsets",
+        "kconv vocab my-head --expand my-head-full",
+        "kconv vocab my-head --prune 32000 --text prompts.jsonl --target my-target my-head-32k",
+    )
+
+    head: Name = argument("The head: a folder or a hub id.", kind="checkpoint")
+    out: Name | None = argument("The folder to write, where the vocabulary is changed.", kind="output", default=None)
+    text: Name | None = option(None, "Text, or prompts (.jsonl), for the coverage and for --prune.", kind="file")
+    rebuild_t2d: bool = option(False, "Write OUT with a t2d that follows from d2t.")
+    absolute: bool = option(False, "d2t holds absolute ids: write OUT with offsets.")
+    expand: bool = option(False, "Write OUT with the full vocabulary; the new rows never win.")
+    prune: Annotated[int, Field(ge=1)] | None = option(None, "Write OUT with the N most frequent tokens.", metavar="N")
+    trust_remote_code: bool = option(False, "Run the target's own tokenizer code, as Kimi-K2 needs.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        asked = self.given(*CHANGES)
+        if len(asked) > 1:
+            raise ValueError("one change at a time, not " + " and ".join(asked))
+        if asked and self.out is None:
+            raise ValueError(f"{asked[0]} needs OUT, the folder to write")
+        if self.out is not None and not asked:
+            raise ValueError("OUT needs one of " + ", ".join("--" + name.replace("_", "-") for name in CHANGES))
+        if self.text and asked and not self.prune:
+            raise ValueError(f"--text has no effect on {asked[0]}")
+        if self.prune and not self.text:
+            raise ValueError("--prune needs --text, whose most frequent tokens are kept")
+        if self.text and not self.target:
+            raise ValueError("--text needs --target, for its tokenizer")
+        return self
+
+    def run(self, context: Context) -> VocabChanged | VocabExamined:
+        """Write the head with another vocabulary, or return what its own is.
+
+        Raises:
+            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            KconvError: the head, the target or the text cannot be read.
+        """
+        check_trusted(context, self.trust_remote_code, self.target)
+        refuse_existing_output(self.out)
+        if self.out is None:
+            with context.status("examining the vocabulary"):
+                return VocabExamined(self._examine(context))
+        from ..convert.execute import execute
+
+        with context.status("planning the vocabulary"):
+            plan = self._plan(context)
+        with context.bytes("writing", sum(step.size for step in plan.steps)) as advance:
+            manifest = execute(plan, Path(self.out), advance)
+        return VocabChanged(self.out, plan.spec.draft_vocab, plan.spec.vocab, manifest)
+
+    def passed(self, result: VocabChanged | VocabExamined) -> bool:
+        """Say whether nothing is wrong with the vocabulary."""
+        return isinstance(result, VocabChanged) or not result.report.faults
+
+    def _known(self, context: Context) -> Vocabulary | None:
+        if self.target is None:
+            return None
+        from ..targets.vocabulary import read_vocabulary
+
+        return read_vocabulary(context.source(self.target), trust_remote_code=self.trust_remote_code)
+
+    def _examine(self, context: Context) -> VocabReport:
+        from ..convert.vocab_report import examine
+
+        known, head = self._known(context), context.source(self.head).open_weights()
+        if known is None:
+            return examine(head, layout=self.layout())
+        counts = known.count_tokens(context.path(self.text)) if self.text else None
+        return examine(head, layout=self.layout(), reference=known.lm_head, specials=known.specials, counts=counts)
+
+    def _plan(self, context: Context) -> Plan:
+        from ..checkpoint.bytes import file_digest
+        from ..convert.captured import Hints
+        from ..convert.expand import expand
+        from ..convert.vocab import Text, prune, rebuild_t2d, write_offsets
+
+        known, head, layout = self._known(context), context.source(self.head).open_weights(), self.layout()
+        layers = known.layers if known else None
+        hints = Hints(self.captured, self.captured_are, layers, self.max_positions, self.norm_before_residual)
+        if self.rebuild_t2d:
+            return rebuild_t2d(head, layout, hints)
+        if self.absolute:
+            return write_offsets(head, layout, hints, known.lm_head if known else None)
+        if self.expand or known is None or self.text is None or self.prune is None:
+            return expand(head, layout, hints)
+        text = context.path(self.text)
+        chosen_by = Text(known.count_tokens(text), f"{text.name} (sha256 {file_digest(text)})")
+        return prune(head, layout, hints, self.prune, chosen_by, known.specials)
