@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -11,6 +12,8 @@ from click.core import ParameterSource
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ..engines import by_name
+from ..errors import RequestInvalid
 from ..operations.base import Operation, extras, first_wrong, flag, marks
 from .progress import Terminal
 
@@ -65,9 +68,18 @@ def make_command(name: str, cls: type[Operation], **fixed: Any) -> click.Command
             for field in fields
             if context.get_parameter_source(field) not in (None, ParameterSource.DEFAULT)
         }
-        _carry_out(_request(cls, fixed | given), as_json=as_json, dry_run=dry_run)
+        try:
+            _carry_out(_request(cls, fixed | given), as_json=as_json, dry_run=dry_run)
+        except RequestInvalid as error:
+            raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
-    return click.Command(name, params=params, callback=call, help=_help(name, cls), short_help=cls.SUMMARY)
+    summary = cls.SUMMARY.replace("an engine's layout", f"{_described(name)}'s layout")
+    return click.Command(name, params=params, callback=call, help=_help(name, cls), short_help=summary)
+
+
+def _described(name: str) -> str:
+    """Return whose layout a command writes."""
+    return by_name(name[3:]).engine.partition(" ")[0] if name.startswith("to-") else ""
 
 
 def _in_order(cls: type[Operation]) -> Iterator[tuple[str, FieldInfo]]:
@@ -98,11 +110,13 @@ def _carry_out(request: Operation, *, as_json: bool, dry_run: bool) -> None:
 
 
 def _help(name: str, cls: type[Operation]) -> str:
-    lines = [example for example in cls.EXAMPLES if f"kconv {name} " in example or not example.startswith("kconv to-")]
+    lines, text = list(cls.EXAMPLES), inspect.getdoc(cls) or ""
     if name.startswith("to-"):
-        lines = [example.replace("to-vllm", name).replace("-vllm", name[2:]) for example in cls.EXAMPLES]
+        lines = [example.replace("to-vllm", name).replace("-vllm", name[2:]) for example in lines]
+        text = text.replace("an engine's layout", f"{_described(name)}'s layout", 1)
+        if added := " and ".join(by_name(name[3:]).needs):
+            text += f"\n\nWith --target, an {added} that HEAD does not have is added from it."
     word = "Examples" if len(lines) > 1 else "Example"
-    text = (cls.__doc__ or "").strip()
     return text + (f"\n\n\b\n{word}:\n" + "\n".join(f"  {line}" for line in lines) if lines else "")
 
 
@@ -115,7 +129,10 @@ def _parameter(name: str, info: FieldInfo) -> click.Parameter:
             metavar=said.metavar or None,
         )  # fmt: skip
     if kind is bool:
-        return click.Option([flag(name, info), name], is_flag=True, help=info.description)
+        off = info.default is True
+        return click.Option(
+            [flag(name, info), name], is_flag=True, default=off, flag_value=not off, help=info.description
+        )
     default = info.default
     shown = "" if info.is_required() or default in (None, "", (), {}) else str(default)
     return click.Option(

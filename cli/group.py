@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import KconvError, OutputFailed, RequestInvalid
+from ..errors import KconvError, OutputFailed
 from ..operations import WHERE, load
 from ..operations.base import extras
 from .build import make_command
@@ -124,10 +124,10 @@ def operation_commands() -> dict[str, str]:
 
 
 def _end_with(fault: KconvError) -> NoReturn:
-    """Print an error; exit with 2 where it is about the request itself, as click does for usage."""
+    """Print an error, and exit."""
     click.secho("error: ", fg="red", bold=True, err=True, nl=False)
     click.echo(str(fault), err=True)
-    sys.exit(2 if isinstance(fault, RequestInvalid) else 1)
+    sys.exit(1)
 
 
 def _forget_stdout() -> None:

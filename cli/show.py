@@ -416,6 +416,8 @@ def _show_generated(_: Operation, result: Generated) -> None:
 
 def _show_trained(_: Operation, result: Trained) -> None:
     training = result.training
+    if result.coverage is not None:
+        click.echo(result.coverage_line)
     if not training:
         return
     before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]

@@ -90,7 +90,7 @@ def layer_ids(value: Any) -> Any:
         return None
     try:
         ids = tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
-    except ValueError:
+    except (TypeError, ValueError):
         ids = ()
     if not ids or any(type(i) is not int for i in ids) or list(ids) != sorted(set(ids)) or ids[0] < 0:
         raise ValueError(f"{value!r} is not an ascending list like 1,29,57")

@@ -33,7 +33,7 @@ def _object(value: Any) -> Any:
         return value
     try:
         found = json.loads(value)
-    except ValueError:
+    except (TypeError, ValueError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{value!r} is not a JSON object")

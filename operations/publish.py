@@ -31,6 +31,8 @@ def _allowed(value: Any) -> Any:
     """Read checks that are let pass, from a mapping or from words like P109="a reason"."""
     if isinstance(value, Mapping):
         found = {str(rule): str(why) for rule, why in value.items()}
+    elif not isinstance(value, (list, tuple)):
+        raise ValueError(f"{value!r} is not a list of RULE=REASON")
     else:
         found = {}
         for word in value:

@@ -26,6 +26,8 @@ def _settings(value: Any) -> Any:
     """Read settings of a recipe, from a mapping or from words like lr=1e-4; a value is JSON, or else a word."""
     if isinstance(value, Mapping):
         return value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{value!r} is not a list of KEY=VALUE")
     found: dict[str, Any] = {}
     for setting in value:
         key, equals, text = str(setting).partition("=")
@@ -46,10 +48,18 @@ class Trained:
     layout: str
     training: Mapping[str, Any]
     coverage: Coverage | None = None
+    coverage_line: str = ""
 
     def to_json(self) -> Any:
         """Return the record of the training as plain values."""
         return {"out": self.out, "layout": self.layout, "training": dict(self.training)}
+
+
+def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
+    return (
+        f"draft vocabulary of {draft_vocab:,}: {coverage.share:.2%} of {coverage.tokens:,} "
+        f"training tokens, {coverage.distinct_covered:,} of {coverage.distinct:,} distinct ones"
+    )
 
 
 class Train(Operation):
@@ -133,14 +143,12 @@ class Train(Operation):
             coverage = draft_coverage(job)
             if coverage:
                 # Before the hours that a vocabulary which leaves out too much would cost.
-                context.log(
-                    f"draft vocabulary of {job.recipe.draft_vocab:,}: {coverage.share:.2%} of {coverage.tokens:,} "
-                    f"training tokens, {coverage.distinct_covered:,} of {coverage.distinct:,} distinct ones"
-                )
+                context.log(_describe(coverage, job.recipe.draft_vocab))
             with context.steps("training") as advance:
                 train(job, out, pace, advance)
         manifest = read_manifest(out)
-        return Trained(self.out, manifest.layout, manifest.training or {}, coverage)
+        line = _describe(coverage, job.recipe.draft_vocab) if coverage else ""
+        return Trained(self.out, manifest.layout, manifest.training or {}, coverage, line)
 
     def estimate(self, context: Context) -> Estimate:
         """Return twice the head's bytes: as it is exported, and as ModelOpt's own module."""

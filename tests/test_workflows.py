@@ -13,8 +13,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-
-from kconv.cli import main
+from support.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -94,7 +93,7 @@ def test_each_command_and_option_is_there(where, text):
     for command, rest in COMMAND.findall(text.replace('"${options[@]}"', "--tag --dry-run --public")):
         if command in ("is",):
             continue
-        known = main.commands[command]
+        known = COMMANDS[command]
         options = {name for p in known.params if isinstance(p, click.Option) for name in p.opts}
         asked = {word for word in shlex.split(rest.replace('"', "")) if word.startswith("--")}
         assert asked <= options, (where, command, asked - options)

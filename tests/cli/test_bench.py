@@ -127,7 +127,7 @@ def test_misuse_is_exit_2(suite, tmp_path, arguments):
         (("--target", "t", "--precision", "NVFP4", "--concurrency", 4), "--concurrency, --precision: only with --url"),
         (("--target", "t", "--baseline-url", "http://x"), "--baseline-url: only with --url"),
         (("--url", "http://x", "--target", "t"), "--target: only without --url"),
-        (("--url", "http://x", "--from", "vllm", "--captured", "1,3"), "--captured, --from: only without --url"),
+        (("--url", "http://x", "--from", "vllm", "--captured", "1,3"), "--from, --captured: only without --url"),
     ],
     ids=str,
 )

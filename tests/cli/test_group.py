@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.commands import fault_of
+from support.commands import COMMANDS, fault_of
 from support.heads import MLA, random_slots, write_head
 
 from kconv.cli import main
@@ -47,9 +47,9 @@ def on_terminal(*arguments, **variables):
 
 
 def test_every_command_has_one_job():
-    placed = [name for members in JOBS.values() for name in members]
-    assert sorted(placed) == sorted(set(placed))
-    assert sorted(main.commands) == sorted(placed), "a new command needs a job in cli/group.py"
+    placed = sections(list(COMMANDS))
+    assert sorted(name for names in placed.values() for name in names) == sorted(COMMANDS)
+    assert list(placed) == list(JOBS), "an operation names its job, one of cli/group.py's"
 
 
 def test_a_command_of_no_job_is_listed_all_the_same():
@@ -58,7 +58,7 @@ def test_a_command_of_no_job_is_listed_all_the_same():
 
 def test_the_group_lists_every_command_under_its_job_with_a_sentence():
     lines = say("--help", terminal_width=80).stdout.splitlines()
-    for job, names in JOBS.items():
+    for job, names in sections(list(COMMANDS)).items():
         start = lines.index(f"{job}:")
         for name in names:
             (at,) = [i for i, line in enumerate(lines) if line.split(" ")[2:3] == [name] and line[:2] == "  "]
@@ -74,10 +74,10 @@ def test_nothing_at_all_is_answered_with_where_to_start():
     assert len(calls) >= 3 and [fault_of(call) for call in calls] == [""] * len(calls)
 
 
-@pytest.mark.parametrize("name", sorted(main.commands))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_slip_of_the_finger_is_understood(name):
     for slip in (name[:-1], name + name[-1], name[1] + name[0] + name[2:], name.upper()):
-        if slip not in main.commands:
+        if slip not in COMMANDS:
             result = say(slip)
             assert result.exit_code == 2 and result.stdout == ""
             assert re.search(rf"Did you mean .*\b{name}\b", result.stderr), slip
@@ -85,8 +85,8 @@ def test_a_slip_of_the_finger_is_understood(name):
 
 @pytest.mark.parametrize("word, names", OTHER_WORDS.items())
 def test_other_words_are_understood(word, names):
-    assert set(names) <= set(likely(word, list(main.commands)))
-    assert set(names) <= main.commands.keys() and word not in main.commands
+    assert set(names) <= set(likely(word, list(COMMANDS)))
+    assert set(names) <= COMMANDS.keys() and word not in COMMANDS
 
 
 def test_a_word_that_is_nothing_like_a_command_gets_no_guess():
@@ -125,7 +125,7 @@ def test_bash_completes_commands():
     asked = {"_KCONV_COMPLETE": "bash_complete", "COMP_WORDS": "kconv to-", "COMP_CWORD": "1"}
     ran = subprocess.run(KCONV, env=os.environ | asked, capture_output=True, text=True, check=False)
     names = {line.partition(",")[2] for line in ran.stdout.splitlines()}
-    assert names == {name for name in main.commands if name.startswith("to-")}
+    assert names == {name for name in COMMANDS if name.startswith("to-")}
 
 
 def test_faults_are_red_on_a_terminal_and_plain_with_no_color(tmp_path):
@@ -189,5 +189,5 @@ def test_another_fault_of_the_system_is_not_taken_for_a_full_disk(monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(main.commands["completion"], "callback", fail)
+    monkeypatch.setattr(COMMANDS["completion"], "callback", fail)
     assert isinstance(say("completion", "bash").exception, OSError)

@@ -3,12 +3,12 @@
 import click
 import pytest
 from click.testing import CliRunner
-from support.commands import fault_of
+from support.commands import COMMANDS, fault_of
 
 from kconv.cli import main
 from kconv.engines import LAYOUTS
 
-COMMANDS = sorted(main.commands)
+NAMES = sorted(COMMANDS)
 
 
 def text(*arguments, width=80):
@@ -23,7 +23,7 @@ def examples(name):
     return [line for line in lines if line.startswith((f"kconv {name} ", "torchrun "))]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_command_has_an_example_that_parses(name):
     assert any(line.strip().startswith("Example") for line in text(name))
     assert any(line.startswith(f"kconv {name}") for line in examples(name))
@@ -31,23 +31,23 @@ def test_each_command_has_an_example_that_parses(name):
         assert fault_of(example) == "", example
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_option_says_what_it_does(name):
-    for option in main.commands[name].params:
+    for option in COMMANDS[name].params:
         if isinstance(option, click.Option):
             assert option.help and option.help.partition("  [")[0].endswith("."), option.name
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_operand_is_spoken_of(name):
     words = " ".join(text(name)[1:])
-    for operand in main.commands[name].params:
+    for operand in COMMANDS[name].params:
         if isinstance(operand, click.Argument):
-            shown = operand.make_metavar(click.Context(main.commands[name])).strip("[].…{}")
+            shown = operand.make_metavar(click.Context(COMMANDS[name])).strip("[].…{}")
             assert shown.split("|")[0] in words, shown
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize("name", ["", *NAMES])
 def test_help_fits_80_columns(name):
     # Examples are to be copied, and are not broken.
     lines = [line for line in text(*filter(None, [name])) if line.strip()[:6] not in ("kconv ", "torchr")]

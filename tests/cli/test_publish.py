@@ -67,8 +67,10 @@ def test_what_speaks_against_it_is_listed_with_what_to_do(hub, folder):
 def test_a_name_that_no_repository_can_have_is_refused_before_the_folder_is_judged(hub, folder, repo, more):
     (folder / "README.md").unlink()
     ran = kconv(folder, repo, *more)
-    assert (ran.exit_code, ran.stdout) == (1, "")
-    assert f"no repository of the Hub can be called {repo!r}" in ran.stderr and "P113" not in ran.stderr
+    usage = "--" not in repo and not repo.endswith(".")  # not of the form org/name
+    assert (ran.exit_code, ran.stdout) == (2 if usage else 1, "")
+    said = f"REPO {repo!r} is not of the form" if usage else f"no repository of the Hub can be called {repo!r}"
+    assert said in ran.stderr and "P113" not in ran.stderr
     assert hub.served == []
 
 
@@ -80,7 +82,7 @@ def test_a_wish_that_contradicts_itself_is_refused_before_the_folder_is_judged(f
 
 def test_what_is_allowed_stands_on_the_published_card(hub, folder):
     (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": FLOOR | {"at_least": 2.6}}))
-    ran = kconv(folder, REPO, "--allow", "P109", "--why", "a first try", "--json")
+    ran = kconv(folder, REPO, "--allow", "P109=a first try", "--json")
     assert ran.exit_code == 0, ran.stderr
     assert json.loads(ran.stdout)["allowed"][0]["why"] == "a first try"
     card = hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]["README.md"].decode()
@@ -89,20 +91,20 @@ def test_what_is_allowed_stands_on_the_published_card(hub, folder):
 
 def test_a_floor_can_be_named_where_the_folder_states_none(hub, folder):
     (folder / "release.yaml").unlink()
-    about = ["--suite", "sampled", "--draft-tokens", "3", "--prompts", "4", "--max-loss", "0.01"]
+    about = ["--suite", "sampled", "--draft-tokens", "3", "--min-prompts", "4", "--max-loss", "0.01"]
     assert "P108" in kconv(folder, REPO).stderr
     assert kconv(folder, REPO, "--min-acceptance", "2.4", *about, "--dry-run").exit_code == 0
     assert "below the floor" in kconv(folder, REPO, "--min-acceptance", "2.9", *about).stderr
     refused = kconv(folder, REPO, "--min-acceptance", "2.4", *about[:2])
     assert refused.exit_code == 2
-    assert "needs --draft-tokens, --prompts, --max-loss" in " ".join(refused.stderr.replace("│", "").split())
+    assert "needs --draft-tokens, --min-prompts, --max-loss" in " ".join(refused.stderr.replace("│", "").split())
 
 
 def test_a_floor_on_a_suite_says_target_and_temperature(hub, folder):
     (folder / "release.yaml").unlink()
     write_acceptance(folder)
-    about = ["--suite", "MT-Bench", "--draft-tokens", "3", "--prompts", "4", "--max-loss", "0.01"]
-    target, temperature = ["--target", SUITE["target"]], ["--temperature", "0"]
+    about = ["--suite", "MT-Bench", "--draft-tokens", "3", "--min-prompts", "4", "--max-loss", "0.01"]
+    target, temperature = ["--target-name", SUITE["target"]], ["--temperature", "0"]
     ran = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, *temperature, "--dry-run")
     assert ran.exit_code == 0, ran.stderr
     for one in (target, temperature):
@@ -119,7 +121,7 @@ def write_recipe(folder: Path, *steps: dict) -> None:
     (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": floor, "steps": named}))
 
 
-ALLOWED = {"repo": REPO, "tag": "v7", "revision": "next", "allow": [{"rule": "P109", "why": "a first try"}]}
+ALLOWED = {"repo": REPO, "tag": "v7", "revision": "next", "allow": {"P109": "a first try"}}
 
 
 @pytest.mark.parametrize("named", [(), (REPO,)], ids=["no repository named", "the recipe's named"])
@@ -183,16 +185,16 @@ def test_a_recipes_step_that_cannot_be_is_named(hub, folder):
     assert ran.exit_code == 1 and "release.yaml cannot be read" in ran.stderr and hub.served == []
 
 
-ABOUT = ["--suite", "sampled", "--draft-tokens", "3", "--prompts", "1", "--max-loss", "0"]
+ABOUT = ["--suite", "sampled", "--draft-tokens", "3", "--min-prompts", "1", "--max-loss", "0"]
 MISUSE = {
     "a reason is missing": ["--allow", "P109"],
-    "a rule is missing": ["--why", "because"],
-    "no such rule": ["--allow", "P999", "--why", "because"],
+    "a reason is empty": ["--allow", "P109="],
+    "no such rule": ["--allow", "P999=because"],
     "a floor without a suite": ["--min-acceptance", "2"],
     "a suite without a floor": ["--suite", "MT-Bench"],
-    "a number of prompts without a floor": ["--prompts", "80"],
+    "a number of prompts without a floor": ["--min-prompts", "80"],
     "no such metric": ["--min-acceptance", "2", *ABOUT, "--metric", "speed"],
-    "a target without a floor": ["--target", "org/target"],
+    "a target without a floor": ["--target-name", "org/target"],
     "a floor of nothing": ["--min-acceptance", "0", *ABOUT],
     "a second floor": ["--min-acceptance", "2", *ABOUT],
 }

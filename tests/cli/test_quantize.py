@@ -58,7 +58,7 @@ def test_a_dry_run_as_json_adds_up(target, tmp_path):
 
 def test_the_input_scales_origin_must_be_said(target, tmp_path):
     refused = run(target, tmp_path / "out", "--recipe", "nvfp4")
-    assert refused.exit_code == 2 and "--input-scale must be said" in refused.output
+    assert refused.exit_code == 2 and "--input-scale is required" in refused.output
     without_use = run(target, tmp_path / "out", "--recipe", "nvfp4-weight-only", "--input-scale", "data-free")
     assert without_use.exit_code == 2 and "has no use" in without_use.output
 

@@ -72,7 +72,7 @@ def test_a_chat_goes_through_the_targets_template(tiny_target, prompts, tmp_path
         (("--no-held-out",), "leaves nothing to write"),
         (("--url", "http://127.0.0.1:1"), "go together"),
         (("--url", "http://127.0.0.1:1", "--shared", ".", "--sampled", "3"), "in memory"),
-        (("--captured", "3,1"), "no ascending list"),
+        (("--captured", "3,1"), "not an ascending list"),
     ],
 )
 def test_options_that_do_not_go_together(tiny_target, prompts, tmp_path, words, what):
@@ -118,7 +118,7 @@ def test_remote_code_runs_only_of_a_pinned_commit(prompts, tmp_path, monkeypatch
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert resolve(f"org/name@{commit}").pinned
     # As a branch's name resolves: to a commit that the user did not name.
-    monkeypatch.setattr("kconv.cli.options.resolve", lambda name: HubRepo("org/name", commit))
+    monkeypatch.setattr("kconv.operations.base.resolve", lambda name: HubRepo("org/name", commit))
     done = run("org/name@main", tmp_path / "states", "--prompts", prompts, "--trust-remote-code")
     assert done.exit_code == 2
     assert f"org/name@{commit}" in done.output.replace("\n", "").replace(" ", "")

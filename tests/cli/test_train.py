@@ -69,7 +69,7 @@ def test_a_head_is_trained_on_from_another_layout(tiny_target, data, tmp_path):
     assert run(tiny_target, tmp_path / "one", "--data", data).exit_code == 0
     assert CliRunner().invoke(main, ["to-vllm", str(tmp_path / "one"), str(tmp_path / "vllm")]).exit_code == 0
     few = {key: SETTINGS[key] for key in ("batch", "seq", "batches", "steps", "lr")}
-    done = run(tiny_target, tmp_path / "two", "--data", data, "--from", tmp_path / "vllm", settings=few)
+    done = run(tiny_target, tmp_path / "two", "--data", data, "--init-from", tmp_path / "vllm", settings=few)
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "two" / "kconv.json").read_text())["training"]["started_from"].endswith("vllm")
 

@@ -1,4 +1,4 @@
-"""`kconv vocab`: a report with its exit code, and one operation at a time."""
+"""`kconv vocab`: a report with its exit code, and one change at a time."""
 
 import json
 from dataclasses import replace
@@ -107,14 +107,14 @@ def write_broken(source, folder, **changes):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--expand", "--absolute", "out"], "one operation at a time, not --absolute and --expand"),
-        (["--expand", "--prune", "9", "out"], "one operation at a time"),
+        (["--expand", "--absolute", "out"], "one change at a time, not"),
+        (["--expand", "--prune", "9", "out"], "one change at a time"),
         (["--expand"], "--expand needs OUT"),
         (["out"], "OUT needs one of --rebuild-t2d, --absolute, --expand, --prune"),
         (["--prune", "9", "out"], "--prune needs --text"),
         (["--prune", "9", "--text", "t.txt", "out"], "--text needs --target"),
         (["--text", "t.txt"], "--text needs --target"),
-        (["--text", "t.txt", "--target", "t", "--expand", "out"], "--text says nothing to --expand"),
+        (["--text", "t.txt", "--target", "t", "--expand", "out"], "--text has no effect on --expand"),
         (["--prune", "0", "out"], "--prune"),
     ],
 )

@@ -28,7 +28,7 @@ def undecided(tmp_path: Path) -> Path:
 
 
 def release(head: Path, reading: dict[str, Any], target: Path | None = None) -> dict[str, Any]:
-    convert = {"do": "convert", "head": str(head), "to": "vllm", "reading": reading}
+    convert = {"do": "convert", "head": str(head), "to": "vllm"} | reading
     if target:
         convert["target"] = str(target)
     report = {"do": "validate", "head": "$vllm", "source": str(head)}

@@ -63,7 +63,7 @@ def test_a_deleted_output_is_made_again_and_what_comes_out_the_same_is_left_alon
 def test_a_changed_parameter_reaches_what_depends_on_it_and_nothing_else(made, root):
     other = changed(made, "vllm", dtype="bfloat16")
     assert ran(carry_out(other, root, without=("publish", "card"))) == ["vllm", "trtllm", "sglang", "report"]
-    assert ran(carry_out(changed(other, "report", engines="vllm"), root, without=("publish", "card"))) == ["report"]
+    assert ran(carry_out(changed(other, "report", **{"for": "vllm"}), root, without=("publish", "card"))) == ["report"]
 
 
 def test_a_changed_source_is_seen_by_its_bytes_not_by_its_date(made, root, tmp_path):

@@ -12,6 +12,11 @@ import click
 
 from kconv.cli import main
 
+_CONTEXT = click.Context(main)
+# Every command by its name; each is made of its operation when it is asked for.
+COMMANDS = {
+    name: command for name in main.list_commands(_CONTEXT) if (command := main.get_command(_CONTEXT, name)) is not None
+}
 SHELLS = ("bash", "sh", "console")
 FENCE = re.compile(r"^ *```(\w*)")
 INLINE = re.compile(r"`kconv ([a-z][a-z-]+)[ `]")
@@ -58,7 +63,7 @@ def fault_of(line: str) -> str:
     name, *arguments = words[:end]
     if name.startswith("-"):
         return "" if name in ("--help", "--version", "-h") else f"kconv has no option {name}"
-    command = main.commands.get(name)
+    command = COMMANDS.get(name)
     if command is None:
         return f"kconv has no command {name}"
     if {"-h", "--help"} & set(arguments):

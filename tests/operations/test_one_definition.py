@@ -1,0 +1,116 @@
+"""An operation is defined once: its command, its recipe step and its Python function take the same, and do the same."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from support.heads import GQA, random_slots, write_head
+from support.releasing import carry_out
+
+import kconv
+from kconv.checkpoint.manifest import MANIFEST
+from kconv.cli import main
+from kconv.engines import by_name, writable
+from kconv.errors import KconvError, RequestInvalid
+from kconv.operations import WHERE, load
+from kconv.operations.base import flag, marks, plain_name
+from kconv.pipeline.recipe import kinds, read_step
+
+COMMANDS = {name: name.replace("_", "-") for name in WHERE} | {"convert": "to-vllm"}
+# What each command has beside its operation's options.
+BESIDE = {"as_json", "dry_run", "explain"}
+
+
+def command(name: str) -> click.Command:
+    found = main.get_command(click.Context(main), name)
+    assert found is not None, name
+    return found
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_the_three_ways_take_the_same_with_the_same_defaults(name):
+    cls = load(name)
+    fixed = {"to"} if name == "convert" else set()
+    params = {param.name: param for param in command(COMMANDS[name]).params if param.name not in BESIDE}
+    parameters = inspect.signature(getattr(kconv, name)).parameters
+    assert params.keys() | fixed == set(cls.model_fields) == parameters.keys()
+    for field, info in cls.model_fields.items():
+        default = inspect.Parameter.empty if info.is_required() else info.default
+        assert parameters[field].default == default
+        by_place = parameters[field].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert by_place is marks(info).argument
+        if field not in fixed:
+            assert isinstance(params[field], click.Argument) is marks(info).argument
+            assert params[field].required is info.is_required()
+            if not marks(info).argument:
+                assert params[field].opts == [flag(field, info)]
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_a_recipe_takes_each_option_but_the_output(name):
+    cls, known = load(name), set()
+    for field in cls.model_fields:
+        # A value of no type that any option has tells a key that is known from one that is not.
+        try:
+            read_step({"do": name.replace("_", "-"), plain_name(field): object()})
+        except ValueError as error:
+            if "there is no option" not in str(error) and "own folder" not in str(error):
+                known.add(field)
+    assert known == set(cls.model_fields) - {cls.output()}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_every_option_has_a_sentence_and_every_command_an_example_and_json(name):
+    cls = load(name)
+    assert cls.SUMMARY and cls.EXAMPLES and cls.JOB
+    assert all((info.description or "").endswith(".") for info in cls.model_fields.values())
+    assert {param.name for param in command(COMMANDS[name]).params} >= {"as_json"}
+
+
+def test_every_command_has_json():
+    context = click.Context(main)
+    without = [n for n in main.list_commands(context) if "as_json" not in {p.name for p in command(n).params}]
+    assert without == []
+
+
+@pytest.mark.parametrize("layout", writable())
+def test_the_same_conversion_gives_the_same_bytes_in_each_way(layout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_head(Path("source"), by_name("vllm"), GQA, random_slots(GQA))
+    done = CliRunner().invoke(main, [f"to-{layout}", str(source), "by-command"])
+    assert done.exit_code == 0, done.output
+    kconv.convert(source, Path("by-python"), to=layout)
+    carry_out({"name": "r", "steps": {"head": {"do": "convert", "head": str(source), "to": layout}}}, Path("by-recipe"))
+    folders = [read_folder(Path(folder)) for folder in ("by-command", "by-python", "by-recipe/head")]
+    assert folders[0] == folders[1] == folders[2] and MANIFEST in folders[0]
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
+    "an option that does not exist": ("inspect", ("head",), {"speed": 1}, "--speed"),
+    "a value that cannot be": ("validate", ("head",), {"draft_tokens": 99}, "--draft-tokens"),
+    "an option without the one it goes with": ("convert", ("head", "out"), {"to": "vllm", "heal": 3}, "--heal"),
+    "a layout that is none": ("convert", ("head", "out"), {"to": "gguf"}, "--to"),
+    "a layout that is only read": ("convert", ("head", "out"), {"to": "modelopt"}, "--to"),
+    "an engine that is none": ("validate", ("head",), {"for_": "llamacpp"}, "--for"),
+    "what is required": ("train", ("target", "out"), {"data": "x"}, "--recipe is required"),
+}
+
+
+@pytest.mark.parametrize("name, args, options, said", WRONG.values(), ids=WRONG)
+def test_a_wrong_request_is_a_named_error_under_the_options_own_name(name, args, options, said):
+    with pytest.raises(RequestInvalid, match=said) as error:
+        getattr(kconv, name)(*args, **options)
+    assert isinstance(error.value, KconvError) and error.value.code == "request-invalid"
+
+
+def test_a_step_is_any_operation():
+    assert set(kinds()) == {name.replace("_", "-") for name in WHERE}
