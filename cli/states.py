@@ -11,8 +11,8 @@ from ..checkpoint.source import Source
 from .options import FOLDER, PATH_OR_ID, LayerIds, check_trusted
 
 if TYPE_CHECKING:
+    from ..engines.vllm_states import ServedRunner
     from ..targets.config import TargetConfig
-    from ..validate.engines.states import ServedRunner
 
 POSITIVE = click.IntRange(min=1)
 DTYPES = ("F32", "BF16", "F16")
@@ -144,9 +144,9 @@ def states(
 
 
 def _reach(url: str, shared: Path, target: Source, config: TargetConfig, dtype: str) -> ServedRunner:
-    from ..bench.server import connect
     from ..checkpoint.tensors import read_tensor
-    from ..validate.engines.states import ServedRunner
+    from ..engines.client import connect
+    from ..engines.vllm_states import ServedRunner
 
     norm = f"{config.prefix}model.norm.weight"
     ends = target.open_tensors({norm, config.lm_head})
