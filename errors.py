@@ -91,6 +91,14 @@ class UnknownLayout(KconvError):
     """No layout that kconv knows fits this config and these tensor names."""
 
 
+class EngineUnknown(KconvError):
+    """No engine that kconv knows has this name."""
+
+
+class PluginInvalid(KconvError):
+    """An engine or a layout of another package cannot be loaded, or takes a name that is taken."""
+
+
 class ConfigInvalid(KconvError):
     """A config.json that cannot be read as a head: a key missing, of a wrong type, or contradicting another."""
 

@@ -8,39 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from ..engines.counters import SAY_K, Counts
 from ..errors import AcceptanceInvalid, CountersMissing, DefinitionsMixed
 from .acceptance import METHOD, Row
 from .acceptance_parts import Interval, Sanity
 
 DRAWS = 2000
 LEVEL = 0.95
-SAY_K = "Say K as the server was started with (bench: --draft-tokens, validate: --steps)"
 NGRAM = 4
 TOKENS_A_WORD = 4  # more than any language takes
 # Words, and every sign of a script that has no spaces by itself.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What was counted over a group.
-
-    Attributes:
-        drafts: verify steps.
-        accepted: drafted tokens that were accepted, without the bonus tokens.
-        per_position: in how many drafts the token at each place and all before it were accepted; None where the
-            engine does not count it.
-        prompts: in the group.
-    """
-
-    drafts: float
-    accepted: float
-    per_position: tuple[float, ...] | None
-    prompts: int = 1
 
 
 def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:

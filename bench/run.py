@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..engines.client import Answer, Client, connect
+from ..engines.counters import Counters, Totals
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
 from ..targets.prompts import Prompt, digest_prompts
 from ..validate.held_out import refuse_overlap
@@ -21,8 +23,6 @@ from .acceptance import OVERALL, Acceptance, Averaging, Row
 from .acceptance import Suite as SuiteRecord
 from .acceptance_parts import Speed
 from .acceptance_stats import Counts, check_possible, interval, macro, mean_of_categories, micro, rates, sanity
-from .counters import NOTES, Engine, Reading
-from .server import Answer, ChatServer, connect
 from .suites import Suite
 from .told import check_told
 
@@ -108,23 +108,23 @@ def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None
     if wish.folder is not None:
         refuse_overlap((prompt.digest for prompt in suite.prompts), wish.folder)
     server = connect(url, wish.model, wish.extra, wish.timeout)
-    engine, told = server.recognise(), check_told(server, wish.draft_tokens, wish.tree)
+    (engine, counters), told = server.recognize(), check_told(server, wish.draft_tokens, wish.tree)
     baseline = _connect_baseline(wish)
     shared = {
         "metric": "al_incl_bonus", "draft_tokens": wish.draft_tokens, "tree": wish.tree, "engine": engine.name,
-        "engine_version": wish.engine_version or server.version(engine), "target": wish.target or server.model,
+        "engine_version": wish.engine_version or server.version(counters), "target": wish.target or server.model,
         "precision": wish.precision, "temperature": wish.temperature, "reasoning": wish.reasoning,
         "dataset": suite.dataset, "revision": suite.revision, "max_tokens": wish.max_tokens,
-        "date": datetime.now(UTC).date().isoformat(), "measured_by": "self", "note": NOTES[engine.name],
+        "date": datetime.now(UTC).date().isoformat(), "measured_by": "self", "note": counters.note,
     }  # fmt: skip
     by_category: dict[str, list[Group]] = {}
-    reading = server.rest(engine)
+    totals = server.rest(counters)
     rows: list[Row] = []
     for category, prompts in suite.groups:
         by_category[category] = groups = []
         for done, part in _parts(prompts, wish.concurrency):
             say(f"{category or suite.dataset} {done}/{len(prompts)}")
-            group, reading = _run(server, engine, reading, part, wish)
+            group, totals = _run(server, counters, totals, part, wish)
             groups.append(_with_baseline(group, baseline, part, wish))
         rows += make_rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
     everything = [group for groups in by_category.values() for group in groups]
@@ -179,24 +179,24 @@ def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, Sequence
 
 
 def _run(
-    server: ChatServer, engine: Engine, before: Reading, prompts: Sequence[Prompt], wish: Wish
-) -> tuple[Group, Reading]:
+    server: Client, counters: Counters, before: Totals, prompts: Sequence[Prompt], wish: Wish
+) -> tuple[Group, Totals]:
     answers, seconds = _timed(server, prompts, wish)
     where = f"{prompts[0].category} {prompts[0].id}".strip()
     asked, received = len(answers), sum(answer.tokens for answer in answers)
 
-    def count(reading: Reading) -> Counts:
-        return engine.count(reading.since(before, server.url), wish.draft_tokens, asked, len(prompts))
+    def count(totals: Totals) -> Counts:
+        return counters.count(totals.since(before, server.url), wish.draft_tokens, asked, len(prompts))
 
-    def enough(reading: Reading) -> bool:
+    def enough(totals: Totals) -> bool:
         # All but each request's first token come from verify steps, unless the context's end leaves no room to draft.
         try:
-            counts = count(reading)
+            counts = count(totals)
         except (CountersMissing, CountersDisturbed, DefinitionsMixed):
             return False
         return counts.drafts + counts.accepted >= received - asked
 
-    after = server.rest(engine, enough)
+    after = server.rest(counters, enough)
     counts = count(after)
     if counts.drafts or received > asked:
         check_possible(counts, wish.draft_tokens, where)
@@ -210,14 +210,14 @@ def _run(
     return Group(counts, answers, seconds), after
 
 
-def _with_baseline(group: Group, baseline: ChatServer | None, prompts: Sequence[Prompt], wish: Wish) -> Group:
+def _with_baseline(group: Group, baseline: Client | None, prompts: Sequence[Prompt], wish: Wish) -> Group:
     if baseline is None:
         return group
     answers, seconds = _timed(baseline, prompts, wish)
     return replace(group, baseline=answers, baseline_seconds=seconds)
 
 
-def _timed(server: ChatServer, prompts: Sequence[Prompt], wish: Wish) -> tuple[tuple[Answer, ...], float]:
+def _timed(server: Client, prompts: Sequence[Prompt], wish: Wish) -> tuple[tuple[Answer, ...], float]:
     start = time.monotonic()
     dialogues = server.converse(prompts, wish.max_tokens, wish.temperature)
     return tuple(answer for dialogue in dialogues for answer in dialogue), time.monotonic() - start
@@ -233,16 +233,16 @@ def _speed(groups: Sequence[Group]) -> Speed | None:
     return Speed(tokens_per_second=own, baseline_tokens_per_second=other, speedup=own / other, same_answers=same)
 
 
-def _connect_baseline(wish: Wish) -> ChatServer | None:
+def _connect_baseline(wish: Wish) -> Client | None:
     if not wish.baseline_url:
         return None
     server = connect(wish.baseline_url, wish.model, wish.extra, wish.timeout)
     try:
-        engine = server.recognise()
-        counted = engine.read(server.page(engine.metrics)).totals
+        _, counters = server.recognize()
+        counted = counters.read(server.page(counters.metrics)).totals
     except CountersMissing:
         return server
-    if engine.speculates(counted):
+    if counters.speculates(counted):
         raise DefinitionsMixed(
             "the baseline server speculates itself", where=wish.baseline_url, fix="Start it without a draft head."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..bench.acceptance import Acceptance
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import refuse_existing
+from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.report import Report
 from .about import Identity, foreign, identify
@@ -19,7 +20,7 @@ from .licenses.files import SOURCE_LICENSE, find_texts, license_files, unstated_
 from .plots import draw_bars
 from .quickstart import starts
 from .rendering import CHART, figures, render
-from .sections import ENGINES, answer, attribution, changed, known
+from .sections import answer, attribution, changed, known
 from .tables import Table
 
 CARD = "README.md"
@@ -78,11 +79,11 @@ def gather(
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
         manifest = read_manifest(folder)
-        if manifest.layout not in ENGINES:
+        if manifest.layout not in writable():
             raise LayoutCannot(
                 f"the head is in {manifest.layout}'s layout, which no engine serves",
                 where=folder,
-                fix="Convert it first (kconv to-portable, to-vllm, to-trtllm, to-sglang), then write its card.",
+                fix=f"Convert it first (kconv {', '.join(f'to-{name}' for name in writable())}), then write its card.",
             )
     if report is not None:
         _refuse_unfit(report)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engines.launch import ENGINES, HEAD, TARGET, serve_command
+from ..engines.base import HEAD, TARGET, Launch
+from ..engines.registry import engine, engines_of
 from .evidence import Evidence
-
-TITLES = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang"}
-# What a conversion writes beside the weights for each engine.
-FILES = {"vllm": "serve-vllm.sh", "trtllm": "serve-trtllm.yaml", "sglang": "serve-sglang.sh"}
 
 
 @dataclass(frozen=True)
@@ -31,33 +28,33 @@ class Start:
 
 def starts(evidence: Evidence) -> tuple[Start, ...]:
     """Return how each engine that a head is for is started."""
-    layout = evidence.manifest.layout if evidence.manifest else None
-    engines = ENGINES.get(layout, (layout,)) if layout else tuple(evidence.facts.serve)
-    return tuple(_start(engine, evidence) for engine in engines if engine in TITLES)
+    named = engines_of(evidence.manifest.layout) if evidence.manifest else map(engine, evidence.facts.serve)
+    return tuple(_start(one.name, one.title, one.launch, evidence) for one in named if one.launch)
 
 
-def _start(engine: str, evidence: Evidence) -> Start:
+def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     facts = evidence.facts
-    said = next((serve for name, serve in facts.serve.items() if name == engine), None)
+    said = facts.serve.get(name)
     if said and said.unsupported:
-        return Start(TITLES[engine], "", "", (said.unsupported,))
+        return Start(title, "", "", (said.unsupported,))
     config, notes = "", []
     if said and said.requires:
         notes.append(f"Requires {said.requires}.")
-    written = evidence.folder / FILES[engine] if evidence.folder else None
+    # What a conversion writes beside the weights.
+    written = evidence.folder / launch.file if evidence.folder else None
     if written is not None and written.is_file():
         lines = written.read_text().splitlines()
         comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
-        notes += [line for line in comments if not line.startswith(serve_command(engine).split()[0])]
-        if engine == "trtllm":
+        notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
+        if launch.is_config:
             config = "\n".join(line for line in lines if not line.startswith("#"))
-    elif engine == "trtllm":
-        notes.append("Its YAML lists the captured layers, which are not stated.")
-    command = _name(serve_command(engine), evidence)
+    elif launch.unwritten:
+        notes.append(launch.unwritten)
+    command = _name(launch.command, evidence)
     if said and said.arguments:
         place = facts.base_model or TARGET
         command = command.replace(place, " ".join((place, *said.arguments)), 1)
-    return Start(TITLES[engine], command.replace(" --", " \\\n    --"), _name(config, evidence), tuple(notes))
+    return Start(title, command.replace(" --", " \\\n    --"), _name(config, evidence), tuple(notes))
 
 
 def _name(text: str, evidence: Evidence) -> str:

@@ -7,18 +7,12 @@ from typing import Any
 
 from ..bench.acceptance import Row
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
+from ..engines.registry import describe
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
 from .evidence import NOT_STATED, Evidence, Said
 from .facts import NOT_OURS
 from .licenses.license import attribution_in
-
-ENGINES = {
-    "vllm": "vLLM's layout",
-    "trtllm": "TensorRT-LLM's layout",
-    "sglang": "SGLang's layout",
-    "portable": "a layout that TensorRT-LLM, vLLM and SGLang all load",
-}
 
 
 def known(manifest: Manifest | None) -> dict[str, str]:
@@ -27,7 +21,7 @@ def known(manifest: Manifest | None) -> dict[str, str]:
         return {}
     found = {
         "architecture.attention": f"{manifest.spec['kind'].upper()}",
-        "runtime.engines": ENGINES[manifest.layout],
+        "runtime.engines": describe(manifest.layout),
     }
     training = manifest.training or {}
     recipe = training.get("recipe", {})
@@ -61,7 +55,7 @@ def conversion(manifest: Manifest | None) -> dict[str, Any]:
         "parameters": ", ".join(parts),
         "copied": f"{origin.copied_from_target:,}" if origin.copied_from_target else "",
         "dtype": manifest.spec["dtype"],
-        "engine": ENGINES[manifest.layout],
+        "engine": describe(manifest.layout),
         "captured": manifest.spec["captured"],
         "exactness": _exactness(manifest),
         "approximation": _approximation(manifest.conversion) if manifest.conversion else "",

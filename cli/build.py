@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..engines import by_name
+from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, extras, first_wrong, flag, marks
 from .progress import Terminal
@@ -73,13 +73,13 @@ def make_command(name: str, cls: type[Operation], **fixed: Any) -> click.Command
         except RequestInvalid as error:
             raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
-    summary = cls.SUMMARY.replace("an engine's layout", f"{_described(name)}'s layout")
+    summary = cls.SUMMARY.replace("an engine's layout", _described(name))
     return click.Command(name, params=params, callback=call, help=_help(name, cls), short_help=summary)
 
 
 def _described(name: str) -> str:
     """Return whose layout a command writes."""
-    return by_name(name[3:]).engine.partition(" ")[0] if name.startswith("to-") else ""
+    return registry.describe(name[3:]) if name.startswith("to-") else ""
 
 
 def _in_order(cls: type[Operation]) -> Iterator[tuple[str, FieldInfo]]:
@@ -113,8 +113,8 @@ def _help(name: str, cls: type[Operation]) -> str:
     lines, text = list(cls.EXAMPLES), inspect.getdoc(cls) or ""
     if name.startswith("to-"):
         lines = [example.replace("to-vllm", name).replace("-vllm", name[2:]) for example in lines]
-        text = text.replace("an engine's layout", f"{_described(name)}'s layout", 1)
-        if added := " and ".join(by_name(name[3:]).needs):
+        text = text.replace("an engine's layout", _described(name), 1)
+        if added := " and ".join(registry.by_name(name[3:]).needs):
             text += f"\n\nWith --target, an {added} that HEAD does not have is added from it."
     word = "Examples" if len(lines) > 1 else "Example"
     return text + (f"\n\n\b\n{word}:\n" + "\n".join(f"  {line}" for line in lines) if lines else "")

@@ -114,7 +114,7 @@ class Kconv(click.Group):
 
 def operation_commands() -> dict[str, str]:
     """Return the operation behind each command; `convert` is a command for each layout that can be written."""
-    from ..engines import writable
+    from ..engines.registry import writable
 
     found: dict[str, str] = {}
     for operation in WHERE:

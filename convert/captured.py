@@ -10,14 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..engines.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..errors import CapturedUndecided, ConfigInvalid
 from .captured_by import AS_TRAINED, DOUBTS, FOR_VLLM, TORCHSPEC_MARK, TRAINER, is_modelopts, saved_by
-
-IDS = "eagle_aux_hidden_state_layer_ids"
-TOP, NESTED = IDS, f"eagle_config.{IDS}"
-# What kconv writes beside each list; no engine reads it.
-CONVENTION = "aux_hidden_state_layer_ids_are"
-OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
 
 
 @dataclass(frozen=True)

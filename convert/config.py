@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.header import TensorInfo
+from ..engines.config import write_keys as write_keys
 from ..engines.keys import (
     BALLAST,
     COMMON,
@@ -23,7 +24,7 @@ from .captured import Captured, Hints, decide
 from .config_checks import ABSENT, check_dims, checked, find, refuse_unsupported
 from .own_keys import unify
 from .quantized import CONFIG_KEY, has_scales
-from .rope_keys import read_rope, states_theta, write_rope
+from .rope_keys import read_rope, states_theta
 
 EAGLE = "eagle_config"
 
@@ -118,30 +119,11 @@ def refuse_unstated(read: ReadConfig) -> None:
         )
 
 
-def write_keys(spec: HeadSpec) -> dict[str, Any]:
-    """Return the config keys that every engine reads; layouts add identity and captured layers."""
-    config: dict[str, Any] = {}
-    table = MLA if isinstance(spec.attention, Mla) else GQA
-    for key in (*COMMON, *table):
-        value = _get(spec, key.field)
-        if key.kind == "token" and value is None:
-            continue
-        for name in key.names:
-            _put(config, name, list(value) if isinstance(value, tuple) else value)
-    dtype = TORCH_NAMES.get(spec.dtype, "bfloat16")
-    config |= {"hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": spec.max_positions}
-    # transformers 4 reads torch_dtype, 5 reads dtype.
-    return config | {"torch_dtype": dtype, "dtype": dtype} | write_rope(spec.rope)
-
-
 def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
     """Return a written config with the source's carried keys put where they stood."""
     inner = {path.removeprefix(f"{EAGLE}."): v for path, v in carried.items() if path.startswith(f"{EAGLE}.")}
     outer = {path: v for path, v in carried.items() if not path.startswith(f"{EAGLE}.")}
     return config | outer | ({EAGLE: config.get(EAGLE, {}) | inner} if inner else {})
-
-
-TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any:
@@ -172,20 +154,6 @@ def _max_positions(config: Mapping[str, Any], scaling: object, hints: Hints) -> 
         where="config.json",
         fix="Say --max-positions: the longest context that will be served.",
     )
-
-
-def _put(config: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for part in parents:
-        config = config.setdefault(part, {})
-    config[last] = value
-
-
-def _get(spec: HeadSpec, path: str) -> Any:
-    value: Any = spec
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _group(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..checkpoint.manifest import (
 )
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
-from ..engines.launch import launch_files
+from ..engines.registry import launch_files
 from ..errors import TensorValue
 from ..head.slots import needs
 from .origins import count_parameters

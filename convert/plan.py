@@ -10,6 +10,7 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
 from ..engines.layout import Layout, Stored, stored
+from ..engines.registry import writable
 from ..errors import LayoutCannot
 from ..head.contract import FLOATS
 from ..head.slots import needs
@@ -125,9 +126,7 @@ def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
     wishes = wishes or Wishes()
     spec = replace(head.spec, dtype=wishes.dtype) if wishes.dtype else head.spec
     if layout.write_config is None:
-        raise LayoutCannot(
-            f"{layout.name} is read, not written", fix="Write portable, or one engine's: trtllm, vllm, sglang."
-        )
+        raise LayoutCannot(f"{layout.name} is read, not written", fix=f"Choose one of {', '.join(writable())}.")
     for limit in layout.limits:
         if limit.applies(spec, head.places):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)

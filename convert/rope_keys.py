@@ -7,27 +7,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from ..engines.config import SCALINGS
+from ..engines.config import write_rope as write_rope
 from ..errors import ConfigInvalid, ConfigUnsupported
-from ..head.spec import Linear, Llama3, Rope, Yarn
-
-# Where each scaling's parameters stand in rope_scaling and rope_parameters.
-YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_positions",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "attention_factor": "attention_factor",
-}
-LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_positions",
-}
-LINEAR = {"factor": "factor"}
-SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
+from ..head.spec import Rope
 
 # transformers 4's default, which engines take where neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
@@ -96,22 +79,6 @@ def states_theta(config: Mapping[str, Any]) -> bool:
         ConfigInvalid: see `read_rope`.
     """
     return "rope_theta" in _merge(config)
-
-
-def write_rope(rope: Rope) -> dict[str, Any]:
-    """Return the config keys of a RoPE, in both spellings, with no value left to an engine's default."""
-    scaling: dict[str, Any] = {}
-    for kind, (cls, names) in SCALINGS.items():
-        if isinstance(rope.scaling, cls):
-            stated = {name: getattr(rope.scaling, field) for name, field in names.items()}
-            scaling = {"type": kind, "rope_type": kind} | {k: v for k, v in stated.items() if v is not None}
-    keys: dict[str, Any] = {"rope_theta": rope.theta}
-    parameters = {"rope_type": "default"} | scaling | {"rope_theta": rope.theta}
-    if scaling:
-        keys["rope_scaling"] = scaling | {"rope_theta": rope.theta}
-    if rope.partial_rotary_factor != 1.0:
-        keys["partial_rotary_factor"] = parameters["partial_rotary_factor"] = rope.partial_rotary_factor
-    return keys | {"rope_parameters": parameters}
 
 
 def _merge(config: Mapping[str, Any]) -> dict[str, Any]:

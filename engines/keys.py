@@ -8,6 +8,13 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
+# Where the captured layers are listed.
+IDS = "eagle_aux_hidden_state_layer_ids"
+TOP, NESTED = IDS, f"eagle_config.{IDS}"
+# What kconv writes beside each list; no engine reads it.
+CONVENTION = "aux_hidden_state_layer_ids_are"
+OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
+
 
 @dataclass(frozen=True)
 class Key:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
-from ..convert.shared import Shared
 from ..head.contract import Expected, dtypes_of
 from ..head.slots import SLOTS, layers_of, needs
 from ..head.spec import HeadSpec
@@ -57,6 +56,8 @@ class Limit:
     """Something that a layout, or the engine behind it, has no place for.
 
     Attributes:
+        id: of the rule that reports it, e.g. "K320"; never given to another.
+        name: the rule's, e.g. "vllm-mla-norm-before-fc".
         hits: whether a head of this spec has it.
         what: one sentence for the user.
         fix: what to do instead.
@@ -64,6 +65,8 @@ class Limit:
         holds: where the spec alone does not tell: a pattern of slots, one of which the head must hold too.
     """
 
+    id: str
+    name: str
     hits: Callable[[HeadSpec], bool]
     what: str
     fix: str
@@ -73,6 +76,20 @@ class Limit:
     def applies(self, spec: HeadSpec, slots: Iterable[str]) -> bool:
         """Say whether a head of this spec that holds these slots has it."""
         return self.hits(spec) and (not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots))
+
+
+class TargetFacts(Protocol):
+    """What a limit beside a target looks at."""
+
+    @property
+    def layers(self) -> int | None:
+        """Number of its decoder layers; None where that is not known."""
+        ...
+
+    @property
+    def model_type(self) -> str:
+        """Of its text model, e.g. "kimi_k2"; empty where that is not known."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,7 @@ class TargetLimit:
         source: tag-pinned link to the line that decides it.
     """
 
-    hits: Callable[[HeadSpec, Shared], bool]
+    hits: Callable[[HeadSpec, TargetFacts], bool]
     what: str
     fix: str
     source: str
@@ -111,6 +128,7 @@ class Layout:
         replaces: slots that its engine takes from the target where one fits, whatever the head holds, with the reason.
         config: how its config differs from the common keys.
         ignored: patterns of names that it may hold and that carry nothing, with the reason.
+        written_for: names of the engines that load it, beside those whose own layout it is.
     """
 
     name: str
@@ -124,6 +142,7 @@ class Layout:
     replaces: Mapping[str, str] = field(default_factory=dict)
     config: ConfigTable = field(default_factory=ConfigTable)
     ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
+    written_for: tuple[str, ...] = ()
 
 
 def stored(layout: Layout, spec: HeadSpec) -> dict[str, Stored]:

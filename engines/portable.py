@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..convert.captured import CONVENTION, TOP
-from ..convert.config import write_keys
 from ..head.spec import HeadSpec
-from . import sglang, vllm
-from .identity import identity
+from . import sglang, trtllm, vllm
+from .common import HIDDEN, INPUT, eagle_config, head_rows
+from .config import identity, write_keys
+from .keys import CONVENTION, TOP
 from .layout import Layout
-from .marks import eagle_config
-from .rows import HIDDEN, INPUT, head_rows
-from .trtllm import FLAGS, TRTLLM
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
     config = identity(spec) | write_keys(spec) | vllm.captured_keys(spec)
-    config["eagle_config"] |= FLAGS | sglang.captured_keys(spec)
+    config["eagle_config"] |= trtllm.FLAGS | sglang.captured_keys(spec)
     return config
 
 
@@ -33,7 +30,8 @@ PORTABLE = Layout(
     told_by=lambda config, names: TOP in config and CONVENTION in eagle_config(config),
     write_config=_write,
     needs=sglang.LM_HEAD,
-    replaces={**TRTLLM.replaces, **sglang.SGLANG.replaces},
+    replaces={**trtllm.TRTLLM.replaces, **sglang.SGLANG.replaces},
     target_limits=sglang.TARGET_LIMITS,
-    limits=tuple(dict.fromkeys(TRTLLM.limits + vllm.VLLM.limits + sglang.SGLANG.limits)),
+    limits=tuple(dict.fromkeys(trtllm.TRTLLM.limits + vllm.VLLM.limits + sglang.SGLANG.limits)),
+    written_for=("trtllm", "vllm", "sglang"),
 )

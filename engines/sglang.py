@@ -1,4 +1,4 @@
-"""SGLang's layout of an Eagle3 head.
+"""SGLang: its layout of an Eagle3 head, and all else that kconv knows of it.
 
 Loaders: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py and
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi_k25_eagle3.py
@@ -6,17 +6,35 @@ https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ..convert.captured import CONVENTION, INPUTS, OUTPUTS, TOP
-from ..convert.config import write_keys
-from ..head.spec import Gqa, HeadSpec
-from .identity import identity
+from ..errors import CountersDisturbed, CountersMissing
+from ..head.spec import Gqa, HeadSpec, Mla
+from ..head.yarn import cos_sin_factor, m
+from .base import DRAFT_TOKENS, HEAD, TARGET, Config, Drafting, Engine, Launch, NullKey, Runner
+from .common import (
+    HIDDEN,
+    INPUT,
+    MIDLAYER,
+    MLA_ROPE,
+    as_outputs,
+    beside,
+    eagle_config,
+    head_rows,
+    instead,
+    is_mla,
+    later_norm,
+    listed_ids,
+    yarn_of,
+)
+from .config import identity, write_keys
+from .counters import Counters, Counts, Totals, totals
+from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
 from .layout import Layout, Limit, Row, TargetLimit
-from .limits import MLA_ROPE, SGLANG_SOURCE, is_mla, sglang_scales_otherwise
-from .marks import eagle_config
-from .rows import HIDDEN, INPUT, MIDLAYER, beside, head_rows, instead, later_norm
+from .vllm import FC_WIDTH, NO_NORM, TYPED
 
+SGLANG_SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt"
 MLA_LOADER = f"{SGLANG_SOURCE}/models/kimi_k25_eagle3.py"
 GQA_LOADER = f"{SGLANG_SOURCE}/models/llama_eagle3.py"
 # SGLang's older names of fc_norm.
@@ -57,7 +75,7 @@ def captured_keys(spec: HeadSpec) -> dict[str, Any]:
     """
     outputs = spec.captured[0] == 1
     return {
-        "eagle_aux_hidden_state_layer_ids": [i if outputs else i + 1 for i in spec.captured],
+        IDS: [i if outputs else i + 1 for i in spec.captured],
         CONVENTION: OUTPUTS if outputs else INPUTS,
         "use_aux_hidden_state": True,
     }
@@ -68,6 +86,20 @@ def _write(spec: HeadSpec) -> dict[str, Any]:
     config["num_aux_hidden_states"] = len(spec.captured)
     config["eagle_config"] |= captured_keys(spec)
     return config
+
+
+def _scales_otherwise(spec: HeadSpec) -> bool:
+    """Say whether SGLang scales cos and sin of a GQA head by another factor than transformers and vLLM.
+
+    It takes the quotient where both values are stated, also where one is 0, and reads no `attention_factor`:
+    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/rotary_embedding/yarn.py
+    """
+    yarn = yarn_of(spec)
+    if yarn is None or not isinstance(spec.attention, Gqa):
+        return False
+    one, all_dim = yarn.mscale, yarn.mscale_all_dim
+    factor = m(yarn, 1.0) if one is None or all_dim is None else m(yarn, one) / m(yarn, all_dim)
+    return factor != cos_sin_factor(spec.rope, spec.attention)
 
 
 SGLANG = Layout(
@@ -85,60 +117,80 @@ SGLANG = Layout(
     limits=(
         *MLA_ROPE,
         Limit(
+            "K330",
+            "sglang-captures-layer-0",
             lambda s: s.captured[0] == 0,
             "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target",
             "Serve this head with vLLM or TensorRT-LLM.",
             f"{CAPTURE}#L3470-L3473",
         ),
         Limit(
+            "K331",
+            "sglang-skips-fc",
             lambda s: len(s.captured) * s.target_hidden == s.hidden,
             "SGLang skips fc where what it reads is as wide as the head",
             "Serve this head with vLLM.",
             f"{GQA_LOADER}#L238",
         ),
         Limit(
+            "K332",
+            "sglang-norm-before-residual",
             lambda s: s.norms.before_residual,
             "SGLang takes the residual before hidden_norm, always (norm_before_residual is not read)",
             "Serve this head with vLLM.",
             f"{GQA_LOADER}#L99",
         ),
         Limit(
+            "K333",
+            "sglang-mla-layers",
             lambda s: is_mla(s) and s.layers != 1,
             "SGLang's MLA head has one layer",
             "Serve this head with vLLM or TensorRT-LLM.",
             f"{MLA_LOADER}#L243",
         ),
         Limit(
+            "K334",
+            "sglang-mla-norm-before-fc",
             lambda s: is_mla(s) and s.norms.before_fc,
             "SGLang's MLA head has no norm before fc (norm_before_fc)",
             "Serve this head with TensorRT-LLM, or train one without norm_before_fc.",
             f"{MLA_LOADER}#L286-L295",
         ),
         Limit(
+            "K335",
+            "sglang-attention-bias",
             lambda s: isinstance(s.attention, Gqa) and s.attention.bias,
             "SGLang drops the biases of q_proj, k_proj and v_proj in silence",
             "Serve this head with vLLM or TensorRT-LLM.",
             f"{GQA_LOADER}#L72",
         ),
         Limit(
+            "K350",
+            "sglang-fc-bias",
             lambda s: isinstance(s.attention, Gqa) and s.fc_bias,
             "SGLang builds a bias of o_proj too where a GQA head's config asks for fc.bias, and leaves it unfilled",
             "Serve this head with TensorRT-LLM, or train one without the bias.",
             f"{SGLANG_SOURCE}/models/llama.py#L337-L341",
         ),
         Limit(
+            "K336",
+            "sglang-mlp-bias",
             lambda s: s.mlp_bias,
             "SGLang drops the biases of the MLP in silence",
             "Serve this head with TensorRT-LLM, or train one without mlp_bias.",
             f"{SGLANG_SOURCE}/models/llama.py#L101-L109",
         ),
         Limit(
-            sglang_scales_otherwise,
+            "K337",
+            "sglang-yarn",
+            _scales_otherwise,
             "SGLang reads no attention_factor of YaRN, and takes an mscale of 0 otherwise than the trainer does",
             "Serve this head with vLLM.",
             f"{SGLANG_SOURCE}/layers/rotary_embedding/yarn.py#L122-L131",
         ),
         Limit(
+            "K338",
+            "sglang-kv-b-quantized",
             is_mla,
             "SGLang needs kv_b_proj of an MLA head unquantized",
             "Leave kv_b_proj out when the head is quantized, or serve it with vLLM.",
@@ -146,6 +198,8 @@ SGLANG = Layout(
             holds="*.kv_b_proj.weight_scale*",
         ),
         Limit(
+            "K351",
+            "sglang-fc-quantized",
             lambda s: isinstance(s.attention, Gqa),
             "SGLang's fc of a GQA head is a plain linear: it drops the scales of a quantized one in silence",
             "Leave fc out when the head is quantized, or serve it with vLLM or TensorRT-LLM.",
@@ -153,11 +207,126 @@ SGLANG = Layout(
             holds="fc.weight_scale*",
         ),
         Limit(
+            "K339",
+            "sglang-mla-nvfp4",
             is_mla,
             "SGLang drops an MLA head's NVFP4 config, and would take its packed bytes for weights",
             "Serve the unquantized head, or this one with vLLM or TensorRT-LLM.",
             f"{MLA_LOADER}#L335-L340",
             holds="*.weight_scale_2",
         ),
+    ),
+)
+
+
+def _in_sglang(config: Config, target: str | None) -> tuple[int, ...] | None:
+    """The list in eagle_config: https://github.com/sgl-project/sglang/pull/25454"""
+    nested = listed_ids(eagle_config(config).get(IDS))
+    if not nested:
+        return None
+    # DeepSeek's class, which a Kimi target has, takes a list that begins with 1 for outputs; others take each so.
+    outputs = nested[0] == 1 or (target is not None and target not in DEEPSEEKS)
+    return nested if outputs else as_outputs(nested)
+
+
+def _states(config: Config, mla: bool) -> Any:
+    nested, top = listed_ids(eagle_config(config).get(IDS)), listed_ids(config.get(TOP))
+    by_lists = len(nested) if nested else None
+    if mla:
+        return by_lists or (len(top) if top else None)
+    return config.get("num_aux_hidden_states") or by_lists
+
+
+# A chain of 3 steps verifies 4 tokens, the last accepted one among them.
+COMMAND = (
+    f"python -m sglang.launch_server --model-path {TARGET} --trust-remote-code"
+    f" --speculative-algorithm EAGLE3 --speculative-draft-model-path {HEAD}"
+    f" --speculative-num-steps {DRAFT_TOKENS} --speculative-eagle-topk 1"
+    f" --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
+)
+# Without it a server shows no counters of drafts.
+SHOW_COUNTERS = "# counters for kconv bench and kconv validate --url: add --enable-metrics"
+# https://github.com/sgl-project/sglang/issues/23490
+OWN_BACKEND = (
+    "# This head's attention is not the latent one of a Kimi target, whose backend it would inherit:\n"
+    "# add --speculative-draft-attention-backend, e.g. trtllm_mha or fa3"
+)
+
+
+def _script(spec: HeadSpec) -> str:
+    notes = [SHOW_COUNTERS] if is_mla(spec) else [SHOW_COUNTERS, OWN_BACKEND]
+    return "\n".join([*notes, COMMAND]) + "\n"
+
+
+# Verify calls, generated tokens and requests, all three counted when a request ends: a verify call gives the accepted
+# tokens and a bonus token, and the first token of each request comes from the prefill.
+# https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/observability/metrics_collector.py#L2109-L2112
+VERIFY = "sglang:spec_verify_calls_total"
+GENERATED, REQUESTS = "sglang:generation_tokens_total", "sglang:num_requests_total"
+
+
+def _read(metrics: str) -> Totals:
+    names = (VERIFY, GENERATED, REQUESTS)
+    # A counter that was never raised has no sample yet.
+    return Totals(dict.fromkeys(names, 0.0) | totals(metrics, names))
+
+
+def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Counts:
+    if not d[VERIFY] and d[GENERATED] > d[REQUESTS]:
+        raise CountersMissing(
+            f"the server answered {d[REQUESTS]:g} requests without a verify call: it serves without speculation",
+            where=VERIFY,
+            fix="Start SGLang with --speculative-algorithm EAGLE3 and --enable-metrics.",
+        )
+    if d[REQUESTS] != requests:
+        raise CountersDisturbed(
+            f"the server counted {d[REQUESTS]:g} requests where {requests} were sent",
+            where=REQUESTS,
+            fix="Let no one else use the server meanwhile.",
+        )
+    return Counts(d[VERIFY], d[GENERATED] - requests - d[VERIFY], None, prompts)
+
+
+ENGINE = Engine(
+    name="sglang",
+    title="SGLang",
+    layout=SGLANG,
+    runners=(Runner("sglang", _in_sglang, _states),),
+    launch=Launch(COMMAND, "serve-sglang.sh", _script),
+    counters=Counters(
+        marks="sglang:",
+        metrics="/metrics",
+        version="/server_info",
+        read=_read,
+        count=_count,
+        speculates=lambda d: bool(d[VERIFY]),
+        needs="--enable-metrics",
+        note="accepted tokens are generated tokens less one a request, for its prefill, and one a verify call; "
+        "what an answer's limit cuts off the last draft is not counted",
+    ),
+    # It repeats the arguments that it was started with; of vLLM and TensorRT-LLM counters alone tell.
+    # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/http_server.py#L863-L885
+    drafting=Drafting(
+        "/server_info",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+        ("speculative_num_steps", "speculative_eagle_topk", "speculative_draft_model_path"),
+    ),
+    # https://github.com/sgl-project/sglang/pull/33966
+    architectures={
+        Gqa: frozenset(("LlamaForCausalLMEagle3",)),
+        Mla: frozenset(("Eagle3DeepseekV2ForCausalLM",)),
+    },
+    flags={"norms.output": ("norm_output",)},
+    null_keys=(
+        *TYPED,
+        # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L151
+        NullKey("target_hidden_size", FC_WIDTH, "gqa"),
+        # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L2166
+        NullKey("rope_interleave", "the rotary dims are taken for half-split", "mla"),
+        # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L199-L200
+        NullKey("partial_rotary_factor", "the dims that RoPE turns are a multiple of it", "gqa"),
+        # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L173-L175
+        NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),
 )

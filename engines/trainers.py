@@ -1,16 +1,23 @@
-"""Heads as their trainers save them, of one decoder layer called `midlayer`.
+"""Heads as their trainers save them: layouts that kconv reads and does not write.
 
-They differ in marks and in what one config key means, not in names.
+Those with one decoder layer called `midlayer` differ in marks and in what one config key means, not in names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, later_norm
 from .keys import ConfigTable
 from .layout import Layout
-from .marks import has_midlayer, has_vocabulary, is_called
-from .rows import MIDLAYER, OUTSIDE
 
 ROWS = OUTSIDE + MIDLAYER
+
+
+def _has_vocabulary(names: Iterable[str]) -> bool:
+    """Say whether the head carries both maps of its vocabulary, as trainers with buffers for them save it."""
+    return {"d2t", "t2d"} <= set(names)
+
 
 # The trainer turns by base 10000, and its own config has no rope_theta:
 # https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/traineagle3/cnets.py#L207-L209
@@ -20,7 +27,7 @@ SAFEAILAB = Layout(
     engine="SafeAILab's EAGLE-3",
     rows=ROWS,
     told_by=lambda config, names: (
-        has_midlayer(names) and has_vocabulary(names) and is_called(config, "LlamaForCausalLM")
+        has_midlayer(names) and _has_vocabulary(names) and config.get("architectures") == ["LlamaForCausalLM"]
     ),
     config=ConfigTable(trained_theta=10000.0),
 )
@@ -32,7 +39,7 @@ SPECFORGE = Layout(
     name="specforge",
     engine="SpecForge",
     rows=ROWS,
-    told_by=lambda config, names: has_midlayer(names) and has_vocabulary(names) and not config.get("kv_lora_rank"),
+    told_by=lambda config, names: has_midlayer(names) and _has_vocabulary(names) and not config.get("kv_lora_rank"),
     config=ConfigTable(otherwise={"norm_output": (True, None)}),
 )
 
@@ -45,4 +52,30 @@ TORCHSPEC = Layout(
     told_by=lambda config, names: (
         has_midlayer(names) and (bool(config.get("kv_lora_rank")) or "norm_output" not in config)
     ),
+)
+
+# TensorRT-LLM loads what ModelOpt exports.
+MODELOPT = Layout(
+    name="modelopt",
+    engine="ModelOpt's export_speculative_decoding",
+    rows=head_rows("layers.{i}") + instead(MIDLAYERS) + beside(later_norm(HIDDEN)),
+    told_by=lambda config, names: "eagle_config" in config and not has_midlayer(names),
+    written_for=("trtllm",),
+)
+
+# Reader: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L15-L50
+SPECULATORS = Layout(
+    name="speculators",
+    engine="the speculators library",
+    rows=head_rows("layers.{i}"),
+    told_by=lambda config, names: "speculators_model_type" in config or "transformer_layer_config" in config,
+    config=ConfigTable(
+        nested="transformer_layer_config",
+        ballast=frozenset(("speculators_config", "speculators_model_type", "speculators_version")),
+        must_state={
+            "norm_before_residual": "vLLM takes the absent key for true, the speculators library for false"
+            " (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33)"
+        },
+    ),
+    written_for=("vllm",),
 )

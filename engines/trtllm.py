@@ -1,21 +1,47 @@
-"""TensorRT-LLM's layout, and ModelOpt's, whose exporter writes for it.
+"""TensorRT-LLM: its layout of an Eagle3 head, and all else that kconv knows of it.
 
-Loader: Eagle3ForCausalLM.load_weights, lines 943 to 987 of the file that `limits.TRTLLM_MODEL` links to.
+Loader: Eagle3ForCausalLM.load_weights, lines 943 to 987 of the file that `MODEL` links to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..convert.captured import CONVENTION, OUTPUTS
-from ..convert.config import write_keys
-from ..head.spec import HeadSpec
-from .identity import identity
+from ..errors import CountersMissing, DefinitionsMixed
+from ..head.spec import Gqa, HeadSpec
+from ..head.yarn import cos_sin_factor, m
+from .base import DRAFT_TOKENS, HEAD, TARGET, Engine, Launch, NullKey
+from .common import (
+    HIDDEN,
+    INPUT,
+    MIDLAYER,
+    MIDLAYERS,
+    MLA_ROPE,
+    beside,
+    eagle_config,
+    head_rows,
+    instead,
+    is_mla,
+    later_norm,
+    yarn_of,
+)
+from .config import identity, write_keys
+from .counters import SAY_K, Counters, Counts, Totals, totals
+from .keys import CONVENTION, IDS, OUTPUTS
 from .layout import Layout, Limit
-from .limits import FC_NORMS_TWICE, MLA_ROPE, TRTLLM_MODEL, TRTLLM_ROPE, is_mla, trtllm_scales_otherwise
-from .marks import eagle_config, has_midlayer
-from .rows import HIDDEN, INPUT, MIDLAYER, MIDLAYERS, beside, head_rows, instead, later_norm
+from .vllm import FC_WIDTH
 
+# Two files as of one commit each, between 1.3 and 1.4; the lines are given where they are named.
+MODEL = (
+    "https://github.com/NVIDIA/TensorRT-LLM/blob/00679c66c3e38f6d2651ad0a5bef0f94d862e36c/"
+    "tensorrt_llm/_torch/models/modeling_speculative.py"
+)
+ROPE = (
+    "https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/"
+    "tensorrt_llm/_torch/attention/backends/interface.py"
+)
 # What TensorRT-LLM reads of eagle_config, and what ModelOpt's exporter writes for it.
 FLAGS = {
     "use_aux_hidden_state": True,
@@ -26,18 +52,31 @@ FLAGS = {
 }
 
 EMBEDDING = {
-    "embed_tokens": f"TensorRT-LLM takes the target's embedding in place of the head's own ({TRTLLM_MODEL}#L793-L811)"
+    "embed_tokens": f"TensorRT-LLM takes the target's embedding in place of the head's own ({MODEL}#L793-L811)"
 }
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
     config = identity(spec) | write_keys(spec)
     config["eagle_config"] |= {
-        "eagle_aux_hidden_state_layer_ids": list(spec.captured),
+        IDS: list(spec.captured),
         CONVENTION: OUTPUTS,
         **FLAGS,
     }
     return config
+
+
+def _scales_otherwise(spec: HeadSpec) -> bool:
+    """Say whether TensorRT-LLM scales cos and sin of a GQA head by another factor than transformers and vLLM.
+
+    It reads every YaRN as DeepSeek's, `m(mscale) / m(mscale_all_dim)` with 1 and 0 for what is not stated, and no
+    `attention_factor`.
+    """
+    yarn = yarn_of(spec)
+    if yarn is None or not isinstance(spec.attention, Gqa):
+        return False
+    factor = m(yarn, 1.0 if yarn.mscale is None else yarn.mscale) / m(yarn, yarn.mscale_all_dim or 0.0)
+    return factor != cos_sin_factor(spec.rope, spec.attention)
 
 
 TRTLLM = Layout(
@@ -57,43 +96,171 @@ TRTLLM = Layout(
     limits=(
         *MLA_ROPE,
         Limit(
+            "K340",
+            "trtllm-norm-before-residual",
             lambda s: s.norms.before_residual,
             "TensorRT-LLM takes the residual before hidden_norm, always (norm_before_residual is not read)",
             "Serve this head with vLLM.",
-            f"{TRTLLM_MODEL}#L654-L656",
+            f"{MODEL}#L654-L656",
         ),
         Limit(
+            "K341",
+            "trtllm-one-captured-layer",
             lambda s: len(s.captured) == 1,
             "TensorRT-LLM builds no fc for a single captured layer",
             "Serve this head with vLLM.",
-            f"{TRTLLM_MODEL}#L719-L726",
+            f"{MODEL}#L719-L726",
         ),
         Limit(
+            "K345",
+            "trtllm-skips-fc",
             lambda s: len(s.captured) * s.target_hidden == s.hidden,
             "TensorRT-LLM skips fc where what it reads is as wide as the head",
             "Serve this head with vLLM.",
-            f"{TRTLLM_MODEL}#L1007-L1020",
+            f"{MODEL}#L1007-L1020",
         ),
         Limit(
+            "K342",
+            "trtllm-mla-reduced-vocabulary",
             lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
             "Expand it first, kconv vocab HEAD --expand OUT, and convert OUT; or serve this head with vLLM.",
             # With d2t on the model itself (#L773-L778), the loader looks for the layer under names that nobody stores.
-            f"{TRTLLM_MODEL}#L971-L979",
+            f"{MODEL}#L971-L979",
         ),
         Limit(
-            trtllm_scales_otherwise,
+            "K343",
+            "trtllm-yarn",
+            _scales_otherwise,
             "TensorRT-LLM reads this YaRN's attention_factor, mscale or mscale_all_dim otherwise than the trainer does",
             "Serve this head with vLLM.",
-            f"{TRTLLM_ROPE}#L750-L751",
+            f"{ROPE}#L750-L751",
         ),
-        FC_NORMS_TWICE,
+        Limit(
+            "K344",
+            "trtllm-two-norms-before-fc",
+            lambda s: s.norms.before_fc and s.norms.fc,
+            "TensorRT-LLM drops the norm before fc (norm_before_fc) where there is one for each state (fc_norm)",
+            "Serve this head with vLLM.",
+            f"{MODEL}#L1009-L1018",
+        ),
     ),
 )
 
-MODELOPT = Layout(
-    name="modelopt",
-    engine="ModelOpt's export_speculative_decoding",
-    rows=head_rows("layers.{i}") + instead(MIDLAYERS) + beside(later_norm(HIDDEN)),
-    told_by=lambda config, names: "eagle_config" in config and not has_midlayer(names),
+YAML = "serve-trtllm.yaml"
+COMMAND = f"trtllm-serve {TARGET} --backend pytorch --trust_remote_code --config {YAML}"
+# NVIDIA's own deployment test serves its Kimi heads with false; which of the two a release takes is its own matter.
+ONE_MODEL = "# eagle3_one_model: true is the default; some releases load an MLA head with false only"
+# Without these a server shows no counters of drafts.
+SHOW_COUNTERS = (
+    "# counters for kconv bench and kconv validate --url:\n# return_perf_metrics: true\n# enable_iter_perf_stats: true"
+)
+
+
+def _yaml(spec: HeadSpec) -> str:
+    """The captured layers, as outputs: TensorRT-LLM takes them from its serving YAML only."""
+    import yaml
+
+    options = {
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "max_draft_len": DRAFT_TOKENS,
+            "speculative_model": HEAD,
+            "eagle3_layers_to_capture": list(spec.captured),
+        }
+    }
+    notes = [f"# {COMMAND}", *([ONE_MODEL] if is_mla(spec) else [])]
+    return "\n".join([*notes, yaml.safe_dump(options, sort_keys=False) + SHOW_COUNTERS, ""])
+
+
+# TensorRT-LLM counts the drafted and the accepted tokens of each place when a request ends (log_request_metrics_dict),
+# and, with enable_iter_perf_stats, the totals of each iteration (log_iteration_stats), where every step drafts K:
+# https://github.com/NVIDIA/TensorRT-LLM/blob/050f80def8df236e326949c8bd9dee10fd896a83/tensorrt_llm/metrics/collector.py
+# Places came with https://github.com/NVIDIA/TensorRT-LLM/pull/12636, and until
+# https://github.com/NVIDIA/TensorRT-LLM/pull/17082 each prefill counted as a draft that is rejected: the totals are
+# read of a server that has no places or counts so. They may miss drafted tokens of id 0 (_update_iter_stats), places do
+# not:
+# https://github.com/NVIDIA/TensorRT-LLM/blob/0004396720054fd8e205cbf616f21f0b57c6b412/tensorrt_llm/_torch/pyexecutor/py_executor.py
+DRAFTED, ACCEPTED = "trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total"
+DRAFTED_AT, ACCEPTED_AT = "trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"
+ANSWERED = "trtllm_generation_tokens_total"  # tokens of all answers
+NEEDS = "return_perf_metrics: true and enable_iter_perf_stats: true"
+
+
+def _read(metrics: str) -> Totals:
+    names = (DRAFTED, ACCEPTED, ANSWERED)
+    # A counter that was never raised has no sample yet.
+    return Totals(dict.fromkeys(names, 0.0) | totals(metrics, names, (DRAFTED_AT, ACCEPTED_AT), "token_position"))
+
+
+def _read_iterations(metrics: str) -> Totals:
+    names = (DRAFTED, ACCEPTED, ANSWERED)
+    return Totals(dict.fromkeys(names, 0.0) | totals(metrics, names))
+
+
+def _count(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Counts:
+    places = sum(name.startswith(f"{DRAFTED_AT} ") for name in d)
+    if places:
+        # A place whose token was never accepted has no sample.
+        accepted = tuple(d.get(f"{ACCEPTED_AT} {place}", 0.0) for place in range(places))
+        return Counts(d.get(f"{DRAFTED_AT} 0", 0.0), sum(accepted), accepted, prompts)
+    return _count_iterations(d, k, requests, prompts)
+
+
+def _count_iterations(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Counts:
+    if not d[DRAFTED] and d[ANSWERED] > requests:
+        raise CountersMissing(
+            f"the server gave {d[ANSWERED]:g} tokens to {requests} requests without counting a draft",
+            where="/prometheus/metrics",
+            fix=f"Serve with a speculative_config, {NEEDS}.",
+        )
+    if d[DRAFTED] % k:
+        raise DefinitionsMixed(
+            f"{d[DRAFTED]:g} drafted tokens are no whole number of steps of {k}",
+            where=DRAFTED,
+            fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step; "
+            "a TensorRT-LLM that counts drafts by token_position needs no such number.",
+        )
+    return Counts(d[DRAFTED] / k, d[ACCEPTED], None, prompts)
+
+
+_ITERATIONS = Counters(
+    marks="trtllm_",
+    metrics="/prometheus/metrics",
+    version="/version",
+    read=_read_iterations,
+    count=_count_iterations,
+    speculates=lambda d: any(d[name] for name in d if name.startswith((DRAFTED, DRAFTED_AT))),
+    needs=NEEDS,
+    note="verify steps are drafts of a first token; of a server that does not count places, drafted tokens over K",
+)
+
+ENGINE = Engine(
+    name="trtllm",
+    title="TensorRT-LLM",
+    layout=TRTLLM,
+    launch=Launch(
+        COMMAND, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are not stated."
+    ),
+    counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
+    # Configs whose class has a kv_lora_rank by default.
+    latent_by_default=("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    # It sizes o_proj, and the attention over a prompt, by the second one (MLA.__init__), and its own class of a config
+    # has a default for both:
+    # https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/tensorrt_llm/_torch/attention/mla.py
+    # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25
+    head_counts=("num_attention_heads", "num_key_value_heads"),
+    # It reads rope_scaling, which its own class for kimi_k2 overwrites by rope_parameters where transformers is of
+    # version 5, as the two are then one attribute:
+    # https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py#L714-L716
+    # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L92-L103
+    # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L584-L590
+    rope_objects=("rope_scaling", "rope_parameters"),
+    flags={"norms.before_fc": ("eagle_config.norm_before_fc",), "norms.fc": ("fc_norm",)},
+    null_keys=(
+        # Lines 707 to 710, 695 to 704, and 596 to 598, of the file that `MODEL` links to.
+        NullKey("target_hidden_size", FC_WIDTH),
+        NullKey("eagle_config", "keys are looked for in it"),
+        NullKey("eagle_config.next_layer_regular", "later layers are built as wide as layer 0", "deep"),
+    ),
 )

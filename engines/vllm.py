@@ -1,4 +1,4 @@
-"""vLLM's layout of an Eagle3 head, MHA and MLA.
+"""vLLM: its layout of an Eagle3 head, MHA and MLA, and all else that kconv knows of it.
 
 Loaders: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py and
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_eagle3.py
@@ -6,15 +6,36 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/dee
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ..convert.captured import CONVENTION, INPUTS, TOP
-from ..convert.config import write_keys
-from ..head.spec import HeadSpec
-from .identity import identity
+from ..checkpoint.folder import read_json
+from ..errors import CountersMissing
+from ..head.spec import Gqa, HeadSpec, Mla, Yarn
+from .base import DRAFT_TOKENS, HEAD, HOST, TARGET, Config, Engine, Launch, NullKey, Runner, Serving, Starter
+from .common import (
+    HIDDEN,
+    MIDLAYER,
+    MLA_ROPE,
+    VLLM_SOURCE,
+    as_outputs,
+    beside,
+    eagle_config,
+    first_only,
+    fused_rows,
+    head_rows,
+    instead,
+    is_mla,
+    later_norm,
+    listed_ids,
+)
+from .config import identity, write_keys
+from .counters import Counters, Counts, Totals, totals
+from .keys import CONVENTION, IDS, INPUTS, TOP
 from .layout import Layout, Limit
-from .limits import MLA_ROPE, VLLM_SOURCE, is_mla
-from .rows import HIDDEN, MIDLAYER, beside, first_only, fused_rows, head_rows, instead, later_norm
 
 
 def captured_keys(spec: HeadSpec) -> dict[str, Any]:
@@ -43,29 +64,222 @@ VLLM = Layout(
     limits=(
         *MLA_ROPE,
         Limit(
+            "K320",
+            "vllm-mla-norm-before-fc",
             lambda s: is_mla(s) and s.norms.before_fc,
             "vLLM's MLA head has no norm before fc (norm_before_fc)",
             "Serve this head with TensorRT-LLM, or train one without norm_before_fc.",
             f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L360-L368",
         ),
         Limit(
+            "K321",
+            "vllm-mla-mlp-bias",
             lambda s: is_mla(s) and s.mlp_bias,
             "vLLM's MLA head drops the biases of its MLP in silence",
             "Serve this head with TensorRT-LLM, or train one without mlp_bias.",
             f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L85",
         ),
         Limit(
+            "K322",
+            "vllm-fc-bias",
             lambda s: s.fc_bias,
             "vLLM drops fc.bias in silence",
             "Serve this head with TensorRT-LLM, or train one without the bias.",
             f"{VLLM_SOURCE}/model_executor/models/utils.py#L458",
         ),
         Limit(
+            "K323",
+            "vllm-mla-lm-head-quantized",
             is_mla,
             "vLLM's MLA head has a plain lm_head, and fails on the scales of a quantized one",
             "Leave lm_head out when the head is quantized.",
             f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L299-L303",
             holds="lm_head.weight_scale*",
         ),
+    ),
+)
+
+
+def _in_v1(config: Config, _target: str | None) -> tuple[int, ...] | None:
+    """The top-level list, else the one in eagle_config.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py#L5268-L5280
+    """
+    return as_outputs(listed_ids(config.get(TOP)) or listed_ids(eagle_config(config).get(IDS)))
+
+
+def _in_v2(config: Config, _target: str | None) -> tuple[int, ...] | None:
+    """The top-level list alone.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L106
+    """
+    return as_outputs(listed_ids(config.get(TOP)) or listed_ids(eagle_config(config).get("layer_ids")))
+
+
+def _states(config: Config, _is_mla: bool) -> Any:
+    nested = listed_ids(eagle_config(config).get(IDS))
+    return config.get("num_aux_hidden_states") or (len(nested) if nested else None)
+
+
+def _rope_rows(spec: HeadSpec) -> float:
+    """As many as are served, but for YaRN's: its reach, whatever max_position_embeddings says.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1677-L1709
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py#L78-L80
+    """
+    scaling = spec.rope.scaling
+    return scaling.reach if isinstance(scaling, Yarn) else float("inf")
+
+
+_SPECULATIVE = json.dumps({"model": HEAD, "method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS})
+COMMAND = f"vllm serve {TARGET} --trust-remote-code --speculative-config '{_SPECULATIVE}'"
+
+# vLLM counts verify steps and places itself:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/metrics.py
+PREFIX = "vllm:spec_decode_num_"
+DRAFTS, DRAFTED = f"{PREFIX}drafts_total", f"{PREFIX}draft_tokens_total"
+ACCEPTED, ACCEPTED_AT = f"{PREFIX}accepted_tokens_total", f"{PREFIX}accepted_tokens_per_pos_total"
+
+
+def read_counters(metrics: str) -> Totals:
+    """Read the counters out of the text of /metrics, summed over the engines behind the server.
+
+    Raises:
+        CountersMissing: one of the counters is not there.
+    """
+    found = totals(metrics, (DRAFTS, DRAFTED, ACCEPTED), (ACCEPTED_AT,), "position")
+    places = [int(name.split()[1]) for name in found if name.startswith(f"{ACCEPTED_AT} ")]
+    absent = [name for name in (DRAFTS, DRAFTED, ACCEPTED) if name not in found]
+    if absent or not places:
+        raise CountersMissing(
+            f"the server does not count {', '.join([*absent, *([] if places else [ACCEPTED_AT])])}",
+            where="/metrics",
+            fix="Start vLLM with --speculative-config and without --disable-log-stats.",
+        )
+    every = {f"{ACCEPTED_AT} {place}": 0.0 for place in range(max(places) + 1)}
+    return Totals(every | found, whole=True)
+
+
+def _count(d: Mapping[str, float], _k: int, _requests: int, prompts: int) -> Counts:
+    places = sum(name.startswith(f"{ACCEPTED_AT} ") for name in d)
+    return Counts(d[DRAFTS], d[ACCEPTED], tuple(d[f"{ACCEPTED_AT} {place}"] for place in range(places)), prompts)
+
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def command(serving: Serving, port: int) -> list[str]:
+    """Return vLLM's command line; `vllm serve` itself wants a distribution named vllm, which vllm-cpu is not.
+
+    The settings are those under which greedy decoding on CPU was found to be right: fp32, no compilation, and
+    PyTorch's own rotary embedding, as the CPU kernel turns MLA's 3-D queries wrongly:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/base.py#L298
+    Greedy only: at temperature 1 the CPU build's rejection sampling is no witness.
+    """
+    options = {
+        "--model": str(serving.target.absolute()),
+        "--host": HOST,
+        "--port": str(port),
+        "--dtype": serving.dtype,
+        "--max-model-len": str(serving.max_model_len),
+        "--compilation-config": json.dumps({"custom_ops": ["all", "-rotary_embedding"]}),
+    }
+    if serving.head:
+        options["--speculative-config"] = json.dumps(
+            {"model": str(serving.head.absolute()), "method": "eagle3", "num_speculative_tokens": serving.draft_tokens}
+        )
+    words = [word for option in (options | dict(serving.options)).items() for word in option]
+    # Not resolved: the link in its environment's folder is what makes it that environment's python.
+    return [str(serving.python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]
+
+
+def environment(serving: Serving) -> dict[str, str]:
+    """Return the variables that are set for vLLM beside the caller's own.
+
+    The CPU build has no KV block size that MLA (16) and other attention (multiples of 32) share, so where the two
+    meet the target's MLA is computed as plain attention:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/mla/cpu_mla.py#L67 and
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py#L65
+    """
+    mixed = serving.head is not None and _has_mla(serving.target) and not _has_mla(serving.head)
+    return ENVIRONMENT | ({"VLLM_MLA_DISABLE": "1"} if mixed else {})
+
+
+def _has_mla(folder: Path) -> bool:
+    config = read_json(folder / "config.json")
+    return bool(config.get("text_config", config).get("kv_lora_rank"))
+
+
+# Read as transformers' Llama or DeepSeek-V3, whose fields are checked for their types; SGLang does so too:
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/configuration_llama.py#L71-L83
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L92-L115
+REFUSED = "the config is refused"
+TYPED = (
+    NullKey("attention_bias", REFUSED),
+    NullKey("initializer_range", REFUSED),
+    NullKey("max_position_embeddings", REFUSED),
+    NullKey("mlp_bias", REFUSED, "gqa"),
+    NullKey("routed_scaling_factor", REFUSED, "mla"),
+    NullKey("tie_word_embeddings", REFUSED),
+    NullKey("use_cache", REFUSED),
+)
+FC_WIDTH, NO_NORM = "fc's width is a multiple of it", "the norm before fc is left out"
+
+ENGINE = Engine(
+    name="vllm",
+    title="vLLM",
+    layout=VLLM,
+    # Two model runners, which look for the captured layers in different places. No launch option says otherwise: its
+    # --hf-overrides are the target's alone, where they are keys:
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1084-L1107
+    runners=(Runner("vllm-v1", _in_v1, _states), Runner("vllm-v2", _in_v2, _states)),
+    launch=Launch(COMMAND, "serve-vllm.sh", lambda spec: f"{COMMAND}\n"),
+    # It shows its counters where it speculates, and nowhere else.
+    counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),
+    starter=Starter(
+        command,
+        environment,
+        # The last line of a traceback, bare or behind "(Worker pid=7) ERROR 11-20 13:57:45 [core.py:953] ".
+        re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:\[rank\d+\]: )?([A-Za-z_.]*(?:Error|Exception): .+)"),
+    ),
+    gives_token_ids=True,
+    # Classes with the attention of a head, by the name on disk; any other is refused, or builds another model. A name
+    # that neither begins nor ends with Eagle3 gets it put before, and is looked up so:
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/eagle.py#L59-L68
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py#L658-L674
+    architectures={
+        Gqa: frozenset(
+            (
+                "LlamaForCausalLMEagle3 LlamaForCausalLM Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM"
+                " Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
+            ).split()
+        ),
+        Mla: frozenset(
+            (
+                "Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
+            ).split()
+        ),
+    },
+    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679-L694
+    rewritten=("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"),
+    rope_rows=_rope_rows,
+    flags={
+        "norms.fc": ("fc_norm",),
+        "norms.output": ("norm_output",),
+    },
+    null_keys=(
+        *TYPED,
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L218-L221
+        NullKey("target_hidden_size", FC_WIDTH),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/logits_processor.py#L213
+        NullKey("logit_scale", "logits are scaled by it"),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138
+        NullKey("index_topk", "the attention is taken for DeepSeek-V3.2's sparse one", "mla"),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L180-L181
+        NullKey("eagle_config.use_aux_hidden_state", "fc is left out", "gqa"),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1683-L1685
+        NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla", runner="vllm-v1"),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L184-L188
+        NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),
 )

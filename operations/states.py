@@ -148,9 +148,9 @@ class States(Operation):
         return StatesWritten(self.out, record)
 
     def _reach(self, context: Context, config: TargetConfig) -> Any:
-        from ..bench.server import connect
         from ..checkpoint.tensors import read_tensor
-        from ..validate.engines.states import ServedRunner
+        from ..engines.client import connect
+        from ..engines.vllm_states import ServedRunner
 
         norm = f"{config.prefix}model.norm.weight"
         ends = context.source(self.target).open_tensors({norm, config.lm_head})

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from ..engines import registry
 from ..errors import ReportInvalid, RequestInvalid
-from .base import Context, Name, argument, option
+from .base import Context, Name, argument, option, plain_name
 from .reading import Count, Reading, check_trusted
 
 if TYPE_CHECKING:
@@ -94,10 +95,9 @@ class Validate(Reading):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        from ..validate.rules.rule import ASKED
-
-        if self.for_ is not None and self.for_ not in ASKED:
-            raise ValueError(f"--for {self.for_!r} is not one of {', '.join(ASKED)}")
+        for name, known in (("for_", registry.asked()), ("engine", registry.servable())):
+            if (asked := getattr(self, name)) is not None and asked not in known:
+                raise ValueError(f"--{plain_name(name)} {asked!r} is not one of {', '.join(known)}")
         if self.headers_only and (self.measures or self.source):
             raise ValueError("--headers-only reads no value, and --source and all that measures are about values")
         if self.prompts and self.states:
@@ -109,7 +109,7 @@ class Validate(Reading):
             raise ValueError("an engine is asked with --target and --prompts")
         if self.engine_python and self.url:
             raise ValueError("--engine-python starts a server and --url reaches one; give one of them")
-        if self.engine in ("sglang", "trtllm") and not self.url:
+        if self.engine and self.engine not in registry.startable() and not self.url:
             raise ValueError(f"{self.engine} cannot be started here; give the --url of one that runs")
         if self.engine and not (self.python or self.url):
             raise ValueError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
@@ -146,12 +146,11 @@ class Validate(Reading):
         from ..pipeline.heads import open_origin
         from ..pipeline.making import find_shared
         from ..validate.kinds import is_target
-        from ..validate.rules.rule import ASKED
         from ..validate.run import Wish, validate
 
         target, source = context.maybe(self.target), context.maybe(self.source)
         checks = Wish(
-            ASKED[self.for_] if self.for_ else None,
+            registry.asked()[self.for_] if self.for_ else None,
             self.layout(),
             self.hints(config := self.target_config(context)),
             config,

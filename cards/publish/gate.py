@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...engines.launch import ENGINES
+from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
 from ...validate.report import REPORT, Finding
 from ..about import foreign
@@ -21,10 +21,6 @@ from .release import Candidate
 SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
 TEXT = (".md", ".json", ".yaml", ".yml", ".txt", ".sh", ".py", "")
 
-# vLLM is validated for its two model runners, which read a config each in its own way.
-VALIDATED_AS = {"vllm": ("vllm-v1", "vllm-v2")}
-
-
 # A warning of validation, as its user may have meant it; who downloads the release cannot know that.
 # K307: the head was read otherwise than its own files say.
 AS_ERRORS = frozenset({"K307"})
@@ -32,7 +28,8 @@ AS_ERRORS = frozenset({"K307"})
 
 def written_for(layout: str) -> tuple[str, ...]:
     """Return whom a report on a layout must be for, as kconv validate names them."""
-    return tuple(name for engine in ENGINES.get(layout, (layout,)) for name in VALIDATED_AS.get(engine, (engine,)))
+    # Of a layout that is not known, nothing can have been checked.
+    return runners_of(layout) or (layout,)
 
 
 @dataclass(frozen=True)

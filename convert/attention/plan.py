@@ -16,6 +16,7 @@ from torch import Tensor
 from ...checkpoint.manifest import ConversionRecord
 from ...checkpoint.tensors import TORCH
 from ...engines.layout import Layout, Stored, stored
+from ...engines.registry import writable
 from ...errors import LayoutCannot
 from ...head.forward import DraftHead
 from ...head.slots import needs
@@ -172,9 +173,7 @@ def check_layout(source: HeadSpec, converted: HeadSpec, layout: Layout, slots: M
     """
     spec = replace(converted, dtype=source.dtype)
     if layout.write_config is None:
-        raise LayoutCannot(
-            f"{layout.name} is read, not written", fix="Write portable, or one engine's: trtllm, vllm, sglang."
-        )
+        raise LayoutCannot(f"{layout.name} is read, not written", fix=f"Choose one of {', '.join(writable())}.")
     for limit in layout.limits:
         if limit.applies(spec, slots):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)

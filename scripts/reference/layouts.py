@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kconv.engines import LAYOUTS
 from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
+from kconv.engines.registry import layouts as all_layouts
 from kconv.head import slots, spec
 from kconv.validate.markdown import table
 
@@ -35,19 +35,19 @@ def layouts() -> Iterator[str]:
     yield from ("", "## Layouts", "")
     yield from table(
         ("layout", "who reads or writes it", "kconv"),
-        [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in LAYOUTS],
+        [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
     yield "W: the layout's own name, which is also written where kconv writes the layout. r: read in its place."
     yield "b: read beside it, with the same bytes. ·: not known. A name that is not known, or missing, stops the work."
     yield ""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for layout in LAYOUTS:
+    for layout in all_layouts():
         for row in layout.rows:
             rows.setdefault(_tensor(row), {})[layout.name] = ROLES[row.role]
     yield from table(
-        ("tensor", "slot", "shape", "layers", "heads", *(layout.name for layout in LAYOUTS)),
-        [(*key, *(own.get(layout.name, "·") for layout in LAYOUTS)) for key, own in rows.items()],
+        ("tensor", "slot", "shape", "layers", "heads", *(layout.name for layout in all_layouts())),
+        [(*key, *(own.get(layout.name, "·") for layout in all_layouts())) for key, own in rows.items()],
     )
     yield from (
         "",
@@ -63,11 +63,11 @@ def layouts() -> Iterator[str]:
     )
     yield from ("", "Keys that change what a head computes, and the values that kconv carries; others are refused:", "")
     yield from table(("key", "values"), [(f"`{key}`", ", ".join(map(json.dumps, v))) for key, v in FIXED.items()])
-    yield from ("", "## Where a layout differs", "", *(line for layout in LAYOUTS for line in _differs(layout)))
+    yield from ("", "## Where a layout differs", "", *(line for layout in all_layouts() for line in _differs(layout)))
     yield from (f"- In every layout `{pattern}` is left behind, as {why}." for pattern, why in IGNORED.items())
     yield from ("", "## What a layout has no place for", "", "A head that has it is refused, with the way out:", "")
     lacking: dict[tuple[str, str], list[str]] = {}
-    for layout in LAYOUTS:
+    for layout in all_layouts():
         for limit in layout.limits:
             link = limit.source.split(" ")[0]
             key = (limit.what + (f" ([source]({link}))" if link else ""), limit.fix)

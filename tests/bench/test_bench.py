@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from support.spec_server import K, serving, steps_of
 
-from kconv.bench import server as bench_server
-from kconv.bench.counters import ACCEPTED, ANSWERED, DRAFTED, ENGINES
 from kconv.bench.run import Wish, measure_server
 from kconv.bench.suites import Suite
+from kconv.engines import client as client
+from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
+from kconv.engines.trtllm import ENGINE as TRTLLM
 from kconv.errors import (
     AcceptanceInvalid,
     CountersDisturbed,
@@ -35,7 +36,7 @@ WISH = Wish(draft_tokens=K, head="my-head")
 def _impatient(monkeypatch):
     """The stand-in counts before it answers."""
     for name, seconds in {"POLL_SECONDS": 0.001, "REST_SECONDS": 0.002, "LATE_SECONDS": 0.02}.items():
-        monkeypatch.setattr(bench_server, name, seconds)
+        monkeypatch.setattr(client, name, seconds)
 
 
 def steps(prompt: Prompt) -> list[int]:
@@ -126,7 +127,7 @@ def test_every_release_of_tensorrt_llm_is_read_by_what_it_counts_rightly(release
 
 
 def test_a_draft_that_is_counted_for_a_prefill_is_seen_where_it_is_counted_late(monkeypatch):
-    monkeypatch.setattr(bench_server, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(client, "LATE_SECONDS", 1.0)
     with serving("trtllm", release="prefills", iterations=True, late=0.1, requests=1, generated=1) as server:
         row = figure(measure_server(server.url, SUITE, WISH), "micro_steps")
     together = [step for prompt in SUITE.prompts for step in steps(prompt)]
@@ -145,8 +146,8 @@ def test_a_tensorrt_llm_that_does_not_count_iterations_is_told_what_to_serve_wit
 
 def test_a_head_whose_tokens_were_never_accepted_has_a_length_of_one():
     page = 'trtllm_spec_decode_drafted_tokens_total{{model_name="a",token_position="{}"}} 5.0'
-    reading = ENGINES["trtllm"].read("\n".join(page.format(place) for place in range(K)))
-    counts = ENGINES["trtllm"].count(reading.totals, K, 1, 1)
+    reading = TRTLLM.counters.read("\n".join(page.format(place) for place in range(K)))
+    counts = TRTLLM.counters.count(reading.totals, K, 1, 1)
     assert (counts.drafts, counts.accepted, counts.per_position) == (5.0, 0.0, (0.0,) * K)
 
 
@@ -201,7 +202,7 @@ def test_a_router_that_shows_two_engines_is_named():
 
 def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions():
     with pytest.raises(DefinitionsMixed, match="no whole number") as fault:
-        ENGINES["trtllm"].count({DRAFTED: 7.0, ACCEPTED: 3.0, ANSWERED: 6.0}, 2, 1, 1)
+        TRTLLM.counters.count({DRAFTED: 7.0, ACCEPTED: 3.0, ANSWERED: 6.0}, 2, 1, 1)
     assert "bench: --draft-tokens, validate: --steps" in fault.value.fix, "both commands count so"
 
 
@@ -277,7 +278,7 @@ def test_an_answer_of_one_token_has_no_length(engine):
 
 
 def test_counters_that_never_rest_are_named(monkeypatch):
-    monkeypatch.setattr(bench_server, "RESTLESS_SECONDS", 0.05)
-    monkeypatch.setattr(bench_server, "REST_SECONDS", 0.5)
+    monkeypatch.setattr(client, "RESTLESS_SECONDS", 0.05)
+    monkeypatch.setattr(client, "REST_SECONDS", 0.5)
     with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still move"):
         measure_server(server.url, SUITE, WISH)

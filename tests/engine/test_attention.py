@@ -14,6 +14,9 @@ from click.testing import CliRunner
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
+from kconv.engines.base import Serving
+from kconv.engines.serving import serve
+from kconv.engines.vllm import ENGINE
 from kconv.head.chain import draft_tokens, greedy_acceptance, pool
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
@@ -21,7 +24,6 @@ from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
-from kconv.validate.engines.vllm import Serving, serve
 from kconv.validate.weights import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -58,7 +60,7 @@ def test_vllm_accepts_what_kconv_says_of_a_converted_head(
     drafter = load_head(head, open_checkpoint(folder), read_target_config(folder))
     stream = pack(load_tokenizer(folder).inner, read_corpus().held_out)
     prompts = stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
-    with serve(Serving(engine_python, folder, head.checkpoint.folder)) as served:
+    with serve(Serving(engine_python, folder, head.checkpoint.folder), ENGINE) as served:
         before = served.client.read_counters()
         outputs = [served.client.complete(prompt, NEW_TOKENS) for prompt in prompts]
         counted = served.client.read_counters().since(before)

@@ -10,9 +10,11 @@ from kconv.bench.run import Wish, measure_server
 from kconv.bench.suites import Suite
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
+from kconv.engines.base import Serving
+from kconv.engines.serving import serve
+from kconv.engines.vllm import ENGINE
 from kconv.targets.prompts import Prompt
 from kconv.tiny.text import read_corpus
-from kconv.validate.engines.vllm import Serving, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -35,7 +37,7 @@ def figure(acceptance: Acceptance, averaging: str, category: str) -> Row:
 
 def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suite):
     head = read_head(open_checkpoint(demo / "mla" / "vllm"))
-    with serve(Serving(engine_python, demo / "target", head.checkpoint.folder)) as served:
+    with serve(Serving(engine_python, demo / "target", head.checkpoint.folder), ENGINE) as served:
         before = served.client.read_counters()
         found = measure_server(served.client.url, suite, Wish(draft_tokens=STEPS, head="demo", max_tokens=LIMIT))
         counted = served.client.read_counters().since(before)

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 from support.spec_server import K, SpecServer
 
-from kconv.bench.counters import ENGINES
+from kconv.engines.trtllm import ENGINE
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -46,7 +46,8 @@ def test_a_counter_that_was_never_raised_is_not_shown(engine_python):
         )
     fresh, counted = json.loads(shown.stdout)
     assert fresh == SpecServer("trtllm").metrics("/prometheus/metrics") == ""
-    trtllm, steps = ENGINES["trtllm"], [2, 1, 0, 0]
+    trtllm, steps = ENGINE.counters, [2, 1, 0, 0]
+    assert trtllm
     found, stand_in = (
         {name: value for name, value in trtllm.read(page).totals.items() if "spec_decode" in name}
         for page in (counted, SpecServer("trtllm", steps=steps).metrics("/prometheus/metrics"))

@@ -10,12 +10,14 @@ import torch
 from click.testing import CliRunner
 
 from kconv.cli import main
+from kconv.engines.base import Serving
+from kconv.engines.serving import serve
+from kconv.engines.vllm import ENGINE
+from kconv.engines.vllm_states import CONNECTOR, states_options
 from kconv.targets.generate import generate_greedy
 from kconv.targets.model import load_target
 from kconv.targets.states import capture
 from kconv.targets.stored_states import open_states
-from kconv.validate.engines.states import CONNECTOR, states_options
-from kconv.validate.engines.vllm import Serving, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -33,7 +35,7 @@ def test_served_states_are_those_of_transformers(engine_python, demo, tmp_path, 
     connect |= {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "vllm_states_connector"}
     options["--kv-transfer-config"] = json.dumps(connect)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    with serve(Serving(engine_python, target, options=options)) as served:
+    with serve(Serving(engine_python, target, options=options), ENGINE) as served:
         words = ["states", target, out, "--prompts", demo / "held-out.jsonl", "--captured", "1,3,5"]
         words += ["--text-tokens", 40, "--prompt-tokens", 24, "--greedy", 12, "--dtype", "F32"]
         words += ["--url", served.client.url, "--shared", shared]

@@ -19,6 +19,9 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
+from kconv.engines.base import Serving
+from kconv.engines.serving import serve
+from kconv.engines.vllm import ENGINE
 from kconv.errors import CountersMissing, EngineFailed
 from kconv.head.chain import Acceptance
 from kconv.targets.model import load_target
@@ -27,7 +30,6 @@ from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
 from kconv.validate.engines.judge import COUNTS
 from kconv.validate.engines.simulate import simulate, with_captured
-from kconv.validate.engines.vllm import Serving, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -234,7 +236,7 @@ def test_the_command_finds_that_the_engine_reads_other_layers(engine_python, dem
 
 
 def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python, demo, tmp_path):
-    with serve(Serving(engine_python, demo / "target")) as served, pytest.raises(CountersMissing):
+    with serve(Serving(engine_python, demo / "target"), ENGINE) as served, pytest.raises(CountersMissing):
         served.client.read_counters()
     folder = tmp_path / "head"
     shutil.copytree(demo / "gqa" / "vllm", folder)
@@ -242,6 +244,6 @@ def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python
     save_file(weights | {"layers.0.self_attn.q_norm.weight": torch.ones(32)}, folder / "model.safetensors")
     with (
         pytest.raises(EngineFailed, match=r"ValueError: There is no module or parameter named '.*q_norm"),
-        serve(Serving(engine_python, demo / "target", folder)),
+        serve(Serving(engine_python, demo / "target", folder), ENGINE),
     ):
         pass

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from support.heads import GQA, MLA
 
-from kconv.engines.launch import launch_files
+from kconv.engines.registry import launch_files
 
 
 @pytest.mark.parametrize("spec", [MLA, replace(GQA, captured=(1, 29, 57))])

@@ -14,7 +14,7 @@ from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
 from kconv.engines import BY_NAME
-from kconv.engines.launch import launch_files, serve_command
+from kconv.engines.registry import launch_files, serve_command
 from kconv.head.spec import Norms
 
 KEY = "eagle_aux_hidden_state_layer_ids"

@@ -6,8 +6,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
 
 Answer = Callable[[str, Any], tuple[int, str]]
 """From a path and a body, parsed, None of a GET, to a status and a text."""
@@ -44,3 +47,25 @@ def serving(answer: Answer) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@dataclass
+class StandIn:
+    """What the server answers, by path, as (status, text) or a function of the body; and the bodies it was sent."""
+
+    url: str = ""
+    answers: dict[str, tuple[int, str] | Callable[[Any], tuple[int, str]]] = field(default_factory=dict)
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    said = StandIn()
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        said.asked.append((path, body))
+        found = said.answers.get(path, (404, "not found"))
+        return found(body) if callable(found) else found
+
+    with serving(answer) as said.url:
+        yield said

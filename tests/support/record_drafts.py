@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kconv.validate.engines.vllm import Serving, environment
+from kconv.engines.base import Serving
+from kconv.engines.vllm import environment
 
 RECORDER = Path(__file__).parent / "vllm_drafts.py"
 

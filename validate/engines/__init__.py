@@ -1,1 +1,1 @@
-"""Engines as witnesses: started by path or reached by HTTP, never imported; only what simulates imports torch."""
+"""Engines as witnesses: what one did with a head is held against what kconv's own chain says."""

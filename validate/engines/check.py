@@ -7,17 +7,20 @@ head. A server that is reached by its address speculates already; the reference 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ...bench.acceptance_stats import Counts, check_possible
-from ...bench.counters import Engine
-from ...bench.server import ChatServer, connect
+from ...bench.acceptance_stats import check_possible
 from ...bench.told import check_told
 from ...checkpoint.source import Source
 from ...convert.read import Head
+from ...engines.base import Engine, Serving
+from ...engines.client import Client, connect
+from ...engines.counters import Counters
+from ...engines.registry import engine, startable
+from ...engines.serving import serve
 from ...errors import EngineFailed, PromptsInvalid
 from ...head.chain import Acceptance
 from ...targets.config import read_target_config
@@ -27,11 +30,8 @@ from ...targets.tokenizer import Tokenizer, load_tokenizer
 from ..figures import EngineFigures
 from ..held_out import read_held_out
 from ..report import Finding
-from .client import Client
-from .counters import SpecCounters
 from .judge import counts_agree, judge
 from .simulate import find_reading, simulate
-from .vllm import Serving, serve
 
 Say = Callable[[str], None]
 WITHOUT, FORWARD = "the same engine without speculation", "kconv's forward of the target"
@@ -43,10 +43,10 @@ class Engined:
     """How an engine is asked.
 
     Attributes:
-        engine: "vllm", the one that kconv can start; or the one behind `url`, None to find out.
+        engine: the name of one that kconv can start; or of the one behind `url`, None to find out.
         target: the target.
         prompts: a JSONL of prompts, or a suite of the Hub at a commit.
-        python: the interpreter of an environment with vLLM in it; None where a server is reached.
+        python: the interpreter of an environment with the engine in it; None where a server is reached.
         url: the address of a server that serves the target with the head; None to start one.
         steps: K, drafted tokens per verify step.
         prompt_tokens: prompts are cut to this.
@@ -120,19 +120,21 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         say("asking the server")
         served, strict, of = _reach(asked, bench, reference), False, FORWARD
     else:
+        started = engine(asked.engine or startable()[0])
         if asked.python is None:
             raise EngineFailed(
-                "no environment with vLLM in it is named", fix="Give --engine-python, or --url of a running server."
+                f"no environment with {started.title} in it is named",
+                fix="Give --engine-python, or --url of a running server.",
             )
         serving = Serving(asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead))
-        say("vLLM without speculation: starting")
-        with serve(serving) as plain:
-            say("vLLM without speculation: generating")
+        say(f"{started.title} without speculation: starting")
+        with serve(serving, started) as plain:
+            say(f"{started.title} without speculation: generating")
             reference = [plain.client.complete(prompt, ahead) for prompt in bench.prompts]
-        say("vLLM with the head: starting")
-        with serve(_with_head(serving, head)) as speculating:
-            say("vLLM with the head: generating")
-            served = _count(speculating.client, bench.prompts, reference, asked)
+        say(f"{started.title} with the head: starting")
+        with serve(replace(serving, head=head.checkpoint.folder), started) as speculating:
+            say(f"{started.title} with the head: generating")
+            served = _count(speculating.client, started, started.counters, bench, reference, asked)
         strict, of = True, WITHOUT
     say("simulating the chain")
 
@@ -182,54 +184,43 @@ def _context(bench: _Bench, new_tokens: int) -> int:
     return max(256, max(map(len, bench.prompts)) + new_tokens + MARGIN)
 
 
-def _with_head(serving: Serving, head: Head) -> Serving:
-    return Serving(
-        serving.python,
-        serving.target,
-        head.checkpoint.folder,
-        draft_tokens=serving.draft_tokens,
-        max_model_len=serving.max_model_len,
-    )
-
-
-def _count(client: Client, prompts: Sequence[list[int]], reference: Sequence[Sequence[int]], asked: Engined) -> _Served:
-    new_tokens = asked.new_tokens
-    before = client.read_counters()
-    outputs = [client.complete(prompt, new_tokens) for prompt in prompts]
-    counted: SpecCounters = client.read_counters().since(before)
-    # Raises where nothing was drafted.
-    _ = counted.acceptance_length
-    places = counted.accepted_per_position
-    check_possible(Counts(counted.drafts, counted.accepted, places), asked.steps, client.url)
-    same = sum(list(own[:new_tokens]) == output for own, output in zip(reference, outputs, strict=True))
-    return _Served("vllm", same, counted.drafts, counted.accepted, places)
-
-
 def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) -> _Served:
     server = connect(asked.url or "", None, {}, 600.0)
-    engine = server.recognise()
-    if asked.engine and engine.name != asked.engine:
+    found, counters = server.recognize()
+    if asked.engine and found.name != asked.engine:
         raise EngineFailed(
-            f"{asked.engine} is asked for, and this is {engine.name}", where=server.url, fix="Check the address."
+            f"{asked.engine} is asked for, and this is {found.name}", where=server.url, fix="Check the address."
         )
     check_told(server, asked.steps, "chain")
-    if engine.name == "vllm":
-        return _count(server, bench.prompts, reference, asked)
-    return _count_other(server, engine, asked, bench, reference)
+    return _count(server, found, counters, bench, reference, asked)
 
 
-def _count_other(
-    server: ChatServer, engine: Engine, asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]
+def _count(
+    client: Client,
+    engine: Engine,
+    counters: Counters | None,
+    bench: _Bench,
+    reference: Sequence[Sequence[int]],
+    asked: Engined,
 ) -> _Served:
-    """Ask an engine that gives no token ids: outputs are compared as text."""
-    from ...bench.counters import NOTES
-
-    before = server.rest(engine)
-    texts = [server.complete_text(prompt, asked.new_tokens) for prompt in bench.prompts]
-    found = server.rest(engine).since(before, server.url)
-    counts = engine.count(found, asked.steps, len(texts), len(texts))
-    check_possible(counts, asked.steps, server.url)
-    inner = bench.tokenizer.inner
-    own = [inner.decode(list(row[: asked.new_tokens]), skip_special_tokens=True) for row in reference]
-    same = sum(text.strip() == str(theirs).strip() for text, theirs in zip(texts, own, strict=True))
-    return _Served(engine.name, same, round(counts.drafts), round(counts.accepted), None, NOTES[engine.name])
+    """Have a server continue the prompts; outputs are compared as text where it gives no token ids."""
+    if counters is None:
+        raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Ask another engine.")
+    before = client.rest(counters)
+    own = [list(row[: asked.new_tokens]) for row in reference]
+    if engine.gives_token_ids:
+        outputs = [client.complete(prompt, asked.new_tokens) for prompt in bench.prompts]
+        same = sum(mine == output for mine, output in zip(own, outputs, strict=True))
+    else:
+        texts = [client.complete_text(prompt, asked.new_tokens).strip() for prompt in bench.prompts]
+        decode = bench.tokenizer.inner.decode
+        same = sum(
+            str(decode(mine, skip_special_tokens=True)).strip() == text for mine, text in zip(own, texts, strict=True)
+        )
+    found = client.rest(counters).since(before, client.url)
+    counts = counters.count(found, asked.steps, len(own), len(own))
+    check_possible(counts, asked.steps, client.url)
+    # Only where the tokens are compared are places, too: a text may hide a token that the engine did not count.
+    places = counts.per_position if engine.gives_token_ids else None
+    whole = None if places is None else tuple(round(count) for count in places)
+    return _Served(engine.name, same, round(counts.drafts), round(counts.accepted), whole, counters.note)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...convert.captured import TOP
 from .captured import lists
-from .captured_readings import IDS, READ_BY_CONFIG
+from .captured_readings import READ_BY_CONFIG, RUNNERS
 from .head import EAGLE, HeadSubject, listed_ids
-from .rule import SGLANG, VLLM_V1, VLLM_V2, Found, rule
+from .rule import Found, rule
 
 
 @rule(
@@ -37,12 +36,10 @@ def captured_count_contradicts(subject: HeadSubject) -> Iterator[Found]:
     seen_in="https://github.com/vllm-project/vllm/pull/54598",
 )
 def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
-    nested, top = listed_ids(subject.eagle.get(IDS)), listed_ids(subject.flat.get(TOP))
-    count = subject.flat.get("num_aux_hidden_states")
-    by_lists = len(nested) if nested else None
-    in_sglang = by_lists or (len(top) if top else None) if subject.is_mla else count or by_lists
-    for engine, built in ((VLLM_V1, count or by_lists), (VLLM_V2, count or by_lists), (SGLANG, in_sglang)):
-        if subject.spec and engine in subject.engines and (built or 3) != len(subject.spec.captured):
+    for engine, runner in RUNNERS.items():
+        built = runner.aux_count(subject.flat, subject.is_mla) if runner.aux_count else None
+        read = runner.aux_count is not None and engine in subject.engines
+        if subject.spec and read and (built or 3) != len(subject.spec.captured):
             yield Found(
                 "config.json: num_aux_hidden_states",
                 f"{engine} builds fc for {built or 3} states, and the head has {len(subject.spec.captured)}",

@@ -7,17 +7,14 @@ from collections.abc import Iterator, Mapping
 from ...head.spec import Mla
 from .head import HeadSubject
 from .identity import is_speculators
-from .rule import ENGINES, TRTLLM, Found, rule
+from .rule import ENGINES, Found, readers, rule
 
 # torch's own names of the dtypes that a head is computed in, by which transformers looks them up.
 DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
-# Heads of an MLA config that states none, as its class has them, and who reads each key:
+# Heads of an MLA config that states none, as its class has them; the engines say which keys they read:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L87-L88
-# https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25
 DEFAULT_HEADS = 128
-# TensorRT-LLM sizes o_proj, and the attention over a prompt, by the second one (MLA.__init__):
-# https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/tensorrt_llm/_torch/attention/mla.py
-HEAD_KEYS: Mapping[str, tuple[str, ...]] = {"num_attention_heads": ENGINES, "num_key_value_heads": (TRTLLM,)}
+HEAD_KEYS: Mapping[str, tuple[str, ...]] = readers(lambda engine: engine.head_counts)
 
 
 @rule(
@@ -52,8 +49,8 @@ def heads_by_default(subject: HeadSubject) -> Iterator[Found]:
     attention = subject.spec.attention if subject.spec else None
     if not isinstance(attention, Mla) or attention.heads == DEFAULT_HEADS:
         return
-    for key, readers in HEAD_KEYS.items():
-        engines = sorted(subject.engines.intersection(readers))
+    for key, read_by in HEAD_KEYS.items():
+        engines = sorted(subject.engines.intersection(read_by))
         if engines and subject.flat.get(key) is None:
             taken = f"{', '.join(engines)} would take {DEFAULT_HEADS}, and the head has {attention.heads}"
             yield Found(f"config.json: {key}", f"the key is absent or null: {taken}")

@@ -16,27 +16,27 @@ from ...convert.config import ReadConfig, read_config
 from ...convert.own_keys import unify
 from ...convert.read import Head, claim_tensors, find_breaches, read_head, rows_of, weight_dtype
 from ...convert.shared import Shared
-from ...engines import BY_NAME, detect
+from ...engines.common import listed_ids as listed_ids
 from ...engines.layout import Layout, Stored
+from ...engines.registry import by_name, detect, layouts, runners_of
+from ...engines.registry import engines as all_engines
 from ...errors import CapturedUndecided, KconvError
 from ...head.contract import Breach
 from ...head.slots import needs
 from ...head.spec import HeadSpec
 from ...targets.config import TargetConfig
-from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Subject
+from .rule import ENGINES, Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Which table says what an engine reads, and which engines a layout is for. Trainers' own layouts are for none, and
 # are held against all of them.
-ENGINE_LAYOUT = {**dict.fromkeys(VLLM, "vllm"), SGLANG: "sglang", TRTLLM: "trtllm"}
+ENGINE_LAYOUT = {runner: engine.layout.name for engine in all_engines() for runner in engine.runner_names}
 WRITTEN_FOR: Mapping[str, tuple[str, ...]] = {
-    "vllm": VLLM,
-    "sglang": (SGLANG,),
-    "trtllm": (TRTLLM,),
-    "modelopt": (TRTLLM,),
-    "speculators": VLLM,
+    layout.name: tuple(name for name in ENGINES if name in found)
+    for layout in layouts()
+    if (found := runners_of(layout.name))
 }
 MISSING = object()
 EAGLE = "eagle_config"
@@ -235,11 +235,4 @@ def engines_of(layout: Layout | None) -> tuple[str, ...]:
 def engine_layouts(engines: Iterable[str]) -> dict[str, Layout]:
     """Return the tables of these engines by engine, vLLM's two runners as one."""
     known = {ENGINE_LAYOUT[engine]: engine for engine in sorted(engines)}
-    return {engine: BY_NAME[name] for name, engine in known.items()}
-
-
-def listed_ids(value: object) -> tuple[int, ...] | None:
-    """Return a list of layer ids as it stands in a config; None where there is none, or it is none."""
-    if not isinstance(value, (list, tuple)) or not value:
-        return None
-    return tuple(value) if all(isinstance(i, int) and not isinstance(i, bool) for i in value) else None
+    return {engine: by_name(name) for name, engine in known.items()}

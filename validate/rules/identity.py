@@ -4,29 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ...engines import sglang, trtllm, vllm
 from ...head.spec import Gqa, Mla
 from .head import HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, rule
-
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679-L694
-REWRITTEN = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4")
-# Classes with the attention of this head, by the name on disk; any other is refused, or builds another model. A name
-# that neither begins nor ends with Eagle3 gets it put before, and is looked up so:
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/eagle.py#L59-L68
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py#L658-L674
-_LLAMA = (
-    "LlamaForCausalLMEagle3 LlamaForCausalLM Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM"
-    " Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
-)
-_DEEPSEEK = "Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
-IN_VLLM: Mapping[type, frozenset[str]] = {Gqa: frozenset(_LLAMA.split()), Mla: frozenset(_DEEPSEEK.split())}
-# https://github.com/sgl-project/sglang/pull/33966
-IN_SGLANG: Mapping[type, frozenset[str]] = {
-    Gqa: frozenset(("LlamaForCausalLMEagle3",)),
-    Mla: frozenset(("Eagle3DeepseekV2ForCausalLM",)),
-}
-# Configs whose class in TensorRT-LLM has a kv_lora_rank by default, which makes any head an MLA one there.
-LATENT_BY_DEFAULT = ("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
 
 def first_architecture(subject: HeadSubject) -> str | None:
@@ -45,7 +26,7 @@ def first_architecture(subject: HeadSubject) -> str | None:
     seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679",
 )
 def model_type_rewritten(subject: HeadSubject) -> Iterator[Found]:
-    if subject.config.get("model_type") in REWRITTEN:
+    if subject.config.get("model_type") in vllm.ENGINE.rewritten:
         yield Found("config.json: model_type", f"{subject.config['model_type']!r}")
 
 
@@ -96,7 +77,7 @@ def _other_class(subject: HeadSubject, known: Mapping[type, frozenset[str]]) -> 
 def architecture_unknown_to_vllm(subject: HeadSubject) -> Iterator[Found]:
     # In speculators' format the class follows from the inner config's model_type.
     if not is_speculators(subject):
-        yield from _other_class(subject, IN_VLLM)
+        yield from _other_class(subject, vllm.ENGINE.architectures)
 
 
 @rule(
@@ -110,7 +91,7 @@ def architecture_unknown_to_vllm(subject: HeadSubject) -> Iterator[Found]:
     seen_in="https://github.com/sgl-project/sglang/pull/33966",
 )
 def architecture_unknown_to_sglang(subject: HeadSubject) -> Iterator[Found]:
-    yield from _other_class(subject, IN_SGLANG)
+    yield from _other_class(subject, sglang.ENGINE.architectures)
 
 
 @rule(
@@ -124,7 +105,7 @@ def architecture_unknown_to_sglang(subject: HeadSubject) -> Iterator[Found]:
     seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
 )
 def latent_by_class(subject: HeadSubject) -> Iterator[Found]:
-    if not subject.is_mla and subject.config.get("model_type") in LATENT_BY_DEFAULT:
+    if not subject.is_mla and subject.config.get("model_type") in trtllm.ENGINE.latent_by_default:
         yield Found("config.json: model_type", f"{subject.config['model_type']!r}, of a head without kv_b_proj")
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from ...convert.config_checks import KINDS, phrase
 from ...engines.keys import COMMON, FIXED, GQA, MLA, Key
+from ...engines.registry import engines
 from .head import MISSING, HeadSubject
-from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, rule
+from .rule import ENGINES, Found, rule
 
 # Keys with rules of their own.
 ELSEWHERE = frozenset(
@@ -154,6 +155,15 @@ def flag_of_another_meaning(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json: norm_output", "true, in a head that feeds on the state before the norm")
 
 
+def _places(key: Key) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return where a flag is read by engines that do not read it everywhere, and by whom."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for engine in engines():
+        if read := engine.flags.get(key.field):
+            found[read] = (*found.get(read, ()), *engine.runner_names)
+    return found
+
+
 class Place(NamedTuple):
     """Where an engine reads a flag; a flag that stands elsewhere alone it does not see."""
 
@@ -162,11 +172,7 @@ class Place(NamedTuple):
     read: tuple[str, ...]
 
 
-PLACES = (
-    Place(("norm_before_fc", "eagle_config.norm_before_fc"), (TRTLLM,), ("eagle_config.norm_before_fc",)),
-    Place(("fc_norm", "use_aux_norm"), (*VLLM, TRTLLM), ("fc_norm",)),
-    Place(("norm_output", "eagle_config.return_hidden_post_norm"), (*VLLM, SGLANG), ("norm_output",)),
-)
+PLACES = tuple(Place(key.names + key.also, names, read) for key in COMMON for read, names in _places(key).items())
 
 
 @rule(

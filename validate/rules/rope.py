@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...convert.rope_keys import read_rope
+from ...engines import vllm
+from ...engines.base import rows_as_stated
+from ...engines.registry import engines
 from ...errors import KconvError
-from ...head.spec import Gqa, HeadSpec, Yarn
+from ...head.spec import Gqa, Yarn
 from .head import HeadSubject
 from .rule import SGLANG, TRTLLM, VLLM, Found, rule
 
@@ -157,12 +159,9 @@ def positions_unstated(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json: max_position_embeddings", "the key is absent")
 
 
-def _rows_in_vllm(spec: HeadSpec) -> float:
-    """Return the rows of vLLM's table of angles; it makes as many as are served, but for YaRN's.
-
-    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1677-L1709
-    """
-    return spec.rope.scaling.reach if isinstance(spec.rope.scaling, Yarn) else math.inf
+_rows_in_vllm = vllm.ENGINE.rope_rows
+# Engines whose table of angles is as long as max_position_embeddings says.
+AS_STATED = tuple(name for engine in engines() if engine.rope_rows is rows_as_stated for name in engine.runner_names)
 
 
 @rule(
@@ -178,7 +177,7 @@ def positions_short(subject: HeadSubject) -> Iterator[Found]:
     spec, target = subject.spec, subject.target
     if spec is None or target is None:
         return
-    if subject.engines.intersection((SGLANG, TRTLLM)) and spec.max_positions < target.max_positions:
+    if subject.engines.intersection(AS_STATED) and spec.max_positions < target.max_positions:
         yield Found(
             "config.json: max_position_embeddings",
             f"{spec.max_positions} positions, and the target has {target.max_positions}",

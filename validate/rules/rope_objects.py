@@ -9,18 +9,13 @@ from ...convert.rope_keys import read_rope
 from ...errors import KconvError
 from ...head.spec import Rope
 from .head import HeadSubject
-from .rule import ENGINES, TRTLLM, Found, rule
+from .rule import ENGINES, Found, readers, rule
 
 PLACES = ("rope_scaling", "rope_parameters")
 # Of two objects an engine takes one, whole; the keys of the other are not looked at. The classes of transformers 5, by
 # which vLLM and SGLang read a head, take rope_scaling:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_rope_utils.py#L754
-# TensorRT-LLM reads rope_scaling as well, which its own class for kimi_k2 overwrites by rope_parameters where
-# transformers is of version 5, as the two are then one attribute:
-# https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py#L714-L716
-# https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L92-L103
-# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L584-L590
-TAKEN_BY: Mapping[str, tuple[str, ...]] = {"rope_scaling": ENGINES, "rope_parameters": (TRTLLM,)}
+TAKEN_BY: Mapping[str, tuple[str, ...]] = readers(lambda engine: engine.rope_objects)
 
 
 @rule(

@@ -8,14 +8,27 @@ from typing import Any, Generic, TypeVar
 
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
+from ...engines import sglang, trtllm, vllm
+from ...engines.base import Engine
+from ...engines.registry import asked, engines, runners
 from ..report import Finding, Severity
 
-VLLM_V1, VLLM_V2, SGLANG, TRTLLM = "vllm-v1", "vllm-v2", "sglang", "trtllm"
-ENGINES = (VLLM_V1, VLLM_V2, SGLANG, TRTLLM)
-# vLLM has two model runners, which look for the captured layers in different places.
-VLLM = (VLLM_V1, VLLM_V2)
+# Those that rules of one engine's own name. vLLM has two model runners, which look for the captured layers in
+# different places.
+VLLM_V1, VLLM_V2 = VLLM = vllm.ENGINE.runner_names
+(SGLANG,), (TRTLLM,) = sglang.ENGINE.runner_names, trtllm.ENGINE.runner_names
+ENGINES = runners()
 # What a user asks for, and the engines that it means.
-ASKED: Mapping[str, tuple[str, ...]] = {"vllm": VLLM, **{engine: (engine,) for engine in ENGINES}, "all": ENGINES}
+ASKED: Mapping[str, tuple[str, ...]] = asked()
+
+
+def readers(keys: Callable[[Engine], Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    """Return, for each config key that engines name, the runners that read it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for engine in engines():
+        for key in keys(engine):
+            found[key] = (*found.get(key, ()), *engine.runner_names)
+    return found
 
 
 @dataclass(frozen=True)

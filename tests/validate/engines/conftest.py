@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.counting import NEW_TOKENS, PROMPT_TOKENS, SPEC, STEPS
 from support.heads import random_slots, write_head
-from support.loopback import serving
+from support.loopback import stand_in as stand_in
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
@@ -27,28 +25,6 @@ from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.check import Engined
 from kconv.validate.engines.simulate import simulate
-
-
-@dataclass
-class StandIn:
-    """What the server answers, by path, as (status, text) or a function of the body; and the bodies it was sent."""
-
-    url: str = ""
-    answers: dict[str, tuple[int, str] | Callable[[Any], tuple[int, str]]] = field(default_factory=dict)
-    asked: list[tuple[str, Any]] = field(default_factory=list)
-
-
-@pytest.fixture
-def stand_in() -> Iterator[StandIn]:
-    said = StandIn()
-
-    def answer(path: str, body: Any) -> tuple[int, str]:
-        said.asked.append((path, body))
-        found = said.answers.get(path, (404, "not found"))
-        return found(body) if callable(found) else found
-
-    with serving(answer) as said.url:
-        yield said
 
 
 @pytest.fixture(scope="session")

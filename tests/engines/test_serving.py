@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from kconv.engines.base import Serving
+from kconv.engines.serving import serve
+from kconv.engines.trtllm import ENGINE as TRTLLM
+from kconv.engines.vllm import ENGINE as VLLM
+from kconv.engines.vllm import command, environment
 from kconv.errors import EngineFailed
-from kconv.validate.engines.vllm import Serving, command, environment, serve
 
 # Ready at once, with a child that ignores SIGTERM; both write down their process ids.
 READY = """
@@ -86,7 +90,7 @@ def gone(processes: list[int]) -> bool:
 
 def test_what_was_started_is_stopped_with_its_children(play, target, tmp_path):
     play(READY)
-    with serve(Serving(Path(sys.executable), target)) as served:
+    with serve(Serving(Path(sys.executable), target), VLLM) as served:
         started = [int(word) for word in (tmp_path / "ids").read_text().split()]
         assert all(map(is_running, started))
         assert served.client.is_healthy()
@@ -97,7 +101,7 @@ def test_what_was_started_is_stopped_with_its_children(play, target, tmp_path):
 
 def test_it_is_stopped_too_when_the_caller_fails(play, target, tmp_path):
     play(READY)
-    with pytest.raises(ZeroDivisionError), serve(Serving(Path(sys.executable), target)):
+    with pytest.raises(ZeroDivisionError), serve(Serving(Path(sys.executable), target), VLLM):
         raise ZeroDivisionError
     assert gone([int(word) for word in (tmp_path / "ids").read_text().split()])
 
@@ -105,7 +109,7 @@ def test_it_is_stopped_too_when_the_caller_fails(play, target, tmp_path):
 def test_two_at_once_have_each_their_own_port(play, target):
     play(READY)
     serving = Serving(Path(sys.executable), target)
-    with serve(serving) as one, serve(serving) as other:
+    with serve(serving, VLLM) as one, serve(serving, VLLM) as other:
         assert one.client.url != other.client.url
         assert one.client.is_healthy()
         assert other.client.is_healthy()
@@ -113,7 +117,7 @@ def test_two_at_once_have_each_their_own_port(play, target):
 
 def test_a_death_is_told_with_its_first_cause_and_the_last_lines(play, target):
     play(DYING)
-    with pytest.raises(EngineFailed) as fault, serve(Serving(Path(sys.executable), target)):
+    with pytest.raises(EngineFailed) as fault, serve(Serving(Path(sys.executable), target), VLLM):
         pass
     first, *rest = fault.value.what.splitlines()
     assert first.endswith("(exit status 1): KeyError: 'original_max_position_embeddings'")
@@ -122,12 +126,26 @@ def test_a_death_is_told_with_its_first_cause_and_the_last_lines(play, target):
 
 def test_an_environment_without_vllm_is_told(target, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(EngineFailed, match="No module named 'vllm'"), serve(Serving(Path(sys.executable), target)):
+    with (
+        pytest.raises(EngineFailed, match="No module named 'vllm'"),
+        serve(Serving(Path(sys.executable), target), VLLM),
+    ):
         pass
 
 
 def test_a_python_that_is_not_there_is_told(target, tmp_path):
-    with pytest.raises(EngineFailed, match="cannot be run: No such file"), serve(Serving(tmp_path / "python", target)):
+    with (
+        pytest.raises(EngineFailed, match="cannot be run: No such file"),
+        serve(Serving(tmp_path / "python", target), VLLM),
+    ):
+        pass
+
+
+def test_one_that_kconv_cannot_start_is_told(target):
+    with (
+        pytest.raises(EngineFailed, match="TensorRT-LLM cannot be started here"),
+        serve(Serving(Path(sys.executable), target), TRTLLM),
+    ):
         pass
 
 
@@ -135,7 +153,7 @@ def test_one_that_is_never_ready_is_given_up_and_stopped(play, target):
     play(SILENT)
     with (
         pytest.raises(EngineFailed, match=r"not ready after 1 s(.|\n)*\| loading"),
-        serve(Serving(Path(sys.executable), target, ready_seconds=1.0)),
+        serve(Serving(Path(sys.executable), target, ready_seconds=1.0), VLLM),
     ):
         pass
 
@@ -176,5 +194,5 @@ def test_mla_is_computed_as_plain_attention_where_it_meets_a_head_without(
 
 
 def test_importing_it_brings_neither_torch_nor_an_engine(tmp_path):
-    program = "import kconv.validate.engines.vllm, sys; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    program = "import kconv.engines.serving, sys; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", program) == 0

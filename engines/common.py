@@ -1,11 +1,16 @@
-"""The tensor names that most layouts share."""
+"""What several layouts have in common: tensor names, marks, limits, and how a list of layers is read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from .layout import Row
+from ..head.spec import HeadSpec, Mla, Yarn
+from .layout import Limit, Row
 from .moves import Stack
+
+VLLM_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
 
 # What layers after the first call the one norm before their attention. vLLM reads the first name, TensorRT-LLM
 # and SGLang the second: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py
@@ -102,6 +107,69 @@ LAYER = (
 )  # fmt: skip
 
 # One-layer heads of trainers, which engines rename; and ModelOpt's Megatron exporter and TensorRT-LLM with several
-# layers (lines 943 to 961 of the file that `limits.TRTLLM_MODEL` links to).
+# layers (lines 943 to 961 of the file that `trtllm.MODEL` links to).
 MIDLAYER = first_only(layer_rows("midlayer"))
 MIDLAYERS = layer_rows("midlayer.{i}", later=(HIDDEN,))
+
+
+def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config's eagle_config, empty where it has none."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def has_midlayer(names: Iterable[str]) -> bool:
+    """Say whether the decoder layer bears the name that trainers give it, and engines replace."""
+    return any(name.startswith("midlayer.") for name in names)
+
+
+def listed_ids(value: object) -> tuple[int, ...] | None:
+    """Return a list of layer ids as it stands in a config; None where there is none, or it is none."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    return tuple(value) if all(isinstance(i, int) and not isinstance(i, bool) for i in value) else None
+
+
+def as_outputs(inputs: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return layers that are counted by their inputs as outputs."""
+    return tuple(i - 1 for i in inputs) if inputs else None
+
+
+def is_mla(spec: HeadSpec) -> bool:
+    """Say whether a head has latent attention."""
+    return isinstance(spec.attention, Mla)
+
+
+def yarn_of(spec: HeadSpec) -> Yarn | None:
+    """Return a head's YaRN, None where it has none."""
+    return spec.rope.scaling if isinstance(spec.rope.scaling, Yarn) else None
+
+
+def _mla_is_no_deepseek_yarn(spec: HeadSpec) -> bool:
+    yarn = yarn_of(spec)
+    return is_mla(spec) and spec.rope.scaling is not None and (yarn is None or yarn.attention_factor is not None)
+
+
+def _mla_states_one_mscale(spec: HeadSpec) -> bool:
+    yarn = yarn_of(spec)
+    return is_mla(spec) and yarn is not None and (yarn.mscale is None) != (yarn.mscale_all_dim is None)
+
+
+MLA_ROPE = (
+    Limit(
+        "K310",
+        "mla-rope-no-deepseek-yarn",
+        _mla_is_no_deepseek_yarn,
+        "engines take each scaled RoPE of an MLA head for DeepSeek's YaRN, and read no attention_factor",
+        "Serve this head with the code it was trained by, or train one with YaRN and no attention_factor.",
+        f"{VLLM_SOURCE}/model_executor/models/deepseek_v2.py#L1115-L1120",
+    ),
+    Limit(
+        "K311",
+        "mla-one-mscale",
+        _mla_states_one_mscale,
+        "the config states one of mscale and mscale_all_dim, and engines put different values for the other",
+        "State both, as the head was trained.",
+        f"{VLLM_SOURCE}/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L52-L55",
+    ),
+)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kconv.engines.client import Client
+from kconv.engines.vllm_states import ServedRunner, states_options
 from kconv.errors import EngineFailed, StatesInvalid
 from kconv.targets.config import read_target_config
 from kconv.targets.generate import generate_greedy
 from kconv.targets.model import load_target
 from kconv.targets.states import capture
-from kconv.validate.engines.client import Client
-from kconv.validate.engines.states import ServedRunner, states_options
 
 IDS = [5, 9, 17, 33, 2, 8, 90]
 CAPTURED = (1, 3, 5)

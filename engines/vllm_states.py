@@ -12,23 +12,37 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from ...checkpoint.header import read_header
-from ...checkpoint.tensors import NAMES, read_tensor
-from ...errors import EngineFailed, KconvError, StatesInvalid
-from ...targets.config import TargetConfig
+from ..checkpoint.header import read_header
+from ..checkpoint.tensors import NAMES, read_tensor
+from ..errors import EngineFailed, KconvError, StatesInvalid
 from .client import SHOWN, Client
+from .keys import IDS
 
 WRITTEN_SECONDS, POLL_SECONDS = 120.0, 0.01
 CONNECTOR = "ExampleHiddenStatesConnector"
 # How far a logprob may be from the server's: it sums in its own order, and rounds to its dtype on the way.
 NEAR = {"F32": 1e-3, "F16": 0.05, "BF16": 0.2}
+
+
+class TargetShape(Protocol):
+    """A target, as far as its states depend on it: `text` is the config of its text model."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def text(self) -> Mapping[str, Any]: ...
 
 
 def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[str, str]:
@@ -43,7 +57,7 @@ def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[s
     extract = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+        "draft_model_config": {"hf_config": {IDS: ids}},
     }
     connect = {
         "kv_connector": CONNECTOR,
@@ -55,7 +69,7 @@ def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[s
 
 @dataclass(frozen=True)
 class ServedRunner:
-    """A target that a server runs; see `target.states_runner.Runner`.
+    """A target that a server runs; see `targets.states_runner.Runner`.
 
     Attributes:
         client: the server, started with `states_options`.
@@ -68,7 +82,7 @@ class ServedRunner:
 
     client: Client
     shared: Path
-    config: TargetConfig
+    config: TargetShape
     norm: torch.Tensor
     lm_head: torch.Tensor
     dtype: str

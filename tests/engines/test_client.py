@@ -1,10 +1,15 @@
+import contextlib
 import json
+import socket
+import threading
+import time
 
 import pytest
 
+from kconv.engines import client as http
+from kconv.engines.client import Client
+from kconv.engines.vllm import ACCEPTED, ACCEPTED_AT, DRAFTED, DRAFTS, ENGINE
 from kconv.errors import CountersMissing, EngineFailed
-from kconv.validate.engines.client import Client
-from kconv.validate.engines.counters import SpecCounters
 
 COMPLETIONS = "/v1/completions"
 METRICS = """\
@@ -61,10 +66,11 @@ def test_the_servers_complaint_is_told(client, stand_in):
 
 def test_reads_the_counters(client, stand_in):
     stand_in.answers["/metrics"] = (200, METRICS)
-    assert client.read_counters() == SpecCounters(16, 48, 43, (16, 14, 13))
+    places = {f"{ACCEPTED_AT} {place}": count for place, count in enumerate((16, 14, 13))}
+    assert client.read_counters(ENGINE.counters).totals == {DRAFTS: 16, DRAFTED: 48, ACCEPTED: 43} | places
     stand_in.answers["/metrics"] = (200, "")
     with pytest.raises(CountersMissing):
-        client.read_counters()
+        client.read_counters(ENGINE.counters)
 
 
 def test_is_healthy_only_if_the_server_says_so(client, stand_in):
@@ -77,7 +83,7 @@ def test_is_healthy_only_if_the_server_says_so(client, stand_in):
 
 def test_a_server_that_is_not_there_is_a_fault():
     with pytest.raises(EngineFailed, match="does not answer"):
-        Client("http://127.0.0.1:1", "tiny").read_counters()
+        Client("http://127.0.0.1:1", "tiny").read_counters(ENGINE.counters)
 
 
 def test_a_proxy_is_not_asked_about_this_machines_own_ports(client, stand_in, monkeypatch):
@@ -85,3 +91,53 @@ def test_a_proxy_is_not_asked_about_this_machines_own_ports(client, stand_in, mo
     monkeypatch.delenv("no_proxy", raising=False)
     stand_in.answers["/health"] = (200, "")
     assert client.is_healthy()
+
+
+def test_an_answer_without_end_is_not_read(client, stand_in, monkeypatch):
+    monkeypatch.setattr(http, "LARGEST", 1000)
+    stand_in.answers["/metrics"] = (200, "x" * 2000)
+    with pytest.raises(EngineFailed, match="larger than"):
+        client.read_counters(ENGINE.counters)
+
+
+def test_an_answer_that_trickles_is_given_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle():
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+                for _ in range(100):
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(EngineFailed, match="too long"):
+            Client(f"http://127.0.0.1:{listening.getsockname()[1]}", "tiny", timeout=0.3).read_counters(ENGINE.counters)
+        assert time.monotonic() - start < 3
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "no address", "http://[::1", "ftp://127.0.0.1"])
+def test_what_is_no_address_of_a_server_is_a_fault(url):
+    with pytest.raises(EngineFailed):
+        Client(url, "tiny").read_counters(ENGINE.counters)
+
+
+def test_an_answer_in_another_encoding_is_a_fault(stand_in):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(EngineFailed, match="UTF-8"):
+            Client(f"http://127.0.0.1:{listening.getsockname()[1]}", "tiny").read_counters(ENGINE.counters)
+        thread.join()

@@ -1,0 +1,323 @@
+"""An OpenAI-compatible server that runs somewhere, asked over HTTP."""
+
+from __future__ import annotations
+
+import functools
+import json
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from ..errors import CountersDisturbed, CountersMissing, EngineFailed
+from .base import Engine
+from .counters import Counters, Totals, recognize
+from .registry import engines
+
+SHOWN = 500  # characters of an answer, in a message
+HEALTH_SECONDS = 5.0
+LARGEST = 256 << 20  # bytes of one answer; a page of metrics or a completion has a few MiB at most
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# Engines count in a loop of their own, a little behind the answers.
+POLL_SECONDS, REST_SECONDS, LATE_SECONDS = 0.05, 0.1, 2.0
+RESTLESS_SECONDS = 20.0
+ONE_TOKEN = {"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}
+
+
+class Dialogue(Protocol):
+    """What a user says, turn by turn."""
+
+    @property
+    def turns(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said in one turn: its text, its tokens, and whether the limit cut it off."""
+
+    text: str
+    tokens: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Client:
+    """A server and the model it serves.
+
+    Attributes:
+        url: its root, e.g. "http://127.0.0.1:8000".
+        model: the name under which it serves the target.
+        timeout: seconds that one answer may take.
+        extra: more fields of each chat request, e.g. {"chat_template_kwargs": {...}}.
+    """
+
+    url: str
+    model: str
+    timeout: float = 600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def complete(self, prompt: list[int], new_tokens: int) -> list[int]:
+        """Return the greedy continuation of a prompt, as token ids; it goes on behind an end-of-text token.
+
+        Args:
+            prompt: token ids.
+            new_tokens: how many to generate; fewer come back only if the context is full.
+
+        Raises:
+            EngineFailed: the server cannot be reached, answers with an error, or without token ids.
+        """
+        return self.complete_whole(prompt, new_tokens)[0]
+
+    def complete_whole(self, prompt: list[int], new_tokens: int, **more: Any) -> tuple[list[int], dict[str, Any]]:
+        """Do as `complete` with more fields in the request, and return the server's whole answer too."""
+        answer = self._complete(prompt, new_tokens, {"return_token_ids": True} | more)
+        try:
+            value = json.loads(answer)
+            [choice] = value["choices"]
+            ids = choice["token_ids"]
+        except (ValueError, KeyError, TypeError) as fault:
+            raise EngineFailed(
+                f"the server's completion has no token_ids: {answer[:SHOWN]}",
+                where=self.url,
+                fix="Give the address of a vLLM that knows return_token_ids; 0.32.0 does.",
+            ) from fault
+        return ids, value
+
+    def complete_text(self, prompt: list[int], new_tokens: int) -> str:
+        """Return the greedy continuation of a prompt as text, from an engine that gives no token ids.
+
+        Args:
+            prompt: token ids.
+            new_tokens: how many to generate.
+
+        Raises:
+            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+        """
+        answer = self._complete(prompt, new_tokens, {})
+        try:
+            [choice] = json.loads(answer)["choices"]
+            return str(choice["text"])
+        except (ValueError, KeyError, TypeError) as fault:
+            raise EngineFailed(
+                f"the server's answer is no completion: {answer[:SHOWN]}",
+                where=self.url,
+                fix="Give the address of an OpenAI-compatible server.",
+            ) from fault
+
+    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> Answer:
+        """Return the answer to a dialogue.
+
+        Raises:
+            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+        """
+        body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
+        answer = self._request("/v1/chat/completions", body | dict(self.extra))
+        try:
+            value = json.loads(answer)
+            [choice] = value["choices"]
+            # A reasoning parser moves all of a cut answer into another field, and content is null then.
+            text = choice["message"]["content"] or ""
+            return Answer(text, int(value["usage"]["completion_tokens"]), choice["finish_reason"] == "length")
+        except (ValueError, KeyError, TypeError) as fault:
+            raise EngineFailed(
+                f"the server's answer is no chat completion: {answer[:SHOWN]}",
+                where=self.url,
+                fix="Give the address of an OpenAI-compatible server.",
+            ) from fault
+
+    def converse(self, prompts: Sequence[Dialogue], max_tokens: int, temperature: float) -> list[list[Answer]]:
+        """Hold several dialogues side by side, each turn of one after the answer to the last."""
+
+        def dialogue(prompt: Dialogue) -> list[Answer]:
+            messages: list[dict[str, str]] = []
+            answers: list[Answer] = []
+            for turn in prompt.turns:
+                messages.append({"role": "user", "content": turn})
+                answers.append(self.chat(messages, max_tokens, temperature))
+                messages.append({"role": "assistant", "content": answers[-1].text})
+            return answers
+
+        with ThreadPoolExecutor(max(1, len(prompts))) as pool:
+            return list(pool.map(dialogue, prompts))
+
+    def is_healthy(self) -> bool:
+        """Whether the server is up and ready to serve."""
+        try:
+            self._request("/health", timeout=HEALTH_SECONDS)
+        except EngineFailed:
+            return False
+        return True
+
+    def page(self, path: str) -> str:
+        """Return what stands at a path, "" where there is nothing."""
+        try:
+            return self._request(path)
+        except EngineFailed:
+            return ""
+
+    def recognize(self) -> tuple[Engine, Counters]:
+        """Return the engine behind the server, and how its counters are to be read.
+
+        Raises:
+            CountersMissing, DefinitionsMixed: see `counters.recognize`.
+            CountersDisturbed: see `rest`.
+            EngineFailed: the server gives no token, of which it is asked for one where its counters do not tell.
+        """
+        try:
+            engine, counters = self._shown()
+        except CountersMissing:
+            # TensorRT-LLM's page is empty until its first answer.
+            self._ask_one_token()
+            engine, counters = self._shown()
+        if counters.otherwise is None:
+            return engine, counters
+        before = self.rest(counters)
+        self._ask_one_token()
+        counted = self.rest(counters, lambda now: now != before).since(before, self.url)
+        # The prefill gives the first token, so nothing was there to draft.
+        return engine, counters.otherwise if counters.speculates(counted) else counters
+
+    def _shown(self) -> tuple[Engine, Counters]:
+        paths = {engine.counters.metrics for engine in engines() if engine.counters}
+        return recognize(engines(), {path: self.page(path) for path in paths}, self.url)
+
+    def _ask_one_token(self) -> None:
+        self._request("/v1/completions", ONE_TOKEN | {"model": self.model})
+
+    def version(self, counters: Counters) -> str:
+        """Return the engine's version.
+
+        Raises:
+            EngineFailed: the server does not say.
+        """
+        try:
+            return str(json.loads(self.page(counters.version))["version"])
+        except (ValueError, KeyError, TypeError) as fault:
+            raise EngineFailed(
+                f"the server does not say its version at {counters.version}",
+                where=self.url,
+                fix="Say it with --engine-version.",
+            ) from fault
+
+    def read_counters(self, counters: Counters) -> Totals:
+        """Return what the server has counted since it was started.
+
+        Raises:
+            EngineFailed: the server cannot be reached or answers with an error.
+            CountersMissing: it does not count drafts.
+        """
+        return counters.read(self._request(counters.metrics))
+
+    def rest(self, counters: Counters, enough: Callable[[Totals], bool] = lambda _: True) -> Totals:
+        """Read the counters once they have come to rest.
+
+        Args:
+            counters: which to read.
+            enough: whether they hold all that is awaited; waited for a little while, and not for ever.
+
+        Raises:
+            CountersDisturbed: they never rest, so someone else is using the server.
+        """
+        start, last, still = time.monotonic(), self.read_counters(counters), time.monotonic()
+        while True:
+            time.sleep(POLL_SECONDS)
+            now, totals = time.monotonic(), self.read_counters(counters)
+            if totals != last:
+                last, still = totals, now
+            if now - still >= REST_SECONDS and (enough(totals) or now - still >= LATE_SECONDS):
+                return totals
+            if now - start > RESTLESS_SECONDS:
+                raise CountersDisturbed(
+                    f"the server's counters still move {RESTLESS_SECONDS:.0f} s after the last answer",
+                    where=self.url,
+                    fix="Let no one else use the server meanwhile.",
+                )
+
+    def _complete(self, prompt: list[int], new_tokens: int, more: dict[str, Any]) -> str:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+        return self._request("/v1/completions", body | more)
+
+    def _request(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> str:
+        url, seconds = self.url + path, timeout or self.timeout
+        try:
+            with (
+                _http(self.url, seconds) as http,
+                http.stream("GET" if body is None else "POST", url, json=body) as answer,
+            ):
+                data = _read(answer, time.monotonic() + seconds, url)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as fault:
+            raise EngineFailed(
+                f"the server does not answer: {fault or type(fault).__name__}", where=url, fix="Check that it runs."
+            ) from fault
+        if not answer.is_success:
+            what = f"the server answered {answer.status_code}: {data.decode(errors='replace')[:SHOWN]}"
+            raise EngineFailed(what, where=url, fix="Look into the server's log.")
+        try:
+            return data.decode()
+        except UnicodeDecodeError as fault:
+            raise EngineFailed(
+                "the server's answer is no text in UTF-8", where=url, fix="Check the address."
+            ) from fault
+
+
+def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: float) -> Client:
+    """Return a server by its address, and find out the model it serves.
+
+    Raises:
+        EngineFailed: it cannot be reached, or serves more models than one and none is named.
+    """
+    server = Client(url.rstrip("/").removesuffix("/v1"), model or "", timeout, dict(extra))
+    if model:
+        return server
+    answer = server._request("/v1/models")
+    try:
+        [found] = json.loads(answer)["data"]
+        return Client(server.url, str(found["id"]), timeout, dict(extra))
+    except (ValueError, KeyError, TypeError) as fault:
+        raise EngineFailed(
+            f"which model to ask for cannot be told: {answer[:SHOWN]}",
+            where=url,
+            fix="Name it (bench: --model), or give the address of a server of one model.",
+        ) from fault
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    # Some 20 ms, which a poll of the counters is not to wait for.
+    return httpx.create_ssl_context()
+
+
+def _http(url: str, seconds: float) -> httpx.Client:
+    return httpx.Client(
+        verify=_tls(),
+        timeout=seconds,
+        follow_redirects=True,
+        # A proxy from the environment has no way to this machine's own ports.
+        trust_env=urlsplit(url).hostname not in LOOPBACK,
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
+    """Return an answer's bytes, of an error as many as are shown.
+
+    Raises:
+        EngineFailed: it is too large, or still coming after the deadline.
+    """
+    data = bytearray()
+    for chunk in answer.iter_bytes():
+        data += chunk
+        if not answer.is_success and len(data) >= 4 * SHOWN:
+            break
+        if len(data) > LARGEST:
+            raise EngineFailed(
+                f"the server's answer is larger than {LARGEST >> 20} MiB", where=url, fix="Check the address."
+            )
+        if time.monotonic() > deadline:
+            raise EngineFailed("the server's answer takes too long", where=url, fix="Look into the server's log.")
+    return bytes(data)

@@ -1,0 +1,177 @@
+"""Counters of drafts, read from the text of a server's metrics page and brought to one form.
+
+Which counters an engine has stands in its own file; what is common is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import CountersMissing, CountersReset, DefinitionsMixed
+
+if TYPE_CHECKING:
+    from .base import Engine
+
+SAY_K = "Say K as the server was started with (bench: --draft-tokens, validate: --steps)"
+MOST_PLACES = 1000  # a page may say anything of a place
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted over a group of prompts.
+
+    Attributes:
+        drafts: verify steps.
+        accepted: drafted tokens that were accepted, without the bonus tokens.
+        per_position: in how many drafts the token at each place and all before it were accepted; None where the
+            engine does not count it.
+        prompts: in the group.
+    """
+
+    drafts: float
+    accepted: float
+    per_position: tuple[float, ...] | None
+    prompts: int = 1
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one look at a server's counters gave.
+
+    Attributes:
+        totals: by name; those of places as "name place".
+        whole: every counter is there from the start, so that another set of them is another server's.
+    """
+
+    totals: Mapping[str, float]
+    whole: bool = False
+
+    def since(self, before: Totals, where: str) -> Mapping[str, float]:
+        """Return the differences to an earlier look at the same server.
+
+        Raises:
+            CountersReset: a counter went backwards, or is gone.
+        """
+        back = [n for n, value in before.totals.items() if self.totals.get(n, -1.0) < value]
+        if back:
+            raise CountersReset(
+                f"{', '.join(back)} went backwards: {[before.totals[n] for n in back]} before, "
+                f"{[self.totals.get(n) for n in back]} now",
+                where=where,
+                fix="The server was restarted in between; measure again.",
+            )
+        if self.whole and self.totals.keys() != before.totals.keys():
+            new = ", ".join(sorted(self.totals.keys() - before.totals.keys()))
+            raise CountersReset(
+                f"the server counts {new} now, and did not before",
+                where=where,
+                fix="It was restarted in between; measure again.",
+            )
+        return {name: value - before.totals.get(name, 0.0) for name, value in self.totals.items()}
+
+
+@dataclass(frozen=True)
+class Counters:
+    """How an engine's counters are read.
+
+    Attributes:
+        marks: how their names begin.
+        metrics: the path at which it serves them.
+        version: the path at which it says its version, under the key "version".
+        read: from the text of its metrics to totals.
+        count: from differences, K, the number of requests and of prompts to counts.
+        speculates: from totals or differences to whether something was drafted.
+        needs: what it must be started with to show them; "" for nothing.
+        note: what a reader of the figures has to know.
+        otherwise: how they are read where the engine counts a draft for an answer that its prefill gave whole.
+    """
+
+    marks: str
+    metrics: str
+    version: str
+    read: Callable[[str], Totals]
+    count: Callable[[Mapping[str, float], int, int, int], Counts]
+    speculates: Callable[[Mapping[str, float]], bool]
+    needs: str = ""
+    note: str = ""
+    otherwise: Counters | None = None
+
+    def shown_on(self, page: str) -> bool:
+        """Say whether a metrics page has one of them."""
+        return any(line.startswith(self.marks) for line in page.splitlines())
+
+
+def totals(metrics: str, names: Iterable[str], by_place: Iterable[str] = (), place: str = "") -> dict[str, float]:
+    """Sum a page's samples over ranks and replicas, under "name", or "name place" for those of a place.
+
+    Only `_total` samples count: a `_created` one beside each holds a time. Other lines of the page are not looked at.
+
+    Args:
+        metrics: the Prometheus text format.
+        names: counters; one that was never raised may have no sample.
+        by_place: counters of each place of a draft.
+        place: the label that holds the place.
+
+    Raises:
+        CountersMissing: a line of one of them is no sample, or its value or place no number that a counter can have.
+    """
+    from prometheus_client.parser import text_string_to_metric_families as parse
+
+    wanted, placed = frozenset(names), frozenset(by_place)
+    found: dict[str, float] = {}
+    for line in metrics.split("\n"):
+        if not line.startswith(tuple(wanted | placed)):
+            continue
+        try:
+            samples = [sample for family in parse(line + "\n") for sample in family.samples]
+            for sample in samples:
+                if sample.name not in wanted | placed:
+                    continue
+                if not math.isfinite(sample.value):
+                    raise ValueError(sample.value)
+                at = int(sample.labels[place]) if sample.name in placed else None
+                if at is not None and not 0 <= at < MOST_PLACES:
+                    raise ValueError(at)
+                name = sample.name if at is None else f"{sample.name} {at}"
+                found[name] = found.get(name, 0.0) + float(sample.value)
+        except (ValueError, KeyError, IndexError) as fault:
+            raise CountersMissing(
+                f"a line of the server's metrics cannot be read: {line[:200]}",
+                where="the metrics page",
+                fix="Give the engine's own address.",
+            ) from fault
+    return found
+
+
+def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -> tuple[Engine, Counters]:
+    """Return the engine whose counters a server shows, and its counters.
+
+    Args:
+        engines: those that it may be.
+        pages: the text of each metrics page, "" where there is none.
+        where: the server, for messages.
+
+    Raises:
+        CountersMissing: no engine's are.
+        DefinitionsMixed: those of more than one are, as behind a router.
+    """
+    known = [(engine, counters) for engine in engines if (counters := engine.counters)]
+    found = [(engine, counters) for engine, counters in known if counters.shown_on(pages[counters.metrics])]
+    if not found:
+        *others, last = [engine.title for engine, _ in known]
+        needs = ", ".join(f"{engine.title} needs {counters.needs}" for engine, counters in known if counters.needs)
+        raise CountersMissing(
+            f"the server shows no counters of {', '.join(others)} or {last}",
+            where=where,
+            fix=f"Give the engine's own address; {needs}.",
+        )
+    if len(found) > 1:
+        raise DefinitionsMixed(
+            f"the server shows counters of {' and '.join(engine.name for engine, _ in found)}, which count differently",
+            where=where,
+            fix="Give the address of one engine, not of a router before several.",
+        )
+    return found[0]

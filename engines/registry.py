@@ -1,0 +1,227 @@
+"""The engines and layouts that there are: kconv's own, and those of other packages.
+
+Another package adds its own by entry points of the group `kconv.engines`, each of which names an `Engine`, or a
+`Layout` that is only read:
+
+    [project.entry-points."kconv.engines"]
+    lmdeploy = "my_package.lmdeploy:ENGINE"
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import EngineUnknown, PluginInvalid, UnknownLayout
+from ..head.spec import HeadSpec
+from . import sglang, trtllm, vllm
+from .base import Engine
+from .layout import Layout
+from .portable import PORTABLE
+from .trainers import MODELOPT, SAFEAILAB, SPECFORGE, SPECULATORS, TORCHSPEC
+
+GROUP = "kconv.engines"
+ENGINES: tuple[Engine, ...] = (vllm.ENGINE, sglang.ENGINE, trtllm.ENGINE)
+# In order of detection: the first whose marks a head bears is the one.
+LAYOUTS: tuple[Layout, ...] = (
+    SPECULATORS,
+    sglang.SGLANG,
+    PORTABLE,
+    vllm.VLLM,
+    SAFEAILAB,
+    SPECFORGE,
+    TORCHSPEC,
+    trtllm.TRTLLM,
+    MODELOPT,
+)
+# Ids of this shape are kconv's own.
+OWN_ID = re.compile(r"[KP]\d+")
+
+
+def engines() -> tuple[Engine, ...]:
+    """Return every engine, kconv's own first.
+
+    Raises:
+        PluginInvalid: another package's cannot be loaded, or takes a name that is taken.
+    """
+    return _known()[0]
+
+
+def layouts() -> tuple[Layout, ...]:
+    """Return every layout, in order of detection: other packages' first, whose marks are the more special.
+
+    Raises:
+        PluginInvalid: see `engines`.
+    """
+    return _known()[1]
+
+
+def by_name(name: str) -> Layout:
+    """Return a layout by the name that a user gives.
+
+    Raises:
+        UnknownLayout: no layout of that name.
+    """
+    known = {layout.name: layout for layout in layouts()}
+    if name not in known:
+        raise UnknownLayout(f"no layout is called {name!r}", fix=f"Choose one of {', '.join(known)}.")
+    return known[name]
+
+
+def engine(name: str) -> Engine:
+    """Return an engine by its name.
+
+    Raises:
+        EngineUnknown: no engine of that name.
+    """
+    known = {one.name: one for one in engines()}
+    if name not in known:
+        raise EngineUnknown(f"no engine is called {name!r}", fix=f"Choose one of {', '.join(known)}.")
+    return known[name]
+
+
+def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
+    """Return the layout whose marks a config and its tensor names bear.
+
+    Raises:
+        UnknownLayout: none fits.
+    """
+    names = set(names)
+    if "fc.weight" in names or "eagle_config" in config:
+        for layout in layouts():
+            if layout.told_by(config, names):
+                return layout
+    what = "this may be an Eagle3 head, whose config and tensor names bear no layout's marks"
+    raise UnknownLayout(
+        (what if "fc.weight" in names else "this is no Eagle3 head in a layout that kconv knows")
+        + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
+        where="config.json",
+        fix="Give a target to kconv validate or with --target. If this is a head all the same, name its layout with "
+        f"--from: {', '.join(layout.name for layout in layouts())}.",
+    )
+
+
+def writable() -> tuple[str, ...]:
+    """Return the names of the layouts that kconv writes: the engines' own, then those that several engines read."""
+    own = [one.layout for one in engines()]
+    return tuple(dict.fromkeys(layout.name for layout in (*own, *layouts()) if layout.write_config is not None))
+
+
+def runners() -> tuple[str, ...]:
+    """Return every name under which an engine reads a head: what `validate` reports about."""
+    return tuple(name for one in engines() for name in one.runner_names)
+
+
+def asked() -> dict[str, tuple[str, ...]]:
+    """Return the choices of `--for`, and the runners that each means."""
+    found: dict[str, tuple[str, ...]] = {}
+    for one in engines():
+        found |= {one.name: one.runner_names}
+        found |= {name: (name,) for name in one.runner_names if name != one.name}
+    return found | {"all": runners()}
+
+
+def servable() -> tuple[str, ...]:
+    """Return the names of the engines that a running server can be asked as: the choices of `--engine`."""
+    return tuple(one.name for one in engines() if one.counters is not None)
+
+
+def startable() -> tuple[str, ...]:
+    """Return the names of the engines that kconv can start itself."""
+    return tuple(one.name for one in engines() if one.starter is not None)
+
+
+def engines_of(layout: str) -> tuple[Engine, ...]:
+    """Return the engines that load a layout; none for a trainer's own, or for a name that is no layout's."""
+    known = {one.name: one for one in engines()}
+    found = next((one for one in layouts() if one.name == layout), None)
+    if found is None:
+        return ()
+    named = [known[name] for name in found.written_for if name in known]
+    return tuple(dict.fromkeys((*(one for one in engines() if one.layout is found), *named)))
+
+
+def runners_of(layout: str) -> tuple[str, ...]:
+    """Return the runners of the engines that load a layout; see `engines_of`."""
+    return tuple(name for one in engines_of(layout) for name in one.runner_names)
+
+
+def describe(layout: str) -> str:
+    """Return a phrase that says of a layout which engines load it, for a card.
+
+    Raises:
+        UnknownLayout: no engine loads it.
+    """
+    titles = [one.title for one in engines_of(layout)]
+    if not titles:
+        raise UnknownLayout(f"no engine loads {layout}'s layout", fix=f"Choose one of {', '.join(writable())}.")
+    if len(titles) == 1:
+        return f"{titles[0]}'s layout"
+    return f"a layout that {', '.join(titles[:-1])} and {titles[-1]} all load"
+
+
+def launch_files(spec: HeadSpec, layout: str) -> dict[str, str]:
+    """Return the files, by name, that show how to serve a head from the layout's engines."""
+    return {one.launch.file: one.launch.text(spec) for one in engines_of(layout) if one.launch}
+
+
+def serve_command(layout: str) -> str:
+    """Return the shell command that serves a target with a head in the layout's engine, a line for each of several."""
+    return "\n".join(one.launch.command for one in engines_of(layout) if one.launch)
+
+
+@functools.cache
+def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
+    """Load what other packages have to add, once."""
+    from importlib.metadata import entry_points
+
+    found_engines: list[Engine] = []
+    found_layouts: list[Layout] = []
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        where = f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
+        try:
+            loaded = entry.load()
+        except Exception as fault:  # whatever another package raises
+            raise PluginInvalid(
+                f"an engine of another package cannot be loaded: {type(fault).__name__}: {fault}",
+                where=where,
+                fix="Update that package, or remove it.",
+            ) from fault
+        layout = loaded.layout if isinstance(loaded, Engine) else loaded
+        if not isinstance(layout, Layout):
+            raise PluginInvalid(
+                f"a {type(loaded).__name__} is neither an Engine nor a Layout",
+                where=where,
+                fix="Let the entry point name an object of kconv.engines.base.Engine.",
+            )
+        known = (*ENGINES, *found_engines), (*LAYOUTS, *found_layouts)
+        if isinstance(loaded, Engine):
+            _refuse_taken(loaded, known[0], where)
+            found_engines.append(loaded)
+        if not any(layout is one for one in known[1]):
+            _refuse_taken_layout(layout, known[1], where)
+            found_layouts.append(layout)
+    return (*ENGINES, *found_engines), (*found_layouts, *LAYOUTS)
+
+
+def _refuse_taken(new: Engine, known: Iterable[Engine], where: str) -> None:
+    taken = {"all"} | {name for one in known for name in (one.name, *one.runner_names)}
+    if double := sorted(taken & {new.name, *new.runner_names}):
+        raise PluginInvalid(
+            f"an engine is called {', '.join(double)} already", where=where, fix="Give it a name of its own."
+        )
+
+
+def _refuse_taken_layout(new: Layout, known: Iterable[Layout], where: str) -> None:
+    if new.name in {one.name for one in known}:
+        raise PluginInvalid(f"a layout is called {new.name} already", where=where, fix="Give it a name of its own.")
+    shared = {limit.id: limit for one in known for limit in one.limits}
+    for limit in new.limits:
+        if limit is not shared.get(limit.id) and (limit.id in shared or OWN_ID.fullmatch(limit.id)):
+            raise PluginInvalid(
+                f"the limit {limit.name!r} has the id {limit.id}, which is kconv's or another limit's",
+                where=where,
+                fix="Give it an id of the package's own, e.g. LMDEPLOY1.",
+            )

@@ -1,0 +1,144 @@
+"""An engine's server, started here and stopped with all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import EngineFailed
+from .base import HOST, Engine, Serving, Starter
+from .client import Client
+
+POLL_SECONDS = 0.5
+STOP_SECONDS = 20.0
+SHOWN_LINES = 20
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is ready.
+
+    Attributes:
+        client: to speak with it.
+        log: the file that its output goes to; gone when it is stopped.
+    """
+
+    client: Client
+    log: Path
+
+
+@contextmanager
+def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
+    """Start an engine, wait until it is ready, and stop it with all its processes in the end.
+
+    Raises:
+        EngineFailed: kconv cannot start it; it dies or is not ready in time, and the message ends with the log's last
+            lines.
+    """
+    if (starter := engine.starter) is None:
+        raise EngineFailed(f"{engine.title} cannot be started here", fix="Give the --url of one that runs.")
+    with (
+        _heed_sigterm(),
+        tempfile.TemporaryDirectory(prefix=f"kconv-{engine.name}-") as folder,
+        socket.socket() as reserved,
+    ):
+        log = Path(folder) / f"{engine.name}.log"
+        # Bound, not listening: another search for a free port passes over it until the engine has taken it.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((HOST, 0))
+        port = reserved.getsockname()[1]
+        process = _start(serving, engine.title, starter, port, log)
+        try:
+            client = Client(f"http://{HOST}:{port}", str(serving.target.absolute()))
+            _wait(process, client, serving, engine.title, starter, log)
+            yield Served(client, log)
+        finally:
+            _stop(process)
+
+
+def _start(serving: Serving, title: str, starter: Starter, port: int, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        try:
+            return subprocess.Popen(
+                starter.command(serving, port),
+                env={**os.environ, **starter.environment(serving)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                # Not the caller's folder, whose files would shadow modules of the same name.
+                cwd=log.parent,
+                start_new_session=True,
+            )
+        except OSError as fault:
+            raise EngineFailed(
+                f"{serving.python} cannot be run: {fault.strerror}",
+                fix=f"Give the python of an environment with {title} in it.",
+            ) from fault
+
+
+def _wait(
+    process: subprocess.Popen[bytes], client: Client, serving: Serving, title: str, starter: Starter, log: Path
+) -> None:
+    deadline = time.monotonic() + serving.ready_seconds
+    while not client.is_healthy():
+        if process.poll() is not None:
+            what = f"{title} died while it was starting (exit status {process.returncode})"
+            raise _failure(what, serving, title, starter, log)
+        if time.monotonic() > deadline:
+            what = f"{title} was not ready after {serving.ready_seconds:.0f} s"
+            raise _failure(what, serving, title, starter, log)
+        time.sleep(POLL_SECONDS)
+
+
+def _failure(what: str, serving: Serving, title: str, starter: Starter, log: Path) -> EngineFailed:
+    lines = log.read_text(errors="replace").splitlines()
+    # The first error is the cause; the last lines speak of what it entailed.
+    causes = [found[1] for line in lines if (found := starter.cause.match(line))]
+    because = f": {causes[0]}" if causes else ""
+    served = f"{serving.target} with {serving.head}" if serving.head else serving.target
+    return EngineFailed(
+        "\n".join([what + because, *(f"  | {line}" for line in lines[-SHOWN_LINES:])]),
+        where=served,
+        fix=f"Put right what {title} complains about.",
+    )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    _signal(process, signal.SIGTERM)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    finally:
+        # Whatever is left: workers outlive a server that was killed, SIGTERM may be waited out, and a user who
+        # interrupts a second time is not to be left with half of it.
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def _heed_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does, through what there is to stop; by default it just dies."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

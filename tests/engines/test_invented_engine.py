@@ -1,0 +1,224 @@
+"""An engine of another package is one object: with nothing else touched, all of kconv knows it.
+
+The object is `ENGINE` below. The last test installs it as another package would, by an entry point, and runs
+the rest of this file in a process of its own. What the tests ask is imported by them, as an engine imports none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support.heads import GQA, random_slots, write_head
+from support.loopback import serving
+
+from kconv.engines import registry
+from kconv.engines.base import HEAD, TARGET, Engine, Launch, Runner
+from kconv.engines.common import OUTSIDE, eagle_config, layer_rows, listed_ids
+from kconv.engines.config import identity, write_keys
+from kconv.engines.counters import Counters, Counts, Totals, totals
+from kconv.engines.keys import CONVENTION, IDS, OUTPUTS, ConfigTable
+from kconv.engines.layout import Layout, Limit
+from kconv.head.spec import HeadSpec
+
+DRAFTS, ACCEPTED = "otter_drafts_total", "otter_accepted_total"
+COMMAND = f"otter serve {TARGET} --draft {HEAD}"
+
+
+def _write(spec: HeadSpec) -> dict[str, Any]:
+    config = identity(spec) | write_keys(spec) | {"otter_version": 1}
+    config["eagle_config"] |= {IDS: list(spec.captured), CONVENTION: OUTPUTS}
+    return config
+
+
+def _read(metrics: str) -> Totals:
+    return Totals(dict.fromkeys((DRAFTS, ACCEPTED), 0.0) | totals(metrics, (DRAFTS, ACCEPTED)))
+
+
+def _count(d: Mapping[str, float], _k: int, _requests: int, prompts: int) -> Counts:
+    return Counts(d[DRAFTS], d[ACCEPTED], None, prompts)
+
+
+ENGINE = Engine(
+    name="otter",
+    title="Otter",
+    layout=Layout(
+        name="otter",
+        engine="Otter 1.0",
+        rows=OUTSIDE + layer_rows("decoder.{i}"),
+        told_by=lambda config, names: "otter_version" in config,
+        write_config=_write,
+        config=ConfigTable(ballast=frozenset(("otter_version",))),
+        limits=(
+            Limit(
+                "OTTER1",
+                "otter-mlp-bias",
+                lambda spec: spec.mlp_bias,
+                "Otter has no biases of the MLP",
+                "Serve this head with TensorRT-LLM.",
+                "https://github.com/otter/otter/blob/v1.0/otter/eagle.py#L1",
+            ),
+        ),
+    ),
+    runners=(Runner("otter", lambda config, _: listed_ids(eagle_config(config).get(IDS))),),
+    launch=Launch(COMMAND, "serve-otter.sh", lambda spec: f"{COMMAND}\n"),
+    counters=Counters("otter_", "/otter", "/version", _read, _count, lambda d: bool(d[DRAFTS])),
+)
+
+# The header of a head in Otter's own names: the golden one.
+HEADER = {
+    "fc.weight": [48, 144], "norm.weight": [48], "lm_head.weight": [64, 48], "embed_tokens.weight": [64, 48],
+    "decoder.0.input_layernorm.weight": [48], "decoder.0.hidden_norm.weight": [48],
+    "decoder.0.post_attention_layernorm.weight": [48],
+    "decoder.0.self_attn.q_proj.weight": [64, 96], "decoder.0.self_attn.k_proj.weight": [32, 96],
+    "decoder.0.self_attn.v_proj.weight": [32, 96], "decoder.0.self_attn.o_proj.weight": [48, 64],
+    "decoder.0.mlp.gate_proj.weight": [40, 48], "decoder.0.mlp.up_proj.weight": [40, 48],
+    "decoder.0.mlp.down_proj.weight": [48, 40],
+}  # fmt: skip
+INSTALLED = "KCONV_TEST_INVENTED"
+installed = pytest.mark.skipif(INSTALLED not in os.environ, reason="run by the last test, in a process of its own")
+
+
+@pytest.fixture
+def heads(tmp_path) -> tuple[Path, Path]:
+    """A head in vLLM's layout, and the same converted to Otter's."""
+    from kconv.checkpoint.folder import open_checkpoint
+    from kconv.convert.execute import execute
+    from kconv.convert.plan import plan
+    from kconv.convert.read import read_head
+
+    source = write_head(tmp_path / "head", registry.by_name("vllm"), GQA, random_slots(GQA))
+    execute(plan(read_head(open_checkpoint(source)), registry.by_name("otter")), tmp_path / "otter")
+    return source, tmp_path / "otter"
+
+
+@installed
+def test_it_can_be_asked_for():
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "otter", "portable")
+    assert registry.asked()["otter"] == ("otter",) and "otter" in registry.asked()["all"]
+    assert "otter" in registry.servable() and "otter" not in registry.startable()
+    assert registry.describe("otter") == "Otter's layout"
+
+
+@installed
+def test_a_head_is_converted_there_and_back_and_detected(heads, tmp_path):
+    from kconv.checkpoint.folder import open_checkpoint
+    from kconv.convert.execute import execute
+    from kconv.convert.plan import plan
+    from kconv.convert.read import read_head
+
+    source, converted = heads
+    head = read_head(open_checkpoint(converted))
+    assert (head.layout.name, head.spec) == ("otter", read_head(open_checkpoint(source)).spec)
+    assert {name: list(info.shape) for name, info in head.checkpoint.tensors.items()} == HEADER
+    assert (converted / "serve-otter.sh").read_text() == f"{COMMAND}\n"
+    execute(plan(head, registry.by_name("vllm")), tmp_path / "back")
+    back, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
+    assert back.keys() == own.keys() and all(bool((back[name] == own[name]).all()) for name in own)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
+
+
+@installed
+def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
+    from kconv.checkpoint.folder import open_checkpoint
+    from kconv.checkpoint.source import Folder
+    from kconv.convert.plan import plan
+    from kconv.convert.read import read_head
+    from kconv.errors import LayoutCannot
+    from kconv.validate.rules.table import find_rule
+    from kconv.validate.run import Wish, validate
+
+    spec = replace(GQA, mlp_bias=True)
+    source = write_head(tmp_path / "head", registry.by_name("vllm"), spec, random_slots(spec))
+    with pytest.raises(LayoutCannot, match="Otter has no biases"):
+        plan(read_head(open_checkpoint(source)), registry.by_name("otter"))
+    report = validate(Folder(source), Wish(engines=registry.asked()["otter"]), say=lambda _: None)
+    assert ("OTTER1", ("otter",)) in [(finding.rule, finding.engines) for finding in report.findings]
+    assert find_rule("otter-mlp-bias").engines == ("otter",)
+
+
+@installed
+def test_a_head_in_its_layout_is_checked_for_it(heads):
+    from kconv.cards.publish.gate import written_for
+    from kconv.checkpoint.source import Folder
+    from kconv.validate.run import validate
+
+    report = validate(Folder(heads[1]), say=lambda _: None)
+    assert report.provenance["for"] == ["otter"]
+    assert [finding for finding in report.findings if finding.severity == "error"] == []
+    assert written_for("otter") == ("otter",)
+
+
+@installed
+def test_it_stands_on_a_card(heads):
+    from kconv.cards.card import write_card
+    from kconv.cards.facts import Facts
+
+    text = write_card(heads[1], None, Facts(serve={"otter": {"requires": "Otter 1.0"}})).read_text()
+    assert "Otter's layout" in text and "otter serve" in text and "Requires Otter 1.0." in text
+
+
+@installed
+def test_its_counters_are_read_by_bench():
+    from kconv.bench.run import Wish, measure_server
+    from kconv.bench.suites import Suite
+    from kconv.targets.prompts import Prompt
+
+    counted = {DRAFTS: 0, ACCEPTED: 0}
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        if path == "/otter":
+            return 200, "".join(f"{name} {count}.0\n" for name, count in counted.items())
+        if path == "/version":
+            return 200, json.dumps({"version": "1.0"})
+        if body is None:
+            return (200, json.dumps({"data": [{"id": "tiny"}]})) if path == "/v1/models" else (404, "")
+        counted[DRAFTS] += 2
+        counted[ACCEPTED] += 3
+        choice = {"message": {"content": "some words of an answer"}, "finish_reason": "stop"}
+        return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 6}})
+
+    prompts = tuple(Prompt(f"p{i}", "", (f"Say {i}.",)) for i in range(3))
+    with serving(answer) as url:
+        found = measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), Wish(3, "my-head"))
+    row = found.rows[0]
+    assert (row.engine, row.engine_version, row.value, row.drafts) == ("otter", "1.0", 2.5, 6)
+
+
+@installed
+def test_the_page_of_layouts_has_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    from reference.layouts import layouts
+
+    page = "\n".join(layouts())
+    assert "| `otter` | Otter 1.0 | reads and writes |" in page and "`decoder.{i}.hidden_norm.weight`" in page
+    assert "Otter has no biases of the MLP" in page
+
+
+@pytest.mark.skipif(INSTALLED in os.environ, reason="runs the others")
+def test_an_engine_of_another_package_is_known_everywhere(tmp_path):
+    (tmp_path / "otter.py").write_text(f"import runpy\nENGINE = runpy.run_path({__file__!r})['ENGINE']\n")
+    info = tmp_path / "otter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: otter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kconv.engines]\notter = otter:ENGINE\n")
+    paths = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {INSTALLED: "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert "7 passed" in run.stdout

@@ -1,0 +1,104 @@
+"""What another package adds is loaded once, and refused by name where it is broken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from kconv.engines import registry, sglang, vllm
+from kconv.engines.base import Engine
+from kconv.errors import EngineUnknown, PluginInvalid, UnknownLayout
+
+LAYOUT = replace(vllm.VLLM, name="otter", limits=())
+FOUND: dict[str, object] = {}
+
+
+class Entry(EntryPoint):
+    def load(self) -> object:
+        found = FOUND[self.name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Return a function that has entry points name these objects."""
+
+    def install(**found: object) -> None:
+        FOUND.clear()
+        FOUND.update(found)
+        entries = [Entry(name, f"{name}:ENGINE", registry.GROUP) for name in found]
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+        registry._known.cache_clear()
+
+    yield install
+    registry._known.cache_clear()
+
+
+def test_an_engine_may_read_a_layout_that_is_there(install):
+    install(fork=Engine("fork", "Fork", vllm.VLLM))
+    assert registry.runners_of("vllm") == ("vllm-v1", "vllm-v2", "fork")
+    assert registry.describe("vllm") == "a layout that vLLM and Fork all load"
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "portable")
+
+
+def test_a_layout_alone_is_read(install):
+    install(trainer=replace(LAYOUT, write_config=None, told_by=lambda config, names: "otter" in config))
+    assert registry.detect({"otter": 1}, ["fc.weight"]).name == "otter"
+    assert registry.engines_of("otter") == () and "otter" not in registry.writable()
+
+
+def test_what_shares_a_limit_of_kconvs_own_may_have_its_id(install):
+    install(otter=Engine("otter", "Otter", replace(vllm.VLLM, name="otter")))
+    assert registry.engine("otter").layout.limits == vllm.VLLM.limits
+
+
+BROKEN = {
+    "it cannot be imported": (ImportError("no module named otter"), "cannot be loaded: ImportError: no module"),
+    "it is something else": ("otter", "a str is neither"),
+    "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "an engine is called vllm already"),
+    "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "called vllm-v2 already"),
+    "it is called all": (Engine("all", "Otter", LAYOUT), "called all already"),
+    "a layout's name is taken": (Engine("otter", "Otter", replace(LAYOUT, name="trtllm")), "a layout is called trtllm"),
+    "a limit has an id of kconv's": (
+        Engine("otter", "Otter", replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], id="K999"),))),
+        "has the id K999",
+    ),
+    "a limit has another's id": (
+        Engine("otter", "Otter", replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], what="else"),))),
+        "has the id K339",
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "message"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_refused_by_name(install, found, message):
+    install(broken=found)
+    with pytest.raises(PluginInvalid, match=message) as fault:
+        registry.engines()
+    assert "broken = broken:ENGINE" in fault.value.where and fault.value.fix
+
+
+def test_a_name_that_nobody_has_is_told_with_those_that_there_are():
+    with pytest.raises(EngineUnknown) as fault:
+        registry.engine("nonsense")
+    assert "sglang" in fault.value.fix
+    with pytest.raises(UnknownLayout):
+        registry.describe("torchspec")
+
+
+def test_each_limit_is_one_rule():
+    limits = {id(limit): limit for layout in registry.LAYOUTS for limit in layout.limits}.values()
+    assert len({limit.id for limit in limits}) == len({limit.name for limit in limits}) == len(limits)
+
+
+def test_what_the_command_line_needs_is_light():
+    heavy = {"torch", "transformers", "httpx", "yaml", "prometheus_client", "modelopt"}
+    program = f"import kconv.engines.registry as r, sys; r.asked(); assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
