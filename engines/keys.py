@@ -8,6 +8,13 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
+# Where the captured layers are listed.
+IDS = "eagle_aux_hidden_state_layer_ids"
+TOP, NESTED = IDS, f"eagle_config.{IDS}"
+# What kconv writes beside each list; no engine reads it.
+CONVENTION = "aux_hidden_state_layer_ids_are"
+OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -138,7 +145,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "eagle_config.parallel_draft_heads_num_layers": (1, None),
 }
 
-# Read elsewhere: RoPE (convert.rope_keys), captured layers (convert.captured), identity, dtype.
+# Read elsewhere: RoPE (convert.rope), captured layers (convert.captured), identity, dtype.
 ELSEWHERE = frozenset(
     """
     architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters

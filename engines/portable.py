@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..convert.captured import CONVENTION, TOP
-from ..convert.config import write_keys
 from ..head.spec import HeadSpec
 from . import sglang, vllm
+from .config import write_keys
 from .identity import identity
+from .keys import CONVENTION, TOP
 from .layout import Layout
 from .marks import eagle_config
 from .rows import HIDDEN, INPUT, head_rows

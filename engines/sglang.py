@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..convert.captured import CONVENTION, INPUTS, OUTPUTS, TOP
-from ..convert.config import write_keys
 from ..head.spec import Gqa, HeadSpec
+from .config import write_keys
 from .identity import identity
+from .keys import CONVENTION, INPUTS, OUTPUTS, TOP
 from .layout import Layout, Limit, Row, TargetLimit
 from .limits import MLA_ROPE, SGLANG_SOURCE, is_mla, sglang_scales_otherwise
 from .marks import eagle_config

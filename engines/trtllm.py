@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..convert.captured import CONVENTION, OUTPUTS
-from ..convert.config import write_keys
 from ..head.spec import HeadSpec
+from .config import write_keys
 from .identity import identity
+from .keys import CONVENTION, OUTPUTS
 from .layout import Layout, Limit
 from .limits import FC_NORMS_TWICE, MLA_ROPE, TRTLLM_MODEL, TRTLLM_ROPE, is_mla, trtllm_scales_otherwise
 from .marks import eagle_config, has_midlayer

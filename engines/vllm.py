@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..convert.captured import CONVENTION, INPUTS, TOP
-from ..convert.config import write_keys
 from ..head.spec import HeadSpec
+from .config import write_keys
 from .identity import identity
+from .keys import CONVENTION, INPUTS, TOP
 from .layout import Layout, Limit
 from .limits import MLA_ROPE, VLLM_SOURCE, is_mla
 from .rows import HIDDEN, MIDLAYER, beside, first_only, fused_rows, head_rows, instead, later_norm

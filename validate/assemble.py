@@ -52,7 +52,7 @@ def assemble(
         provenance: what it was measured with, beside the versions and the date.
         config: sha256 of config.json.
     """
-    worst_first = sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+    worst_first = sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
     stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": version("torch")}
     return Report(
         subject=subject,

@@ -66,11 +66,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def _verdict(report: Report) -> str:
-    counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "info")}
-    said = ", ".join(
-        f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items() if severity != "info"
-    )
-    return f"**{'No errors' if report.clean else 'Not to be served'}**: {said}, {counts['info']} to know."
+    counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "note")}
+    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items())
+    return f"**{'No errors' if report.clean else 'Not to be served'}**: {said}."
 
 
 def _rows(report: Report) -> Iterable[Sequence[object]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..convert.rope_keys import read_rope
+from ..convert.rope import read_rope
 from ..errors import KconvError
 from ..targets.config import TargetConfig
 from .report import Finding

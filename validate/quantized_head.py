@@ -114,7 +114,7 @@ def _summary(noise: Mapping[str, float], forms: Mapping[str, Form]) -> Finding:
     names = ", ".join(dict.fromkeys(form.name for form in forms.values()))
     return Finding(
         rule="K306",
-        severity="info",
+        severity="note",
         where=worst,
         message=f"{len(noise)} linears are rounded to {names}: signal over noise {median(noise.values()):.1f} dB in the"
         f" middle, {noise[worst]:.1f} dB at worst; the scales of their inputs, which no source has, are not compared",

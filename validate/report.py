@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ..errors import NotACheckpoint, ReportInvalid
+from ..errors import NotACheckpoint, ReportInvalid, Severity
 from .figures import STRICT, Figures
 
 REPORT = "report.json"
-Severity = Literal["error", "warning", "info"]
 
 
 class Finding(BaseModel):
@@ -20,7 +19,7 @@ class Finding(BaseModel):
     Attributes:
         rule: its id, e.g. "K101".
         severity: "error" where an engine would fail or serve wrong numbers; "warning" where only the target
-            or a user could decide; "info" for what a launch flag must supply.
+            or a user could decide; "note" for what a launch flag must supply.
         where: the tensor, key or file.
         message: what was found, one sentence with its figures.
         fix: what to do.

@@ -22,12 +22,11 @@ from .figures import Figures
 from .kinds import is_target, refuse_unfit
 from .recorded import check_manifest
 from .report import Report
-from .rules.captured_readings import other_readings
+from .rules.captured import other_readings
 from .rules.head import HeadSubject, engines_of
 from .rules.rule import ASKED, ENGINES, run_rules
-from .rules.table import TARGET_RULES, check_head
+from .rules.table import TARGET_RULES, check_head, of_error
 from .rules.target import TargetSubject
-from .rules.unreadable import of_fault
 
 if TYPE_CHECKING:
     from .engines.check import Engined
@@ -96,8 +95,8 @@ def validate(
     try:
         with _uncollected():
             checkpoint = subject.open_headers() if wish.headers_only else subject.open_weights()
-    except KconvError as fault:
-        return assemble(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
+    except KconvError as error:
+        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(wish.engines or ENGINES)})
     whole = is_target(checkpoint) and wish.layout is None
     refuse_unfit(checkpoint, whole, source.told if source else None, quantized_from, measured=bool(parity or engined))
     if whole:

@@ -131,7 +131,7 @@ def test_validation_finds_nothing_against_the_source(quantized, kind, name):
         source=read_head(open_checkpoint(quantized / kind)),
         say=lambda _: None,
     )
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert [finding for finding in report.findings if finding.severity != "note"] == []
 
 
 @each
@@ -187,7 +187,7 @@ def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, k
     report = validate(
         Folder(out), Wish(), source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2), say=lambda _: None
     )
-    assert [finding.rule for finding in report.findings if finding.severity != "info"] == ["K302"]
+    assert [finding.rule for finding in report.findings if finding.severity != "note"] == ["K302"]
     (noise,) = [finding for finding in report.findings if finding.rule == "K306"]
     assert f"{len(scaled(out))} linears are rounded to {name.upper()}" in noise.message
     assert report.figures.identical is False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kconv.convert.captured import TOP
-from kconv.convert.config import write_keys
+from kconv.engines.config import write_keys
 from kconv.engines.identity import identity
+from kconv.engines.keys import TOP
 from kconv.engines.layout import Layout
 from kconv.head.spec import HeadSpec, Mla, Norms
 

@@ -48,7 +48,7 @@ def test_the_schema_names_the_same_keys(report):
     assert schema["additionalProperties"] is False and schema["properties"]["schema"]["const"] == 1
     finding = schema["$defs"]["Finding"]
     assert finding["properties"].keys() == report["findings"][0].keys()
-    assert finding["properties"]["severity"]["enum"] == ["error", "warning", "info"]
+    assert finding["properties"]["severity"]["enum"] == ["error", "warning", "note"]
     assert schema["$defs"]["Figures"]["properties"].keys() == report["figures"].keys()
 
 

@@ -101,7 +101,7 @@ VARIANTS = {
 def test_of_another_good_target_nothing_is_said_but_to_know(change, wrapped, said, good, tmp_path):
     found = check(write_changed(good(wrapped=wrapped), tmp_path / "target", change))
     assert {finding.rule for finding in found} == said
-    assert all(finding.severity == "info" for finding in found)
+    assert all(finding.severity == "note" for finding in found)
 
 
 @pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])

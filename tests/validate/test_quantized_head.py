@@ -87,7 +87,7 @@ def source(tmp_path: Path) -> Head:
 def test_what_was_rounded_is_told_with_its_noise(source, tmp_path, form):
     output = write_quantized(tmp_path / "output", source, form)
     absent, noise = check_source(output, source)
-    assert (absent.rule, noise.rule, noise.severity) == ("K302", "K306", "info")
+    assert (absent.rule, noise.rule, noise.severity) == ("K302", "K306", "note")
     name = form.removesuffix(" by rows")
     assert noise.message.startswith(f"3 linears are rounded to {name}: signal over noise ")
     # What uniformly spread values keep of four bits in groups of sixteen, and of eight.

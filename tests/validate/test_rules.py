@@ -48,7 +48,7 @@ def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_pat
 @pytest.mark.parametrize("good", GOOD.values(), ids=GOOD)
 def test_of_a_good_head_nothing_is_said_but_what_a_flag_must_supply(good, tmp_path: Path):
     report = check(good.write(tmp_path / "head"), Wish(good.engines))
-    assert [f for f in report.findings if f.severity != "info"] == []
+    assert [f for f in report.findings if f.severity != "note"] == []
     assert {f.rule for f in report.findings} <= ALWAYS | {"K203"}
 
 
@@ -135,7 +135,7 @@ def test_the_targets_depth_decides_whether_a_default_is_the_heads(layers, rules,
     target = parse_target_config(TARGET | {"num_hidden_layers": layers}) if layers else None
     folder = MODELOPT_GQA.write(tmp_path / "head")
     found = check(folder, Wish((VLLM_V2,), hints=Hints(target_layers=layers), target=target))
-    assert {f.rule for f in found.findings if f.severity != "info"} == rules
+    assert {f.rule for f in found.findings if f.severity != "note"} == rules
 
 
 KIMI_K2 = replace(MLA, max_positions=262144)

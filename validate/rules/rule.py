@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
-from ..report import Finding, Severity
+from ...errors import Problem, Severity
+from ..report import Finding
 
 VLLM_V1, VLLM_V2, SGLANG, TRTLLM = "vllm-v1", "vllm-v2", "sglang", "trtllm"
 ENGINES = (VLLM_V1, VLLM_V2, SGLANG, TRTLLM)
@@ -57,6 +58,11 @@ class Subject:
         """Header entries by name."""
         return self.checkpoint.tensors
 
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """What its reading found, by the ids of rules."""
+        return ()
+
 
 S = TypeVar("S", bound=Subject)
 Check = Callable[[S], Iterable[Found]]
@@ -70,13 +76,15 @@ class Rule(Generic[S]):
         id: e.g. "K101"; never given to another rule.
         name: e.g. "lm-head-missing".
         severity: "error" where an engine that was asked for would fail or serve wrong numbers; "warning" where
-            only the target or a user could decide; "info" for what a launch flag must supply.
+            only the target or a user could decide; "note" for what a launch flag must supply.
         sentence: what goes wrong.
         fix: what to do.
-        check: yields each place where it is so.
+        check: yields each place where it is so; None where the finding is made elsewhere: by a comparison, or by the
+            reading of a head, whose problems bear the rule's id.
         engines: the engines concerned; empty for all, and for kconv itself.
         seen_in: the public thread or the line of code that taught the rule.
         values: whether it reads weights.
+        says_fix: whether a problem of the reading says better than `fix` what to do.
     """
 
     id: str
@@ -84,10 +92,11 @@ class Rule(Generic[S]):
     severity: Severity
     sentence: str
     fix: str
-    check: Check[S]
+    check: Check[S] | None = None
     engines: tuple[str, ...] = ()
     seen_in: str = ""
     values: bool = False
+    says_fix: bool = False
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
         """Return what was found in a report's shape, about those of its engines that were asked for."""
@@ -102,20 +111,9 @@ class Rule(Generic[S]):
             seen_in=self.seen_in,
         )
 
-
-def rule(
-    id: str,
-    name: str,
-    severity: Severity,
-    sentence: str,
-    *,
-    fix: str,
-    engines: tuple[str, ...] = (),
-    seen_in: str = "",
-    values: bool = False,
-) -> Callable[[Check[S]], Rule[S]]:
-    """Make a rule of the function that follows; see `Rule` for the arguments."""
-    return lambda check: Rule(id, name, severity, sentence, fix, check, engines, seen_in, values)
+    def of_problem(self, problem: Problem, asked: Iterable[str] = ENGINES) -> Finding:
+        """Return a problem of a head's reading in a report's shape."""
+        return self.finding(Found(problem.where, problem.what, problem.fix if self.says_fix else ""), asked)
 
 
 def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
@@ -125,5 +123,10 @@ def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
             continue
         if one.values and not subject.with_values:
             continue
-        for found in one.check(subject):
-            yield one.finding(found, subject.engines)
+        if one.check is None:
+            for problem in subject.problems:
+                if problem.code == one.id:
+                    yield one.of_problem(problem, subject.engines)
+        else:
+            for found in one.check(subject):
+                yield one.finding(found, subject.engines)

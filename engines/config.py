@@ -1,0 +1,75 @@
+"""The part of config.json that is alike in every layout that kconv writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..head.spec import HeadSpec, Linear, Llama3, Mla, Rope, Yarn
+from .keys import COMMON, GQA, MLA
+
+# Where each scaling's parameters stand in rope_scaling and rope_parameters.
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_positions",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "attention_factor",
+}
+LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_positions",
+}
+LINEAR = {"factor": "factor"}
+SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
+
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def write_keys(spec: HeadSpec) -> dict[str, Any]:
+    """Return the config keys that every engine reads; layouts add identity and captured layers."""
+    config: dict[str, Any] = {}
+    table = MLA if isinstance(spec.attention, Mla) else GQA
+    for key in (*COMMON, *table):
+        value = _get(spec, key.field)
+        if key.kind == "token" and value is None:
+            continue
+        for name in key.names:
+            _put(config, name, list(value) if isinstance(value, tuple) else value)
+    dtype = TORCH_NAMES.get(spec.dtype, "bfloat16")
+    config |= {"hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": spec.max_positions}
+    # transformers 4 reads torch_dtype, 5 reads dtype.
+    return config | {"torch_dtype": dtype, "dtype": dtype} | write_rope(spec.rope)
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """Return the config keys of a RoPE, in both spellings, with no value left to an engine's default."""
+    scaling: dict[str, Any] = {}
+    for kind, (cls, names) in SCALINGS.items():
+        if isinstance(rope.scaling, cls):
+            stated = {name: getattr(rope.scaling, field) for name, field in names.items()}
+            scaling = {"type": kind, "rope_type": kind} | {k: v for k, v in stated.items() if v is not None}
+    keys: dict[str, Any] = {"rope_theta": rope.theta}
+    parameters = {"rope_type": "default"} | scaling | {"rope_theta": rope.theta}
+    if scaling:
+        keys["rope_scaling"] = scaling | {"rope_theta": rope.theta}
+    if rope.partial_rotary_factor != 1.0:
+        keys["partial_rotary_factor"] = parameters["partial_rotary_factor"] = rope.partial_rotary_factor
+    return keys | {"rope_parameters": parameters}
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for part in parents:
+        config = config.setdefault(part, {})
+    config[last] = value
+
+
+def _get(spec: HeadSpec, path: str) -> Any:
+    value: Any = spec
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
