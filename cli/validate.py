@@ -82,13 +82,13 @@ def validate(
     from ..validate.kinds import is_target
     from ..validate.markdown import write_report
     from ..validate.rules.rule import ASKED
-    from ..validate.run import Wish
+    from ..validate.run import Checks
     from ..validate.run import validate as run
     from .output import print_report, status
 
     layout, read_hints, target_config = read_options(**hints)
     lent = partial(find_shared, target) if target and not headers_only else None
-    wish = Wish(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only, lent)
+    wish = Checks(ASKED[asked] if asked else None, layout, read_hints, target_config, headers_only, lent)
     # The layout and the convention that the user named are the output's; the source's are those of its conversion.
     # Its headers tell which it is, so that wrong usage is named before its weights are downloaded.
     of_target = source is not None and is_target(source.open_headers())

@@ -66,7 +66,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Reading:
+class HeadReading:
     """A checkpoint read as a head as far as it can be: what is known, and every problem that was found on the way.
 
     Attributes:
@@ -123,7 +123,7 @@ class Reading:
 
 def read(
     checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None, values: bool = True
-) -> Reading:
+) -> HeadReading:
     """Read a checkpoint as a head and collect every problem: converting refuses by it, validating lists them.
 
     Config and headers are read, and the values of maps and twins alone.
@@ -139,13 +139,13 @@ def read(
         with problems.catching():
             layout = detect(checkpoint.config, tensors)
     if layout is None:
-        return Reading(checkpoint, hints, tuple(problems), config=checkpoint.config)
+        return HeadReading(checkpoint, hints, tuple(problems), config=checkpoint.config)
     dtype = FLOATS[0]
     with problems.catching():
         dtype = weight_dtype(checkpoint)
     found = find_config(checkpoint.config, tensors, problems, dtype=dtype, hints=hints, table=layout.config)
     if found.read is None:
-        return Reading(checkpoint, hints, tuple(problems), layout, found.keys)
+        return HeadReading(checkpoint, hints, tuple(problems), layout, found.keys)
     spec = found.read.spec
     rows = find_scales(readable(layout, spec, tensors), tensors, problems)
     ignored = ignorable(layout, tensors) | _idle_maps(spec, tensors)
@@ -180,7 +180,7 @@ def read(
             usable = info is not None and (info.dtype, info.shape) == ("BOOL", (spec.vocab,))
             marks = read_slot(head, "t2d") if usable and "t2d" in places else None
             problems += check_d2t(spec, read_slot(head, "d2t"), places["d2t"][1].name, marks)
-    return Reading(
+    return HeadReading(
         checkpoint, hints, tuple(problems), layout, found.keys, found.read, found.captured, head, rows, tuple(misfits)
     )
 

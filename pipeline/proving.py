@@ -38,14 +38,14 @@ def validate(step: Validate, job: Job) -> None:
     from ..validate.markdown import write_report
     from ..validate.parity import Parity
     from ..validate.rules.rule import ASKED
-    from ..validate.run import Wish, is_target
+    from ..validate.run import Checks, is_target
     from ..validate.run import validate as run
 
     target, source = job.maybe("target"), job.maybe("source")
     trusted = job.trusts(step.trust_remote_code)
     config = read_target_config(target.fetch_config()) if target else None
     layout, hints = told(step.reading)
-    wish = Wish(
+    wish = Checks(
         ASKED[step.engines] if step.engines else None,
         layout,
         replace(hints, target_layers=config.layers if config else None),

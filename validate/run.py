@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class Checks:
     """What a checkpoint is checked for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Wish:
 
 def validate(
     subject: Source,
-    wish: Wish | None = None,
+    checks: Checks | None = None,
     *,
     source: Origin | None = None,
     quantized_from: Checkpoint | None = None,
@@ -74,7 +74,7 @@ def validate(
 
     Args:
         subject: what is checked.
-        wish: for whom, and what the user says of it.
+        checks: for whom it is checked, and what the user says of it.
         source: what a head was converted from.
         quantized_from: what a target was quantized from.
         parity: how to measure logits and acceptance; nothing is measured if None.
@@ -90,33 +90,33 @@ def validate(
         ComparisonUnfit: a target is to be held against a head or the other way round, or a target's acceptance
             is asked for.
     """
-    wish = wish or Wish()
-    say("reading headers" if wish.headers_only else "reading every weight")
+    checks = checks or Checks()
+    say("reading headers" if checks.headers_only else "reading every weight")
     try:
         with _uncollected():
-            checkpoint = subject.open_headers() if wish.headers_only else subject.open_weights()
+            checkpoint = subject.open_headers() if checks.headers_only else subject.open_weights()
     except KconvError as error:
-        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(wish.engines or ENGINES)})
-    whole = is_target(checkpoint) and wish.layout is None
+        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(checks.engines or ENGINES)})
+    whole = is_target(checkpoint) and checks.layout is None
     refuse_unfit(checkpoint, whole, source.told if source else None, quantized_from, measured=bool(parity or engined))
     if whole:
-        return _check_target(subject, checkpoint, wish, quantized_from, held_out, say)
+        return _check_target(subject, checkpoint, checks, quantized_from, held_out, say)
     rules = HeadSubject(
         checkpoint,
-        frozenset(wish.engines or ENGINES),
-        not wish.headers_only,
-        named_layout=wish.layout,
-        hints=wish.hints,
-        target=wish.target,
-        lent=wish.lent,
+        frozenset(checks.engines or ENGINES),
+        not checks.headers_only,
+        named_layout=checks.layout,
+        hints=checks.hints,
+        target=checks.target,
+        lent=checks.lent,
     )
-    if wish.engines is None:
+    if checks.engines is None:
         rules = _written_for(rules, engined.engine if engined else None)
     findings = list(check_head(rules))
-    about = _digests(checkpoint, wish)
+    about = _digests(checkpoint, checks)
     if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
-    provenance = _about(rules, source, wish)
+    provenance = _about(rules, source, checks)
     identical, measured = None, ()
     if rules.head is None:
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
@@ -144,7 +144,7 @@ def validate(
         witness = check_engine(rules.head, engined, say, readings=other_readings(rules))
         findings += witness.findings
         all_figures = all_figures.model_copy(update={"engine": witness.figures})
-        by = {} if wish.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
+        by = {} if checks.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
 
@@ -173,18 +173,18 @@ def _uncollected() -> Iterator[None]:
 def _check_target(
     named: Source,
     checkpoint: Checkpoint,
-    wish: Wish,
+    checks: Checks,
     source: Checkpoint | None,
     held_out: HeldOutText | None,
     say: Say,
 ) -> Report:
-    engines = wish.engines or ENGINES
-    subject = TargetSubject(checkpoint, frozenset(engines), not wish.headers_only)
+    engines = checks.engines or ENGINES
+    subject = TargetSubject(checkpoint, frozenset(engines), not checks.headers_only)
     provenance: dict[str, object] = {
         "for": list(engines),
-        "for_by": "asked" if wish.engines else "every engine",
+        "for_by": "asked" if checks.engines else "every engine",
         "checked": "target",
-        "headers_only": wish.headers_only,
+        "headers_only": checks.headers_only,
     }
     ready = None
     if held_out is not None:
@@ -194,7 +194,7 @@ def _check_target(
         say("reading the prompts")
         ready = prepare_text(held_out)
     findings = list(run_rules(TARGET_RULES, subject))
-    about = _digests(checkpoint, wish)
+    about = _digests(checkpoint, checks)
     if about:
         findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))
     noise = perplexity = None
@@ -225,17 +225,17 @@ def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
     return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(ASKED.get(served_by or "", ())))
 
 
-def _about(rules: HeadSubject, source: Origin | None, wish: Wish) -> dict[str, object]:
+def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[str, object]:
     """Say what was checked, for whom and why for them."""
     return {
         "for": [engine for engine in ENGINES if engine in rules.engines],
-        "for_by": "asked" if wish.engines else "the engines that the layout is written for",
+        "for_by": "asked" if checks.engines else "the engines that the layout is written for",
         "checked": "head",
         "layout": rules.layout.name if rules.layout else None,
-        "headers_only": wish.headers_only,
+        "headers_only": checks.headers_only,
         "source": source.alone.checkpoint.source if source else None,
     }
 
 
-def _digests(checkpoint: Checkpoint, wish: Wish) -> dict[str, str]:
-    return {} if wish.headers_only or checkpoint.headers_only else digests(checkpoint)
+def _digests(checkpoint: Checkpoint, checks: Checks) -> dict[str, str]:
+    return {} if checks.headers_only or checkpoint.headers_only else digests(checkpoint)

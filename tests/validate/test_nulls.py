@@ -19,8 +19,8 @@ from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import BY_NAME
 from kconv.head.spec import HeadSpec, Norms
+from kconv.validate.rules.config import NULLS, REFUSED
 from kconv.validate.rules.head import ENGINE_LAYOUT
-from kconv.validate.rules.nulls import NULLS, REFUSED
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2
 from kconv.validate.run import validate
 

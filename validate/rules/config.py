@@ -170,6 +170,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "The folder has no config.json or no safetensors, so there is nothing to serve.",
         fix="A checkpoint is a folder with config.json and *.safetensors; check the path, or fetch what is missing.",
+        says_fix=True,
     ),
     Rule(
         "K002",
@@ -178,6 +179,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "A safetensors header contradicts its own file: a download that was cut short, or a file that was tampered"
         " with.",
         fix="Fetch or export the file again; compare its sha256 with the publisher's.",
+        says_fix=True,
     ),
     Rule(
         "K003",
@@ -185,6 +187,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "The index names files or tensors that are not there, or leaves tensors out; or two files hold the same ones.",
         fix="Fetch the missing shard; or export again, if the files are of different runs.",
+        says_fix=True,
     ),
     Rule(
         "K004",

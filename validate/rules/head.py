@@ -12,7 +12,7 @@ from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.values import FLOAT_BITS, Scan, Values
 from ...convert.captured import EAGLE, Hints
-from ...convert.read import Head, Reading, read, rows_of
+from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import Shared
 from ...engines import BY_NAME
 from ...engines.layout import Layout, Stored
@@ -55,7 +55,7 @@ class HeadSubject(Subject):
     lent: Callable[[Iterable[str]], Shared] | None = None
 
     @cached_property
-    def reading(self) -> Reading:
+    def reading(self) -> HeadReading:
         """The head as far as it can be read, and what is wrong with it."""
         return read(self.checkpoint, layout=self.named_layout, hints=self.hints, values=self.with_values)
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import CorruptHeader, CorruptIndex, KconvError, NotACheckpoint, UnknownRule
-from ...head.contract import problem_of
+from ...errors import (
+    ConfigInvalid,
+    ConfigUnsupported,
+    CorruptHeader,
+    CorruptIndex,
+    KconvError,
+    NotACheckpoint,
+    UnknownRule,
+)
 from ..report import Finding
 from . import (
     captured,
@@ -34,7 +41,13 @@ TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARG
 EVERY_RULE: tuple[Rule[Any], ...] = (*HEAD_RULES, *TARGET_RULES, *comparisons.RULES)
 BY_ID: dict[str, Rule[Any]] = {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}
 # Rules that speak of a checkpoint that cannot be opened.
-UNOPENED: dict[type[KconvError], str] = {NotACheckpoint: "K001", CorruptHeader: "K002", CorruptIndex: "K003"}
+UNOPENED: dict[type[KconvError], str] = {
+    NotACheckpoint: "K001",
+    CorruptHeader: "K002",
+    CorruptIndex: "K003",
+    ConfigInvalid: "K008",
+    ConfigUnsupported: "K008",
+}
 
 
 def check_head(subject: HeadSubject) -> Iterator[Finding]:
@@ -57,9 +70,9 @@ def of_error(error: KconvError) -> Finding:
     Raises:
         KconvError: the error itself, where it is not about the checkpoint.
     """
-    code = UNOPENED.get(type(error)) or problem_of(error).code
-    if code not in (*UNOPENED.values(), "K008"):
+    if type(error) not in UNOPENED:
         raise error
+    code = UNOPENED[type(error)]
     return BY_ID[code].of_problem(error.problem(code))
 
 
