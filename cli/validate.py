@@ -79,10 +79,9 @@ def validate(
         raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
     from ..pipeline.heads import open_origin
     from ..pipeline.making import find_shared
-    from ..validate.kinds import is_target
     from ..validate.markdown import write_report
     from ..validate.rules.rule import ASKED
-    from ..validate.run import Checks
+    from ..validate.run import Checks, is_target
     from ..validate.run import validate as run
     from .output import print_report, status
 
@@ -110,7 +109,7 @@ def validate(
             say=say,
         )
     if out:
-        from ..validate.sections import illustrate
+        from ..validate.markdown import illustrate
 
         write_report(report, out, more=illustrate(report, out))
     print_report(report, as_json=as_json)

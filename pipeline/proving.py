@@ -85,7 +85,7 @@ def bench(step: Bench, job: Job) -> None:
     """Measure acceptance on a server, or by kconv's own forward."""
     from ..bench.acceptance import ACCEPTANCE
     from ..bench.suites import load_suite
-    from ..validate.assemble import config_digest, digests
+    from ..validate.report import config_digest, digests
 
     head, target, trusted = job.source("head"), job.maybe("target"), job.trusts(step.trust_remote_code)
     suite = load_suite(job.word("suite") or step.suite, limit=step.limit)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
 from ..convert.read import Head
 from ..convert.shared import Shared
 from ..convert.told import Origin
 from ..engines.layout import Layout
-from ..errors import KconvError, PromptsInvalid
+from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..targets.config import TargetConfig
-from .assemble import assemble, config_digest, digests, figures
 from .figures import Figures
-from .kinds import is_target, refuse_unfit
-from .recorded import check_manifest
-from .report import Report
+from .report import Finding, Report, assemble, config_digest, digests, figures
 from .rules.captured import other_readings
+from .rules.comparisons import MAKE_AGAIN
 from .rules.head import HeadSubject, engines_of
 from .rules.rule import ASKED, ENGINES, run_rules
 from .rules.table import TARGET_RULES, check_head, of_error
@@ -32,6 +33,83 @@ if TYPE_CHECKING:
     from .engines.check import Engined
     from .parity import Parity
     from .perplexity import HeldOutText
+
+
+# Names that a target has and no head: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
+TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
+
+
+def is_target(checkpoint: Checkpoint) -> bool:
+    """Say whether a checkpoint is a target, and no head."""
+    if "eagle_config" in checkpoint.config or any(name.endswith("fc.weight") for name in checkpoint.tensors):
+        return False
+    return any(name.startswith(TARGET_LAYERS) for name in checkpoint.tensors)
+
+
+def refuse_unfit(
+    checkpoint: Checkpoint, whole: bool, source: Head | None, quantized_from: Checkpoint | None, *, measured: bool
+) -> None:
+    """Refuse what could only be passed over: a report would be clean of a comparison that nobody made.
+
+    Raises:
+        ComparisonUnfit: a target would be held against a head or the other way round, or its acceptance is asked for.
+    """
+    kind, other = ("target", "head") if whole else ("head", "target")
+    if (source if whole else quantized_from) is not None:
+        raise ComparisonUnfit(
+            f"this is a {kind}, and its --source is a {other}",
+            where=checkpoint.source,
+            fix=f"Give the {kind} that it was made from.",
+        )
+    if whole and measured:
+        raise ComparisonUnfit(
+            "this is a target, and acceptance is a head's",
+            where=checkpoint.source,
+            fix="Check the head, and give this one as its --target; of a target, --source gives the perplexity.",
+        )
+
+
+def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole: bool) -> Iterator[Finding]:
+    """Find the files that are not as kconv wrote them; nothing where kconv wrote no manifest.
+
+    No weight is read again: files of the recorded sha256 hold the recorded tensors.
+
+    Args:
+        checkpoint: a head or a target.
+        weights: sha256 of each of its weight files, by name.
+        whole: whether every recorded file must be there; of a repository only what is needed is downloaded.
+    """
+    folder = checkpoint.folder
+    if not (folder / MANIFEST).exists():
+        return
+    try:
+        records = {record.name: record for record in read_manifest(folder).files}
+    except (ManifestMismatch, NotACheckpoint) as fault:
+        yield _broken(MANIFEST, fault.what)
+        return
+    for file in sorted(folder.iterdir()):
+        if file.name not in records and any(file.match(pattern) for pattern in READ_BY_ENGINES):
+            yield _broken(file.name, f"engines read it, and {MANIFEST} does not account for it")
+    for name, record in sorted(records.items()):
+        if Path(name).name != name:
+            yield _broken(MANIFEST, f"it records {name!r}, which is no file of its own folder")
+        elif not (folder / name).is_file():
+            if whole or name in weights:
+                yield _broken(name, f"{MANIFEST} records it, and it is not there")
+        elif (weights.get(name) or _sha256(folder / name)) != record.sha256:
+            yield _broken(name, f"its bytes are not the ones that {MANIFEST} records")
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return file_digest(file)
+    except OSError:
+        return ""  # as no recorded file's
+
+
+def _broken(where: str, message: str) -> Finding:
+    return Finding(rule="K301", severity="error", where=where, message=message, fix=MAKE_AGAIN)
+
 
 # What imports torch is imported where it is needed: headers are checked in less time than that takes.
 Say = Callable[[str], None]

@@ -19,8 +19,7 @@ from kconv.convert.read import Head, read_head
 from kconv.engines import by_name
 from kconv.head.spec import HeadSpec
 from kconv.quantize.head.formats import FORMATS
-from kconv.validate.quantized_head import FORMS
-from kconv.validate.structure import check_source, is_identical
+from kconv.validate.structure import FORMS, check_source, is_identical
 
 # So wide that a block of 128 is not the whole of a linear.
 SPEC = replace(QUANTIZABLE, intermediate=192, mlp_bias=True)

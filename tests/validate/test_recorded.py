@@ -22,9 +22,8 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
-from kconv.validate.assemble import digests
-from kconv.validate.recorded import check_manifest
-from kconv.validate.run import Checks, validate
+from kconv.validate.report import digests
+from kconv.validate.run import Checks, check_manifest, validate
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         fix="Convert the head (kconv to-vllm), which names the class.",
         engines=VLLM,
         seen_in="https://github.com/sgl-project/SpecForge/pull/640",
+        # In speculators' format the class follows from the inner config's model_type.
         check=lambda s: _other_class(s, IN_VLLM) if not is_speculators(s) else (),
     ),
     Rule(
