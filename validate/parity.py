@@ -16,7 +16,7 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
-from ..errors import StatesInvalid, TargetInvalid
+from ..errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from ..head.forward import DraftHead
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
@@ -115,12 +115,14 @@ def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) 
         StatesInvalid: the states cannot be read, or are of another target or other layers.
         TargetInvalid: the target cannot be read, or does not belong to the head.
     """
-    return _from_states(output, source, parity, say) if parity.states else _from_target(output, source, parity, say)
+    if parity.states is not None:
+        return _from_states(output, source, parity, parity.states, say)
+    if parity.prompts is None:
+        raise PromptsInvalid("there is nothing to measure on", fix="Give prompts, or stored states.")
+    return _from_target(output, source, parity, parity.prompts, say)
 
 
-def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
-    held_out = parity.prompts
-    assert held_out is not None
+def _from_target(output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say) -> ParityFound:
     refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, parity.calibrated_on)
     say("loading the target")
     folder = parity.target.fetch_model()
@@ -149,11 +151,10 @@ def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) ->
     return ParityFound(tuple(measured), _common_provenance(parity) | about)
 
 
-def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
-    assert parity.states is not None
+def _from_states(output: Head, source: Head | None, parity: Parity, folder: Path, say: Say) -> ParityFound:
     config = read_target_config(parity.target.fetch_config())
     captured = _captured(output, source)
-    states = _open_states(parity.states, captured, config, parity)
+    states = _open_states(folder, captured, config, parity)
     refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, parity.calibrated_on)
     say("reading the target's embedding and lm_head")
     ends = parity.target.open_tensors({config.embed_tokens, config.lm_head})
