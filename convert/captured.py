@@ -140,7 +140,7 @@ def _decide(
 ) -> Captured:
     if hints.captured is not None:
         _ids(hints.captured, "--captured", code="K008")
-        return _agreeing(_told(hints.captured, hints.captured_are or "outputs"), config, nested_config)
+        return _agreeing(_told(hints.captured, hints.captured_are or "outputs", "--captured"), config, nested_config)
     top = _ids(config.get(TOP), f"config.json: {TOP}")
     nested = _ids(nested_config.get(IDS), f"config.json: {NESTED}")
     listed = nested or top
@@ -173,11 +173,12 @@ def _decide(
     )
 
 
-def _told(ids: tuple[int, ...], convention: str) -> Captured:
+def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> Captured:
     outputs = ids if convention == "outputs" else tuple(i - 1 for i in ids)
     if min(outputs) < 0:
         raise CapturedUndecided(
             f"{list(ids)} cannot be layer inputs: the input of layer 0 is the embedding, no layer's output",
+            where=where,
             fix="Say --captured-are outputs.",
         )
     return Captured(outputs, f"as told: {list(ids)} are layer {convention}")

@@ -124,7 +124,8 @@ def find_config(
     _check_count(config, captured, problems)
     if rope is None or max_positions is None or any(key.field not in values for key in (*COMMON, *own)):
         return ConfigReading(keys, None, captured)
-    ids = captured.ids if captured else tuple(range(_states(tensors, values)))
+    # Not from 0 on: nothing is to be said of layer 0 of a head that may not read it.
+    ids = captured.ids if captured else tuple(range(1, _states(tensors, values) + 1))
     spec = HeadSpec(
         attention=(Mla if is_mla else Gqa)(**_group(values, "attention")),
         norms=Norms(**_group(values, "norms")),
@@ -334,7 +335,7 @@ def _check_count(config: Mapping[str, Any], captured: Captured | None, problems:
     """Find a count of captured layers that is not that of the layers."""
     count = config.get("num_aux_hidden_states")
     if captured:
-        lengths = {"the captured layers": len(captured.ids)}
+        lengths = {"": len(captured.ids)}
     else:
         lengths = {path: len(ids) for path in (TOP, NESTED) if isinstance(ids := find(config, path), list) and ids}
     for path, length in lengths.items() if count is not None else ():
@@ -342,7 +343,7 @@ def _check_count(config: Mapping[str, Any], captured: Captured | None, problems:
             _add(
                 problems,
                 ConfigInvalid,
-                f"num_aux_hidden_states is {count!r}, and {path} are {length}",
+                f"num_aux_hidden_states is {count!r}, and {length} captured layers are listed{f' in {path}' if path else ''}",
                 "config.json: num_aux_hidden_states",
                 "Correct the one that fc.weight's width contradicts.",
                 "K149",
@@ -352,7 +353,7 @@ def _check_count(config: Mapping[str, Any], captured: Captured | None, problems:
 def _states(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> int:
     """Return how many captured states fc has room for; 3 where it does not tell."""
     fc = tensors.get("fc.weight")
-    return max(fc.shape[1] // values["target_hidden"], 1) if fc and len(fc.shape) == 2 else 3
+    return min(max(fc.shape[1] // values["target_hidden"], 1), MAX_LAYERS) if fc and len(fc.shape) == 2 else 3
 
 
 def _check_dims(spec: HeadSpec, problems: Problems) -> None:

@@ -83,6 +83,7 @@ def test_captured_layers_that_are_not_known_leave_the_rest_known(tmp_path: Path)
     reading = read(open_checkpoint(folder))
     assert [problem.code for problem in reading.problems] == ["K006", "K106"]
     assert reading.captured is None and reading.spec is not None and len(reading.spec.captured) == 3
+    assert 0 not in reading.spec.captured, "an engine that cannot capture layer 0 has nothing to say of it"
     told = read(open_checkpoint(folder), hints=Hints(captured_are="outputs"))
     assert told.captured is not None and told.captured.ids == (1, 3, 5)
 
