@@ -337,13 +337,15 @@ def _check_count(config: Mapping[str, Any], captured: Captured | None, problems:
     if captured:
         lengths = {"": len(captured.ids)}
     else:
-        lengths = {path: len(ids) for path in (TOP, NESTED) if isinstance(ids := find(config, path), list) and ids}
-    for path, length in lengths.items() if count is not None else ():
+        lengths = {
+            f" in {path}": len(ids) for path in (TOP, NESTED) if isinstance(ids := find(config, path), list) and ids
+        }
+    for place, length in lengths.items() if count is not None else ():
         if count != length:
             _add(
                 problems,
                 ConfigInvalid,
-                f"num_aux_hidden_states is {count!r}, and {length} captured layers are listed{f' in {path}' if path else ''}",
+                f"num_aux_hidden_states is {count!r}, and {length} captured layers are listed{place}",
                 "config.json: num_aux_hidden_states",
                 "Correct the one that fc.weight's width contradicts.",
                 "K149",
