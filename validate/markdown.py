@@ -112,7 +112,7 @@ def illustrate(report: Report, folder: Path) -> list[str]:
         ]
         lines += ["## Acceptance by category", "", *table(heads, rows), ""]
     if figures.parity_by_category:
-        lines += ["## Parity by category", "", *_parity(figures.parity_by_category), ""]
+        lines += ["## Parity by category", "", *_parity_by_category(figures.parity_by_category), ""]
     if any(row.by_step for row in figures.parity):
         heads = ("text", "step", "RMS of logits", "largest", "KL, nats", "same likeliest token", "accepted up to here")
         rows = [
@@ -144,7 +144,7 @@ def illustrate(report: Report, folder: Path) -> list[str]:
     return lines[:-1] if lines and not lines[-1] else lines
 
 
-def _parity(rows: Sequence[ParityFigures]) -> list[str]:
+def _parity_by_category(rows: Sequence[ParityFigures]) -> list[str]:
     heads = ("category", "text", "RMS of logits", "KL, nats", "same likeliest token", "acceptance length")
     return table(
         heads,

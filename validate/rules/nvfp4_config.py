@@ -104,7 +104,6 @@ def _sizes(block: Mapping[str, Any]) -> Iterator[object]:
 
 
 IGNORE = "Write an entry for each module in full, or for each layer's part closed by *, e.g. model.layers.1.self_attn*."
-MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
 
 def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
