@@ -33,6 +33,10 @@ class KconvError(Exception):
             lines.append(f"  fix:   {self.fix}")
         return "\n".join(lines)
 
+    def problem(self, code: str = "") -> Problem:
+        """Return the error as a problem, under its own code or the one given."""
+        return Problem(code or self.code, "error", self.where, self.what, self.fix, type(self))
+
 
 @dataclass(frozen=True)
 class Problem:

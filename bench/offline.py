@@ -21,12 +21,12 @@ from ..targets.generate import generate_greedy, generate_sampled
 from ..targets.model import load_target
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.tokenizer import Tokenizer, load_tokenizer
-from ..validate.assemble import config_digest, digests
 from ..validate.figures import TextKind
 from ..validate.held_out import refuse_overlap
 from ..validate.measure import Drafter, head_drafter, measure
+from ..validate.parity import load_head
+from ..validate.report import config_digest, digests
 from ..validate.texts import Batch, Text
-from ..validate.weights import load_head
 from .acceptance import OVERALL, Acceptance, Averaging, Row
 from .acceptance import Suite as SuiteRecord
 from .acceptance_stats import Counts, interval, macro, micro, rates, sanity

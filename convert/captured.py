@@ -12,7 +12,24 @@ from typing import Any
 
 from ..engines.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
 from ..errors import CapturedUndecided, ConfigInvalid
-from .captured_by import AS_TRAINED, DOUBTS, FOR_VLLM, TORCHSPEC_MARK, TRAINER, is_modelopts, saved_by
+from ..head.contract import Problems
+
+EAGLE = "eagle_config"
+# Keys of eagle_config that ModelOpt's exporter writes and engines do not:
+# https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L52-L53
+MODELOPT_MARKS = ("next_layer_regular", "parallel_draft_step")
+# TorchSpec's configs have the first one alone of these keys, and its exporter writes the second one. It counts outputs,
+# of every target; where it renames `midlayer` for vLLM, it adds 1 to the lists of a kimi_k2 head, and of no other:
+# https://github.com/lightseekorg/TorchSpec/blob/6f21829cd0e333c3b54d9d2706a0b0c8dc10de9d/torchspec/inference/engine/vllm_engine.py#L155-L166
+# https://github.com/lightseekorg/TorchSpec/blob/6f21829cd0e333c3b54d9d2706a0b0c8dc10de9d/tools/convert_to_hf.py#L145-L158
+TORCHSPEC_MARK, TORCHSPEC_VERSION = "use_mtp_layernorm", "_torchspec_version"
+
+TRAINER, FOR_VLLM, AS_TRAINED = "trainer", "for vllm", "as trained"
+# Why a list where vLLM looks for inputs may hold outputs.
+DOUBTS = {
+    TRAINER: "beside the trainer's own tensor names, maybe layer outputs",
+    AS_TRAINED: "of TorchSpec, which counts outputs and adds 1 for vLLM to a kimi_k2 head's list alone",
+}
 
 
 @dataclass(frozen=True)
@@ -58,26 +75,55 @@ def _default(default: Callable[[int], tuple[int, ...]], least: int, layers: int 
 
 
 def decide(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -> Captured:
-    """Decide which layers a head reads, as outputs of 0-based layers.
-
-    Args:
-        config: in the keys of `convert.keys`.
-        hints: what the user says.
-        names: of its tensors.
+    """Decide which layers a head reads, as outputs of 0-based layers; see `read_captured` for the arguments.
 
     Raises:
         CapturedUndecided: the config does not say, or can be read in two ways, and no hint decides.
         ConfigInvalid: a list that is no list of ascending layer ids, two that contradict, or a layer that
             the target does not have.
     """
-    decided = _decide(config, hints, tuple(names))
-    if hints.target_layers is not None and decided.ids[-1] >= hints.target_layers:
-        raise ConfigInvalid(
+    problems = Problems()
+    decided = read_captured(config, hints, names, problems)
+    problems.refuse()
+    if decided is None:
+        raise RuntimeError("captured layers were neither decided nor refused")
+    return decided
+
+
+def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str], problems: Problems) -> Captured | None:
+    """Decide which layers a head reads, as outputs of 0-based layers; None where a problem leaves it open.
+
+    Args:
+        config: in the keys of `engines.keys`.
+        hints: what the user says.
+        names: of its tensors.
+        problems: where what is wrong is added.
+    """
+    nested = config.get(EAGLE) or {}
+    if not isinstance(nested, Mapping):
+        problems.append(
+            ConfigInvalid(
+                "eagle_config is not an object", where=f"config.json: {EAGLE}", fix="Export it again."
+            ).problem("K152")
+        )
+        return None
+    before = len(problems)
+    for path, value in ((TOP, config.get(TOP)), (NESTED, nested.get(IDS))):
+        with problems.catching():
+            _ids(value, f"config.json: {path}")
+    if len(problems) > before:
+        return None
+    decided = None
+    with problems.catching():
+        decided = _decide(config, nested, hints, tuple(names))
+    if decided and hints.target_layers is not None and decided.ids[-1] >= hints.target_layers:
+        error = ConfigInvalid(
             f"the head reads the output of layer {decided.ids[-1]}, and the target ends with {hints.target_layers - 1}"
             f" ({decided.how})",
             where="config.json",
             fix="Give the target that the head was trained on, or say --captured.",
         )
+        problems.append(error.problem("K148"))
     return decided
 
 
@@ -89,13 +135,12 @@ def without_lists(config: Mapping[str, Any]) -> dict[str, Any]:
     return bare
 
 
-def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> Captured:
-    nested_config = config.get("eagle_config") or {}
-    if not isinstance(nested_config, Mapping):
-        raise ConfigInvalid("eagle_config is not an object", where="config.json", fix="Export it again.")
+def _decide(
+    config: Mapping[str, Any], nested_config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]
+) -> Captured:
     if hints.captured is not None:
-        _ids(hints.captured, "--captured")
-        return _agreeing(_told(hints.captured, hints.captured_are or "outputs"), config, nested_config)
+        _ids(hints.captured, "--captured", code="K008")
+        return _agreeing(_told(hints.captured, hints.captured_are or "outputs", "--captured"), config, nested_config)
     top = _ids(config.get(TOP), f"config.json: {TOP}")
     nested = _ids(nested_config.get(IDS), f"config.json: {NESTED}")
     listed = nested or top
@@ -128,11 +173,12 @@ def _decide(config: Mapping[str, Any], hints: Hints, names: tuple[str, ...]) -> 
     )
 
 
-def _told(ids: tuple[int, ...], convention: str) -> Captured:
+def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> Captured:
     outputs = ids if convention == "outputs" else tuple(i - 1 for i in ids)
     if min(outputs) < 0:
         raise CapturedUndecided(
             f"{list(ids)} cannot be layer inputs: the input of layer 0 is the embedding, no layer's output",
+            where=where,
             fix="Say --captured-are outputs.",
         )
     return Captured(outputs, f"as told: {list(ids)} are layer {convention}")
@@ -176,6 +222,7 @@ def _from_top(
             where="config.json",
             fix="Find out which layers the head was trained on and "
             + ("correct the other list." if beside or stated else "say --captured."),
+            code="K146",
         )
     return found
 
@@ -231,7 +278,7 @@ def _stated(place: Mapping[str, Any], name: str) -> Captured | None:
     return Captured(ids, f"{name} states that {list(listed)} are {stated.replace('_', ' ')}")
 
 
-def _ids(value: object, where: str) -> tuple[int, ...] | None:
+def _ids(value: object, where: str, code: str = "K145") -> tuple[int, ...] | None:
     if value is None or value == []:
         return None
     ids = tuple(value) if isinstance(value, (list, tuple)) else ()
@@ -241,5 +288,33 @@ def _ids(value: object, where: str) -> tuple[int, ...] | None:
             f"{value!r} is no list of distinct, ascending layer ids",
             where=where,
             fix="Engines capture in ascending order, whatever the list says; put it right.",
+            code=code,
         )
     return ids
+
+
+def saved_by(config: Mapping[str, Any], eagle_config: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """Return who may have shifted a list.
+
+    Args:
+        config: in the keys of `engines.keys`.
+        eagle_config: the config's own.
+        names: of the head's tensors.
+
+    Returns:
+        TRAINER with its own tensor names; where the layer is renamed for vLLM, FOR_VLLM if TorchSpec then shifts the
+        list and AS_TRAINED if it does not; empty for neither.
+    """
+    if any(name.startswith("midlayer.") for name in names):
+        return TRAINER
+    if not any(name.startswith("layers.0.") for name in names):
+        return ""
+    if config.get("model_type") == "kimi_k2":
+        return FOR_VLLM
+    torchspecs = TORCHSPEC_MARK in eagle_config and not is_modelopts(eagle_config)
+    return AS_TRAINED if torchspecs or TORCHSPEC_VERSION in config else ""
+
+
+def is_modelopts(eagle_config: Mapping[str, Any]) -> bool:
+    """Say whether ModelOpt's exporter wrote an eagle_config."""
+    return any(mark in eagle_config for mark in MODELOPT_MARKS)

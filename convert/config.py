@@ -1,32 +1,28 @@
-"""config.json to `HeadSpec` and back."""
+"""config.json to `HeadSpec` and back: every key that is read, and what a config may not say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.header import TensorInfo
-from ..engines.config import write_keys as write_keys
-from ..engines.keys import (
-    BALLAST,
-    COMMON,
-    ELSEWHERE,
-    FIXED,
-    GQA,
-    MLA,
-    ConfigTable,
-    Key,
-)
-from ..errors import ConfigInvalid
-from ..head.spec import Gqa, HeadSpec, Mla, Norms, Tokens, Yarn
-from .captured import Captured, Hints, decide
-from .config_checks import ABSENT, check_dims, checked, find, refuse_unsupported
-from .own_keys import unify
+from ..engines.keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, NESTED, TOP, ConfigTable, Key
+from ..errors import ConfigInvalid, ConfigUnsupported, KconvError, Problem
+from ..head.contract import Problems, problem_of
+from ..head.spec import Gqa, HeadSpec, Mla, Norms, Rope, Tokens, Yarn
+from .captured import EAGLE, Captured, Hints, read_captured
 from .quantized import CONFIG_KEY, has_scales
-from .rope_keys import read_rope, states_theta
+from .rope import find_rope, states_theta
 
-EAGLE = "eagle_config"
+# Of a nested config and its root, the inner ones are the head's.
+INNER = BALLAST | {"architectures", "model_type", "torch_dtype", "dtype"}
+ABSENT = object()
+# Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.
+MAX_LAYERS = 1000
+# Keys of `FIXED` that a rule of their own speaks of; K013 speaks of the others.
+OF_FIXED = {"tie_word_embeddings": "K170", CONFIG_KEY: "K198"}
+THETA = "State rope_theta as in the head's training config; where that is silent too, the trainer's default."
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,21 @@ class ReadConfig:
     unstated: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ConfigReading:
+    """A config as far as it can be read.
+
+    Attributes:
+        keys: the config in the keys of `engines.keys`.
+        read: what it says; None where a problem makes a spec impossible.
+        captured: the captured layers; None where they are not known, and `read` then has as many as fc has room for.
+    """
+
+    keys: Mapping[str, Any]
+    read: ReadConfig | None
+    captured: Captured | None
+
+
 def read_config(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
@@ -56,52 +67,88 @@ def read_config(
     hints: Hints,
     table: ConfigTable | None = None,
 ) -> ReadConfig:
-    """Read a head's spec from its config.
-
-    Args:
-        config: config.json.
-        tensors: the checkpoint's tensors, whose names say who made the head and whether it is quantized;
-            and `d2t`'s rows stand in for the one key that ModelOpt's kimik2 exporter forgets.
-        dtype: the weights' dtype, as safetensors names it.
-        hints: what the user says where the config is silent or ambiguous.
-        table: how the layout's config differs from the common keys.
+    """Read a head's spec from its config; see `find_config` for the arguments.
 
     Raises:
         ConfigInvalid: a key is missing, of a wrong type, or contradicts another.
         ConfigUnsupported: a key asks for something that kconv cannot carry.
         CapturedUndecided: see `convert.captured`.
     """
-    config, left = unify(config, table or ConfigTable(), hints)
-    # Carried as it is, beside the scales that it is about.
+    problems = Problems()
+    found = find_config(config, tensors, problems, dtype=dtype, hints=hints, table=table)
+    problems.refuse()
+    if found.read is None:
+        raise RuntimeError("the config was neither read nor refused")
+    return found.read
+
+
+def find_config(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    problems: Problems,
+    *,
+    dtype: str,
+    hints: Hints,
+    table: ConfigTable | None = None,
+) -> ConfigReading:
+    """Read a head's config as far as it can be read.
+
+    Args:
+        config: config.json.
+        tensors: the checkpoint's tensors, whose names say who made the head and whether it is quantized;
+            and `d2t`'s rows stand in for the one key that ModelOpt's kimik2 exporter forgets.
+        problems: where what is wrong is added.
+        dtype: the weights' dtype, as safetensors names it.
+        hints: what the user says where the config is silent or ambiguous.
+        table: how the layout's config differs from the common keys.
+    """
+    keys, left = _unify(config, table or ConfigTable(), hints, problems)
+    config = dict(keys)
+    # Copied as it is, beside the scales that it is about.
     quantization = {CONFIG_KEY: config.pop(CONFIG_KEY)} if CONFIG_KEY in config and has_scales(tensors) else {}
-    refuse_unsupported(config)
+    _check_unsupported(config, tensors, problems)
     is_mla = bool(config.get("kv_lora_rank"))
     own, others = (MLA, GQA) if is_mla else (GQA, MLA)
     reduced = tensors.get("d2t")
     values: dict[str, Any] = {"lm_head_rows": reduced.shape[0] if reduced and reduced.shape else 0}
     for key in (*COMMON, *own):
-        values[key.field] = _read(config, key, values)
-    captured = decide(config, hints, tensors)
-    rope = read_rope(config)
+        _read_key(config, key, values, problems)
+    captured = read_captured(config, hints, tensors, problems)
+    rope = find_rope(config, problems)
+    if not states_theta(config):
+        what = "rope_theta stands nowhere in the config; engines take a default of theirs"
+        problems.append(Problem("K162", "warning", "config.json: rope_theta", what, THETA))
+    max_positions = None
+    with problems.catching():
+        max_positions = _max_positions(config, rope, hints)
+    _check_count(config, captured, problems)
+    if rope is None or max_positions is None or any(key.field not in values for key in (*COMMON, *own)):
+        return ConfigReading(keys, None, captured)
+    # Not from 0 on: nothing is to be said of layer 0 of a head that may not read it.
+    ids = captured.ids if captured else tuple(range(1, _states(tensors, values) + 1))
     spec = HeadSpec(
         attention=(Mla if is_mla else Gqa)(**_group(values, "attention")),
         norms=Norms(**_group(values, "norms")),
         tokens=Tokens(**_group(values, "tokens")),
         rope=rope,
-        captured=captured.ids,
+        captured=ids,
         dtype=dtype,
-        max_positions=_max_positions(config, rope.scaling, hints),
+        max_positions=max_positions,
         **{name: value for name, value in values.items() if "." not in name and name != "lm_head_rows"},
     )
-    check_dims(spec, config)
+    _check_dims(spec, problems)
+    inner = config.get(EAGLE)
     stated = {k: v for k, v in config.items() if k != EAGLE}
-    stated |= {f"{EAGLE}.{k}": v for k, v in (config.get(EAGLE) or {}).items()}
+    stated |= {f"{EAGLE}.{k}": v for k, v in inner.items()} if isinstance(inner, Mapping) else {}
     known = {name for key in (*COMMON, *own) for name in key.names + key.also} | ELSEWHERE | FIXED.keys()
     meaningless = BALLAST | {name for key in others for name in key.names}
     rest = {k: v for k, v in stated.items() if k not in known}
     carried = {k: v for k, v in rest.items() if k not in meaningless} | quantization
     unstated = () if states_theta(config) else ("rope_theta",)
-    return ReadConfig(spec, captured, carried, (*left, *(k for k in rest if k in meaningless)), unstated)
+    dropped = (*left, *(k for k in rest if k in meaningless))
+    return ConfigReading(
+        keys, ReadConfig(spec, captured or Captured(ids, "not known"), carried, dropped, unstated), captured
+    )
 
 
 def refuse_unstated(read: ReadConfig) -> None:
@@ -126,34 +173,272 @@ def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
     return config | outer | ({EAGLE: config.get(EAGLE, {}) | inner} if inner else {})
 
 
-def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any:
+def _unify(
+    config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Bring a layout's config to the common keys; return it, and the keys that were left behind."""
+    flat = _flatten(config, table.nested, problems) if table.nested else dict(config)
+    for key, allowed in table.otherwise.items():
+        if key in flat and flat[key] not in allowed:
+            _add(
+                problems,
+                ConfigUnsupported,
+                f"{key} is {flat[key]!r}; kconv carries such heads with {allowed[0]!r} only",
+                f"config.json: {key}",
+                "Name another layout with --from if the key means there what the head does.",
+            )
+    left = tuple(key for key in flat if key in table.ballast or key in table.otherwise)
+    flat = {key: value for key, value in flat.items() if key not in left}
+    if table.trained_theta is not None and not states_theta(flat):
+        flat["rope_theta"] = table.trained_theta
+    key, told = "norm_before_residual", hints.norm_before_residual
+    if told is not None:
+        stated = flat.get(key)
+        if stated is None and key not in table.must_state and told:
+            _add(
+                problems,
+                ConfigInvalid,
+                f"{key} is not stated in the config, which readers of this layout take for false, and was told to be"
+                " true",
+                f"config.json: {key}",
+                "Leave the option out; if the config lost the key, state it there, as the head was trained.",
+            )
+        if stated not in (None, told):
+            _add(
+                problems,
+                ConfigInvalid,
+                f"{key} is {stated!r} in the config, and was told to be {told!r}",
+                f"config.json: {key}",
+                "Leave the option out, or correct the config.",
+            )
+        flat |= {key: told}
+    for name, why in table.must_state.items():
+        if flat.get(name) is None:
+            _add(
+                problems,
+                ConfigInvalid,
+                f"the config does not state {name}: {why}",
+                f"config.json: {name}",
+                "Say --norm-before-residual yes or no, as the head was trained.",
+                "K015",
+            )
+    return flat, left
+
+
+def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict[str, Any]:
+    inner = config.get(nested)
+    if not isinstance(inner, Mapping):
+        what = f"{nested} is {inner!r}, not an object"
+        _add(problems, ConfigInvalid, what, f"config.json: {nested}", "Export the head again.")
+        return dict(config)
+    outer = {key: value for key, value in config.items() if key != nested}
+    for key in sorted(outer.keys() & inner.keys() - INNER):
+        if outer[key] != inner[key]:
+            _add(
+                problems,
+                ConfigInvalid,
+                f"the config contradicts itself: {key} is {outer[key]!r}, and in {nested} {inner[key]!r}",
+                f"config.json: {key}",
+                "Leave the one that the head was trained with.",
+                "K016",
+            )
+    return outer | dict(inner)
+
+
+def _check_unsupported(config: Mapping[str, Any], tensors: Iterable[str], problems: Problems) -> None:
+    """Find what a config, in the keys of `engines.keys`, asks for that kconv cannot carry."""
+    # Two of these keys mean what their rules say of some heads alone.
+    codes = OF_FIXED | ({"rope_interleave": "K168"} if config.get("kv_lora_rank") else {})
+    codes |= {f"{EAGLE}.use_aux_hidden_state": "K151"} if "fc.weight" in tensors else {}
+    for name, allowed in FIXED.items():
+        value = find(config, name)
+        if value is not ABSENT and value not in allowed:
+            only = "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
+            _add(
+                problems,
+                ConfigUnsupported,
+                f"{name} is {value!r}; kconv carries heads {only} only",
+                f"config.json: {name}",
+                "If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
+                codes.get(name, "K013"),
+            )
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        _add(
+            problems,
+            ConfigUnsupported,
+            f"layer_types is {kinds!r}; kconv carries full attention only",
+            "config.json: layer_types",
+            "Serve this head with the engine it was made for.",
+            "K014",
+        )
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window") is not False and not kinds:
+        _add(
+            problems,
+            ConfigUnsupported,
+            f"sliding_window is {window!r}; kconv carries full attention only",
+            "config.json: sliding_window",
+            "If the head was trained with full attention, set use_sliding_window to false.",
+            "K014",
+        )
+
+
+def _read_key(config: Mapping[str, Any], key: Key, values: dict[str, Any], problems: Problems) -> None:
+    """Add a key's value to those that were read before it, unless there is something wrong with it."""
     stated = {name: value for name in key.names + key.also if (value := find(config, name)) not in (ABSENT, None)}
     if len(set(map(repr, stated.values()))) > 1:
-        raise ConfigInvalid(
+        _add(
+            problems,
+            ConfigInvalid,
             "the config contradicts itself: " + ", ".join(f"{n} is {v!r}" for n, v in stated.items()),
-            where="config.json",
-            fix="Engines would pick one each; leave the one that the head was trained with.",
+            f"config.json: {', '.join(stated)}",
+            "Engines would pick one each; leave the one that the head was trained with.",
+            "K011",
         )
+    before = len(problems)
     for name, value in stated.items():
-        return checked(name, value, key.kind)
-    if key.default is None:
-        raise ConfigInvalid(
-            f"the config has no {key.names[0]}", where="config.json", fix="Take it from the head's training config."
-        )
-    return key.default(values)
+        with problems.catching():
+            checked(name, value, key.kind)
+    if len(problems) > before or len(set(map(repr, stated.values()))) > 1:
+        return
+    if stated:
+        values[key.field] = checked(key.names[0], next(iter(stated.values())), key.kind)
+    elif key.default is not None:
+        try:
+            values[key.field] = key.default(values)
+        except KeyError:
+            return  # it follows from a key that has a problem itself
+    else:
+        what, where = f"the config has no {key.names[0]}", f"config.json: {key.names[0]}"
+        code = "K189" if key.field == "attention.q_lora_rank" else "K010"
+        _add(problems, ConfigInvalid, what, where, "Take it from the head's training config.", code)
 
 
-def _max_positions(config: Mapping[str, Any], scaling: object, hints: Hints) -> int:
+def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -> int | None:
     stated = hints.max_positions or config.get("max_position_embeddings")
     if stated is not None:
         return checked("max_position_embeddings", stated, "count")
-    if isinstance(scaling, Yarn):
-        return checked("max_position_embeddings, which follows from YaRN's factor,", scaling.reach, "count")
+    if rope is None:
+        return None
+    if isinstance(rope.scaling, Yarn):
+        name = "max_position_embeddings"
+        return checked(f"{name}, which follows from YaRN's factor,", rope.scaling.reach, "count", name)
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
-        where="config.json",
+        where="config.json: max_position_embeddings",
         fix="Say --max-positions: the longest context that will be served.",
     )
+
+
+def _check_count(config: Mapping[str, Any], captured: Captured | None, problems: Problems) -> None:
+    """Find a count of captured layers that is not that of the layers."""
+    count = config.get("num_aux_hidden_states")
+    if captured:
+        lengths = {"": len(captured.ids)}
+    else:
+        lengths = {
+            f" in {path}": len(ids) for path in (TOP, NESTED) if isinstance(ids := find(config, path), list) and ids
+        }
+    for place, length in lengths.items() if count is not None else ():
+        if count != length:
+            _add(
+                problems,
+                ConfigInvalid,
+                f"num_aux_hidden_states is {count!r}, and {length} captured layers are listed{place}",
+                "config.json: num_aux_hidden_states",
+                "Correct the one that fc.weight's width contradicts.",
+                "K149",
+            )
+
+
+def _states(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> int:
+    """Return how many captured states fc has room for; 3 where it does not tell."""
+    fc = tensors.get("fc.weight")
+    return min(max(fc.shape[1] // values["target_hidden"], 1), MAX_LAYERS) if fc and len(fc.shape) == 2 else 3
+
+
+def _check_dims(spec: HeadSpec, problems: Problems) -> None:
+    """Check dims that no tensor's shape tells: how heads are shared, and what RoPE turns."""
+    attention = spec.attention
+    if isinstance(attention, Gqa):
+        if attention.heads % attention.kv_heads:
+            _add(
+                problems,
+                ConfigInvalid,
+                f"{attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly",
+                "config.json: num_key_value_heads",
+                "Correct the two counts; the one must divide the other.",
+            )
+        rotary = int(spec.rope.partial_rotary_factor * attention.head_dim)
+    else:
+        rotary = attention.qk_rope_head_dim
+        if spec.rope.partial_rotary_factor != 1:
+            _add(
+                problems,
+                ConfigUnsupported,
+                f"partial_rotary_factor is {spec.rope.partial_rotary_factor}, of an MLA head",
+                "config.json: partial_rotary_factor",
+                "Remove the key if it has no effect on this head: qk_rope_head_dim says what is turned.",
+            )
+    if rotary < 2 or rotary % 2:
+        _add(
+            problems,
+            ConfigInvalid,
+            f"RoPE would turn {rotary} dims of each head; it turns pairs",
+            "config.json: head_dim, qk_rope_head_dim, partial_rotary_factor",
+            "Correct head_dim, qk_rope_head_dim or partial_rotary_factor.",
+        )
+
+
+def _add(problems: Problems, kind: type[KconvError], what: str, where: str, fix: str, code: str = "") -> None:
+    problems.append(problem_of(kind(what, where=where, fix=fix, code=code)))
+
+
+def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
+    """Return a key's value, a list as a tuple.
+
+    Args:
+        name: the key's, for the message.
+        value: what the config states.
+        kind: see `engines.keys.Key`.
+        key: where it stands, if that is not its name.
+
+    Raises:
+        ConfigInvalid: the value is not of its kind.
+    """
+    right, phrase = KINDS[kind]
+    if not right(value):
+        raise ConfigInvalid(
+            f"{name} is {value!r}, not {phrase}",
+            where=f"config.json: {key or name}",
+            fix="Put the key right.",
+            code="K012",
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
+    "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
+    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v < 1, "a number between 0 and 1"),
+    "flag": (lambda v: isinstance(v, bool), "true or false"),
+    "token": (lambda v: all(map(_is_int, v if isinstance(v, list) else [v])), "a token id or a list of them"),
+}
+
+
+def find(config: Mapping[str, Any], path: str) -> Any:
+    """Return what stands at a dotted path, `ABSENT` where nothing does."""
+    place: Any = config
+    for part in path.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            return ABSENT
+        place = place[part]
+    return place
 
 
 def _group(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

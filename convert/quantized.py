@@ -15,7 +15,7 @@ from ..checkpoint.header import TensorInfo
 from ..engines.layout import Stored
 from ..engines.moves import Same
 from ..errors import LayoutCannot, TensorMissing
-from ..head.contract import Expected
+from ..head.contract import Expected, Problems
 
 # Where a config says how to read the scales; ModelOpt's exporter also writes the second, a file.
 CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"
@@ -93,6 +93,14 @@ def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) ->
         LayoutCannot: a fused tensor is quantized, or in no format that kconv knows.
         TensorMissing: a scale without which the weight cannot be read is not there.
     """
+    problems = Problems()
+    found = find_scales(rows, tensors, problems)
+    problems.refuse()
+    return found
+
+
+def find_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo], problems: Problems) -> dict[str, Stored]:
+    """Do as `add_scales`, and add what is wrong to `problems`; such a linear's row then expects what is stored."""
     found: dict[str, Stored] = {}
     for name, row in rows.items():
         base = name.removesuffix(".weight")
@@ -100,20 +108,32 @@ def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) ->
         if base == name or not suffixes or name not in tensors or len(row.expected.shape) != 2:
             found[name] = row
             continue
-        found |= _quantized(base, row, tensors, suffixes)
+        found |= _quantized(base, row, tensors, suffixes, problems)
     return found
 
 
-def _quantized(base: str, row: Stored, tensors: Mapping[str, TensorInfo], suffixes: list[str]) -> dict[str, Stored]:
+def _quantized(
+    base: str, row: Stored, tensors: Mapping[str, TensorInfo], suffixes: list[str], problems: Problems
+) -> dict[str, Stored]:
     weight = tensors[row.name]
     format_ = next((f for f in FORMATS if f.dtype == weight.dtype and set(suffixes) <= f.scales.keys()), None)
     if format_ is None or not isinstance(row.move, Same):
-        raise LayoutCannot(
+        error = LayoutCannot(
             f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
             + ("fused and quantized at once" if format_ else "which is no format that kconv carries"),
-            where=weight.file,
+            where=row.name,
             fix="Give the unquantized head, or one that was quantized with its linears apart.",
         )
+        problems.append(error.problem("K200"))
+        there = [tensors[f"{base}.{suffix}"] for suffix in suffixes]
+        scales = {
+            info.name: Stored(
+                Expected(info.name, info.shape, (info.dtype,), True), (f"{row.slots[0]}.{suffix}",), Same()
+            )
+            for suffix, info in zip(suffixes, there, strict=True)
+        }
+        stored = replace(row.expected, shape=weight.shape, dtypes=(weight.dtype,))
+        return {row.name: replace(row, expected=stored), **scales}
     rows, columns = row.expected.shape
     packed = replace(row.expected, shape=(rows, columns // format_.columns), dtypes=(format_.dtype,))
     found = {row.name: replace(row, expected=packed)}
@@ -121,11 +141,12 @@ def _quantized(base: str, row: Stored, tensors: Mapping[str, TensorInfo], suffix
         name, shapes = f"{base}.{suffix}", scale.shapes(rows, columns)
         if name not in tensors:
             if scale.needed:
-                raise TensorMissing(
+                error = TensorMissing(
                     f"{name} is missing, without which {row.name} ({format_.name}) cannot be read",
                     where=name,
                     fix="Export the head again.",
                 )
+                problems.append(error.problem("K199"))
             continue
         shape = next((s for s in shapes if s == tensors[name].shape), shapes[0])
         expected = Expected(name, shape, (scale.dtype,), may_be_absent=True)

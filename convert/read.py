@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
-from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, TensorTwins, TensorUnknown, UnknownLayout
-from ..head.contract import FLOATS, Breach, check_d2t, compare, summarize
+from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, Problem, TensorTwins, TensorUnknown, UnknownLayout
+from ..head.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
 from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
-from .captured import Hints
-from .config import ReadConfig, read_config
-from .quantized import CONFIG_KEY, SIDE_FILE, add_scales, has_scales
+from .captured import Captured, Hints
+from .config import ReadConfig, find_config
+from .quantized import CONFIG_KEY, SIDE_FILE, add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:
     import torch
@@ -65,26 +65,135 @@ class Head:
         return file if self.is_quantized and not self.checkpoint.headers_only and file.is_file() else None
 
 
-def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:
-    """Read a checkpoint as a head, looking at config and headers, and at the values of maps and twins alone.
+@dataclass(frozen=True)
+class HeadReading:
+    """A checkpoint read as a head as far as it can be: what is known, and every problem that was found on the way.
+
+    Attributes:
+        checkpoint: the folder.
+        hints: what the user said where the config is silent or ambiguous.
+        problems: in the order in which they were found; `refuse` raises the first error.
+        layout: the layout the head is in; None where that is not known.
+        config: config.json in the keys of `engines.keys`; as it is where the layout is not known.
+        read: what the config says; None where a problem makes a spec impossible.
+        captured: the captured layers; None where they are not known. `read` and `head` then have as many as fc has room
+            for, which is what their tensors follow from.
+        head: the head, with the tensors that were claimed; None without a spec. With errors it may lack tensors.
+        rows: what the layout stores for this head, by name.
+        misfits: those of the problems that are tensors missing, unknown or of another shape or dtype.
+    """
+
+    checkpoint: Checkpoint
+    hints: Hints
+    problems: tuple[Problem, ...]
+    layout: Layout | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    read: ReadConfig | None = None
+    captured: Captured | None = None
+    head: Head | None = None
+    rows: Mapping[str, Stored] = field(default_factory=dict)
+    misfits: tuple[Problem, ...] = ()
+
+    @property
+    def spec(self) -> HeadSpec | None:
+        """What the head is, as far as it is known."""
+        return self.read.spec if self.read else None
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems for which kconv converts nothing."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+    def sound_head(self) -> Head:
+        """Return the head.
+
+        Raises:
+            KconvError: the first error of the reading.
+        """
+        for problem in self.errors:
+            problem = summarize(self.misfits) if problem in self.misfits else problem
+            # What reads a config does not know whose it is, and a command may have two.
+            in_config = problem.where.partition(":")[0] == "config.json"
+            where = f"{self.checkpoint.source}/{problem.where}" if in_config else problem.where
+            raise replace(problem, where=where).error()
+        if self.head is None:
+            raise RuntimeError("the head was neither read nor refused")
+        return self.head
+
+
+def read(
+    checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None, values: bool = True
+) -> HeadReading:
+    """Read a checkpoint as a head and collect every problem: converting refuses by it, validating lists them.
+
+    Config and headers are read, and the values of maps and twins alone.
 
     Args:
-        checkpoint: an opened folder.
+        checkpoint: an opened folder, or one of headers.
         layout: the layout it is in; found by its marks if None.
         hints: what the user says where the config is silent or ambiguous.
+        values: whether values may be read; never of a checkpoint of headers.
+    """
+    problems, hints, tensors = Problems(), hints or Hints(), checkpoint.tensors
+    if layout is None:
+        with problems.catching():
+            layout = detect(checkpoint.config, tensors)
+    if layout is None:
+        return HeadReading(checkpoint, hints, tuple(problems), config=checkpoint.config)
+    dtype = FLOATS[0]
+    with problems.catching():
+        dtype = weight_dtype(checkpoint)
+    found = find_config(checkpoint.config, tensors, problems, dtype=dtype, hints=hints, table=layout.config)
+    if found.read is None:
+        return HeadReading(checkpoint, hints, tuple(problems), layout, found.keys)
+    spec = found.read.spec
+    rows = find_scales(readable(layout, spec, tensors), tensors, problems)
+    ignored = ignorable(layout, tensors) | _idle_maps(spec, tensors)
+    misfits = compare(
+        {name: row.expected for name, row in rows.items()},
+        tensors,
+        ignored=ignored,
+        unclaimed=unclaimed(layout, spec),
+        slots={name: row.slots[0] for name, row in rows.items()},
+    )
+    problems += misfits
+    held = {name: row for name, row in rows.items() if name in tensors}
+    places = {slot: (row, tensors[name]) for name, row in held.items() for slot in row.slots}
+    if not misfits:
+        for slot, need in needs(spec).items():
+            if slot not in places and not need.slot.absent_when(spec):
+                error = LayoutCannot(
+                    f"{layout.name} has no place for {slot}, which the config demands",
+                    where="config.json",
+                    fix="Name the layout that the head is in with --from.",
+                )
+                problems.append(problem_of(error))
+    twins = {name: row for name, row in held.items() if any(places[slot][1].name != name for slot in row.slots)}
+    head = Head(checkpoint, layout, found.read, places, twins, ignored, hints)
+    _check_quantization(head, problems)
+    if values and not checkpoint.headers_only:
+        unfit = {problem.where for problem in problems}
+        _check_twins(head, unfit, problems)
+        _check_idle_maps(head, problems)
+        if "d2t" in places and places["d2t"][1].name not in unfit:
+            info = tensors.get("t2d")
+            usable = info is not None and (info.dtype, info.shape) == ("BOOL", (spec.vocab,))
+            marks = read_slot(head, "t2d") if usable and "t2d" in places else None
+            problems += check_d2t(spec, read_slot(head, "d2t"), places["d2t"][1].name, marks)
+    return HeadReading(
+        checkpoint, hints, tuple(problems), layout, found.keys, found.read, found.captured, head, rows, tuple(misfits)
+    )
+
+
+def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:
+    """Read a checkpoint as a head; see `read` for the arguments.
 
     Raises:
         UnknownLayout, ConfigInvalid, ConfigUnsupported, CapturedUndecided: the config cannot be read.
         TensorMissing, TensorUnknown, TensorShape, TensorValue: the tensors are not what it demands.
         TensorTwins: two tensors hold the same weight, and differ.
     """
-    head = claim_tensors(checkpoint, layout=layout, hints=hints)
-    _check_twins(head)
-    _check_idle_maps(head)
-    if "d2t" in head.places:
-        for breach in check_d2t(head.spec, read_slot(head, "d2t"), head.places["d2t"][0].name):
-            raise breach.error()
-    return head
+    return read(checkpoint, layout=layout, hints=hints).sound_head()
 
 
 def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:
@@ -93,46 +202,16 @@ def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints
     Raises:
         As `read_head`, but TensorValue.
     """
-    layout, tensors = layout or detect(checkpoint.config, checkpoint.tensors), checkpoint.tensors
-    hints = hints or Hints()
-    read = read_config(checkpoint.config, tensors, dtype=weight_dtype(checkpoint), hints=hints, table=layout.config)
-    rows = rows_of(layout, read.spec, tensors)
-    breaches = find_breaches(layout, read.spec, tensors)
-    if breaches:
-        raise summarize(breaches).error()
-    ignored = ignorable(layout, tensors) | _idle_maps(read.spec, tensors)
-    held = {name: row for name, row in rows.items() if name in tensors}
-    places = {slot: (row, tensors[name]) for name, row in held.items() for slot in row.slots}
-    for slot, need in needs(read.spec).items():
-        if slot not in places and not need.slot.absent_when(read.spec):
-            raise LayoutCannot(
-                f"{layout.name} has no place for {slot}, which the config demands",
-                where="config.json",
-                fix="Name the layout that the head is in with --from.",
-            )
-    twins = {name: row for name, row in held.items() if any(places[slot][1].name != name for slot in row.slots)}
-    head = Head(checkpoint, layout, read, places, twins, ignored, hints)
-    _check_quantization(head)
-    return head
+    return read(checkpoint, layout=layout, hints=hints, values=False).sound_head()
 
 
 def rows_of(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
-    """Return each tensor that a head of this spec has or may have, by the names and in the formats that are there."""
-    return add_scales(readable(layout, spec, tensors), tensors)
-
-
-def find_breaches(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> list[Breach]:
-    """Return every way in which a checkpoint's headers are not what a head of this spec has in a layout.
+    """Return each tensor that a head of this spec has or may have, by the names and in the formats that are there.
 
     Raises:
         LayoutCannot, TensorMissing: a quantized linear that cannot be read; see `convert.quantized`.
     """
-    return compare(
-        {name: row.expected for name, row in rows_of(layout, spec, tensors).items()},
-        tensors,
-        ignored=ignorable(layout, tensors) | _idle_maps(spec, tensors),
-        unclaimed=unclaimed(layout, spec),
-    )
+    return add_scales(readable(layout, spec, tensors), tensors)
 
 
 def _idle_maps(spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -147,40 +226,46 @@ def _idle_maps(spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, s
     }
 
 
-def _check_idle_maps(head: Head) -> None:
+def _check_idle_maps(head: Head, problems: Problems) -> None:
     for name, why in head.ignored.items():
         if why == NO_MAP:
             from ..checkpoint.tensors import read_tensor
 
             values = read_tensor(head.checkpoint.tensors[name])
             if values.any() if name == "d2t" else not values.all():
-                raise TensorUnknown(
+                error = TensorUnknown(
                     f"the vocabulary is full, and {name} does not lead each token to itself",
                     where=name,
                     fix="Correct draft_vocab_size if the head is reduced; remove the map if it is not.",
                 )
+                problems.append(error.problem("K182"))
 
 
-def _check_twins(head: Head) -> None:
+def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None:
+    """Compare tensors that hold one weight, but for those that are unfit by their shape or dtype."""
     for name, row in head.twins.items():
+        if name in unfit or any(head.places[slot][1].name in unfit for slot in row.slots):
+            continue
         for slot, part in zip(row.slots, _unpack(head, row, head.checkpoint.tensors[name]), strict=True):
             other = head.places[slot][1]
             if other.name != name and not _same_bits(part, read_slot(head, slot)):
-                raise TensorTwins(
+                error = TensorTwins(
                     f"{name} and {other.name} hold the same weight under two names, and differ",
                     where=name,
                     fix="Find out which of them the head was trained with, and remove the other.",
                 )
+                problems.append(problem_of(error))
 
 
-def _check_quantization(head: Head) -> None:
+def _check_quantization(head: Head, problems: Problems) -> None:
     stated = CONFIG_KEY in head.read.carried or head.side_file is not None or head.checkpoint.headers_only
     if head.is_quantized and not stated:
-        raise ConfigInvalid(
+        error = ConfigInvalid(
             f"the weights are quantized, and neither {CONFIG_KEY} in the config nor {SIDE_FILE} says how",
-            where=head.checkpoint.folder,
+            where="config.json",
             fix="Export the head again; engines would take its packed bytes for weights.",
         )
+        problems.append(error.problem("K197"))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

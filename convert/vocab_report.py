@@ -13,8 +13,8 @@ from ..checkpoint.header import TensorInfo
 from ..checkpoint.tensors import read_tensor
 from ..engines import detect
 from ..engines.layout import Layout, unclaimed
-from ..errors import TargetInvalid, TensorValue
-from ..head.contract import Breach, check_d2t, compare
+from ..errors import Problem, TargetInvalid, TensorValue
+from ..head.contract import check_d2t, compare
 from ..head.slots import INTEGER
 from ..head.spec import HeadSpec
 from ..head.vocab import (
@@ -69,7 +69,7 @@ class VocabReport:
     kept: tuple[str, ...]
     lost: tuple[str, ...]
     coverage: Coverage | None
-    faults: tuple[Breach, ...]
+    faults: tuple[Problem, ...]
     warnings: tuple[str, ...]
 
 
@@ -164,7 +164,7 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
     return read_config(config, checkpoint.tensors, dtype=dtype, hints=hints, table=layout.config).spec
 
 
-def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Breach]:
+def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Problem]:
     """Hold the vocabulary's tensors, and no others, against the contract."""
     names = {stored_name(layout, slot) for slot in SLOTS}
     return compare(
@@ -175,37 +175,43 @@ def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Bre
     )
 
 
-def _judge_map(spec: HeadSpec, d2t: Tensor, kind: str, reading: Reading, name: str) -> list[Breach]:
+def _judge_map(spec: HeadSpec, d2t: Tensor, kind: str, reading: Reading, name: str) -> list[Problem]:
     if kind == ABSOLUTE:
         return [
-            Breach(
-                TensorValue,
-                "d2t holds absolute ids; engines read offsets, and would take each row but the first for another token",
+            Problem(
+                "K175",
+                "error",
                 name,
+                "d2t holds absolute ids; engines read offsets, and would take each row but the first for another token",
                 "Rewrite it: kconv vocab HEAD --absolute OUT.",
+                TensorValue,
             )
         ]
     if kind == NEITHER:
         return check_d2t(spec, d2t, name)
     if reading.marked_otherwise:
         return [
-            Breach(
-                TensorValue,
-                f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
+            Problem(
+                "K178",
+                "error",
                 name,
+                f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
                 "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
+                TensorValue,
             )
         ]
     return []
 
 
-def _wrong_rows(copies: Copies, name: str) -> Breach:
-    return Breach(
-        TensorValue,
+def _wrong_rows(copies: Copies, name: str) -> Problem:
+    return Problem(
+        "K175",
+        "error",
+        name,
         f"{copies.by_id} of {copies.rows} rows of lm_head are the target's rows d2t[i], and only {copies.by_offset} "
         "its rows i + d2t[i]: they were taken by offset instead of by token id",
-        name,
         "Prune the full head again, by token id: kconv vocab FULL --prune N --text FILE --target TARGET OUT.",
+        TensorValue,
     )
 
 

@@ -145,7 +145,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "eagle_config.parallel_draft_heads_num_layers": (1, None),
 }
 
-# Read elsewhere: RoPE (convert.rope_keys), captured layers (convert.captured), identity, dtype.
+# Read elsewhere: RoPE (convert.rope), captured layers (convert.captured), identity, dtype.
 ELSEWHERE = frozenset(
     """
     architectures model_type dtype torch_dtype rope_theta rope_scaling rope_parameters

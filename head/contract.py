@@ -1,13 +1,28 @@
-"""What a head must be, stated once: the plan refuses by it, and validation reports by it."""
+"""What a head must be, stated once: converting refuses by it, and validation reports by it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ..checkpoint.header import TensorInfo
-from ..errors import KconvError, TensorMissing, TensorShape, TensorUnknown, TensorValue
+from ..errors import (
+    CapturedUndecided,
+    ConfigInvalid,
+    KconvError,
+    LayoutCannot,
+    Problem,
+    TensorMissing,
+    TensorShape,
+    TensorTwins,
+    TensorUnknown,
+    TensorValue,
+    UnknownLayout,
+)
 from .spec import HeadSpec
 
 if TYPE_CHECKING:
@@ -16,6 +31,68 @@ if TYPE_CHECKING:
 FLOATS = ("BF16", "F16", "F32")
 # How many tensors a message names beside the first.
 NAMED = 6
+# Rules that speak of an error by its class, where it names none itself; K009 speaks of all others.
+BY_CLASS: Mapping[type[KconvError], str] = {
+    UnknownLayout: "K004",
+    TensorTwins: "K005",
+    CapturedUndecided: "K006",
+    LayoutCannot: "K007",
+    ConfigInvalid: "K008",
+}
+UNPROVEN = "K009"
+# Rules that speak of a tensor: the class of the error, and the slots (of unknown tensors: the names) that each is
+# about, as patterns. The first that fits speaks.
+BY_TENSOR: tuple[tuple[str, type[KconvError], tuple[str, ...]], ...] = (
+    ("K101", TensorMissing, ("lm_head",)),
+    ("K102", TensorMissing, ("d2t", "t2d")),
+    ("K103", TensorMissing, ("embed_tokens",)),
+    ("K104", TensorMissing, ("fc",)),
+    ("K105", TensorMissing, ("fc_norm.*", "input_norm")),
+    ("K106", TensorMissing, ("*norm*",)),
+    ("K107", TensorMissing, ("*.bias",)),
+    ("K108", TensorMissing, ("*",)),
+    ("K119", TensorShape, ("*_scale", "*_scale_2", "*_scale_inv")),
+    ("K111", TensorShape, ("lm_head",)),
+    ("K112", TensorShape, ("fc", "fc.bias")),
+    ("K113", TensorShape, ("embed_tokens",)),
+    ("K114", TensorShape, ("d2t", "t2d")),
+    ("K115", TensorShape, tuple(f"*.{x}_proj{y}" for x in ("gate", "up", "down") for y in ("", ".bias"))),
+    ("K116", TensorShape, ("*norm*",)),
+    ("K117", TensorShape, ("*",)),
+    ("K121", TensorUnknown, ("fc_norm.*", "input_norm.*", "aux_norm_*")),
+    ("K122", TensorUnknown, ("*.bias",)),
+    ("K123", TensorUnknown, ("d2t", "t2d")),
+    ("K124", TensorUnknown, ("*.q_norm.*", "*.k_norm.*")),
+    ("K125", TensorUnknown, ("model.*",)),
+    ("K126", TensorUnknown, ("*.experts.*", "*.mlp.gate.*", "*.shared_experts.*")),
+    ("K127", TensorUnknown, ("layers.*",)),
+    ("K120", TensorUnknown, ("*",)),
+)
+SCALE_SHAPE, DTYPE, PREFIXED, PREFIX = "K119", "K118", "K125", "model."
+
+
+class Problems(list[Problem]):
+    """Problems in the order in which they are found."""
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Collect the error that ends the block, and go on behind it."""
+        try:
+            yield
+        except KconvError as error:
+            self.append(problem_of(error))
+
+    def refuse(self) -> None:
+        """Raise the first error, if there is one."""
+        for problem in self:
+            if problem.severity == "error":
+                raise problem.error()
+
+
+def problem_of(error: KconvError) -> Problem:
+    """Return an error about a head as a problem, under the id of the rule that speaks of it."""
+    named = re.fullmatch(r"K\d{3}", error.code)
+    return error.problem(error.code if named else BY_CLASS.get(type(error), UNPROVEN))
 
 
 @dataclass(frozen=True)
@@ -37,27 +114,14 @@ class Expected:
     formula: str = ""
 
 
-@dataclass(frozen=True)
-class Breach:
-    """One way in which a checkpoint is not what its spec demands."""
-
-    fault: type[KconvError]
-    what: str
-    where: str
-    fix: str
-
-    def error(self) -> KconvError:
-        """Return the breach as an exception to raise."""
-        return self.fault(self.what, where=self.where, fix=self.fix)
-
-
 def compare(
     expected: Mapping[str, Expected],
     held: Mapping[str, TensorInfo],
     *,
     ignored: Mapping[str, str],
     unclaimed: Mapping[str, str],
-) -> list[Breach]:
+    slots: Mapping[str, str] | None = None,
+) -> list[Problem]:
     """Compare what a spec demands with what a checkpoint's headers hold.
 
     Args:
@@ -65,97 +129,103 @@ def compare(
         held: what is there, by name.
         ignored: names that may be there and mean nothing.
         unclaimed: names that the layout knows for other specs, and what this config lacks for them.
+        slots: the first slot of each tensor by its name, which says what rule speaks of it.
 
     Returns:
-        Every breach, missing tensors first.
+        Every problem, missing tensors first.
     """
+    slots = slots or {}
     missing = [name for name, want in expected.items() if name not in held and not want.may_be_absent]
-    breaches = [_missing(expected[name], held) for name in missing]
+    problems = [_missing(expected[name], held, slots.get(name, name)) for name in missing]
     for name in sorted(held.keys() - expected.keys() - ignored.keys()):
         why = unclaimed.get(name, "no row of the layout accounts for it")
-        breaches.append(
-            Breach(
+        problems.append(
+            _problem(
                 TensorUnknown,
+                name,
                 f"{name} {held[name].dtype} {list(held[name].shape)} has no place in this head: {why}",
                 name,
                 "Correct the config if the head needs it; remove the tensor if it does not.",
             )
         )
     for name in sorted(expected.keys() & held.keys()):
-        breaches += _compare_one(expected[name], held[name])
-    return breaches
+        problems += _compare_one(expected[name], held[name], slots.get(name, name))
+    return problems
 
 
-def summarize(breaches: Sequence[Breach]) -> Breach:
-    """Return the first of several breaches, which tells how many more there are, and where."""
-    first, *others = breaches
+def summarize(problems: Sequence[Problem]) -> Problem:
+    """Return the first of several problems with tensors, which says how many more there are, and where."""
+    first, *others = problems
     if not others:
         return first
-    named = ", ".join(breach.where for breach in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
+    named = ", ".join(problem.where for problem in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
     return replace(first, what=f"{first.what}; {len(others)} more do not fit: {named}")
 
 
-def _missing(want: Expected, held: Iterable[str]) -> Breach:
+def _problem(kind: type[KconvError], about: str, what: str, where: str, fix: str, code: str = "") -> Problem:
+    if not code:
+        code = next(code for code, of, slots in BY_TENSOR if of is kind and any(fnmatchcase(about, s) for s in slots))
+    return Problem(code, "error", where, what, fix, kind)
+
+
+def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
     what = f"{want.name} is missing; the config demands it, of shape {list(want.shape)}"
     fix = "Export the head again, or correct the config if the head never had it. An engine would leave this weight "
-    fix += "uninitialised and say nothing."
+    fix += "uninitialized and say nothing."
     for name in held:
         if name.endswith(f".{want.name}"):
             prefix = name.removesuffix(want.name)
-            return Breach(TensorMissing, f"{what}; there is {name}", want.name, f"Take {prefix!r} off the names.")
-    return Breach(TensorMissing, what, want.name, fix)
+            code = PREFIXED if prefix == PREFIX else ""
+            what, fix = f"{what}; there is {name}", f"Take {prefix!r} off the names."
+            return _problem(TensorMissing, slot, what, want.name, fix, code)
+    return _problem(TensorMissing, slot, what, want.name, fix)
 
 
-def _compare_one(want: Expected, have: TensorInfo) -> Iterable[Breach]:
+def _compare_one(want: Expected, have: TensorInfo, slot: str) -> Iterator[Problem]:
     if have.shape != want.shape:
         follows = f" ({want.formula})" if want.formula else ""
-        yield Breach(
+        yield _problem(
             TensorShape,
+            slot,
             f"{want.name} is {list(have.shape)}; the config demands {list(want.shape)}{follows}",
             want.name,
             "Correct the config's dims, or export the head again; its config belongs to another head.",
         )
     if have.dtype not in want.dtypes:
-        yield Breach(
+        scale = any(code == SCALE_SHAPE and any(fnmatchcase(slot, s) for s in slots) for code, _, slots in BY_TENSOR)
+        yield _problem(
             TensorShape,
+            slot,
             f"{want.name} is {have.dtype}; it should be {' or '.join(want.dtypes)}",
             want.name,
             "Export the head again with that dtype.",
+            SCALE_SHAPE if scale else DTYPE,
         )
 
 
-def check_d2t(spec: HeadSpec, d2t: torch.Tensor, name: str = "d2t") -> list[Breach]:
+def check_d2t(spec: HeadSpec, d2t: torch.Tensor, name: str = "d2t", t2d: torch.Tensor | None = None) -> list[Problem]:
     """Check a map from draft to target ids: `d2t[i]` is the *offset* of target id `i + d2t[i]`.
 
     Args:
         spec: the head.
         d2t: [draft_vocab] integers.
         name: its name on disk.
+        t2d: [vocab] bool, what the head marks; it helps to say whether the map holds target ids instead of offsets.
     """
-    import torch  # here, as a plan needs the rest of this module and no torch
+    from .vocab import ABSOLUTE, kind_of, read_ids, target_ids  # here, as a plan needs the rest and no torch
 
-    ids = d2t.to(torch.int64) + torch.arange(d2t.numel())
-    outside = int(((ids < 0) | (ids >= spec.vocab)).sum())
-    if outside:
-        return [
-            Breach(
-                TensorValue,
-                f"{outside} of {ids.numel()} draft ids lead outside the target's vocabulary of {spec.vocab}",
-                name,
-                "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens.",
-            )
-        ]
-    repeated = ids.numel() - ids.unique().numel()
-    if repeated:
-        return [
-            Breach(
-                TensorValue,
-                f"{repeated} draft ids lead to a target id that another one already leads to",
-                name,
-                "d2t may hold absolute ids instead of offsets, or zeros; rebuild it.",
-            )
-        ]
-    return []
+    offsets, absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
+    if offsets.possible:
+        return []
+    code = "K175" if kind_of(offsets, absolute) == ABSOLUTE else "K176" if offsets.outside else "K177"
+    if offsets.outside:
+        what = f"{offsets.outside} of {offsets.ids.numel()} draft ids lead outside the target's vocabulary of "
+        what += str(spec.vocab)
+        fix = "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens."
+    else:
+        what = f"{offsets.duplicates} draft ids lead to a target id that another one already leads to"
+        fix = "d2t may hold absolute ids instead of offsets, or zeros; rebuild it."
+    return [Problem(code, "error", name, what, fix, TensorValue)]
 
 
 def dtypes_of(slot_dtypes: tuple[str, ...]) -> tuple[str, ...]:

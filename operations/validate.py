@@ -145,11 +145,10 @@ class Validate(Reading):
         """
         from ..pipeline.heads import open_origin
         from ..pipeline.making import find_shared
-        from ..validate.kinds import is_target
-        from ..validate.run import Wish, validate
+        from ..validate.run import Checks, is_target, validate
 
         target, source = context.maybe(self.target), context.maybe(self.source)
-        checks = Wish(
+        checks = Checks(
             registry.asked()[self.for_] if self.for_ else None,
             self.layout(),
             self.hints(config := self.target_config(context)),
@@ -254,8 +253,7 @@ class Validate(Reading):
 def _write(report: Report, out: Path) -> None:
     """Write a report into a new folder, whole or not at all, or into one that is there."""
     from ..checkpoint.staging import staged
-    from ..validate.markdown import write_report
-    from ..validate.sections import illustrate
+    from ..validate.markdown import illustrate, write_report
 
     if out.exists():
         write_report(report, out, more=illustrate(report, out))

@@ -37,12 +37,11 @@ from ..train.original import run_module
 from ..train.outcome import MODULE
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
 from ..train.trainer import head_key, train_head
-from ..validate.assemble import figures, make_report
 from ..validate.measure import Drafter, head_drafter, measure
-from ..validate.report import Report
+from ..validate.parity import load_head
+from ..validate.report import Report, figures, make_report
 from ..validate.structure import check_source, check_values, is_identical
 from ..validate.texts import Text, make_texts
-from ..validate.weights import load_head
 
 BEFORE, AFTER = "ModelOpt, before", "kconv, after"
 Advance = Callable[[int, int, float], None]

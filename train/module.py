@@ -23,7 +23,8 @@ from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import TORCH, entry, read_tensor
-from ..convert.rope_keys import read_rope, write_rope
+from ..convert.rope import read_rope
+from ..engines.config import write_rope
 from ..errors import NotACheckpoint, RecipeInvalid, TrainingFailed
 from ..head.spec import Mla
 from ..targets.model import load_target

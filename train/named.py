@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..convert.captured import default_outputs
-from ..convert.rope_keys import read_rope
+from ..convert.rope import read_rope
 from ..errors import RecipeInvalid
 from ..head.spec import HeadSpec, Norms
 from ..targets.config import TargetConfig

@@ -1,32 +1,220 @@
-"""Drafters measured on a text.
+"""Drafters measured on a text, and two of them held against each other.
 
 A drafter is a program that gives the logits of each draft step of each chain; two drafters may be two programs
 altogether, e.g. a trainer's own module and kconv's forward of the converted folder.
+
+Acceptance has its uncertainty beside it. Positions of one sequence hang together, so the sequences are what is
+independent, and errors are taken over them. An acceptance length is 1 + R, with R = (accepted tokens) / (drafts) over
+all sequences: a ratio of two sums, in which a sequence i moves R by about e_i = (a_i - R n_i) / N. So the variance of R
+over m sequences is m / (m - 1) * sum(e_i^2) (the linearized variance of a ratio under cluster sampling: Cochran,
+Sampling Techniques, 3rd ed., section 6.4). Two drafters on the same sequences are compared by the differences of their
+e_i, whatever the two have in common being gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance
-from ..head.drafters import (
-    Bigram,
-    bigram_drafts,
-    bigram_overlap,
-    certain_overlap,
-    lookup_drafts,
-)
+from ..errors import TargetInvalid
+from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance, pool
+from ..head.drafters import Bigram, bigram_drafts, bigram_overlap, certain_overlap, distinct_ngrams, lookup_drafts
 from ..head.forward import DraftHead
 from ..targets.states import States, run_target
-from .apart import differ
-from .figures import AcceptanceFigures, ParityFigures, PartFigures, TextFigures
-from .gathered import Gathered, acceptance_figures, parity_figures, text_figures
+from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .parts import Parts
 from .texts import Batch, Text
+
+# Rows of what `differ` returns for a sequence; the first two are maxima, the others sums over places.
+LARGEST, SCALE, SQUARES, SOURCE_SQUARES, KL, SAME, PLACES = range(7)
+
+
+def differ(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tensor) -> list[Tensor]:
+    """Compare two drafters' logits on one batch.
+
+    Where the two have other draft vocabularies, the tokens that both have are compared.
+
+    Args:
+        source, output: `[K, B, T', draft_vocab]`.
+        source_ids, output_ids: `[draft_vocab]`, the target's id of each.
+
+    Returns:
+        For each of the B sequences `[7, K]` float64; see the rows' names.
+
+    Raises:
+        TargetInvalid: no token is in both vocabularies.
+    """
+    if not torch.equal(source_ids, output_ids):
+        source, output = _common(source, output, source_ids, output_ids)
+    found = []
+    for row in range(source.shape[1]):
+        a, b = source[:, row].float(), output[:, row].float()
+        p, q = a.log_softmax(-1), b.log_softmax(-1)
+        difference = (b - a).double()
+        found.append(
+            torch.stack(
+                [
+                    difference.abs().amax((1, 2)),
+                    a.double().abs().amax((1, 2)),
+                    difference.square().sum((1, 2)),
+                    a.double().square().sum((1, 2)),
+                    (p.exp() * (p - q)).sum(-1).double().sum(1),
+                    (a.argmax(-1) == b.argmax(-1)).double().sum(1),
+                    torch.full((len(a),), a.shape[1], dtype=torch.float64),
+                ]
+            )
+        )
+    return found
+
+
+def add_up(rows: Sequence[Tensor]) -> Tensor:
+    """Add up sequences: `[7, K]`, maxima of the maxima and sums of the sums."""
+    stacked = torch.stack(list(rows))
+    return torch.cat([stacked[:, :SQUARES].amax(0), stacked[:, SQUARES:].sum(0)])
+
+
+def over_steps(total: Tensor) -> Tensor:
+    """Add up the draft steps: `[7, K]` to `[7, 1]`."""
+    return torch.cat([total[:SQUARES].amax(1, keepdim=True), total[SQUARES:].sum(1, keepdim=True)])
+
+
+def name_figures(total: Tensor, step: int = 0) -> dict[str, float]:
+    """Return the figures of one column by the names that the report has for them."""
+    column = total[:, step].tolist()
+    # A source whose logits are all zero is no head; the differences then stand for themselves.
+    return {
+        "relative_error": column[LARGEST] / (column[SCALE] or 1.0),
+        "rms_error": (column[SQUARES] / (column[SOURCE_SQUARES] or 1.0)) ** 0.5,
+        "kl": column[KL] / column[PLACES],
+        "top1": column[SAME] / column[PLACES],
+    }
+
+
+def _common(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.isin(source_ids, output_ids)
+    if not both.any():
+        raise TargetInvalid(
+            "the two heads' draft vocabularies have no token in common", fix="Compare heads of one target."
+        )
+    places = {int(token): place for place, token in enumerate(output_ids)}
+    own = torch.tensor([places[int(token)] for token in source_ids[both]])
+    return source[..., both], output[..., own]
+
+
+def influences(parts: Sequence[Acceptance]) -> Tensor:
+    """Return by how much each sequence moves the pooled figures: `[m, K + 1]`, each place's rate and then the length.
+
+    Args:
+        parts: the acceptance on each of m sequences, of the same K.
+    """
+    accepted = torch.tensor([part.accepted for part in parts], dtype=torch.float64)
+    drafts = torch.tensor([part.drafts for part in parts], dtype=torch.float64)[:, None]
+    accepted = torch.cat([accepted, accepted.sum(1, keepdim=True)], dim=1)
+    rates = accepted.sum(0) / drafts.sum()
+    return (accepted - rates * drafts) / drafts.sum()
+
+
+def standard_errors(moved: Tensor) -> list[float | None]:
+    """Return the standard error of each pooled figure, from `influences`; None where there is but one sequence.
+
+    For two drafters on the same sequences, the difference of their influences gives the paired standard errors.
+    """
+    count = len(moved)
+    if count < 2:
+        return [None] * moved.shape[1]
+    return (moved.square().sum(0) * (count / (count - 1))).sqrt().tolist()
+
+
+@dataclass
+class Gathered:
+    """What was found on each sequence of a text, in one order.
+
+    Attributes:
+        categories: each sequence's.
+        acceptance: by drafter.
+        apart: differences of the two that are compared.
+    """
+
+    categories: list[str] = field(default_factory=list)
+    acceptance: dict[str, list[Acceptance]] = field(default_factory=dict)
+    apart: list[Tensor] = field(default_factory=list)
+
+    def only(self, category: str) -> Gathered:
+        """Return what was found on the sequences of one category."""
+        own = [i for i, name in enumerate(self.categories) if name == category]
+        return Gathered(
+            [category] * len(own),
+            {name: [found[i] for i in own] for name, found in self.acceptance.items()},
+            [self.apart[i] for i in own] if self.apart else [],
+        )
+
+
+def acceptance_figures(text: Text, gathered: Gathered, category: str) -> list[AcceptanceFigures]:
+    """Return each drafter's acceptance over all sequences; errors are over sequences."""
+    rows = []
+    for name, parts in gathered.acceptance.items():
+        total, errors = pool(parts), standard_errors(influences(parts))
+        rows.append(
+            AcceptanceFigures(
+                drafter=name,
+                text=text.kind,
+                steps=total.steps,
+                drafts=total.drafts,
+                length=total.length,
+                standard_error=errors[-1],
+                rates=total.rates,
+                note=total.note,
+                category=category,
+                sequences=len(parts),
+                rate_errors=tuple(errors[:-1]),
+            )
+        )
+    return rows
+
+
+def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], category: str) -> ParityFigures:
+    """Return how far the second of two drafters is from the first; errors of differences are over paired sequences."""
+    source, output = (gathered.acceptance[name] for name in compare)
+    before, after = pool(source), pool(output)
+    errors = standard_errors(influences(output) - influences(source))
+    total = add_up(gathered.apart)
+    return ParityFigures(
+        text=text.kind,
+        steps=after.steps,
+        **name_figures(over_steps(total)),
+        length_difference=after.length - before.length,
+        length_difference_se=errors[-1],
+        category=category,
+        by_step=tuple(
+            StepFigures(
+                step=step + 1,
+                **name_figures(total, step),
+                rate_difference=after.rates[step] - before.rates[step],
+                rate_difference_se=errors[step],
+            )
+            for step in range(after.steps)
+        ),
+    )
+
+
+def text_figures(text: Text) -> TextFigures:
+    """Return how large a text is, and how much it repeats itself."""
+    rows = [batch.tokens for batch in text.batches]
+    return TextFigures(
+        kind=text.kind,
+        sequences=sum(len(r) for r in rows),
+        tokens=sum(r.numel() for r in rows),
+        distinct_4grams=_distinct(text.batches),
+    )
+
+
+def _distinct(batches: Sequence[Batch]) -> float:
+    sizes = [batch.tokens.numel() for batch in batches]
+    shares = [distinct_ngrams(batch.tokens[:, batch.prompt_length - 1 :]) for batch in batches]
+    return sum(size * share for size, share in zip(sizes, shares, strict=True)) / sum(sizes)
 
 
 @dataclass(frozen=True)

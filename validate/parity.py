@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
-from ..convert.read import Head
-from ..errors import StatesInvalid
+from ..convert.read import Head, read_weights
+from ..errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from ..head.forward import DraftHead
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
@@ -28,7 +28,46 @@ from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, head_drafter, measure, measure_states
 from .parts import Parts
 from .texts import Batch, make_texts, stored_texts
-from .weights import load_head
+
+
+def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
+    """Load a head to be run by kconv's own forward.
+
+    Args:
+        head: the head on disk.
+        target: the target it drafts for; gives embed_tokens and lm_head where the head has none of its own.
+        config: the target's config.
+        dtype: what to compute in.
+
+    Raises:
+        TargetInvalid: the target is of other dims than the head was made for, or lacks the layers it reads.
+    """
+    spec = head.spec
+    for what, ours, theirs in (
+        ("target_hidden_size", spec.target_hidden, config.hidden),
+        ("vocab_size", spec.vocab, config.vocab),
+    ):
+        if ours != theirs:
+            raise TargetInvalid(
+                f"the head was made for a target with {what} {ours}; this one has {theirs}",
+                where=target.folder,
+                fix="Give the target that the head was trained on.",
+            )
+    if spec.captured[-1] >= config.layers:
+        raise TargetInvalid(
+            f"the head reads layer {spec.captured[-1]} of a target of {config.layers} layers",
+            where=target.folder,
+            fix="Give the target that the head was trained on, or put the captured layers right (--captured-are).",
+        )
+    weights = read_weights(head)
+    shared = {"embed_tokens": config.embed_tokens, "lm_head": config.lm_head}
+    for slot in shared.keys() - weights.keys():
+        if shared[slot] not in target.tensors:
+            raise TargetInvalid(f"the target has no {shared[slot]}", where=target.folder, fix="Check the target.")
+        weights[slot] = read_tensor(target.tensors[shared[slot]])
+    floats = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
+    return DraftHead(spec, floats)
+
 
 Say = Callable[[str], None]
 
@@ -76,12 +115,14 @@ def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) 
         StatesInvalid: the states cannot be read, or are of another target or other layers.
         TargetInvalid: the target cannot be read, or does not belong to the head.
     """
-    return _from_states(output, source, parity, say) if parity.states else _from_target(output, source, parity, say)
+    if parity.states is not None:
+        return _from_states(output, source, parity, parity.states, say)
+    if parity.prompts is None:
+        raise PromptsInvalid("there is nothing to measure on", fix="Give prompts, or stored states.")
+    return _from_target(output, source, parity, parity.prompts, say)
 
 
-def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
-    held_out = parity.prompts
-    assert held_out is not None
+def _from_target(output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say) -> ParityFound:
     refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, parity.calibrated_on)
     say("loading the target")
     folder = parity.target.fetch_model()
@@ -110,11 +151,10 @@ def _from_target(output: Head, source: Head | None, parity: Parity, say: Say) ->
     return ParityFound(tuple(measured), _common_provenance(parity) | about)
 
 
-def _from_states(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
-    assert parity.states is not None
+def _from_states(output: Head, source: Head | None, parity: Parity, folder: Path, say: Say) -> ParityFound:
     config = read_target_config(parity.target.fetch_config())
     captured = _captured(output, source)
-    states = _open_states(parity.states, captured, config, parity)
+    states = _open_states(folder, captured, config, parity)
     refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, parity.calibrated_on)
     say("reading the target's embedding and lm_head")
     ends = parity.target.open_tensors({config.embed_tokens, config.lm_head})

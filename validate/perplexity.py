@@ -20,7 +20,7 @@ from ..errors import PromptsInvalid
 from ..targets.model import check_memory, load_target
 from .figures import PerplexityFigures
 from .held_out import encode_held_out
-from .ratios import standard_errors
+from .measure import standard_errors
 
 Say = Callable[[str], None]
 INSTEAD = "Leave --prompts out: the noise of every tensor needs no model."

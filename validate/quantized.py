@@ -2,24 +2,106 @@
 
 Perplexity forgives much: a whole expert with its scale doubled hardly moves it. The noise of one tensor does not:
 NVFP4 leaves about 20 dB of signal over noise, a doubled scale 0 dB, swapped nibbles or an exchanged gate less than 0.
+
+Of its config are not compared token ids, which generation_config.json states as well, and the part of a wrapped target
+that is no text model: exporters write both anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
+from typing import Any
 
 import torch
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
-from ..targets.config import parse_target_config
+from ..convert.rope import read_rope
+from ..errors import KconvError
+from ..targets.config import TargetConfig, parse_target_config
 from ..targets.source_formats import stored_weights
 from ..targets.stored import Plain, Stored
 from .figures import NoiseFigures
-from .quantized_config import check_config
 from .report import Finding
+from .rules.comparisons import AS_THE_SOURCE
+
+# Each key of the text model that decides a number, with what its absence means to every reader; None where readers
+# differ, or fail. An exporter may write such a value down, or leave it out.
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L305-L387
+# https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L82-L116
+KEYS: Mapping[str, Any] = {
+    "hidden_size": None,
+    "num_hidden_layers": None,
+    "vocab_size": None,
+    "max_position_embeddings": None,
+    "hidden_act": None,
+    "rms_norm_eps": None,
+    "intermediate_size": None,
+    # Attention.
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "qk_nope_head_dim": None,
+    "qk_rope_head_dim": None,
+    "v_head_dim": None,
+    "attention_bias": False,
+    "rope_interleave": True,
+    # Experts, and how they are chosen and weighed.
+    "first_k_dense_replace": None,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": None,
+    "n_routed_experts": None,
+    "n_shared_experts": None,
+    "num_experts_per_tok": None,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": None,
+    "scoring_func": None,
+    "norm_topk_prob": None,
+    "routed_scaling_factor": None,
+}
+
+
+def check_config(output: TargetConfig, source: TargetConfig) -> list[Finding]:
+    """Return a finding for each key by which a quantized target is another model than its source.
+
+    Args:
+        output: the quantized target's config.
+        source: the config of what it was made from.
+    """
+    theirs = dict(_deciding(source))
+    return [_another(key, mine, theirs[key]) for key, mine in _deciding(output) if mine != theirs[key]]
+
+
+def _deciding(config: TargetConfig) -> Iterator[tuple[str, Any]]:
+    for key, unstated in KEYS.items():
+        value = config.text.get(key)
+        yield key, unstated if value is None else value
+    yield "tie_word_embeddings", config.tied
+    yield "rope_parameters", _rope(config)
+
+
+def _rope(config: TargetConfig) -> Any:
+    """Return RoPE in one spelling of the two; as it stands where it is of a kind that kconv does not read."""
+    try:
+        return read_rope(config.rope)
+    except KconvError:
+        return config.rope
+
+
+def _another(key: str, mine: Any, its: Any) -> Finding:
+    said, wanted = ("not stated" if value is None else repr(value) for value in (mine, its))
+    return Finding(
+        rule="K393",
+        severity="error",
+        where=f"config.json: {key}",
+        message=f"it is {said}, and the source's is {wanted}",
+        fix=AS_THE_SOURCE,
+    )
+
 
 # Signal over noise, dB. The worst that sixteen values and their scale can do: all but the largest at 5/6 of it, the
 # middle of the widest step, lose a fifth each, which is 14 dB; what is below was not rounded but changed.

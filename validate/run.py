@@ -3,43 +3,121 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
 from ..convert.read import Head
 from ..convert.shared import Shared
 from ..convert.told import Origin
+from ..engines import registry
 from ..engines.layout import Layout
-from ..errors import KconvError, PromptsInvalid
+from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..targets.config import TargetConfig
-from .assemble import assemble, config_digest, digests, figures
 from .figures import Figures
-from .kinds import is_target, refuse_unfit
-from .recorded import check_manifest
-from .report import Report
-from .rules.captured_readings import other_readings
+from .report import Finding, Report, assemble, config_digest, digests, figures
+from .rules.captured import other_readings
+from .rules.comparisons import MAKE_AGAIN
 from .rules.head import HeadSubject, engines_of
-from .rules.rule import ASKED, ENGINES, run_rules
-from .rules.table import TARGET_RULES, check_head
+from .rules.rule import ENGINES, run_rules
+from .rules.table import TARGET_RULES, check_head, of_error
 from .rules.target import TargetSubject
-from .rules.unreadable import of_fault
 
 if TYPE_CHECKING:
     from .engines.check import Engined
     from .parity import Parity
     from .perplexity import HeldOutText
 
+
+# Names that a target has and no head: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
+TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
+
+
+def is_target(checkpoint: Checkpoint) -> bool:
+    """Say whether a checkpoint is a target, and no head."""
+    if "eagle_config" in checkpoint.config or any(name.endswith("fc.weight") for name in checkpoint.tensors):
+        return False
+    return any(name.startswith(TARGET_LAYERS) for name in checkpoint.tensors)
+
+
+def refuse_unfit(
+    checkpoint: Checkpoint, whole: bool, source: Head | None, quantized_from: Checkpoint | None, *, measured: bool
+) -> None:
+    """Refuse what could only be passed over: a report would be clean of a comparison that nobody made.
+
+    Raises:
+        ComparisonUnfit: a target would be held against a head or the other way round, or its acceptance is asked for.
+    """
+    kind, other = ("target", "head") if whole else ("head", "target")
+    if (source if whole else quantized_from) is not None:
+        raise ComparisonUnfit(
+            f"this is a {kind}, and its --source is a {other}",
+            where=checkpoint.source,
+            fix=f"Give the {kind} that it was made from.",
+        )
+    if whole and measured:
+        raise ComparisonUnfit(
+            "this is a target, and acceptance is a head's",
+            where=checkpoint.source,
+            fix="Check the head, and give this one as its --target; of a target, --source gives the perplexity.",
+        )
+
+
+def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole: bool) -> Iterator[Finding]:
+    """Find the files that are not as kconv wrote them; nothing where kconv wrote no manifest.
+
+    No weight is read again: files of the recorded sha256 hold the recorded tensors.
+
+    Args:
+        checkpoint: a head or a target.
+        weights: sha256 of each of its weight files, by name.
+        whole: whether every recorded file must be there; of a repository only what is needed is downloaded.
+    """
+    folder = checkpoint.folder
+    if not (folder / MANIFEST).exists():
+        return
+    try:
+        records = {record.name: record for record in read_manifest(folder).files}
+    except (ManifestMismatch, NotACheckpoint) as fault:
+        yield _broken(MANIFEST, fault.what)
+        return
+    for file in sorted(folder.iterdir()):
+        if file.name not in records and any(file.match(pattern) for pattern in READ_BY_ENGINES):
+            yield _broken(file.name, f"engines read it, and {MANIFEST} does not account for it")
+    for name, record in sorted(records.items()):
+        if Path(name).name != name:
+            yield _broken(MANIFEST, f"it records {name!r}, which is no file of its own folder")
+        elif not (folder / name).is_file():
+            if whole or name in weights:
+                yield _broken(name, f"{MANIFEST} records it, and it is not there")
+        elif (weights.get(name) or _sha256(folder / name)) != record.sha256:
+            yield _broken(name, f"its bytes are not the ones that {MANIFEST} records")
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return file_digest(file)
+    except OSError:
+        return ""  # as no recorded file's
+
+
+def _broken(where: str, message: str) -> Finding:
+    return Finding(rule="K301", severity="error", where=where, message=message, fix=MAKE_AGAIN)
+
+
 # What imports torch is imported where it is needed: headers are checked in less time than that takes.
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class Checks:
     """What a checkpoint is checked for.
 
     Attributes:
@@ -62,7 +140,7 @@ class Wish:
 
 def validate(
     subject: Source,
-    wish: Wish | None = None,
+    checks: Checks | None = None,
     *,
     source: Origin | None = None,
     quantized_from: Checkpoint | None = None,
@@ -75,7 +153,7 @@ def validate(
 
     Args:
         subject: what is checked.
-        wish: for whom, and what the user says of it.
+        checks: for whom it is checked, and what the user says of it.
         source: what a head was converted from.
         quantized_from: what a target was quantized from.
         parity: how to measure logits and acceptance; nothing is measured if None.
@@ -91,33 +169,33 @@ def validate(
         ComparisonUnfit: a target is to be held against a head or the other way round, or a target's acceptance
             is asked for.
     """
-    wish = wish or Wish()
-    say("reading headers" if wish.headers_only else "reading every weight")
+    checks = checks or Checks()
+    say("reading headers" if checks.headers_only else "reading every weight")
     try:
         with _uncollected():
-            checkpoint = subject.open_headers() if wish.headers_only else subject.open_weights()
-    except KconvError as fault:
-        return assemble(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
-    whole = is_target(checkpoint) and wish.layout is None
+            checkpoint = subject.open_headers() if checks.headers_only else subject.open_weights()
+    except KconvError as error:
+        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(checks.engines or ENGINES)})
+    whole = is_target(checkpoint) and checks.layout is None
     refuse_unfit(checkpoint, whole, source.told if source else None, quantized_from, measured=bool(parity or engined))
     if whole:
-        return _check_target(subject, checkpoint, wish, quantized_from, held_out, say)
+        return _check_target(subject, checkpoint, checks, quantized_from, held_out, say)
     rules = HeadSubject(
         checkpoint,
-        frozenset(wish.engines or ENGINES),
-        not wish.headers_only,
-        named_layout=wish.layout,
-        hints=wish.hints,
-        target=wish.target,
-        lent=wish.lent,
+        frozenset(checks.engines or ENGINES),
+        not checks.headers_only,
+        named_layout=checks.layout,
+        hints=checks.hints,
+        target=checks.target,
+        lent=checks.lent,
     )
-    if wish.engines is None:
+    if checks.engines is None:
         rules = _written_for(rules, engined.engine if engined else None)
     findings = list(check_head(rules))
-    about = _digests(checkpoint, wish)
+    about = _digests(checkpoint, checks)
     if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
-    provenance = _about(rules, source, wish)
+    provenance = _about(rules, source, checks)
     identical, measured = None, ()
     if rules.head is None:
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
@@ -145,7 +223,7 @@ def validate(
         witness = check_engine(rules.head, engined, say, readings=other_readings(rules))
         findings += witness.findings
         all_figures = all_figures.model_copy(update={"engine": witness.figures})
-        by = {} if wish.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
+        by = {} if checks.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
 
@@ -174,18 +252,18 @@ def _uncollected() -> Iterator[None]:
 def _check_target(
     named: Source,
     checkpoint: Checkpoint,
-    wish: Wish,
+    checks: Checks,
     source: Checkpoint | None,
     held_out: HeldOutText | None,
     say: Say,
 ) -> Report:
-    engines = wish.engines or ENGINES
-    subject = TargetSubject(checkpoint, frozenset(engines), not wish.headers_only)
+    engines = checks.engines or ENGINES
+    subject = TargetSubject(checkpoint, frozenset(engines), not checks.headers_only)
     provenance: dict[str, object] = {
         "for": list(engines),
-        "for_by": "asked" if wish.engines else "every engine",
+        "for_by": "asked" if checks.engines else "every engine",
         "checked": "target",
-        "headers_only": wish.headers_only,
+        "headers_only": checks.headers_only,
     }
     ready = None
     if held_out is not None:
@@ -195,7 +273,7 @@ def _check_target(
         say("reading the prompts")
         ready = prepare_text(held_out)
     findings = list(run_rules(TARGET_RULES, subject))
-    about = _digests(checkpoint, wish)
+    about = _digests(checkpoint, checks)
     if about:
         findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))
     noise = perplexity = None
@@ -223,20 +301,20 @@ def _check_target(
 
 def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
     """Check a head for whom its layout is written, and for the engine that it is served by here."""
-    return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(ASKED.get(served_by or "", ())))
+    return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(registry.asked().get(served_by or "", ())))
 
 
-def _about(rules: HeadSubject, source: Origin | None, wish: Wish) -> dict[str, object]:
+def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[str, object]:
     """Say what was checked, for whom and why for them."""
     return {
         "for": [engine for engine in ENGINES if engine in rules.engines],
-        "for_by": "asked" if wish.engines else "the engines that the layout is written for",
+        "for_by": "asked" if checks.engines else "the engines that the layout is written for",
         "checked": "head",
         "layout": rules.layout.name if rules.layout else None,
-        "headers_only": wish.headers_only,
+        "headers_only": checks.headers_only,
         "source": source.alone.checkpoint.source if source else None,
     }
 
 
-def _digests(checkpoint: Checkpoint, wish: Wish) -> dict[str, str]:
-    return {} if wish.headers_only or checkpoint.headers_only else digests(checkpoint)
+def _digests(checkpoint: Checkpoint, checks: Checks) -> dict[str, str]:
+    return {} if checks.headers_only or checkpoint.headers_only else digests(checkpoint)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ...checkpoint.manifest import MANIFEST
-from ...validate.report import Finding, Severity
+from ...errors import Severity
+from ...validate.report import Finding
 from ..facts import Facts
 from .files import NOTICE, SOURCE_LICENSE
 from .folder import CARD, Folder, read_folder
@@ -195,4 +196,4 @@ def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
         for rule, check in CHECKS.items()
         for severity, where, message, fix in check(folder)
     ]
-    return tuple(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
+    return tuple(sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity)))

@@ -32,7 +32,7 @@ from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
 from kconv.train.trainer import head_key, train_head
 from kconv.train.watch import spec_of
 from kconv.train.windows import cut_windows
-from kconv.validate.weights import load_head
+from kconv.validate.parity import load_head
 
 FITTED, MEASURED, SEQ, ROWS = 150, 12, 96, 8
 ADAMW = {"optimizer": "adamw", "lr": 3e-3, "rest_lr": 3e-3, "steps": 400, "batches": 200}

@@ -23,7 +23,7 @@ from kconv.targets.model import load_target
 from kconv.targets.prompts import Prompt
 from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.validate.weights import load_head
+from kconv.validate.parity import load_head
 
 STEPS, LIMIT = 3, 12
 PROMPTS = (Prompt("a", "", ("The river ran", "And then")), Prompt("b", "", ("One day a man came",)))

@@ -18,9 +18,8 @@ from kconv.convert.plan import Wishes, plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
-from kconv.validate.assemble import make_report
 from kconv.validate.figures import AcceptanceFigures, Figures, TextFigures
-from kconv.validate.report import Finding
+from kconv.validate.report import Finding, make_report
 
 
 @pytest.fixture

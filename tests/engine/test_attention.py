@@ -24,7 +24,7 @@ from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.tiny.tokenizer import pack
-from kconv.validate.weights import load_head
+from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

@@ -25,7 +25,7 @@ from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tok
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.targets.states import run_target
-from kconv.validate.weights import load_head
+from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

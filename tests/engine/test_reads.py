@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kconv.convert.rope_keys import write_rope
+from kconv.engines.config import write_rope
 from kconv.engines.vllm import ENVIRONMENT
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
 from kconv.validate.rules.identity import IN_VLLM

@@ -25,7 +25,7 @@ from kconv.engines import by_name
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
 from kconv.head.spec import HeadSpec
 from kconv.tiny.text import read_corpus
-from kconv.validate.run import Wish, validate
+from kconv.validate.run import Checks, validate
 
 SPECS = {"gqa": FITTING_GQA, "mla": FITTING_MLA}
 FORMATS = ("fp8", "nvfp4")
@@ -127,11 +127,11 @@ def test_what_is_told_of_it(quantized, states, kind, name):
 def test_validation_finds_nothing_against_the_source(quantized, kind, name):
     report = validate(
         Folder(quantized / f"{kind}-{name}"),
-        Wish(),
+        Checks(),
         source=read_head(open_checkpoint(quantized / kind)),
         say=lambda _: None,
     )
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert [finding for finding in report.findings if finding.severity != "note"] == []
 
 
 @each
@@ -174,7 +174,7 @@ def test_damage_is_found(quantized, tmp_path, head, damage, rule):
     damage(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors")
     original = read_head(open_checkpoint(quantized / head.split("-")[0]))
-    report = validate(Folder(out), Wish(), source=Origin(original, original), say=lambda _: None)
+    report = validate(Folder(out), Checks(), source=Origin(original, original), say=lambda _: None)
     assert rule in {finding.rule for finding in report.findings if finding.severity == "error"}
 
 
@@ -185,9 +185,9 @@ def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, k
     for file in ("config.json", "hf_quant_config.json", "model.safetensors"):
         (out / file).write_bytes((source / file).read_bytes())
     report = validate(
-        Folder(out), Wish(), source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2), say=lambda _: None
+        Folder(out), Checks(), source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2), say=lambda _: None
     )
-    assert [finding.rule for finding in report.findings if finding.severity != "info"] == ["K302"]
+    assert [finding.rule for finding in report.findings if finding.severity != "note"] == ["K302"]
     (noise,) = [finding for finding in report.findings if finding.rule == "K306"]
     assert f"{len(scaled(out))} linears are rounded to {name.upper()}" in noise.message
     assert report.figures.identical is False

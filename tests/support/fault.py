@@ -16,7 +16,7 @@ from kconv.convert.shared import Shared
 from kconv.head.spec import HeadSpec, Rope, Yarn
 from kconv.targets.config import parse_target_config
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
-from kconv.validate.run import Wish
+from kconv.validate.run import Checks
 
 from .changes import Change, Config
 from .good_heads import LATENT_QUANTIZABLE, QUANTIZABLE, Good, trained_slots
@@ -47,12 +47,12 @@ class Fault:
     raw: Callable[[Path], None] | None = None
     lent: tuple[str, ...] = ()
 
-    def wish(self, folder: Path) -> Wish:
+    def wish(self, folder: Path) -> Checks:
         """Return for whom, and for which target, the head that is written into a folder is checked."""
         target = parse_target_config(self.target) if self.target else None
         layers = target.layers if target else None
         lent = partial(lend, folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
-        return Wish(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target, lent=lent)
+        return Checks(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target, lent=lent)
 
     def write(self, folder: Path) -> Path:
         """Write the head with its fault into a folder."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kconv.convert.captured import TOP
 from kconv.engines.config import identity, write_keys
+from kconv.engines.keys import TOP
 from kconv.engines.layout import Layout
 from kconv.head.spec import HeadSpec, Mla, Norms
 

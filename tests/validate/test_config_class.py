@@ -15,7 +15,7 @@ from support.heads import MLA
 
 from kconv.checkpoint.source import Folder
 from kconv.validate.report import Finding
-from kconv.validate.rules.config_class import DEFAULT_HEADS, DTYPES
+from kconv.validate.rules.config import DEFAULT_HEADS, DTYPES
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 from kconv.validate.run import validate
 

@@ -16,7 +16,7 @@ from support.fault import MLA_VLLM, Fault
 from kconv.checkpoint.source import Folder
 from kconv.validate.report import Report
 from kconv.validate.rules.table import all_rules
-from kconv.validate.run import Wish, validate
+from kconv.validate.run import Checks, validate
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMA = ROOT / "docs" / "report.schema.json"
@@ -25,7 +25,7 @@ SCHEMA = ROOT / "docs" / "report.schema.json"
 @pytest.fixture
 def report(tmp_path: Path) -> dict:
     folder = Fault("", "", MLA_VLLM, drop("fc.weight")).write(tmp_path / "head")
-    return json.loads(validate(Folder(folder), Wish(), say=lambda _: None).to_json())
+    return json.loads(validate(Folder(folder), Checks(), say=lambda _: None).to_json())
 
 
 def test_the_page_and_the_schema_are_current():
@@ -48,7 +48,7 @@ def test_the_schema_names_the_same_keys(report):
     assert schema["additionalProperties"] is False and schema["properties"]["schema"]["const"] == 1
     finding = schema["$defs"]["Finding"]
     assert finding["properties"].keys() == report["findings"][0].keys()
-    assert finding["properties"]["severity"]["enum"] == ["error", "warning", "info"]
+    assert finding["properties"]["severity"]["enum"] == ["error", "warning", "note"]
     assert schema["$defs"]["Figures"]["properties"].keys() == report["figures"].keys()
 
 

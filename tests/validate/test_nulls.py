@@ -20,8 +20,8 @@ from kconv.convert.read import read_head
 from kconv.engines import BY_NAME
 from kconv.engines.vllm import REFUSED
 from kconv.head.spec import HeadSpec, Norms
+from kconv.validate.rules.config import NULLS
 from kconv.validate.rules.head import ENGINE_LAYOUT
-from kconv.validate.rules.nulls import NULLS
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM, VLLM_V1, VLLM_V2
 from kconv.validate.run import validate
 

@@ -20,7 +20,7 @@ from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
 from kconv.validate.rules.table import TARGET_RULES, all_rules
 from kconv.validate.rules.target import Excludes
-from kconv.validate.run import Wish, validate
+from kconv.validate.run import Checks, validate
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def good(tiny_target, tmp_path_factory):
 
 
 def check(folder, **wish):
-    return validate(Folder(folder), Wish(**wish), say=lambda _: None).findings
+    return validate(Folder(folder), Checks(**wish), say=lambda _: None).findings
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -101,7 +101,7 @@ VARIANTS = {
 def test_of_another_good_target_nothing_is_said_but_to_know(change, wrapped, said, good, tmp_path):
     found = check(write_changed(good(wrapped=wrapped), tmp_path / "target", change))
     assert {finding.rule for finding in found} == said
-    assert all(finding.severity == "info" for finding in found)
+    assert all(finding.severity == "note" for finding in found)
 
 
 @pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])

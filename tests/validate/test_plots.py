@@ -10,10 +10,9 @@ import pytest
 
 from kconv.errors import OutputFailed
 from kconv.validate.figures import AcceptanceFigures, EngineFigures, Figures, ParityFigures, PartFigures, StepFigures
-from kconv.validate.markdown import to_markdown
+from kconv.validate.markdown import NO_PART_DIFFERS, illustrate, to_markdown
 from kconv.validate.plots import LEFT_OUT, draw_plots
 from kconv.validate.report import Report
-from kconv.validate.sections import NO_PART_DIFFERS, illustrate
 
 KINDS = ("held-out", "sampled", "greedy")
 

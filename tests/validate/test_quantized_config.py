@@ -13,7 +13,7 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import COUNTS, parse_target_config
-from kconv.validate.quantized_config import KEYS, check_config
+from kconv.validate.quantized import KEYS, check_config
 from kconv.validate.run import validate
 
 

@@ -19,8 +19,7 @@ from kconv.convert.read import Head, read_head
 from kconv.engines import by_name
 from kconv.head.spec import HeadSpec
 from kconv.quantize.head.formats import FORMATS
-from kconv.validate.quantized_head import FORMS
-from kconv.validate.structure import check_source, is_identical
+from kconv.validate.structure import FORMS, check_source, is_identical
 
 # So wide that a block of 128 is not the whole of a linear.
 SPEC = replace(QUANTIZABLE, intermediate=192, mlp_bias=True)
@@ -87,7 +86,7 @@ def source(tmp_path: Path) -> Head:
 def test_what_was_rounded_is_told_with_its_noise(source, tmp_path, form):
     output = write_quantized(tmp_path / "output", source, form)
     absent, noise = check_source(output, source)
-    assert (absent.rule, noise.rule, noise.severity) == ("K302", "K306", "info")
+    assert (absent.rule, noise.rule, noise.severity) == ("K302", "K306", "note")
     name = form.removesuffix(" by rows")
     assert noise.message.startswith(f"3 linears are rounded to {name}: signal over noise ")
     # What uniformly spread values keep of four bits in groups of sixteen, and of eight.

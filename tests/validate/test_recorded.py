@@ -22,9 +22,8 @@ from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
-from kconv.validate.assemble import digests
-from kconv.validate.recorded import check_manifest
-from kconv.validate.run import Wish, validate
+from kconv.validate.report import digests
+from kconv.validate.run import Checks, check_manifest, validate
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def converted(tmp_path: Path) -> Path:
 
 def broken(folder: Path, **wish) -> list[str]:
     """Return where the manifest is found not to hold."""
-    report = validate(Folder(folder), Wish(**wish), say=lambda _: None)
+    report = validate(Folder(folder), Checks(**wish), say=lambda _: None)
     found = [finding for finding in report.findings if finding.rule == "K301"]
     assert all(finding.severity == "error" and finding.message and finding.fix for finding in found)
     return [finding.where for finding in found]

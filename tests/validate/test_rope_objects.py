@@ -12,7 +12,7 @@ from support.good_heads import Good
 from support.heads import MLA
 
 from kconv.checkpoint.source import Folder
-from kconv.convert.rope_keys import read_rope
+from kconv.convert.rope import read_rope
 from kconv.head.spec import HeadSpec
 from kconv.validate.rules.head import ENGINE_LAYOUT
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM

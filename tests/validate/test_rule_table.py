@@ -10,9 +10,9 @@ import pytest
 import kconv.validate
 from kconv.cli.validate import FOR
 from kconv.errors import ConfigInvalid, HubUnreachable, UnknownRule
-from kconv.validate.rules import limits, unreadable
+from kconv.validate.rules import limits
 from kconv.validate.rules.rule import ASKED, ENGINES
-from kconv.validate.rules.table import EVERY_RULE, HEAD_RULES, all_rules, find_rule
+from kconv.validate.rules.table import EVERY_RULE, HEAD_RULES, all_rules, find_rule, of_error
 
 RULES = all_rules()
 
@@ -29,7 +29,7 @@ def test_there_are_more_rules_over_heads_than_promised():
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_rule_is_complete(rule):
     assert re.fullmatch(r"K\d{3}", rule.id) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", rule.name)
-    assert rule.severity in ("error", "warning", "info")
+    assert rule.severity in ("error", "warning", "note")
     assert rule.sentence.endswith(".") and rule.fix.endswith(".") and len(rule.sentence) > 20
     assert rule.engines == tuple(engine for engine in ENGINES if engine in rule.engines) or set(rule.engines) < set(
         ENGINES
@@ -57,10 +57,10 @@ def test_the_command_offers_the_engines_that_rules_know():
     assert set(FOR) == ASKED.keys()
 
 
-def test_a_fault_of_the_hub_is_no_finding():
-    assert unreadable.of_fault(ConfigInvalid("x", where="config.json", fix="y")).rule == "K008"
+def test_an_error_of_the_hub_is_no_finding():
+    assert of_error(ConfigInvalid("x", where="config.json", fix="y")).rule == "K008"
     with pytest.raises(HubUnreachable):
-        unreadable.of_fault(HubUnreachable("x"))
+        of_error(HubUnreachable("x"))
 
 
 def test_findings_that_a_comparison_makes_are_explained_too():

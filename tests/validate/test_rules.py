@@ -22,13 +22,13 @@ from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 from kconv.validate.rules.table import HEAD_RULES, all_rules
-from kconv.validate.run import Hints, Wish, validate
+from kconv.validate.run import Checks, Hints, validate
 
 # What a launch flag must supply, and what is not compared where no target is given.
 ALWAYS = {"K144", "K184", "K193", "K194", "K195", "K196", "K214"}
 
 
-def check(folder: Path, wish: Wish) -> Report:
+def check(folder: Path, wish: Checks) -> Report:
     return validate(Folder(folder), wish, say=lambda _: None)
 
 
@@ -47,8 +47,8 @@ def test_a_corruption_is_found_by_the_rule_it_was_made_for(fault: Fault, tmp_pat
 
 @pytest.mark.parametrize("good", GOOD.values(), ids=GOOD)
 def test_of_a_good_head_nothing_is_said_but_what_a_flag_must_supply(good, tmp_path: Path):
-    report = check(good.write(tmp_path / "head"), Wish(good.engines))
-    assert [f for f in report.findings if f.severity != "info"] == []
+    report = check(good.write(tmp_path / "head"), Checks(good.engines))
+    assert [f for f in report.findings if f.severity != "note"] == []
     assert {f.rule for f in report.findings} <= ALWAYS | {"K203"}
 
 
@@ -56,7 +56,7 @@ def test_each_thing_that_a_flag_must_supply_is_said_of_a_good_head(tmp_path: Pat
     told = {
         finding.rule
         for name in ("mla, portable", "gqa, portable")
-        for finding in check(GOOD[name].write(tmp_path / name), Wish(ASKED["all"])).findings
+        for finding in check(GOOD[name].write(tmp_path / name), Checks(ASKED["all"])).findings
     }
     assert told >= ALWAYS
 
@@ -68,7 +68,7 @@ def test_every_rule_over_heads_has_a_corruption_or_is_said_of_good_ones():
 def test_the_corruptions_were_good_before(tmp_path: Path):
     bases = {fault.base.name + repr(fault.base.spec): fault.base for fault in FAULTS if not fault.engines}
     for number, base in enumerate(bases.values()):
-        wish = Wish(base.engines)
+        wish = Checks(base.engines)
         if any(limit.applies(base.spec, ()) for limit in BY_NAME[base.layout].limits) or base.layout == "specforge":
             continue
         found = check(base.write(tmp_path / str(number)), wish).findings
@@ -94,14 +94,14 @@ def test_without_values_maps_and_weights_are_not_looked_at(tmp_path: Path):
         tensors["fc.weight"][0, 0] = float("nan")
 
     folder = write(tmp_path / "head", REDUCED, spoil)
-    assert {f.rule for f in check(folder, Wish()).findings} >= {"K174", "K201"}
-    report = check(folder, Wish(headers_only=True))
+    assert {f.rule for f in check(folder, Checks()).findings} >= {"K174", "K201"}
+    report = check(folder, Checks(headers_only=True))
     assert report.clean and report.weights == {} and report.provenance["headers_only"] is True
 
 
 def test_every_missing_tensor_is_named(tmp_path: Path):
     names = ["fc.weight", f"{P}hidden_norm.weight", f"{P}mlp.up_proj.weight", "norm.weight"]
-    report = check(write(tmp_path / "head", MLA_VLLM, drop(*names)), Wish())
+    report = check(write(tmp_path / "head", MLA_VLLM, drop(*names)), Checks())
     assert sorted(f.where for f in report.findings if f.severity == "error") == sorted(names)
 
 
@@ -114,8 +114,8 @@ def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):
         ((TRTLLM,), "K140", False),
         (ASKED["vllm"], "K143", True),
     ):
-        assert bool(of(check(folder, Wish(engines)), rule)) is said
-    (finding,) = of(check(folder, Wish(ASKED["all"])), "K140")
+        assert bool(of(check(folder, Checks(engines)), rule)) is said
+    (finding,) = of(check(folder, Checks(ASKED["all"])), "K140")
     assert finding.engines == ("vllm-v1", "vllm-v2") and "v1 would feed it those of [0, 2, 4]" in finding.message
 
 
@@ -126,7 +126,7 @@ WRITTEN_FOR = {"vllm": ALL[:2], "sglang": ALL[2:3], "trtllm": ALL[3:], "modelopt
 @pytest.mark.parametrize("layout, engines", (WRITTEN_FOR | {"torchspec": ALL}).items())
 def test_without_a_wish_a_head_is_checked_for_whom_it_was_written(layout, engines, tmp_path: Path):
     good = next(g for g in GOOD.values() if g.layout == layout and g.spec.kind == "mla")
-    assert check(good.write(tmp_path / "head"), Wish()).provenance["for"] == engines
+    assert check(good.write(tmp_path / "head"), Checks()).provenance["for"] == engines
 
 
 @pytest.mark.parametrize("layers, rules", [(9, set()), (30, {"K142"}), (None, {"K143"})])
@@ -134,8 +134,8 @@ def test_the_targets_depth_decides_whether_a_default_is_the_heads(layers, rules,
     """Outputs [1, 3, 5] are ModelOpt's default of 9 layers: {1, 9 // 2 - 1, 9 - 4}."""
     target = parse_target_config(TARGET | {"num_hidden_layers": layers}) if layers else None
     folder = MODELOPT_GQA.write(tmp_path / "head")
-    found = check(folder, Wish((VLLM_V2,), hints=Hints(target_layers=layers), target=target))
-    assert {f.rule for f in found.findings if f.severity != "info"} == rules
+    found = check(folder, Checks((VLLM_V2,), hints=Hints(target_layers=layers), target=target))
+    assert {f.rule for f in found.findings if f.severity != "note"} == rules
 
 
 KIMI_K2 = replace(MLA, max_positions=262144)
@@ -165,18 +165,18 @@ def test_a_table_of_angles_is_as_long_as_the_engine_makes_it(layout, spec, conte
     engines = WRITTEN_FOR[layout]
     target = parse_target_config(TARGET | {"max_position_embeddings": context})
     folder = Good("", layout, spec, tuple(engines)).write(tmp_path / "head")
-    found = check(folder, Wish(tuple(engines), target=target)).findings
+    found = check(folder, Checks(tuple(engines), target=target)).findings
     assert {f.rule for f in found} & {"K166", "K167", "K169"} == rules
 
 
 def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
     folder = write(tmp_path / "head", MODELOPT_GQA, nest(**ids))
-    assert of(check(folder, Wish()), "K006")
-    assert check(folder, Wish(hints=Hints(captured_are="outputs"))).clean
-    told = check(folder, Wish(ASKED["vllm-v1"], hints=Hints(captured_are="inputs")))
+    assert of(check(folder, Checks()), "K006")
+    assert check(folder, Checks(hints=Hints(captured_are="outputs"))).clean
+    told = check(folder, Checks(ASKED["vllm-v1"], hints=Hints(captured_are="inputs")))
     assert not of(told, "K140") and told.clean
-    misread = check(folder, Wish(ASKED["vllm-v1"], hints=Hints(captured_are="outputs")))
+    misread = check(folder, Checks(ASKED["vllm-v1"], hints=Hints(captured_are="outputs")))
     assert of(misread, "K140")
 
 
@@ -186,7 +186,7 @@ def test_a_map_of_the_first_tokens_is_no_fault_where_t2d_says_so(tmp_path: Path)
         tensors["t2d"][:] = False
         tensors["t2d"][:40] = True
 
-    assert check(write(tmp_path / "head", REDUCED, first), Wish()).clean
+    assert check(write(tmp_path / "head", REDUCED, first), Checks()).clean
 
 
 def test_a_head_that_kconv_trained_is_not_said_to_be_normed_twice(tmp_path: Path):
@@ -220,7 +220,7 @@ def test_whatever_a_config_says_there_is_a_report_and_an_unreadable_head_is_not_
     config = json.loads(before) | data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
     try:
         file.write_text(json.dumps(config))
-        report = check(folder, Wish(ASKED["all"], headers_only=True))
+        report = check(folder, Checks(ASKED["all"], headers_only=True))
         assert Report.model_validate_json(report.to_json()) == report
         from kconv.checkpoint.folder import open_checkpoint
         from kconv.convert.read import claim_tensors
@@ -237,16 +237,16 @@ def test_whatever_a_config_says_there_is_a_report_and_an_unreadable_head_is_not_
 def test_a_fault_that_no_rule_speaks_of_is_reported_all_the_same(tmp_path: Path):
     """Also where another one finds an error of its own."""
     change = put(num_key_value_heads=3, architectures=["Unheard"])
-    found = {f.rule: f for f in check(write(tmp_path / "head", GQA_VLLM, change), Wish()).findings}
+    found = {f.rule: f for f in check(write(tmp_path / "head", GQA_VLLM, change), Checks()).findings}
     assert {"K008", "K186"} <= found.keys() and "share 3" in found["K008"].message
 
 
 def test_a_layout_that_is_named_wrongly_is_no_crash(tmp_path: Path):
     spec = next(g for g in GOOD.values() if g.name == "gqa, 2 layers, vllm")
-    report = check(spec.write(tmp_path / "head"), Wish(layout=BY_NAME["torchspec"]))
+    report = check(spec.write(tmp_path / "head"), Checks(layout=BY_NAME["torchspec"]))
     assert not report.clean
 
 
 def test_a_folder_that_is_not_there_is_a_finding(tmp_path: Path):
-    report = check(tmp_path / "nothing", Wish())
+    report = check(tmp_path / "nothing", Checks())
     assert [f.rule for f in report.findings] == ["K001"]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.validate.rules.spread import measure_spread
+from kconv.validate.rules.values import measure_spread
 
 INITIALIZERS = {
     "normal": lambda w: torch.nn.init.normal_(w, std=0.02),

@@ -13,7 +13,7 @@ from ...convert.read import Head
 from ...head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from ...targets.config import read_target_config
 from ...targets.states import run_target
-from ..weights import load_head
+from ..parity import load_head
 
 
 def simulate(

@@ -1,1 +1,1 @@
-"""What engines are known to get wrong, each fault a small function with an id, a sentence and a fix."""
+"""What engines are known to get wrong, in tables by subject: each rule a row with an id, a sentence and a fix."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.values import FLOAT_BITS, Scan, Values
-from ...convert.captured import Hints, without_lists
-from ...convert.config import ReadConfig, read_config
-from ...convert.own_keys import unify
-from ...convert.read import Head, claim_tensors, find_breaches, read_head, rows_of, weight_dtype
+from ...convert.captured import EAGLE, Hints
+from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import Shared
 from ...engines.common import listed_ids as listed_ids
 from ...engines.layout import Layout, Stored
-from ...engines.registry import by_name, detect, layouts, runners_of
-from ...engines.registry import engines as all_engines
-from ...errors import CapturedUndecided, KconvError
-from ...head.contract import Breach
+from ...engines.registry import by_name, engines, layouts, runners_of
+from ...errors import KconvError, Problem
 from ...head.slots import needs
 from ...head.spec import HeadSpec
 from ...targets.config import TargetConfig
@@ -32,19 +28,18 @@ if TYPE_CHECKING:
 
 # Which table says what an engine reads, and which engines a layout is for. Trainers' own layouts are for none, and
 # are held against all of them.
-ENGINE_LAYOUT = {runner: engine.layout.name for engine in all_engines() for runner in engine.runner_names}
+ENGINE_LAYOUT = {runner: engine.layout.name for engine in engines() for runner in engine.runner_names}
 WRITTEN_FOR: Mapping[str, tuple[str, ...]] = {
     layout.name: tuple(name for name in ENGINES if name in found)
     for layout in layouts()
     if (found := runners_of(layout.name))
 }
 MISSING = object()
-EAGLE = "eagle_config"
 
 
 @dataclass(frozen=True)
 class HeadSubject(Subject):
-    """A head, read as far as it can be read; what cannot be read is None, and `fault` says why.
+    """A head, read as far as it can be read; what cannot be read is None, and `problems` say why.
 
     Attributes:
         named_layout: the layout that the user named, None to go by the head's marks.
@@ -59,23 +54,23 @@ class HeadSubject(Subject):
     lent: Callable[[Iterable[str]], Shared] | None = None
 
     @cached_property
+    def reading(self) -> HeadReading:
+        """The head as far as it can be read, and what is wrong with it."""
+        return read(self.checkpoint, layout=self.named_layout, hints=self.hints, values=self.with_values)
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        return self.reading.problems
+
+    @property
     def layout(self) -> Layout | None:
         """The layout the head is in."""
-        try:
-            return self.named_layout or detect(self.config, self.tensors)
-        except KconvError:
-            return None
+        return self.reading.layout
 
-    @cached_property
+    @property
     def flat(self) -> Mapping[str, Any]:
         """The config in the common keys; as it is where it cannot be brought to them."""
-        if self.layout is None:
-            return self.config
-        try:
-            return unify(self.config, self.layout.config, self.hints)[0]
-        except KconvError:
-            nested = self.config.get(self.layout.config.nested)
-            return {**self.config, **nested} if isinstance(nested, Mapping) else self.config
+        return self.reading.config
 
     @cached_property
     def eagle(self) -> Mapping[str, Any]:
@@ -97,59 +92,20 @@ class HeadSubject(Subject):
         """Whether the config asks for latent attention."""
         return bool(self.flat.get("kv_lora_rank")) or any(".kv_b_proj." in name for name in self.tensors)
 
-    @cached_property
-    def _config(self) -> tuple[ReadConfig | None, KconvError | None]:
-        if self.layout is None:
-            return None, None
-        try:
-            return self._read_config(self.config, self.hints), None
-        except CapturedUndecided as fault:
-            return self._guess(), fault
-        except KconvError as fault:
-            return None, fault
-
-    def _read_config(self, config: Mapping[str, Any], hints: Hints) -> ReadConfig:
-        assert self.layout is not None
-        dtype = weight_dtype(self.checkpoint)
-        return read_config(config, self.tensors, dtype=dtype, hints=hints, table=self.layout.config)
-
-    def _guess(self) -> ReadConfig | None:
-        """Read the config with as many captured layers as fc has room for; which ones they are is not looked at."""
-        widths = [self.flat.get("target_hidden_size"), self.flat.get("hidden_size")]
-        width = next((w for w in widths if isinstance(w, int) and not isinstance(w, bool) and w > 0), 0)
-        fc = self.tensors.get("fc.weight")
-        count = fc.shape[1] // width if fc and len(fc.shape) == 2 and width else 3
-        try:
-            hints = Hints(tuple(range(max(count, 1))), max_positions=self.hints.max_positions)
-            return self._read_config(without_lists(self.config), hints)
-        except KconvError:
-            return None
-
-    @property
-    def read(self) -> ReadConfig | None:
-        """What the config says."""
-        return self._config[0]
-
-    @property
-    def undecided(self) -> CapturedUndecided | None:
-        """Why it is not known which layers the head reads; `read` has then as many as fc has room for."""
-        fault = self._config[1]
-        return fault if isinstance(fault, CapturedUndecided) else None
-
     @property
     def spec(self) -> HeadSpec | None:
-        """What the head is."""
-        return self.read.spec if self.read else None
+        """What the head is; where its captured layers are not known, it has as many as fc has room for."""
+        return self.reading.spec
 
     @property
     def captured(self) -> tuple[int, ...] | None:
         """The layers that the head reads, as outputs, where they are known."""
-        return self.spec.captured if self.spec and not self.undecided else None
+        return self.reading.captured.ids if self.spec and self.reading.captured else None
 
-    @cached_property
+    @property
     def rows(self) -> Mapping[str, Stored]:
         """What the head's layout stores for its spec, by name; empty where that cannot be said."""
-        return self.rows_in(self.layout) if self.layout else {}
+        return self.reading.rows
 
     def rows_in(self, layout: Layout) -> Mapping[str, Stored]:
         """Return what another layout stores for this head's spec."""
@@ -158,33 +114,10 @@ class HeadSubject(Subject):
         except KconvError:
             return {}
 
-    @cached_property
-    def breaches(self) -> tuple[Breach, ...]:
-        """Every way in which the tensors' names, shapes and dtypes are not what the spec demands."""
-        try:
-            return tuple(find_breaches(self.layout, self.spec, self.tensors)) if self.layout and self.spec else ()
-        except KconvError:
-            return ()
-
-    @cached_property
-    def _head(self) -> tuple[Head | None, KconvError | None]:
-        if not self.tensors:
-            return None, None
-        reader = read_head if self.with_values else claim_tensors
-        try:
-            return reader(self.checkpoint, layout=self.named_layout, hints=self.hints), None
-        except KconvError as fault:
-            return None, fault
-
     @property
     def head(self) -> Head | None:
-        """The head, with each tensor claimed by a row of its layout."""
-        return self._head[0]
-
-    @property
-    def fault(self) -> KconvError | None:
-        """What stopped the reading."""
-        return self._head[1]
+        """The head, if there is no error in reading it."""
+        return None if self.reading.errors else self.reading.head
 
     @cached_property
     def slots(self) -> Mapping[str, str]:
@@ -232,7 +165,7 @@ def engines_of(layout: Layout | None) -> tuple[str, ...]:
     return WRITTEN_FOR.get(layout.name, ENGINES) if layout else ENGINES
 
 
-def engine_layouts(engines: Iterable[str]) -> dict[str, Layout]:
+def engine_layouts(asked: Iterable[str]) -> dict[str, Layout]:
     """Return the tables of these engines by engine, vLLM's two runners as one."""
-    known = {ENGINE_LAYOUT[engine]: engine for engine in sorted(engines)}
+    known = {ENGINE_LAYOUT[engine]: engine for engine in sorted(asked)}
     return {engine: by_name(name) for name, engine in known.items()}

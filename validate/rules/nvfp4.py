@@ -1,13 +1,16 @@
-"""A target's NVFP4 tensors."""
+"""A target's NVFP4 tensors and their scales."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
+from ...checkpoint.bytes import stream
 from ...checkpoint.header import TensorInfo
-from ...quantize.formats import GROUP_SIZE, TENSORS, fused_group
-from .rule import SGLANG, TRTLLM, VLLM, Found, rule
-from .target import FLOATS, MARK, SCALES, TargetSubject
+from ...quantize.formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE, TENSORS, fused_group, is_scale
+from .rule import SGLANG, TRTLLM, VLLM, Found, Rule
+from .target import FLOATS, MARK, TargetSubject
 
 AGAIN = "Quantize the target again."
 SCALARS = (MARK, "input_scale")
@@ -20,30 +23,17 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "kv_b_proj": ("kv_lora_rank",),
     "o_proj": ("num_attention_heads", "v_head_dim"),
 }
+
+
 LEFT = ("weight_packed", "weight_shape", "weight_scale_inv", "weight_zero_point")
 
 
-@rule(
-    "K401",
-    "input-scale-missing",
-    "error",
-    "An NVFP4 module lacks its input_scale, without which engines cannot quantize what it reads. ModelOpt's exporter"
-    " writes none if nothing was calibrated, and says nothing.",
-    fix="Quantize again with a calibration or --input-scale data-free; or name the algorithm W4A16_NVFP4.",
-)
 def input_scale_missing(subject: TargetSubject) -> Iterator[Found]:
     if not subject.weight_only:
         lacking = [base for base, parts in subject.packed.items() if "input_scale" not in parts]
         yield from _first(lacking, "has no input_scale")
 
 
-@rule(
-    "K402",
-    "weight-part-missing",
-    "error",
-    "An NVFP4 module lacks its weight, its block scales or its weight_scale_2: the values cannot be read.",
-    fix="Fetch the target again, or quantize it again.",
-)
 def weight_part_missing(subject: TargetSubject) -> Iterator[Found]:
     for base, parts in subject.modules.items():
         lacking = [suffix for suffix in ("weight", "weight_scale", MARK) if suffix not in parts]
@@ -51,13 +41,6 @@ def weight_part_missing(subject: TargetSubject) -> Iterator[Found]:
             yield Found(base, f"lacks {' and '.join(lacking)}")
 
 
-@rule(
-    "K403",
-    "nvfp4-dtype",
-    "error",
-    "A part of an NVFP4 weight is of another dtype than the format has: its bytes would be read as other numbers.",
-    fix=AGAIN,
-)
 def nvfp4_dtype(subject: TargetSubject) -> Iterator[Found]:
     for parts in subject.packed.values():
         for suffix, info in parts.items():
@@ -65,13 +48,6 @@ def nvfp4_dtype(subject: TargetSubject) -> Iterator[Found]:
                 yield Found(info.name, f"{info.dtype}, and the format has {TENSORS[suffix][0]}")
 
 
-@rule(
-    "K404",
-    "nvfp4-scale-shape",
-    "error",
-    "Block scales are not one for each sixteen values, or a scale of a whole module is no single number.",
-    fix=AGAIN,
-)
 def nvfp4_scale_shape(subject: TargetSubject) -> Iterator[Found]:
     for parts in subject.packed.values():
         weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -86,13 +62,6 @@ def nvfp4_scale_shape(subject: TargetSubject) -> Iterator[Found]:
                 yield Found(info.name, f"{list(info.shape)}, and it is one number for the module")
 
 
-@rule(
-    "K405",
-    "packed-width",
-    "error",
-    "A packed weight is not half as wide as what its module reads by the config: two values stand in each byte.",
-    fix="Check that config.json and the weights are of the same model; else quantize the target again.",
-)
 def packed_width(subject: TargetSubject) -> Iterator[Found]:
     text = subject.config.get("text_config", subject.config)
     for base, parts in subject.packed.items():
@@ -107,14 +76,6 @@ def packed_width(subject: TargetSubject) -> Iterator[Found]:
             yield Found(weight.name, f"{list(weight.shape)}, and {' x '.join(keys)} is {columns}")
 
 
-@rule(
-    "K406",
-    "fused-part-unpacked",
-    "error",
-    "Of modules that engines fuse into one, some are NVFP4 and some are not: there is no such fused layer.",
-    fix="Quantize all of q_a/kv_a, of q/k/v or of gate/up, or none.",
-    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
-)
 def fused_part_unpacked(subject: TargetSubject) -> Iterator[Found]:
     packed = {fused_group(base) for base in subject.packed}
     for base in subject.plain:
@@ -122,68 +83,30 @@ def fused_part_unpacked(subject: TargetSubject) -> Iterator[Found]:
             yield Found(base, "is not quantized, and what it is fused with is")
 
 
-@rule(
-    "K407",
-    "never-quantized",
-    "error",
-    "A router, an embedding or an MTP projection is NVFP4; no engine reads these packed.",
-    fix="Quantize the target again without them.",
-)
 def never_quantized(subject: TargetSubject) -> Iterator[Found]:
     for base in subject.packed:
         if base.endswith(NEVER):
             yield Found(base, "is NVFP4")
 
 
-@rule(
-    "K408",
-    "lm-head-quantized",
-    "warning",
-    "The lm_head is NVFP4: a draft head that shares it cannot read it, and engines differ on whether they can.",
-    fix="Keep lm_head as it is, and exclude it.",
-    seen_in="https://github.com/vllm-project/vllm/issues/45102",
-)
 def lm_head_quantized(subject: TargetSubject) -> Iterator[Found]:
     for base in subject.packed:
         if base.rpartition(".")[2] == "lm_head":
             yield Found(base, "is NVFP4")
 
 
-@rule(
-    "K409",
-    "other-format-left",
-    "error",
-    "A tensor of the format that the target was stored in before is still there beside NVFP4.",
-    fix="Quantize the target again into a new folder.",
-)
 def other_format_left(subject: TargetSubject) -> Iterator[Found]:
     if subject.is_nvfp4:
         left = [name for name in subject.tensors if name.endswith(tuple(f".{suffix}" for suffix in LEFT))]
         yield from _first(left, "is of another quantized format")
 
 
-@rule(
-    "K410",
-    "kv-b-proj-quantized",
-    "error",
-    "kv_b_proj is NVFP4: TensorRT-LLM and SGLang split it per head when they load it, and want it plain.",
-    fix="Keep kv_b_proj out of the recipe.",
-    engines=(SGLANG, TRTLLM),
-)
 def kv_b_proj_quantized(subject: TargetSubject) -> Iterator[Found]:
     for base in subject.packed:
         if base.endswith(".kv_b_proj"):
             yield Found(base, "is NVFP4")
 
 
-@rule(
-    "K411",
-    "kv-scale-half",
-    "error",
-    "One of k_scale and v_scale is there without the other, or is no single float32.",
-    fix="Export the target again, or drop both: engines then take 1.0.",
-    engines=(*VLLM, SGLANG, TRTLLM),
-)
 def kv_scale_half(subject: TargetSubject) -> Iterator[Found]:
     for name, info in subject.tensors.items():
         if name.endswith((".k_scale", ".v_scale")):
@@ -209,20 +132,216 @@ def _first(names: list[str], what: str) -> Iterator[Found]:
 
 def parts_of(subject: TargetSubject, suffix: str) -> Iterator[TensorInfo]:
     """Yield one kind of scale of all packed modules."""
-    assert suffix in SCALES
     yield from (parts[suffix] for parts in subject.packed.values() if suffix in parts)
 
 
-RULES = (
-    input_scale_missing,
-    weight_part_missing,
-    nvfp4_dtype,
-    nvfp4_scale_shape,
-    packed_width,
-    fused_part_unpacked,
-    never_quantized,
-    lm_head_quantized,
-    other_format_left,
-    kv_b_proj_quantized,
-    kv_scale_half,
+FUSED = (
+    "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2055-L2064"
+)
+
+
+# e4m3 has one NaN, with either sign.
+NAN = 0x7F
+DATA_FREE = 1.0  # the input_scale of a target that was not calibrated
+
+
+def scale_value(subject: TargetSubject) -> Iterator[Found]:
+    for suffix in SCALARS:
+        for info in parts_of(subject, suffix):
+            value = _scalar(info)
+            if value is not None and not is_scale(value):
+                yield Found(info.name, f"is {value:g}")
+
+
+def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
+    for info in parts_of(subject, "weight_scale"):
+        if info.dtype != "F8_E4M3":
+            continue
+        nan = negative = other = 0
+        for chunk in stream(info):
+            bits = np.frombuffer(chunk, np.uint8)
+            nan += int(np.count_nonzero(bits & NAN == NAN))
+            negative += int(np.count_nonzero(bits > 0x80))
+            other += int(np.count_nonzero(bits & NAN))
+        if nan or negative or (info.size and not other):
+            what = f"{nan:,} are NaN" if nan else f"{negative:,} are negative" if negative else "all are zero"
+            yield Found(info.name, what)
+
+
+def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
+    from ...targets.norms import beyond_norms
+
+    scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
+    amaxes = {
+        name.removesuffix(".input_scale"): scale * E2M1_MAX * E4M3_MAX
+        for name, scale in scales.items()
+        if scale is not None and scale != DATA_FREE
+    }
+    for beyond in beyond_norms(amaxes, subject.tensors):
+        yield Found(
+            f"{beyond.module}.input_scale",
+            f"is of an amax of {beyond.amax:g}, and {beyond.norm} reaches {beyond.bound:g} at most",
+        )
+
+
+def _unequal(subject: TargetSubject, suffix: str) -> Iterator[Found]:
+    groups: dict[str, list[TensorInfo]] = {}
+    for info in parts_of(subject, suffix):
+        groups.setdefault(fused_group(info.name.removesuffix(f".{suffix}")), []).append(info)
+    for infos in groups.values():
+        values = [_scalar(info) for info in infos] if len(infos) > 1 else []
+        if any(value != values[0] and value == value for value in values if value is not None):
+            yield Found(infos[0].name, f"{values[0]}, and {infos[1].name} {values[1]}")
+
+
+def _scalar(info: TensorInfo) -> float | None:
+    """Return a scale's value; None if it is no single float32, which another rule speaks of."""
+    from ...checkpoint.tensors import read_tensor  # here, as headers are checked without torch
+
+    return float(read_tensor(info).reshape(())) if info.dtype == "F32" and info.shape in ((), (1,)) else None
+
+
+RULES: tuple[Rule[TargetSubject], ...] = (
+    Rule(
+        "K401",
+        "input-scale-missing",
+        "error",
+        "An NVFP4 module lacks its input_scale, without which engines cannot quantize what it reads. ModelOpt's"
+        " exporter writes none if nothing was calibrated, and says nothing.",
+        fix="Quantize again with a calibration or --input-scale data-free; or name the algorithm W4A16_NVFP4.",
+        check=input_scale_missing,
+    ),
+    Rule(
+        "K402",
+        "weight-part-missing",
+        "error",
+        "An NVFP4 module lacks its weight, its block scales or its weight_scale_2: the values cannot be read.",
+        fix="Fetch the target again, or quantize it again.",
+        check=weight_part_missing,
+    ),
+    Rule(
+        "K403",
+        "nvfp4-dtype",
+        "error",
+        "A part of an NVFP4 weight is of another dtype than the format has: its bytes would be read as other numbers.",
+        fix=AGAIN,
+        check=nvfp4_dtype,
+    ),
+    Rule(
+        "K404",
+        "nvfp4-scale-shape",
+        "error",
+        "Block scales are not one for each sixteen values, or a scale of a whole module is no single number.",
+        fix=AGAIN,
+        check=nvfp4_scale_shape,
+    ),
+    Rule(
+        "K405",
+        "packed-width",
+        "error",
+        "A packed weight is not half as wide as what its module reads by the config: two values stand in each byte.",
+        fix="Check that config.json and the weights are of the same model; else quantize the target again.",
+        check=packed_width,
+    ),
+    Rule(
+        "K406",
+        "fused-part-unpacked",
+        "error",
+        "Of modules that engines fuse into one, some are NVFP4 and some are not: there is no such fused layer.",
+        fix="Quantize all of q_a/kv_a, of q/k/v or of gate/up, or none.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
+        check=fused_part_unpacked,
+    ),
+    Rule(
+        "K407",
+        "never-quantized",
+        "error",
+        "A router, an embedding or an MTP projection is NVFP4; no engine reads these packed.",
+        fix="Quantize the target again without them.",
+        check=never_quantized,
+    ),
+    Rule(
+        "K408",
+        "lm-head-quantized",
+        "warning",
+        "The lm_head is NVFP4: a draft head that shares it cannot read it, and engines differ on whether they can.",
+        fix="Keep lm_head as it is, and exclude it.",
+        seen_in="https://github.com/vllm-project/vllm/issues/45102",
+        check=lm_head_quantized,
+    ),
+    Rule(
+        "K409",
+        "other-format-left",
+        "error",
+        "A tensor of the format that the target was stored in before is still there beside NVFP4.",
+        fix="Quantize the target again into a new folder.",
+        check=other_format_left,
+    ),
+    Rule(
+        "K410",
+        "kv-b-proj-quantized",
+        "error",
+        "kv_b_proj is NVFP4: TensorRT-LLM and SGLang split it per head when they load it, and want it plain.",
+        fix="Keep kv_b_proj out of the recipe.",
+        engines=(SGLANG, TRTLLM),
+        check=kv_b_proj_quantized,
+    ),
+    Rule(
+        "K411",
+        "kv-scale-half",
+        "error",
+        "One of k_scale and v_scale is there without the other, or is no single float32.",
+        fix="Export the target again, or drop both: engines then take 1.0.",
+        engines=(*VLLM, SGLANG, TRTLLM),
+        check=kv_scale_half,
+    ),
+    Rule(
+        "K440",
+        "fused-scale-unequal",
+        "error",
+        "Modules that engines fuse have unequal weight_scale_2; only the largest survives, block scales are not"
+        " rescaled, and the others' weights come out wrong.",
+        fix="Quantize the target again; kconv quantize gives q/k/v, q_a/kv_a and gate/up one scale.",
+        seen_in=FUSED,
+        values=True,
+        check=lambda s: _unequal(s, MARK),
+    ),
+    Rule(
+        "K441",
+        "fused-input-scale-unequal",
+        "error",
+        "Modules that engines fuse read the same activations, and their input_scale are unequal: TensorRT-LLM stops.",
+        fix="Calibrate again; what reads the same activations has one amax.",
+        engines=(TRTLLM,),
+        values=True,
+        check=lambda s: _unequal(s, "input_scale"),
+    ),
+    Rule(
+        "K442",
+        "scale-value",
+        "error",
+        "A scale of a whole module is NaN, zero, negative, or too small or too large to be calculated with in float32.",
+        fix=AGAIN,
+        values=True,
+        check=scale_value,
+    ),
+    Rule(
+        "K443",
+        "block-scale-value",
+        "error",
+        "Block scales are NaN, negative, or zero throughout.",
+        fix=AGAIN,
+        values=True,
+        check=block_scale_value,
+    ),
+    Rule(
+        "K444",
+        "input-scale-beyond-norm",
+        "error",
+        "An input_scale says that a module read more than the norm before it can put out: it is another target's, or"
+        " was changed. 1.0, which data-free recipes write, is passed over.",
+        fix="Calibrate this very target again, and quantize it with that.",
+        values=True,
+        check=input_scale_beyond_norm,
+    ),
 )

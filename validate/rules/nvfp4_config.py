@@ -1,51 +1,20 @@
-"""What a target's config says of its tensors."""
+"""What a target's config says of its tensors, and what it excludes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ...quantize.formats import GROUP_SIZE
-from .rule import TRTLLM, Found, rule
+from .rule import TRTLLM, Found, Rule
 from .target import BLOCK, LAYER, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
 
 ALGORITHMS = ("NVFP4", WEIGHT_ONLY)
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
 
-@rule(
-    "K420",
-    "nvfp4-unstated",
-    "error",
-    "Weights are NVFP4, and neither config.json nor hf_quant_config.json says so: engines take packed bytes for"
-    " weights.",
-    fix="Write quantization_config and hf_quant_config.json; kconv quantize writes both.",
-)
-def nvfp4_unstated(subject: TargetSubject) -> Iterator[Found]:
-    if subject.packed and not subject.block and not subject.side:
-        yield Found("config.json", f"{len(subject.packed):,} modules are NVFP4")
-
-
-@rule(
-    "K421",
-    "nvfp4-stale",
-    "error",
-    "The config says NVFP4, and no tensor is packed: engines look for scales that are not there.",
-    fix="Remove quantization_config and hf_quant_config.json; they are of another export.",
-)
-def nvfp4_stale(subject: TargetSubject) -> Iterator[Found]:
-    if subject.is_nvfp4 and not subject.packed:
-        yield Found(f"config.json: {BLOCK}", f"says {subject.block.get('quant_algo')}")
-
-
-@rule(
-    "K422",
-    "stale-text-block",
-    "error",
-    "A quantization_config of the format before is left in text_config: engines that look there first read NVFP4 as"
-    " INT4 or FP8.",
-    fix="Remove quantization_config from text_config; it belongs at the root.",
-)
 def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
     block = subject.text_block
     if subject.packed and block and dict(block) != dict(subject.root_block):
@@ -53,14 +22,6 @@ def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
         yield Found(f"config.json: text_config.{BLOCK}", f"says {named!r}, and the weights are NVFP4")
 
 
-@rule(
-    "K423",
-    "algorithm-unknown",
-    "error",
-    "The weights are NVFP4, and the config says another method, another algorithm or another group size.",
-    fix='Write quant_method "modelopt", quant_algo "NVFP4" or "W4A16_NVFP4", and groups of 16.',
-    seen_in=f"{MODELOPT}#L793-L824",
-)
 def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
     if not subject.packed:
         return
@@ -77,14 +38,6 @@ def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
                 yield Found(f"{where}: group_size", f"is {size!r}, and NVFP4's groups are of {GROUP_SIZE}")
 
 
-@rule(
-    "K424",
-    "side-file-differs",
-    "error",
-    "hf_quant_config.json and config.json's quantization_config differ: TensorRT-LLM goes by the one, vLLM by the"
-    " other.",
-    fix="Write both from one recipe; kconv quantize does.",
-)
 def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
     one, other = subject.root_block, subject.side
     if not one or not other:
@@ -101,39 +54,12 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
         yield Found(f"{SIDE_FILE}: kv_cache_quant_algo", f"{_kv(other)}, and config.json's scheme is {_kv(one)}")
 
 
-@rule(
-    "K425",
-    "side-file-missing",
-    "info",
-    "There is no hf_quant_config.json; older TensorRT-LLM reads no other block.",
-    fix="Write hf_quant_config.json too; kconv quantize does.",
-    engines=(TRTLLM,),
-)
-def side_file_missing(subject: TargetSubject) -> Iterator[Found]:
-    if subject.packed and subject.block and not subject.side and not subject.checkpoint.headers_only:
-        yield Found(SIDE_FILE, "is not there")
-
-
-@rule(
-    "K426",
-    "kv-scheme-unknown",
-    "error",
-    "The KV cache's scheme is none that engines know for NVFP4 targets: FP8, or nothing.",
-    fix='Write kv_cache_scheme {"dynamic": false, "num_bits": 8, "type": "float"}, or leave it out.',
-)
 def kv_scheme_unknown(subject: TargetSubject) -> Iterator[Found]:
     for where, block in ((f"config.json: {BLOCK}", subject.root_block), (SIDE_FILE, subject.side)):
         if subject.packed and _kv(block) not in ("FP8", "none"):
             yield Found(where, f"the KV cache's scheme is {_kv(block)}")
 
 
-@rule(
-    "K427",
-    "kv-scales-unstated",
-    "warning",
-    "The target has scales for its KV cache, and its config states no quantized one: engines leave them out.",
-    fix='State it (kv_cache_scheme, kv_cache_quant_algo "FP8"), or drop k_scale and v_scale.',
-)
 def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
     if subject.packed and _kv(subject.block) == "none":
         names = [name for name in subject.tensors if name.endswith((".k_scale", ".v_scale"))]
@@ -141,15 +67,6 @@ def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
             yield Found(names[0], f"one of {len(names)} scales of the KV cache")
 
 
-@rule(
-    "K428",
-    "layers-miscounted",
-    "error",
-    "The config counts other decoder layers than are stored. One that is counted and absent is served as memory was"
-    " when it was allocated: of a quantized model vLLM does not look which weights came.",
-    fix="State as many as the weights have (num_hidden_layers), or fetch the missing ones.",
-    seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L505-L509",
-)
 def layers_miscounted(subject: TargetSubject) -> Iterator[Found]:
     counted, extra = (subject.text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     layers = (LAYER.match(bare(name)) for name in subject.tensors)
@@ -186,14 +103,196 @@ def _sizes(block: Mapping[str, Any]) -> Iterator[object]:
                 yield numbers["group_size"]
 
 
-RULES = (
-    nvfp4_unstated,
-    nvfp4_stale,
-    stale_text_block,
-    algorithm_unknown,
-    side_file_differs,
-    side_file_missing,
-    kv_scheme_unknown,
-    kv_scales_unstated,
-    layers_miscounted,
+IGNORE = "Write an entry for each module in full, or for each layer's part closed by *, e.g. model.layers.1.self_attn*."
+
+
+def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
+    if subject.packed and subject.block:
+        for module in subject.plain:
+            if subject.covered[module] is None:
+                yield Found(module, "is not quantized, and no entry of ignore covers it")
+
+
+def packed_but_excluded(subject: TargetSubject) -> Iterator[Found]:
+    for module, entry in _packed_and_covered(subject):
+        if not _collides(entry, module):
+            yield Found(module, f"is NVFP4, and {entry!r} covers it")
+
+
+def exclude_collision(subject: TargetSubject) -> Iterator[Found]:
+    told = set()
+    for module, entry in _packed_and_covered(subject):
+        if _collides(entry, module) and entry not in told:
+            told.add(entry)
+            yield Found(f"config.json: {BLOCK}.ignore", f"{entry!r} covers {module}, which is NVFP4")
+
+
+def exclude_kv_b_proj(subject: TargetSubject) -> Iterator[Found]:
+    for where, block in ((f"config.json: {BLOCK}.ignore", subject.root_block), (SIDE_FILE, subject.side)):
+        for entry in entries_of(block):
+            plain_kv_b = any(module.endswith(".kv_b_proj") for module in subject.plain)
+            if subject.packed and plain_kv_b and fnmatchcase("kv_b_proj", entry):
+                yield Found(where, f"{entry!r} matches kv_b_proj")
+
+
+def exclude_part_of_name(subject: TargetSubject) -> Iterator[Found]:
+    if not subject.packed:
+        return
+    for module in subject.plain:
+        entry = subject.covered[module]
+        if entry is not None and not subject.excludes.is_wildcard_for(module):
+            yield Found(module, f"is covered by {entry!r} only")
+
+
+def _packed_and_covered(subject: TargetSubject) -> Iterator[tuple[str, str]]:
+    for module in subject.packed:
+        entry = subject.covered[module]
+        if entry is not None:
+            yield module, entry
+
+
+def _collides(entry: str, module: str) -> bool:
+    """Say whether an entry ends in a layer's number, and the module is of another layer."""
+    meant, own = re.search(r"layers\.(\d+)\*?$", entry), LAYER.search(module)
+    return bool(meant and own and meant[1] != own[1])
+
+
+RULES: tuple[Rule[TargetSubject], ...] = (
+    Rule(
+        "K420",
+        "nvfp4-unstated",
+        "error",
+        "Weights are NVFP4, and neither config.json nor hf_quant_config.json says so: engines take packed bytes for"
+        " weights.",
+        fix="Write quantization_config and hf_quant_config.json; kconv quantize writes both.",
+        check=lambda s: (
+            [Found("config.json", f"{len(s.packed):,} modules are NVFP4")]
+            if s.packed and not s.block and not s.side
+            else ()
+        ),
+    ),
+    Rule(
+        "K421",
+        "nvfp4-stale",
+        "error",
+        "The config says NVFP4, and no tensor is packed: engines look for scales that are not there.",
+        fix="Remove quantization_config and hf_quant_config.json; they are of another export.",
+        check=lambda s: (
+            [Found(f"config.json: {BLOCK}", f"says {s.block.get('quant_algo')}")] if s.is_nvfp4 and not s.packed else ()
+        ),
+    ),
+    Rule(
+        "K422",
+        "stale-text-block",
+        "error",
+        "A quantization_config of the format before is left in text_config: engines that look there first read NVFP4 as"
+        " INT4 or FP8.",
+        fix="Remove quantization_config from text_config; it belongs at the root.",
+        check=stale_text_block,
+    ),
+    Rule(
+        "K423",
+        "algorithm-unknown",
+        "error",
+        "The weights are NVFP4, and the config says another method, another algorithm or another group size.",
+        fix='Write quant_method "modelopt", quant_algo "NVFP4" or "W4A16_NVFP4", and groups of 16.',
+        seen_in=f"{MODELOPT}#L793-L824",
+        check=algorithm_unknown,
+    ),
+    Rule(
+        "K424",
+        "side-file-differs",
+        "error",
+        "hf_quant_config.json and config.json's quantization_config differ: TensorRT-LLM goes by the one, vLLM by the"
+        " other.",
+        fix="Write both from one recipe; kconv quantize does.",
+        check=side_file_differs,
+    ),
+    Rule(
+        "K425",
+        "side-file-missing",
+        "note",
+        "There is no hf_quant_config.json; older TensorRT-LLM reads no other block.",
+        fix="Write hf_quant_config.json too; kconv quantize does.",
+        engines=(TRTLLM,),
+        check=lambda s: (
+            [Found(SIDE_FILE, "is not there")]
+            if s.packed and s.block and not s.side and not s.checkpoint.headers_only
+            else ()
+        ),
+    ),
+    Rule(
+        "K426",
+        "kv-scheme-unknown",
+        "error",
+        "The KV cache's scheme is none that engines know for NVFP4 targets: FP8, or nothing.",
+        fix='Write kv_cache_scheme {"dynamic": false, "num_bits": 8, "type": "float"}, or leave it out.',
+        check=kv_scheme_unknown,
+    ),
+    Rule(
+        "K427",
+        "kv-scales-unstated",
+        "warning",
+        "The target has scales for its KV cache, and its config states no quantized one: engines leave them out.",
+        fix='State it (kv_cache_scheme, kv_cache_quant_algo "FP8"), or drop k_scale and v_scale.',
+        check=kv_scales_unstated,
+    ),
+    Rule(
+        "K428",
+        "layers-miscounted",
+        "error",
+        "The config counts other decoder layers than are stored. One that is counted and absent is served as memory was"
+        " when it was allocated: of a quantized model vLLM does not look which weights came.",
+        fix="State as many as the weights have (num_hidden_layers), or fetch the missing ones.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L505-L509",
+        check=layers_miscounted,
+    ),
+    Rule(
+        "K430",
+        "unquantized-not-excluded",
+        "error",
+        "A linear module is neither packed nor excluded: engines build an NVFP4 layer for it, and find no scales.",
+        fix=IGNORE,
+        seen_in="https://github.com/vllm-project/vllm/issues/45102",
+        check=unquantized_not_excluded,
+    ),
+    Rule(
+        "K431",
+        "packed-but-excluded",
+        "error",
+        "A packed module is covered by an exclude: engines build a plain layer for it, and take packed bytes for"
+        " weights.",
+        fix=IGNORE,
+        seen_in="https://github.com/vllm-project/vllm/issues/45102",
+        check=packed_but_excluded,
+    ),
+    Rule(
+        "K432",
+        "exclude-collision",
+        "error",
+        "An exclude that was meant for one layer covers others, as model.layers.1* covers layers 10 to 19.",
+        fix=IGNORE,
+        seen_in=f"{MODELOPT}#L187-L222",
+        check=exclude_collision,
+    ),
+    Rule(
+        "K433",
+        "exclude-kv-b-proj",
+        "error",
+        "An exclude matches the bare word kv_b_proj, which TensorRT-LLM tests by itself: it then looks for FP8 scales"
+        " of a plain kv_b_proj, and fails or reads it wrongly.",
+        fix="Name each layer's kv_b_proj in full, e.g. model.layers.0.self_attn.kv_b_proj.",
+        engines=(TRTLLM,),
+        check=exclude_kv_b_proj,
+    ),
+    Rule(
+        "K434",
+        "exclude-part-of-name",
+        "error",
+        "A module is excluded by a part of its name only, which vLLM takes and TensorRT-LLM does not: it wants"
+        " wildcards.",
+        fix=IGNORE,
+        engines=(TRTLLM,),
+        check=exclude_part_of_name,
+    ),
 )

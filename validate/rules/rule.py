@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -10,16 +10,15 @@ from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
 from ...engines import sglang, trtllm, vllm
 from ...engines.base import Engine
-from ...engines.registry import asked, engines, runners
-from ..report import Finding, Severity
+from ...engines.registry import engines, runners
+from ...errors import Problem, Severity
+from ..report import Finding
 
 # Those that rules of one engine's own name. vLLM has two model runners, which look for the captured layers in
 # different places.
 VLLM_V1, VLLM_V2 = VLLM = vllm.ENGINE.runner_names
 (SGLANG,), (TRTLLM,) = sglang.ENGINE.runner_names, trtllm.ENGINE.runner_names
 ENGINES = runners()
-# What a user asks for, and the engines that it means.
-ASKED: Mapping[str, tuple[str, ...]] = asked()
 
 
 def readers(keys: Callable[[Engine], Iterable[str]]) -> dict[str, tuple[str, ...]]:
@@ -70,6 +69,11 @@ class Subject:
         """Header entries by name."""
         return self.checkpoint.tensors
 
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """What its reading found, by the ids of rules."""
+        return ()
+
 
 S = TypeVar("S", bound=Subject)
 Check = Callable[[S], Iterable[Found]]
@@ -83,13 +87,15 @@ class Rule(Generic[S]):
         id: e.g. "K101"; never given to another rule.
         name: e.g. "lm-head-missing".
         severity: "error" where an engine that was asked for would fail or serve wrong numbers; "warning" where
-            only the target or a user could decide; "info" for what a launch flag must supply.
+            only the target or a user could decide; "note" for what a launch flag must supply.
         sentence: what goes wrong.
         fix: what to do.
-        check: yields each place where it is so.
+        check: yields each place where it is so; None where the finding is made elsewhere: by a comparison, or by the
+            reading of a head, whose problems bear the rule's id.
         engines: the engines concerned; empty for all, and for kconv itself.
         seen_in: the public thread or the line of code that taught the rule.
         values: whether it reads weights.
+        says_fix: whether a problem of the reading says better than `fix` what to do.
     """
 
     id: str
@@ -97,10 +103,11 @@ class Rule(Generic[S]):
     severity: Severity
     sentence: str
     fix: str
-    check: Check[S]
+    check: Check[S] | None = None
     engines: tuple[str, ...] = ()
     seen_in: str = ""
     values: bool = False
+    says_fix: bool = False
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
         """Return what was found in a report's shape, about those of its engines that were asked for."""
@@ -115,20 +122,9 @@ class Rule(Generic[S]):
             seen_in=self.seen_in,
         )
 
-
-def rule(
-    id: str,
-    name: str,
-    severity: Severity,
-    sentence: str,
-    *,
-    fix: str,
-    engines: tuple[str, ...] = (),
-    seen_in: str = "",
-    values: bool = False,
-) -> Callable[[Check[S]], Rule[S]]:
-    """Make a rule of the function that follows; see `Rule` for the arguments."""
-    return lambda check: Rule(id, name, severity, sentence, fix, check, engines, seen_in, values)
+    def of_problem(self, problem: Problem, asked: Iterable[str] = ENGINES) -> Finding:
+        """Return a problem of a head's reading in a report's shape."""
+        return self.finding(Found(problem.where, problem.what, problem.fix if self.says_fix else ""), asked)
 
 
 def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
@@ -138,5 +134,10 @@ def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
             continue
         if one.values and not subject.with_values:
             continue
-        for found in one.check(subject):
-            yield one.finding(found, subject.engines)
+        if one.check is None:
+            for problem in subject.problems:
+                if problem.code == one.id:
+                    yield one.of_problem(problem, subject.engines)
+        else:
+            for found in one.check(subject):
+                yield one.finding(found, subject.engines)

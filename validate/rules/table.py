@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import KconvError, UnknownRule
+from ...errors import (
+    ConfigInvalid,
+    ConfigUnsupported,
+    CorruptHeader,
+    CorruptIndex,
+    KconvError,
+    NotACheckpoint,
+    UnknownRule,
+)
 from ..report import Finding
 from . import (
     captured,
-    captured_keys,
     comparisons,
-    config_class,
+    config,
     identity,
-    keys,
-    launch,
     limits,
-    nulls,
     nvfp4,
     nvfp4_config,
-    nvfp4_excludes,
-    nvfp4_values,
-    quantized,
+    quantized_head,
     rope,
-    rope_objects,
     tensors,
-    unreadable,
     values,
     vocabulary,
 )
@@ -33,65 +33,52 @@ from .head import HeadSubject
 from .rule import Rule, run_rules
 from .target import TargetSubject
 
-HEAD_RULES: tuple[Rule[HeadSubject], ...] = (
-    *unreadable.RULES,
-    *keys.RULES,
-    *nulls.RULES,
-    *config_class.RULES,
-    *tensors.RULES,
-    *captured.RULES,
-    *captured_keys.RULES,
-    *rope.RULES,
-    *rope_objects.RULES,
-    *vocabulary.RULES,
-    *identity.RULES,
-    *launch.RULES,
-    *quantized.RULES,
-    *values.RULES,
-    *limits.RULES,
-)
-
+OF_HEADS = (config, tensors, captured, rope, vocabulary, identity, quantized_head, values, limits)
+OF_TARGETS = (nvfp4, nvfp4_config)
+HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(one for subject in OF_HEADS for one in subject.RULES)
 # Over a target's checkpoint, quantized or not.
-TARGET_RULES: tuple[Rule[TargetSubject], ...] = (
-    *nvfp4.RULES,
-    *nvfp4_config.RULES,
-    *nvfp4_excludes.RULES,
-    *nvfp4_values.RULES,
-)
-EVERY_RULE: tuple[Rule[Any], ...] = (
-    *unreadable.UNOPENED,
-    *HEAD_RULES,
-    *unreadable.LAST,
-    *TARGET_RULES,
-    *comparisons.RULES,
-)
-# Rules that explain a fault whatever it says: every name, or the target itself, is wrong.
-WHOLE = (tensors.prefix_model.id, captured.captured_outside_target.id)
+TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARGETS for one in subject.RULES)
+EVERY_RULE: tuple[Rule[Any], ...] = (*HEAD_RULES, *TARGET_RULES, *comparisons.RULES)
+BY_ID: dict[str, Rule[Any]] = {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}
+# Rules that speak of a checkpoint that cannot be opened.
+UNOPENED: dict[type[KconvError], str] = {
+    NotACheckpoint: "K001",
+    CorruptHeader: "K002",
+    CorruptIndex: "K003",
+    ConfigInvalid: "K008",
+    ConfigUnsupported: "K008",
+}
 
 
 def check_head(subject: HeadSubject) -> Iterator[Finding]:
-    """Yield what is wrong with a head; a fault that no rule speaks of is reported all the same."""
-    fault, explained = subject.fault, False
+    """Yield what is wrong with a head: what its rules find, and each problem of its reading.
+
+    A problem whose rule is about engines that were not asked for is reported too: kconv itself cannot read the head.
+    """
+    said: set[str] = set()
     for finding in run_rules(HEAD_RULES, subject):
-        explained |= finding.severity == "error" and fault is not None and _speaks_of(finding, fault)
+        said.add(finding.rule)
         yield finding
-    if fault is not None and not explained:
-        for last in unreadable.LAST:
-            found = list(run_rules((last,), subject))
-            yield from found
-            if found:
-                break
+    for problem in subject.problems:
+        if problem.code not in said:
+            yield BY_ID[problem.code].of_problem(problem, subject.engines)
 
 
-def _speaks_of(finding: Finding, fault: KconvError) -> bool:
-    """Say whether a finding is about the key or tensor that stopped the reading."""
-    about = finding.where.rpartition(": ")[2]
-    return finding.rule in WHOLE or finding.message == fault.what or about in fault.what or about in fault.where
+def of_error(error: KconvError) -> Finding:
+    """Return the error that kept a checkpoint from being opened as a finding.
+
+    Raises:
+        KconvError: the error itself, where it is not about the checkpoint.
+    """
+    if type(error) not in UNOPENED:
+        raise error
+    code = UNOPENED[type(error)]
+    return BY_ID[code].of_problem(error.problem(code))
 
 
 def all_rules() -> dict[str, Rule[Any]]:
     """Return every rule by its id, in the order of ids."""
-    return {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}
+    return dict(BY_ID)
 
 
 def find_rule(wanted: str) -> Rule[Any]:
@@ -100,7 +87,7 @@ def find_rule(wanted: str) -> Rule[Any]:
     Raises:
         UnknownRule: there is none.
     """
-    for one in all_rules().values():
+    for one in BY_ID.values():
         if wanted in (one.id, one.name) or wanted.upper() == one.id:
             return one
     raise UnknownRule(f"no rule is called {wanted!r}", fix="Run kconv validate --explain all for the list.")

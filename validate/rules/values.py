@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -10,39 +11,75 @@ from ...checkpoint.manifest import MANIFEST
 from ...head.contract import FLOATS
 from ...head.slots import needs
 from .head import HeadSubject, engine_layouts
-from .rule import SGLANG, TRTLLM, Found, Rule, rule
+from .rule import SGLANG, TRTLLM, Found, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Norms of rows and columns that spread by no more than this beyond what independent numbers do.
+LIKENESS = 0.5
+# Kurtosis of a uniform and a normal distribution is 1.8 and 3.
+INITIALIZERS = (1.7, 3.3)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the norms of a matrix's rows and columns spread, as shares of what those of independent numbers do.
+
+    Attributes:
+        rows, columns: standard deviation over mean, measured over expected.
+        kurtosis: of all values; 1.8 for a uniform, 3 for a normal distribution.
+    """
+
+    rows: float
+    columns: float
+    kurtosis: float
+
+    @property
+    def is_initial(self) -> bool:
+        """Whether the matrix looks like independent numbers of one distribution, as initializers draw them."""
+        alike = all(abs(share - 1) < LIKENESS for share in (self.rows, self.columns))
+        return alike and INITIALIZERS[0] < self.kurtosis < INITIALIZERS[1]
+
+
+def measure_spread(matrix: Tensor) -> Spread | None:
+    """Measure a matrix `[rows, columns]`; None where it is constant or too small to tell."""
+    import torch  # here, as headers are checked without it
+
+    values = matrix.double()
+    square = values.square()
+    if min(values.shape) < 16 or not torch.isfinite(values).all() or square.mean() == 0:
+        return None
+    kurtosis = float(square.square().mean() / square.mean() ** 2)
+
+    def share(dim: int) -> float:
+        # The mean of n independent squares spreads by sqrt((kurtosis - 1) / n), and its root by half of that.
+        norms = square.mean(dim).sqrt()
+        expected = ((kurtosis - 1) / values.shape[dim]) ** 0.5 / 2
+        return float(norms.std() / norms.mean()) / expected if expected else float("inf")
+
+    return Spread(share(1), share(0), kurtosis)
+
+
+def spread_ids(count: int, most: int) -> Tensor:
+    """Return row numbers, `[min(count, most)]`, spread evenly over all of `count`."""
+    import torch
+
+    return torch.linspace(0, count - 1, min(count, most)).long()
+
 
 SAMPLED_ROWS = 2048
 # Where kconv's own trainer, whose decoder norms the hidden state once, leaves its record; see train.decoder.
 TRAINED_BY_KCONV = "modelopt/training.json"
 
 
-@rule(
-    "K201",
-    "not-finite",
-    "error",
-    "Values are NaN or Inf: the head drafts noise, or brings the target's batch down with it.",
-    fix="Export the head again from a checkpoint of before the loss broke.",
-    values=True,
-)
 def not_finite(subject: HeadSubject) -> Iterator[Found]:
     for name, values in subject.values.items():
         if values.not_finite:
             yield Found(name, f"{values.not_finite} of {prod(subject.tensors[name].shape)} values are NaN or Inf")
 
 
-@rule(
-    "K202",
-    "all-zero",
-    "error",
-    "Every value of a weight is zero: the tensor was never filled.",
-    fix="Export the head again; this tensor was never filled.",
-    seen_in="https://github.com/vllm-project/speculators/issues/358",
-    values=True,
-)
 def all_zero(subject: HeadSubject) -> Iterator[Found]:
     for name, values in subject.values.items():
         if values.zero and not name.endswith(".bias"):
@@ -56,15 +93,6 @@ def _vector(subject: HeadSubject, name: str) -> Tensor | None:
     return read_tensor(info).float() if info and info.dtype in FLOATS and len(info.shape) == 1 else None
 
 
-@rule(
-    "K203",
-    "norm-of-ones",
-    "info",
-    "The weight of a norm is one throughout: as it is initialised, and as an engine fills it where it is missing.",
-    fix="Nothing to do if the norm was not trained; else export the head again.",
-    seen_in="https://github.com/vllm-project/speculators/issues/1114",
-    values=True,
-)
 def norm_of_ones(subject: HeadSubject) -> Iterator[Found]:
     for slot, name in subject.slots.items():
         weight = _vector(subject, name) if "norm" in slot else None
@@ -72,18 +100,8 @@ def norm_of_ones(subject: HeadSubject) -> Iterator[Found]:
             yield Found(name, f"all {weight.numel()} values are 1")
 
 
-@rule(
-    "K204",
-    "lm-head-untrained",
-    "warning",
-    "lm_head looks as an initializer leaves it, independent numbers of one distribution: acceptance would be 1.00.",
-    fix="Compare its rows with the target's; a trained lm_head is one that was copied from it or grew from there.",
-    seen_in="https://github.com/sgl-project/sglang/issues/27829",
-    values=True,
-)
 def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
     from ...checkpoint.rows import read_rows
-    from .spread import measure_spread, spread_ids
 
     info = subject.tensors.get("lm_head.weight")
     if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):
@@ -98,14 +116,6 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
         )
 
 
-@rule(
-    "K205",
-    "rows-never-filled",
-    "warning",
-    "Rows of lm_head are zero: their tokens have the logit 0, which is not minus infinity, and are drafted.",
-    fix="Leave the rows out with d2t, or fill them so that they never win (kconv vocab HEAD OUT --expand).",
-    values=True,
-)
 def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
     from ...checkpoint.rows import row_blocks
 
@@ -117,16 +127,6 @@ def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
         yield Found(info.name, f"{empty} of {info.shape[0]} rows are zero")
 
 
-@rule(
-    "K210",
-    "normed-twice",
-    "warning",
-    "ModelOpt 0.47 trains a head whose hidden state has gone through the embedding's norm before its own; engines norm"
-    " it once. The two differ where input_layernorm's weights do.",
-    fix="Train with kconv, or with a ModelOpt that norms once; measure the acceptance in an engine before you release.",
-    seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80",
-    values=True,
-)
 def normed_twice(subject: HeadSubject) -> Iterator[Found]:
     folder = subject.checkpoint.folder
     of_kconv = (folder / TRAINED_BY_KCONV).exists() or (folder / MANIFEST).exists()
@@ -142,17 +142,6 @@ def normed_twice(subject: HeadSubject) -> Iterator[Found]:
         yield Found(name, f"its weights spread by {spread:.1%} of their mean, by which the two functions differ")
 
 
-@rule(
-    "K213",
-    "embedding-replaced",
-    "error",
-    "The head has another embedding than its target, and an engine takes the target's in its place: what was trained,"
-    " and what is measured here, is not what would be served.",
-    fix="Serve this head with vLLM, or train one with the target's embedding.",
-    engines=(SGLANG, TRTLLM),
-    seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
-    values=True,
-)
 def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
     replaced = _replaced(subject)
     if subject.lent is None or subject.spec is None or not replaced:
@@ -164,16 +153,6 @@ def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
             yield Found(own.name, f"its rows are not those of the target {target.name}, by which {engines} would draft")
 
 
-@rule(
-    "K214",
-    "embedding-not-compared",
-    "info",
-    "The head has an embedding of its own, and an engine takes the target's in its place: whether the two are one was"
-    " not looked at, as the target's is not at hand.",
-    fix="Say --target, a folder that holds the target's embedding, or a hub id, of which the file with it is fetched.",
-    engines=(SGLANG, TRTLLM),
-    values=True,
-)
 def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
     replaced = _replaced(subject)
     target = subject.lent(replaced) if subject.lent and replaced else None
@@ -194,13 +173,91 @@ def _replaced(subject: HeadSubject) -> dict[str, str]:
     return {slot: " and ".join(names) for slot, names in engines.items()}
 
 
-WEIGHTS: tuple[Rule[HeadSubject], ...] = (not_finite, all_zero)
-RULES = (
-    *WEIGHTS,
-    norm_of_ones,
-    lm_head_untrained,
-    rows_never_filled,
-    normed_twice,
-    embedding_replaced,
-    embedding_not_compared,
+RULES: tuple[Rule[HeadSubject], ...] = (
+    Rule(
+        "K201",
+        "not-finite",
+        "error",
+        "Values are NaN or Inf: the head drafts noise, or brings the target's batch down with it.",
+        fix="Export the head again from a checkpoint of before the loss broke.",
+        values=True,
+        check=not_finite,
+    ),
+    Rule(
+        "K202",
+        "all-zero",
+        "error",
+        "Every value of a weight is zero: the tensor was never filled.",
+        fix="Export the head again; this tensor was never filled.",
+        seen_in="https://github.com/vllm-project/speculators/issues/358",
+        values=True,
+        check=all_zero,
+    ),
+    Rule(
+        "K203",
+        "norm-of-ones",
+        "note",
+        "The weight of a norm is one throughout: as it is initialised, and as an engine fills it where it is missing.",
+        fix="Nothing to do if the norm was not trained; else export the head again.",
+        seen_in="https://github.com/vllm-project/speculators/issues/1114",
+        values=True,
+        check=norm_of_ones,
+    ),
+    Rule(
+        "K204",
+        "lm-head-untrained",
+        "warning",
+        "lm_head looks as an initializer leaves it, independent numbers of one distribution: acceptance would be 1.00.",
+        fix="Compare its rows with the target's; a trained lm_head is one that was copied from it or grew from there.",
+        seen_in="https://github.com/sgl-project/sglang/issues/27829",
+        values=True,
+        check=lm_head_untrained,
+    ),
+    Rule(
+        "K205",
+        "rows-never-filled",
+        "warning",
+        "Rows of lm_head are zero: their tokens have the logit 0, which is not minus infinity, and are drafted.",
+        fix="Leave the rows out with d2t, or fill them so that they never win (kconv vocab HEAD OUT --expand).",
+        values=True,
+        check=rows_never_filled,
+    ),
+    Rule(
+        "K210",
+        "normed-twice",
+        "warning",
+        "ModelOpt 0.47 trains a head whose hidden state has gone through the embedding's norm before its own; engines"
+        " norm it once. The two differ where input_layernorm's weights do.",
+        fix="Train with kconv, or with a ModelOpt that norms once; measure the acceptance in an engine before you"
+        " release.",
+        seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80",
+        values=True,
+        check=normed_twice,
+    ),
+    Rule(
+        "K213",
+        "embedding-replaced",
+        "error",
+        "The head has another embedding than its target, and an engine takes the target's in its place: what was"
+        " trained, and what is measured here, is not what would be served.",
+        fix="Serve this head with vLLM, or train one with the target's embedding.",
+        engines=(SGLANG, TRTLLM),
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
+        values=True,
+        check=embedding_replaced,
+    ),
+    Rule(
+        "K214",
+        "embedding-not-compared",
+        "note",
+        "The head has an embedding of its own, and an engine takes the target's in its place: whether the two are one"
+        " was not looked at, as the target's is not at hand.",
+        fix="Say --target, a folder that holds the target's embedding, or a hub id, of which the file with it is"
+        " fetched.",
+        engines=(SGLANG, TRTLLM),
+        values=True,
+        check=embedding_not_compared,
+    ),
 )
+# What a weight cannot hold, whatever the head is.
+WEIGHTS = tuple(one for one in RULES if one.check in (not_finite, all_zero))

@@ -6,52 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .head import HeadSubject
-from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, rule
+from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule
 
 if TYPE_CHECKING:
     from ...head.vocab import Reading
+
 
 IDENTITY_MAP = "https://github.com/vllm-project/vllm/pull/53458"
 REBUILD = "Rebuild d2t, in offsets, from the list of kept tokens; kconv vocab HEAD OUT --absolute turns ids into them."
 
 
-@rule(
-    "K170",
-    "tie-word-embeddings",
-    "error",
-    "tie_word_embeddings is true: SGLang and TensorRT-LLM take the embedding for lm_head, which a head has of its own.",
-    fix="Set tie_word_embeddings to false.",
-    seen_in="https://github.com/sgl-project/SpecForge/pull/140",
-)
-def tie_word_embeddings(subject: HeadSubject) -> Iterator[Found]:
-    if subject.flat.get("tie_word_embeddings") is True:
-        yield Found("config.json: tie_word_embeddings", "true")
-
-
-@rule(
-    "K171",
-    "draft-vocab-key",
-    "error",
-    "The config has no draft_vocab_size, without which SGLang cannot build a GQA head.",
-    fix="State it: the rows of lm_head, or null for the target's.",
-    engines=(SGLANG,),
-    seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L306",
-)
-def draft_vocab_key(subject: HeadSubject) -> Iterator[Found]:
-    if subject.layout is not None and not subject.is_mla and "draft_vocab_size" not in subject.flat:
-        yield Found("config.json: draft_vocab_size", "the key is absent")
-
-
-@rule(
-    "K172",
-    "draft-vocab-unstated",
-    "error",
-    "The vocabulary is reduced, and the config does not say so: vLLM refuses d2t, TensorRT-LLM builds the full one."
-    " ModelOpt's kimik2 template leaves the key out.",
-    fix="Set draft_vocab_size to lm_head's rows; kconv's conversions do.",
-    engines=ENGINES,
-    seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58",
-)
 def draft_vocab_unstated(subject: HeadSubject) -> Iterator[Found]:
     lm_head, vocab = subject.tensors.get("lm_head.weight"), subject.flat.get("vocab_size")
     unstated = subject.flat.get("draft_vocab_size") is None
@@ -59,15 +23,6 @@ def draft_vocab_unstated(subject: HeadSubject) -> Iterator[Found]:
         yield Found("config.json: draft_vocab_size", f"lm_head has {list(lm_head.shape)[:1]} rows of {vocab!r} tokens")
 
 
-@rule(
-    "K173",
-    "full-map-refused",
-    "error",
-    "The vocabulary is full and d2t is stored all the same: vLLM has no parameter for it and refuses the head.",
-    fix="Convert the head with kconv, which leaves such a map out.",
-    engines=VLLM,
-    seen_in=IDENTITY_MAP,
-)
 def full_map_refused(subject: HeadSubject) -> Iterator[Found]:
     spec = subject.spec
     if spec and spec.draft_vocab == spec.vocab and "d2t" in subject.tensors:
@@ -96,15 +51,6 @@ def _is_either(readings: tuple[Reading, Reading]) -> bool:
     return kind_of(*readings) == EITHER
 
 
-@rule(
-    "K174",
-    "d2t-zeros",
-    "error",
-    "d2t is zero throughout, as a buffer that was never filled: draft id i is taken for target id i.",
-    fix=REBUILD,
-    seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/2447",
-    values=True,
-)
 def d2t_zeros(subject: HeadSubject) -> Iterator[Found]:
     readings, d2t = _readings(subject), subject.d2t
     # A t2d that marks these very tokens shows that the first ones were meant.
@@ -112,134 +58,162 @@ def d2t_zeros(subject: HeadSubject) -> Iterator[Found]:
         yield Found("d2t", f"all {d2t.numel()} offsets are 0")
 
 
-@rule(
-    "K175",
-    "d2t-absolute",
-    "error",
-    "d2t holds target ids instead of offsets, and engines add the draft id to each.",
-    fix=REBUILD,
-    seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
-    values=True,
-)
 def d2t_absolute(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and _is_absolute(readings):
         yield Found("d2t", "as target ids each is in range and none stands there twice; as offsets that is not so")
 
 
-@rule(
-    "K176",
-    "d2t-outside",
-    "error",
-    "d2t leads to ids outside the target's vocabulary.",
-    fix=REBUILD,
-    seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
-    values=True,
-)
-def d2t_outside(subject: HeadSubject) -> Iterator[Found]:
-    readings = _readings(subject)
-    if readings and readings[0].outside and not _is_absolute(readings):
-        yield Found("d2t", f"{readings[0].outside} of {readings[0].ids.numel()} draft ids lead out of the vocabulary")
-
-
-@rule(
-    "K177",
-    "d2t-duplicates",
-    "error",
-    "Several draft ids lead to one target id, so that others are never drafted.",
-    fix=REBUILD,
-    seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
-    values=True,
-)
-def d2t_duplicates(subject: HeadSubject) -> Iterator[Found]:
-    readings = _readings(subject)
-    if readings and not readings[0].outside and readings[0].duplicates and not _is_absolute(readings):
-        yield Found("d2t", f"{readings[0].duplicates} draft ids lead to a target id that another one leads to")
-
-
-@rule(
-    "K178",
-    "t2d-contradicts",
-    "error",
-    "t2d marks other tokens than d2t leads to: one of the maps belongs to another head.",
-    fix=REBUILD,
-    values=True,
-)
 def t2d_contradicts(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and readings[0].possible and readings[0].marked_otherwise and not _is_absolute(readings):
         yield Found("t2d", f"{readings[0].marked_otherwise} tokens are marked otherwise than d2t leads")
 
 
-@rule(
-    "K179",
-    "d2t-undecided",
-    "warning",
-    "d2t can be read as offsets and as target ids, and nothing in the folder decides; engines take offsets.",
-    fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's.",
-    values=True,
-)
 def d2t_undecided(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and _is_either(readings):
         yield Found("d2t", "both readings lead each draft id to a token of its own")
 
 
-@rule(
-    "K180",
-    "not-the-targets-vocabulary",
-    "error",
-    "The head's vocabulary is not the target's.",
-    fix="Give the target that the head was trained on.",
-    seen_in="https://github.com/vllm-project/vllm/issues/50158",
-)
 def not_the_targets_vocabulary(subject: HeadSubject) -> Iterator[Found]:
     spec, target = subject.spec, subject.target
     if spec and target and spec.vocab != target.vocab:
         yield Found("config.json: vocab_size", f"{spec.vocab} tokens, and the target has {target.vocab}")
 
 
-@rule(
-    "K181",
-    "not-the-targets-width",
-    "error",
-    "The head reads hidden states of another width than the target's.",
-    fix="Give the target that the head was trained on, or state target_hidden_size.",
-    seen_in="https://github.com/vllm-project/vllm/issues/24967",
-)
 def not_the_targets_width(subject: HeadSubject) -> Iterator[Found]:
     spec, target = subject.spec, subject.target
     if spec and target and spec.target_hidden != target.hidden:
         yield Found("config.json: target_hidden_size", f"{spec.target_hidden}, and the target has {target.hidden}")
 
 
-@rule(
-    "K182",
-    "idle-map",
-    "error",
-    "The vocabulary is full, and a map does not lead each token to itself: SGLang and TensorRT-LLM follow it.",
-    fix="Set draft_vocab_size if the head is reduced; remove the map if it is not.",
-    engines=(SGLANG, TRTLLM),
-    values=True,
-)
-def idle_map(subject: HeadSubject) -> Iterator[Found]:
-    fault = subject.fault
-    if subject.spec and fault and fault.where in ("d2t", "t2d") and not subject.breaches and not _readings(subject):
-        yield Found(fault.where, fault.what, fault.fix)
-
-
-RULES = (
-    tie_word_embeddings,
-    draft_vocab_key,
-    draft_vocab_unstated,
-    full_map_refused,
-    d2t_zeros,
-    d2t_absolute,
-    d2t_outside,
-    d2t_duplicates,
-    t2d_contradicts,
-    d2t_undecided,
-    not_the_targets_vocabulary,
-    not_the_targets_width,
-    idle_map,
+RULES: tuple[Rule[HeadSubject], ...] = (
+    Rule(
+        "K170",
+        "tie-word-embeddings",
+        "error",
+        "tie_word_embeddings is true: SGLang and TensorRT-LLM take the embedding for lm_head, which a head has of its"
+        " own.",
+        fix="Set tie_word_embeddings to false.",
+        seen_in="https://github.com/sgl-project/SpecForge/pull/140",
+    ),
+    Rule(
+        "K171",
+        "draft-vocab-key",
+        "error",
+        "The config has no draft_vocab_size, without which SGLang cannot build a GQA head.",
+        fix="State it: the rows of lm_head, or null for the target's.",
+        engines=(SGLANG,),
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L306",
+        check=lambda s: (
+            [Found("config.json: draft_vocab_size", "the key is absent")]
+            if s.layout is not None and not s.is_mla and "draft_vocab_size" not in s.flat
+            else ()
+        ),
+    ),
+    Rule(
+        "K172",
+        "draft-vocab-unstated",
+        "error",
+        "The vocabulary is reduced, and the config does not say so: vLLM refuses d2t, TensorRT-LLM builds the full one."
+        " ModelOpt's kimik2 template leaves the key out.",
+        fix="Set draft_vocab_size to lm_head's rows; kconv's conversions do.",
+        engines=ENGINES,
+        seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58",
+        check=draft_vocab_unstated,
+    ),
+    Rule(
+        "K173",
+        "full-map-refused",
+        "error",
+        "The vocabulary is full and d2t is stored all the same: vLLM has no parameter for it and refuses the head.",
+        fix="Convert the head with kconv, which leaves such a map out.",
+        engines=VLLM,
+        seen_in=IDENTITY_MAP,
+        check=full_map_refused,
+    ),
+    Rule(
+        "K174",
+        "d2t-zeros",
+        "error",
+        "d2t is zero throughout, as a buffer that was never filled: draft id i is taken for target id i.",
+        fix=REBUILD,
+        seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/2447",
+        values=True,
+        check=d2t_zeros,
+    ),
+    Rule(
+        "K175",
+        "d2t-absolute",
+        "error",
+        "d2t holds target ids instead of offsets, and engines add the draft id to each.",
+        fix=REBUILD,
+        seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
+        values=True,
+        check=d2t_absolute,
+    ),
+    Rule(
+        "K176",
+        "d2t-outside",
+        "error",
+        "d2t leads to ids outside the target's vocabulary.",
+        fix=REBUILD,
+        seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
+        values=True,
+    ),
+    Rule(
+        "K177",
+        "d2t-duplicates",
+        "error",
+        "Several draft ids lead to one target id, so that others are never drafted.",
+        fix=REBUILD,
+        seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
+        values=True,
+    ),
+    Rule(
+        "K178",
+        "t2d-contradicts",
+        "error",
+        "t2d marks other tokens than d2t leads to: one of the maps belongs to another head.",
+        fix=REBUILD,
+        values=True,
+        check=t2d_contradicts,
+    ),
+    Rule(
+        "K179",
+        "d2t-undecided",
+        "warning",
+        "d2t can be read as offsets and as target ids, and nothing in the folder decides; engines take offsets.",
+        fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's.",
+        values=True,
+        check=d2t_undecided,
+    ),
+    Rule(
+        "K180",
+        "not-the-targets-vocabulary",
+        "error",
+        "The head's vocabulary is not the target's.",
+        fix="Give the target that the head was trained on.",
+        seen_in="https://github.com/vllm-project/vllm/issues/50158",
+        check=not_the_targets_vocabulary,
+    ),
+    Rule(
+        "K181",
+        "not-the-targets-width",
+        "error",
+        "The head reads hidden states of another width than the target's.",
+        fix="Give the target that the head was trained on, or state target_hidden_size.",
+        seen_in="https://github.com/vllm-project/vllm/issues/24967",
+        check=not_the_targets_width,
+    ),
+    Rule(
+        "K182",
+        "idle-map",
+        "error",
+        "The vocabulary is full, and a map does not lead each token to itself: SGLang and TensorRT-LLM follow it.",
+        fix="Set draft_vocab_size if the head is reduced; remove the map if it is not.",
+        engines=(SGLANG, TRTLLM),
+        values=True,
+    ),
 )

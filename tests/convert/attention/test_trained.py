@@ -30,7 +30,7 @@ from kconv.tiny.tokenizer import pack
 from kconv.train.recipe import TINY_GQA
 from kconv.train.trainer import head_key, train_head
 from kconv.train.windows import cut_windows
-from kconv.validate.weights import load_head
+from kconv.validate.parity import load_head
 
 pytestmark = pytest.mark.slow
 

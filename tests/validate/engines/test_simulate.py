@@ -16,7 +16,7 @@ from kconv.validate.engines.check import Engined, EngineFound
 from kconv.validate.engines.judge import COUNTS, judge
 from kconv.validate.engines.simulate import find_reading
 from kconv.validate.figures import EngineFigures
-from kconv.validate.run import Wish, validate
+from kconv.validate.run import Checks, validate
 
 FIGURES = EngineFigures(
     engine="vllm", url="", prompts=4, new_tokens=8, steps=3, same_output=4, reference="", drafts=20, accepted=14,
@@ -70,7 +70,7 @@ def test_who_serves_a_head_is_whom_it_is_checked_for(name, readings, tmp_path, m
 
     monkeypatch.setattr(check, "check_engine", stand_in)
     folder = Folder(GOOD[name].write(tmp_path / "head"))
-    report = validate(folder, Wish(), engined=Engined("vllm", folder, "held-out.jsonl"), say=lambda _: None)
+    report = validate(folder, Checks(), engined=Engined("vllm", folder, "held-out.jsonl"), say=lambda _: None)
     assert {"vllm-v1", "vllm-v2"} <= set(report.provenance["for"])
     assert asked == [readings]
     assert bool([f for f in report.findings if f.rule == "K140"]) is bool(readings)

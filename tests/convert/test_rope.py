@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from support.strategies import partial_ropes
 from transformers import LlamaConfig
 
-from kconv.convert.rope_keys import read_rope, write_rope
+from kconv.convert.rope import read_rope
+from kconv.engines.config import write_rope
 from kconv.errors import ConfigInvalid, ConfigUnsupported
 from kconv.head.spec import Linear, Llama3, Rope, Yarn
 

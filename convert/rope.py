@@ -8,9 +8,13 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from ..engines.config import SCALINGS
-from ..engines.config import write_rope as write_rope
 from ..errors import ConfigInvalid, ConfigUnsupported
+from ..head.contract import Problems
 from ..head.spec import Rope
+
+PLACES = ("rope_scaling", "rope_parameters")
+# The rule that speaks of what is wrong but for contradictions.
+INVALID = "K161"
 
 # transformers 4's default, which engines take where neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
@@ -18,17 +22,38 @@ DEFAULT_THETA = 10000.0
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Read a head's RoPE.
-
-    Args:
-        config: config.json, with `rope_theta` and `rope_scaling` (transformers 4) or
-            `rope_parameters` (transformers 5), or both.
+    """Read a head's RoPE; see `find_rope` for the argument.
 
     Raises:
         ConfigInvalid: the spellings contradict each other, or a parameter is missing or no number.
         ConfigUnsupported: a kind of scaling that kconv does not know.
     """
-    stated = _merge(config)
+    problems = Problems()
+    rope = find_rope(config, problems)
+    problems.refuse()
+    if rope is None:
+        raise RuntimeError("RoPE was neither read nor refused")
+    return rope
+
+
+def find_rope(config: Mapping[str, Any], problems: Problems) -> Rope | None:
+    """Read a head's RoPE; None where a problem leaves it open.
+
+    Args:
+        config: config.json, with `rope_theta` and `rope_scaling` (transformers 4) or
+            `rope_parameters` (transformers 5), or both.
+        problems: where what is wrong is added.
+    """
+    before = len(problems)
+    merged = _merge(config, problems)
+    if len(problems) > before:
+        return None
+    with problems.catching():
+        return _parse(merged)
+    return None
+
+
+def _parse(stated: dict[str, Any]) -> Rope:
     theta = _number("rope_theta", stated.pop("rope_theta", DEFAULT_THETA))
     partial = _number("partial_rotary_factor", stated.pop("partial_rotary_factor", 1.0))
     if partial > 1:
@@ -36,6 +61,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
             f"partial_rotary_factor is {partial}, more than the whole",
             where="config.json: partial_rotary_factor",
             fix="Put the key right.",
+            code=INVALID,
         )
     kind = stated.pop("rope_type", "default")
     if kind == "default":
@@ -44,6 +70,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
                 f"the config states RoPE's {', '.join(sorted(stated))}, but no rope_type that has them",
                 where="config.json: rope_scaling",
                 fix='State the rope_type that the head was trained with, e.g. "yarn".',
+                code=INVALID,
             )
         return Rope(theta, None, partial)
     if not isinstance(kind, str) or kind not in SCALINGS:
@@ -51,6 +78,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
             f"RoPE scaling {kind!r} is not one that kconv knows ({', '.join(SCALINGS)})",
             where="config.json: rope_scaling",
             fix="Serve this head with the engine it was made for.",
+            code=INVALID,
         )
     scaling, names = SCALINGS[kind]
     unknown = sorted(stated.keys() - names.keys() - {"truncate"})
@@ -59,6 +87,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
             f"RoPE scaling {kind} with {', '.join(unknown or ['truncate: false'])}",
             where="config.json: rope_scaling",
             fix="Remove the key if it has no effect on the trained head.",
+            code=INVALID,
         )
     needed = {field.name for field in fields(scaling) if field.default is MISSING}
     missing = [name for name, field in names.items() if field in needed and name not in stated]
@@ -67,51 +96,57 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
             f"RoPE scaling {kind} lacks {', '.join(missing)}",
             where="config.json: rope_scaling",
             fix="Engines fall back to different defaults; state what the head was trained with.",
+            code=INVALID,
         )
     values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
     return Rope(theta, scaling(**values), partial)
 
 
 def states_theta(config: Mapping[str, Any]) -> bool:
-    """Say whether a config states RoPE's theta, in any place that `read_rope` reads.
-
-    Raises:
-        ConfigInvalid: see `read_rope`.
-    """
-    return "rope_theta" in _merge(config)
+    """Say whether a config states RoPE's theta, in any place that `read_rope` reads."""
+    return "rope_theta" in stated_places(config)
 
 
-def _merge(config: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    places = [config.get("rope_scaling"), config.get("rope_parameters")]
-    places.append({k: config[k] for k in ("rope_theta", "partial_rotary_factor") if k in config})
-    for place in places:
-        if place is None:
-            continue
-        if not isinstance(place, Mapping):
-            raise ConfigInvalid(
-                f"RoPE is stated as {place!r}, which is not an object",
-                where="config.json: rope_scaling",
+def stated_places(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of each RoPE parameter that a config states, by the key where each stands."""
+    places: dict[str, dict[str, Any]] = {}
+    for place in PLACES:
+        value = config.get(place)
+        for name, stated in value.items() if isinstance(value, Mapping) else ():
+            if stated is not None:
+                # DeepSeek's code reads `type`, transformers `rope_type`.
+                key = "rope_type" if name == "type" else name
+                one = "yarn" if (key, stated) == ("rope_type", "deepseek_yarn") else stated
+                places.setdefault(key, {})[f"{place}.{name}"] = one
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if config.get(name) is not None:
+            places.setdefault(name, {})[name] = config[name]
+    return places
+
+
+def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """Return each parameter's one value."""
+    for place in PLACES:
+        value = config.get(place)
+        if value is not None and not isinstance(value, Mapping):
+            error = ConfigInvalid(
+                f"RoPE is stated as {value!r}, which is not an object",
+                where=f"config.json: {place}",
                 fix="Export it again.",
             )
-        for name, stated in place.items():
-            if stated is None:
-                continue
-            # DeepSeek's code reads `type`, transformers `rope_type`.
-            key = "rope_type" if name == "type" else name
-            value = "yarn" if (key, stated) == ("rope_type", "deepseek_yarn") else stated
-            if key in merged and merged[key] != value:
-                _contradict(key, merged[key], value)
-            merged[key] = value
+            problems.append(error.problem(INVALID))
+    merged = {}
+    for key, places in stated_places(config).items():
+        merged[key], *others = places.values()
+        if any(value != merged[key] for value in others):
+            said = ", ".join(f"{place} is {value!r}" for place, value in places.items())
+            error = ConfigInvalid(
+                f"the config states RoPE's {key} twice and differently: {said}",
+                where="config.json: rope_theta, rope_scaling, rope_parameters",
+                fix="Engines would pick one each; leave the one that the head was trained with.",
+            )
+            problems.append(error.problem("K160"))
     return merged
-
-
-def _contradict(key: str, one: object, other: object) -> None:
-    raise ConfigInvalid(
-        f"the config states RoPE's {key} twice, as {one!r} and as {other!r}",
-        where="config.json: rope_theta, rope_scaling, rope_parameters",
-        fix="Engines would pick one each; leave the one that the head was trained with.",
-    )
 
 
 def _number(name: str, value: object) -> float:
@@ -125,4 +160,6 @@ def _number(name: str, value: object) -> float:
         elif value > 0 or (value == 0 and name in ("mscale", "mscale_all_dim")):
             return float(value)
     kind = "whole number of tokens below 2**31" if is_count else "positive number"
-    raise ConfigInvalid(f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Put the key right.")
+    raise ConfigInvalid(
+        f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Put the key right.", code=INVALID
+    )

@@ -1,0 +1,351 @@
+"""What a config says, and what cannot be read at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ...engines.keys import COMMON, Key
+from ...engines.registry import engines
+from ...head.spec import Mla
+from .head import HeadSubject
+from .identity import is_speculators
+from .rule import ENGINES, Found, Rule, readers
+
+FLAGS = "https://github.com/vllm-project/vllm/pull/42143"
+
+
+def flag_of_another_meaning(subject: HeadSubject) -> Iterator[Found]:
+    otherwise = subject.layout.config.otherwise if subject.layout is not None else {}
+    if "norm_output" in otherwise and subject.config.get("norm_output") is True:
+        yield Found("config.json: norm_output", "true, in a head that feeds on the state before the norm")
+
+
+class Place(NamedTuple):
+    """Where an engine reads a flag; a flag that stands elsewhere alone it does not see."""
+
+    flag: tuple[str, ...]
+    engines: tuple[str, ...]
+    read: tuple[str, ...]
+
+
+def _places(key: Key) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return where a flag is read by engines that do not read it everywhere, and by whom."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for engine in engines():
+        if read := engine.flags.get(key.field):
+            found[read] = (*found.get(read, ()), *engine.runner_names)
+    return found
+
+
+PLACES = tuple(Place(key.names + key.also, names, read) for key in COMMON for read, names in _places(key).items())
+
+
+def flag_not_read(subject: HeadSubject) -> Iterator[Found]:
+    for place in PLACES:
+        stated = [name for name in place.flag if subject.stated(name) is True]
+        blind = sorted(subject.engines.intersection(place.engines))
+        if stated and blind and not any(subject.stated(name) is True for name in place.read):
+            yield Found(f"config.json: {stated[0]}", f"true, where {', '.join(blind)} reads {place.read[0]}")
+
+
+def _always(_: HeadSubject) -> bool:
+    return True
+
+
+def _is_mla(subject: HeadSubject) -> bool:
+    return subject.is_mla
+
+
+def _is_gqa(subject: HeadSubject) -> bool:
+    return not subject.is_mla
+
+
+def _is_deep(subject: HeadSubject) -> bool:
+    return subject.spec is not None and subject.spec.layers > 1
+
+
+def _is_normed_before_fc(subject: HeadSubject) -> bool:
+    return subject.stated("norm_before_fc") is True
+
+
+class Null(NamedTuple):
+    """A key that may be absent and may not be null.
+
+    Attributes:
+        path: dotted path in config.json.
+        engines: who asks whether the key is there, or what it holds, and does not expect null.
+        becomes: what follows.
+        of: the heads that it concerns.
+    """
+
+    path: str
+    engines: tuple[str, ...]
+    becomes: str
+    of: Callable[[HeadSubject], bool] = _always
+
+
+# By the words of `engines.base.NullKey.heads`.
+HEADS: Mapping[str, Callable[[HeadSubject], bool]] = {
+    "": _always,
+    "mla": _is_mla,
+    "gqa": _is_gqa,
+    "deep": _is_deep,
+    "normed": _is_normed_before_fc,
+}
+
+
+def _nulls() -> Iterator[Null]:
+    found: dict[tuple[str, str, str], tuple[str, ...]] = {}
+    for engine in engines():
+        for null in engine.null_keys:
+            names = (null.runner,) if null.runner else engine.runner_names
+            key = (null.path, null.becomes, null.heads)
+            found[key] = (*found.get(key, ()), *names)
+    for (path, becomes, heads), names in found.items():
+        yield Null(path, names, becomes, HEADS[heads])
+
+
+NULLS = tuple(_nulls())
+
+
+def key_null(subject: HeadSubject) -> Iterator[Found]:
+    # vLLM builds a config of its own from speculators' format, and the other engines do not read it.
+    if subject.layout is None or is_speculators(subject):
+        return
+    for null in NULLS:
+        asked = sorted(subject.engines.intersection(null.engines))
+        if asked and subject.stated(null.path) is None and null.of(subject):
+            yield Found(f"config.json: {null.path}", f"null, and {null.becomes} ({', '.join(asked)})")
+
+
+# torch's own names of the dtypes that a head is computed in, by which transformers looks them up.
+DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
+# Heads of an MLA config that states none, as its class has them; the engines say which keys they read:
+# https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L87-L88
+DEFAULT_HEADS = 128
+HEAD_KEYS: Mapping[str, tuple[str, ...]] = readers(lambda engine: engine.head_counts)
+
+
+def model_type_unstated(subject: HeadSubject) -> Iterator[Found]:
+    # vLLM knows speculators' format by another key, and the other engines do not read it.
+    stated = subject.config.get("model_type")
+    if not is_speculators(subject) and not isinstance(stated, str):
+        yield Found("config.json: model_type", "the key is absent or null" if stated is None else f"{stated!r}")
+
+
+def heads_by_default(subject: HeadSubject) -> Iterator[Found]:
+    attention = subject.spec.attention if subject.spec else None
+    if not isinstance(attention, Mla) or attention.heads == DEFAULT_HEADS:
+        return
+    for key, read_by in HEAD_KEYS.items():
+        asked = sorted(subject.engines.intersection(read_by))
+        if asked and subject.flat.get(key) is None:
+            taken = f"{', '.join(asked)} would take {DEFAULT_HEADS}, and the head has {attention.heads}"
+            yield Found(f"config.json: {key}", f"the key is absent or null: {taken}")
+
+
+def dtype_unknown(subject: HeadSubject) -> Iterator[Found]:
+    for key in ("torch_dtype", "dtype"):
+        stated = subject.flat.get(key)
+        if stated is not None and (not isinstance(stated, str) or stated not in DTYPES):
+            yield Found(f"config.json: {key}", f"{stated!r} is none of {', '.join(sorted(DTYPES))}")
+
+
+RULES: tuple[Rule[HeadSubject], ...] = (
+    Rule(
+        "K001",
+        "not-a-checkpoint",
+        "error",
+        "The folder has no config.json or no safetensors, so there is nothing to serve.",
+        fix="A checkpoint is a folder with config.json and *.safetensors; check the path, or fetch what is missing.",
+        says_fix=True,
+    ),
+    Rule(
+        "K002",
+        "corrupt-header",
+        "error",
+        "A safetensors header contradicts its own file: a download that was cut short, or a file that was tampered"
+        " with.",
+        fix="Fetch or export the file again; compare its sha256 with the publisher's.",
+        says_fix=True,
+    ),
+    Rule(
+        "K003",
+        "corrupt-index",
+        "error",
+        "The index names files or tensors that are not there, or leaves tensors out; or two files hold the same ones.",
+        fix="Fetch the missing shard; or export again, if the files are of different runs.",
+        says_fix=True,
+    ),
+    Rule(
+        "K004",
+        "unknown-layout",
+        "error",
+        "Neither the config nor the tensor names are those of an Eagle3 head that an engine or kconv knows.",
+        fix="If it is a head all the same, name its layout with --from.",
+        seen_in="https://github.com/vllm-project/speculators/issues/1114",
+        says_fix=True,
+    ),
+    Rule(
+        "K005",
+        "twins-differ",
+        "error",
+        "Two tensors hold one weight under two names, and differ; each engine loads another one.",
+        fix="Find out which of them the head was trained with, and remove the other.",
+        says_fix=True,
+    ),
+    Rule(
+        "K006",
+        "captured-undecided",
+        "error",
+        "The config does not settle which of the target's layers the head reads, and a wrong guess costs acceptance.",
+        fix="Give --target, whose depth decides the default, or say --captured or --captured-are.",
+        seen_in="https://github.com/vllm-project/vllm/pull/50170",
+        says_fix=True,
+    ),
+    Rule(
+        "K007",
+        "no-place-in-layout",
+        "error",
+        "The layout that the head is in, or was said to be in, has no place for a part of it.",
+        fix="Name the layout that the head is in with --from.",
+        says_fix=True,
+    ),
+    Rule(
+        "K008",
+        "config-invalid",
+        "error",
+        "A key of the config has a value that cannot be, in a way that no other rule speaks of.",
+        fix="Put the key right; the head's training config has it.",
+        says_fix=True,
+    ),
+    Rule(
+        "K009",
+        "head-unproven",
+        "error",
+        "kconv cannot read the head for a reason that no other rule speaks of, and vouches for nothing about it.",
+        fix="Do what the message says; a head that cannot be read cannot be proven.",
+        says_fix=True,
+    ),
+    Rule(
+        "K010",
+        "key-missing",
+        "error",
+        "The config lacks a key without which an engine cannot build the head.",
+        fix="Take it from the head's training config.",
+    ),
+    Rule(
+        "K011",
+        "key-contradiction",
+        "error",
+        "Two keys that mean one thing have different values, and engines read one each.",
+        fix="Leave the one that the head was trained with.",
+        seen_in=FLAGS,
+    ),
+    Rule(
+        "K012",
+        "key-type",
+        "error",
+        "A key has a value of a kind that it cannot have.",
+        fix="Put the key right; the head's training config has it.",
+    ),
+    Rule(
+        "K013",
+        "key-unsupported",
+        "error",
+        "A key asks for another computation than that of an Eagle3 head as the engines run it.",
+        fix="If the key has no effect on this head, remove it; else serve it with the engine it was made for.",
+    ),
+    Rule(
+        "K014",
+        "sliding-window",
+        "error",
+        "The config asks for a sliding window, which not every engine has for a draft head.",
+        fix="If the head was trained with full attention, set use_sliding_window to false.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L186-L204",
+    ),
+    Rule(
+        "K015",
+        "residual-unstated",
+        "error",
+        "A speculators config does not state norm_before_residual: vLLM takes true, the speculators library false.",
+        fix="State it as the head was trained; kconv takes it with --norm-before-residual.",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33",
+    ),
+    Rule(
+        "K016",
+        "root-contradicts",
+        "error",
+        "A nested config and its root state one key differently.",
+        fix="Leave the one that the head was trained with.",
+        seen_in="https://github.com/vllm-project/speculators/issues/610",
+    ),
+    Rule(
+        "K017",
+        "flag-of-another-meaning",
+        "error",
+        "SpecForge states norm_output for the norm before lm_head; engines take it for EAGLE-3.1's and feed the next"
+        " step the normed state.",
+        fix="Convert the head with kconv, which leaves the key out.",
+        engines=ENGINES,
+        seen_in="https://github.com/sgl-project/sglang/pull/26506",
+        check=flag_of_another_meaning,
+    ),
+    Rule(
+        "K018",
+        "flag-not-read",
+        "error",
+        "A flag stands under a name, or in a place, where an engine does not look for it: norm_before_fc outside of"
+        " eagle_config, use_aux_norm, return_hidden_post_norm.",
+        fix="Convert the head with kconv, which writes each flag wherever an engine reads it.",
+        engines=ENGINES,
+        seen_in="https://github.com/vllm-project/speculators/issues/610",
+        check=flag_not_read,
+    ),
+    Rule(
+        "K019",
+        "key-null",
+        "error",
+        "A key is null, which an engine does not take for absent: it fails, or runs another computation.",
+        fix="Remove the key, or state what the head was trained with; kconv's conversions write none of these as null.",
+        engines=ENGINES,
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138",
+        check=key_null,
+    ),
+    Rule(
+        "K020",
+        "model-type-unstated",
+        "error",
+        "The config states no model_type, by which transformers chooses the class that reads it: no engine opens the"
+        " head.",
+        fix="Set model_type to llama, or to kimi_k2 for an MLA head; kconv's conversions write it.",
+        engines=ENGINES,
+        seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/"
+        "configuration_auto.py#L442-L445",
+        check=model_type_unstated,
+    ),
+    Rule(
+        "K021",
+        "heads-by-default",
+        "error",
+        "An MLA head's config states its heads under one of two names, and an engine that reads the other takes the 128"
+        " of DeepSeek-V3.",
+        fix="State num_attention_heads and num_key_value_heads, as many each; kconv's conversions write both.",
+        engines=ENGINES,
+        seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/"
+        "configuration_deepseek_v3.py#L87-L88",
+        check=heads_by_default,
+    ),
+    Rule(
+        "K022",
+        "dtype-unknown",
+        "error",
+        "The stated dtype is none that torch has under this name, or none that a head is computed in: the config is"
+        " refused, or the weights are cast to what they are not.",
+        fix="Set torch_dtype (and dtype) to the weights' own, e.g. bfloat16.",
+        engines=ENGINES,
+        seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L317-L325",
+        check=dtype_unknown,
+    ),
+)
