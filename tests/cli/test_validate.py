@@ -169,7 +169,7 @@ def test_an_embedding_that_was_not_compared_is_said_where_it_is_not_served(hub, 
     hub.commit("org/target", {"config.json": json.dumps(TARGET).encode()})
     for options in ([], ["--target", "org/target"], ["--target", target]):
         shown = kconv("validate", head, "--for", asked, *options)
-        assert shown.exit_code == 0 and ("info K214 embed_tokens.weight" in shown.stdout) is said
+        assert shown.exit_code == 0 and ("note K214 embed_tokens.weight" in shown.stdout) is said
 
 
 @pytest.mark.parametrize("asked, code", [("sglang", 1), ("vllm", 0)])

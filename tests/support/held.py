@@ -173,7 +173,7 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
         "in SGLang's where the list begins with {}, lists layer outputs": first_of_outputs,
         "and so vouches for nothing | {} |": lambda: exit_codes_of("K001"),
         f"| warning | {COULD_DECIDE} | {{}}; {{}} with `--strict` |": lambda: exit_codes_of("K162", "--strict"),
-        "| info | a launch flag must supply it, or it is worth knowing | {} |": lambda: exit_codes_of("K203"),
+        "| note | a launch flag must supply it, or it is worth knowing | {} |": lambda: exit_codes_of("K203"),
         "| `schema` | {} |": lambda: (Report.model_fields["schema_version"].default,),
     },
     "docs/attention.md": {
