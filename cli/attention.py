@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from ..checkpoint.source import Source
 from .options import FOLDER, check_trusted, keeping, open_head, told
-
-if TYPE_CHECKING:
-    from ..head.spec import HeadSpec
-    from .attention_states import Texts
 
 
 @dataclass(frozen=True)
@@ -105,19 +101,10 @@ def convert(
     """Give a head another attention, and write it in a layout."""
     import torch
 
+    from ..calibrate.texts import TextOptions
     from ..checkpoint.staging import refuse_existing
-    from ..checkpoint.tensors import read_tensor
-    from ..convert.attention.calibration import Calibration
-    from ..convert.attention.convert import HEAL_STEPS, convert_attention, outline
-    from ..convert.attention.plan import check_layout, plan_converted
-    from ..convert.beside import refuse_target
-    from ..convert.config import refuse_unstated
-    from ..convert.execute import execute
-    from ..convert.read import read_weights
-    from ..convert.shared import SLOTS
+    from ..convert.attention.convert import HEAL_STEPS, AttentionOptions, convert_attention
     from ..engines import by_name
-    from ..head.forward import DraftHead
-    from ..pipeline.making import find_shared
     from .head_output import print_kept, print_manifest
     from .output import steps_bar
 
@@ -125,46 +112,19 @@ def convert(
     refuse_existing(out)
     if wanted.device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no CUDA device here")
-    read, table = open_head(head, **hints), by_name(layout)
-    refuse_unstated(read.read)
-    spec = read.spec
-    check_layout(spec, outline(spec, wanted.kind, wanted.head_dim), table, read.places)
-    texts = _open_texts(wanted, spec, target)
-    shared = find_shared(target, SLOTS)
-    refuse_target(read, table, shared)
-    weights = read_weights(read)
-    for slot in SLOTS:
-        if slot not in weights:
-            weights[slot] = read_tensor(shared.lend(slot, spec))
-    moved = {n: w.to(wanted.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}
-    original = DraftHead(spec, moved)
-    click.echo("gathering states", err=True)
-    lm_head = read_tensor(shared.lm_head).to(wanted.device, torch.float32)
-    calibration = Calibration(texts.gather(), lm_head, texts.name, texts.prompts, texts.parts)
+    texts = TextOptions(wanted.states, wanted.prompts, wanted.context, wanted.trust_remote_code)
+    steps = HEAL_STEPS if wanted.steps is None else wanted.steps
+    options = AttentionOptions(wanted.kind, texts, wanted.head_dim, steps, wanted.keep, wanted.device)
     with steps_bar("healing") as healed:
-        converted = convert_attention(
-            original,
-            wanted.kind,
-            calibration,
-            dtype=spec.dtype,
-            head_dim=wanted.head_dim,
-            steps=HEAL_STEPS if wanted.steps is None else wanted.steps,
-            keep=wanted.keep,
+        manifest, held_out = convert_attention(
+            open_head(head, **hints),
+            by_name(layout),
+            out,
+            options,
+            target,
             say=lambda line: click.echo(line, err=True),
             progress=healed,
         )
-    with torch.no_grad():
-        manifest = execute(plan_converted(read, table, converted, calibration, shared), out)
     print_manifest(manifest, out, as_json=as_json)
     if not as_json:
-        print_kept(converted.held_out)
-
-
-def _open_texts(wanted: Attention, spec: HeadSpec, target: Source) -> Texts:
-    from ..targets.config import read_target_config
-    from .attention_states import prompted_texts, stored_texts
-
-    if wanted.states is not None:
-        return stored_texts(wanted.states, spec, read_target_config(target.fetch_config()))
-    assert wanted.prompts is not None
-    return prompted_texts(wanted.prompts, wanted.context, spec, target, trust_remote_code=wanted.trust_remote_code)
+        print_kept(held_out)

@@ -57,27 +57,27 @@ def _writes(layout: str, form: str, lends: str = "") -> click.Command:
             return
         if drop_shared and target is None:
             raise click.UsageError("--drop-shared needs --target, to compare with")
+        from ..checkpoint.header import FLOAT_DTYPES
         from ..checkpoint.staging import refuse_existing
-        from ..convert.cast import DTYPES
         from ..convert.execute import execute
-        from ..convert.plan import Wishes, plan
+        from ..convert.plan import WriteOptions, plan
+        from ..convert.shared import find_for_layout, find_shapes
         from ..engines import by_name
-        from ..pipeline.making import find_shapes, find_taken
         from .head_output import print_manifest, print_plan
         from .output import progress
 
         refuse_existing(out)
-        rounded = DTYPES[dtype] if dtype else ""
+        rounded = FLOAT_DTYPES[dtype] if dtype else ""
         # By headers first, so that what cannot be converted is refused before it is downloaded.
         shared = find_shapes(target) if target else None
-        wishes = Wishes(shared, drop_shared and dry_run, rounded)
+        wishes = WriteOptions(shared, drop_shared and dry_run, rounded)
         table, headers = by_name(layout), open_headers(head, **hints)
         decided = plan(headers, table, wishes)
         if dry_run:
             print_plan(decided, as_json=as_json)
             return
-        taken = find_taken(target, headers, table, drop_shared=drop_shared) if target else None
-        decided = plan(open_head(head, **hints), table, Wishes(taken, drop_shared, rounded))
+        taken = find_for_layout(target, headers, table, drop_shared=drop_shared) if target else None
+        decided = plan(open_head(head, **hints), table, WriteOptions(taken, drop_shared, rounded))
         with progress("converting", sum(step.size for step in decided.steps)) as advance:
             manifest = execute(decided, out, advance)
         print_manifest(manifest, out, as_json=as_json)

@@ -17,10 +17,10 @@ from ..convert.read import Head
 from .output import print_json, print_next, wide_console
 
 if TYPE_CHECKING:
-    from ..convert.attention.held_out import HeldOut
+    from ..calibrate.retention import Retention
 
 
-def print_kept(figures: HeldOut) -> None:
+def print_kept(figures: Retention) -> None:
     """Print what an approximation keeps of the acceptance length."""
     click.echo(
         f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
@@ -74,7 +74,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         return
     table = Table(_name("from"), _name("to"), "action", box=None, header_style="bold")
     for step in plan.steps:
-        made = f": {step.made.reason}" if step.made else ""
+        made = f": {step.computed.reason}" if step.computed else ""
         table.add_row(escape(", ".join(s.info.name for s in step.sources)), step.name, escape(step.action + made))
     for name, why in plan.dropped.items():
         table.add_row(escape(name), "", escape(f"dropped: {why}"))
@@ -97,8 +97,8 @@ def print_manifest(manifest: Manifest, out: Path, *, as_json: bool) -> None:
             click.echo(f"{step.output.name} {step.action}: {step.reason}")
     for record in manifest.dropped:
         click.echo(f"{record.name} dropped: {record.reason}")
-    if manifest.config_carried:
-        click.echo(f"config keys carried as they are: {', '.join(manifest.config_carried)}")
+    if manifest.config_copied:
+        click.echo(f"config keys carried as they are: {', '.join(manifest.config_copied)}")
     click.echo(f"captured layers: {manifest.captured_by}")
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
     click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))

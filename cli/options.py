@@ -10,8 +10,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from ..calibrate.retention import MIN_RETENTION
 from ..checkpoint.source import Source, resolve
-from ..convert.attention.kept import KEEP
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
@@ -59,7 +59,7 @@ class LayerIds(click.ParamType):
 keeping = click.option(
     "--keep",
     metavar="SHARE",
-    default=KEEP,
+    default=MIN_RETENTION,
     show_default=True,
     type=click.FloatRange(0, 1),
     help="Refuse what keeps less of the acceptance length on held-out text.",
@@ -125,7 +125,7 @@ def open_headers(source: Source, **options: Any) -> Head:
 
 
 def _open(checkpoint: Checkpoint, *, target: Source | None = None, **options: Any) -> Head:
-    from ..pipeline.heads import open_beside
+    from ..convert.opening import open_head as open_beside
 
     layout, hints, _ = read_options(**options)
     return open_beside(checkpoint, layout, hints, target)

@@ -43,41 +43,19 @@ def quantize_head(
     if target is None:
         raise click.UsageError("--target must be said: the states are of it, and so is what the acceptance is against")
 
-    import torch
-
     from ..checkpoint.staging import refuse_existing
-    from ..checkpoint.tensors import read_tensor
-    from ..convert.attention.calibration import Calibration
-    from ..convert.read import read_weights
-    from ..convert.shared import SLOTS
-    from ..pipeline.making import find_shared
     from ..quantize.head.formats import FORMATS
-    from ..quantize.head.plan import plan_plain, plan_quantized, write
-    from ..quantize.head.quantize import quantize_head as run
-    from ..targets.config import read_target_config
-    from ..targets.stored_states import open_states
-    from .attention_states import StoredBatches
+    from ..quantize.head.plan import quantize_head as run
     from .head_output import print_kept, print_manifest
     from .output import status
 
     refuse_existing(out)
-    read, format_ = open_head(head, target=target, **hints), FORMATS[name]
-    shared = find_shared(target, SLOTS)
-    lm_head = read_tensor(shared.lm_head).float()
-    plain = plan_plain(read, format_, shared)
-    stored = open_states(states, config=read_target_config(target.fetch_config()), captured=read.spec.captured)
-    weights = read_weights(read)
-    weights |= {slot: read_tensor(shared.lend(slot, read.spec)) for slot in SLOTS if slot not in weights}
-    batches = StoredBatches(stored)
-    digests = tuple(sequence.digest for sequence in stored.sequences)
-    calibration = Calibration(batches, lm_head, states.name, digests, batches.parts)
+    read = open_head(head, target=target, **hints)
     with status("quantizing") as say:
-        quantized = run(read.spec, weights, format_, calibration, keep=keep, say=say)
-    with torch.no_grad():
-        manifest = write(plan_quantized(plain, quantized, calibration), format_, out)
+        manifest, held_out = run(read, FORMATS[name], out, target, states, min_retention=keep, say=say)
     print_manifest(manifest, out, as_json=as_json)
     if not as_json:
         before = sum(info.size for info in read.checkpoint.tensors.values())
         after = sum(file.size for file in manifest.files if file.name in manifest.weight_files)
         click.echo(f"bytes: {after:,} of {before:,}")
-        print_kept(quantized.held_out)
+        print_kept(held_out)

@@ -77,8 +77,8 @@ def validate(
     measuring.check(target or source)
     if headers_only and (measuring.wanted or source):
         raise click.UsageError("--headers-only reads no value, and --source and all that measures are about values")
-    from ..pipeline.heads import open_origin
-    from ..pipeline.making import find_shared
+    from ..convert.opening import open_origin
+    from ..convert.shared import find_shared
     from ..validate.kinds import is_target
     from ..validate.markdown import write_report
     from ..validate.rules.rule import ASKED

@@ -15,7 +15,7 @@ from .options import FOLDER, PATH_OR_ID, check_trusted, reading
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
     from ..convert.plan import Plan
-    from ..convert.vocab_report import VocabReport
+    from ..convert.vocab import VocabReport
     from ..engines.layout import Layout
     from ..targets.vocabulary import Vocabulary
 
@@ -25,7 +25,7 @@ OPERATIONS = ("rebuild_t2d", "absolute", "expand", "prune")
 @click.command(short_help="Examine a head's draft vocabulary, or write the head with another.")
 @click.argument("head", type=PATH_OR_ID)
 @click.argument("out", type=FOLDER, required=False)
-@click.option("--text", type=FOLDER, help="Text, or prompts (.jsonl), for the coverage and for --prune.")
+@click.option("--text", type=FOLDER, help="CountedText, or prompts (.jsonl), for the coverage and for --prune.")
 @click.option("--rebuild-t2d", is_flag=True, help="Write OUT with a t2d that follows from d2t.")
 @click.option("--absolute", is_flag=True, help="d2t holds absolute ids: write OUT with offsets.")
 @click.option("--expand", is_flag=True, help="Write OUT with the full vocabulary; the new rows never win.")
@@ -108,7 +108,7 @@ def _read_target(target: Source | None, *, trust: bool) -> Vocabulary | None:
 
 
 def _examine(checkpoint: Checkpoint, layout: Layout | None, known: Vocabulary | None, text: Path | None) -> VocabReport:
-    from ..convert.vocab_report import examine
+    from ..convert.vocab import examine
 
     if known is None:
         return examine(checkpoint, layout=layout)
@@ -126,8 +126,7 @@ def _plan(
 ) -> Plan:
     from ..checkpoint.bytes import file_digest
     from ..convert.captured import Hints
-    from ..convert.expand import expand
-    from ..convert.vocab import Text, prune, rebuild_t2d, write_offsets
+    from ..convert.vocab import CountedText, expand, prune, rebuild_t2d, write_offsets
 
     hints = Hints(target_layers=known.layers if known else None, **options)
     if "rebuild_t2d" in asked:
@@ -137,7 +136,7 @@ def _plan(
     if "expand" in asked:
         return expand(checkpoint, layout, hints)
     assert known is not None and text is not None  # held by _check_usage
-    chosen_by = Text(known.count_tokens(text), f"{text.name} (sha256 {file_digest(text)})")
+    chosen_by = CountedText(known.count_tokens(text), f"{text.name} (sha256 {file_digest(text)})")
     return prune(checkpoint, layout, hints, asked["prune"], chosen_by, known.specials)
 
 

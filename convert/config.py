@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.header import TensorInfo
+from ..checkpoint.formats import CONFIG_KEY
+from ..checkpoint.header import TORCH_NAMES, TensorInfo
 from ..engines.keys import (
     BALLAST,
     COMMON,
@@ -22,7 +23,7 @@ from ..head.spec import Gqa, HeadSpec, Mla, Norms, Tokens, Yarn
 from .captured import Captured, Hints, decide
 from .config_checks import ABSENT, check_dims, checked, find, refuse_unsupported
 from .own_keys import unify
-from .quantized import CONFIG_KEY, has_scales
+from .quantized import has_scales
 from .rope_keys import read_rope, states_theta, write_rope
 
 EAGLE = "eagle_config"
@@ -139,9 +140,6 @@ def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
     inner = {path.removeprefix(f"{EAGLE}."): v for path, v in carried.items() if path.startswith(f"{EAGLE}.")}
     outer = {path: v for path, v in carried.items() if not path.startswith(f"{EAGLE}.")}
     return config | outer | ({EAGLE: config.get(EAGLE, {}) | inner} if inner else {})
-
-
-TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def _read(config: Mapping[str, Any], key: Key, values: Mapping[str, Any]) -> Any:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..convert.shared import Shared
 from ..head.contract import Expected, dtypes_of
 from ..head.slots import SLOTS, layers_of, needs
 from ..head.spec import HeadSpec
 from .keys import ConfigTable
 from .moves import Move, Same
+
+if TYPE_CHECKING:
+    from ..convert.shared import Shared
 
 _SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
 

@@ -11,10 +11,10 @@ from ..cards.publish.floor import Floor
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
+from ..convert.opening import open_head as open_beside
 from ..convert.read import Head
 from ..engines.layout import Layout
 from ..errors import RecipeInvalid
-from .heads import open_beside
 from .kinds import Reading
 
 Say = Callable[[str], None]

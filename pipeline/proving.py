@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from ..cards.publish.floor import RECIPE
 from ..checkpoint.manifest import MANIFEST, verify
 from ..checkpoint.staging import staged
+from ..convert.opening import open_origin
+from ..convert.shared import find_shared
 from ..errors import ReportInvalid
-from .heads import open_origin
 from .job import Job, open_step_head, told
 from .kinds import Bench, Card, Publish, Validate
-from .making import find_shared
 
 if TYPE_CHECKING:
     from ..cards.publish.allow import Allowance

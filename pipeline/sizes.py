@@ -72,18 +72,18 @@ def _quantize(step: Quantize, found: Found | None) -> int | None:
 
 
 def _convert(step: Convert, found: Found | None) -> int | None:
-    from ..convert.cast import DTYPES
-    from ..convert.plan import Wishes, plan
+    from ..checkpoint.header import FLOAT_DTYPES
+    from ..convert.plan import WriteOptions, plan
+    from ..convert.shared import find_shapes
     from ..engines import by_name
     from .job import read_step_head
-    from .making import find_shapes
 
     if found is None:
         return None
     target = found.inputs["target"][0] if step.target else None
     head = read_step_head(found.inputs["head"][0].open_headers(), step.reading, target)
     shared = find_shapes(target) if target else None
-    wishes = Wishes(shared, step.drop_shared, DTYPES[step.dtype] if step.dtype else "")
+    wishes = WriteOptions(shared, step.drop_shared, FLOAT_DTYPES[step.dtype] if step.dtype else "")
     return sum(one.size for one in plan(head, by_name(step.layout), wishes).steps)
 
 

@@ -12,7 +12,7 @@ from statistics import median
 
 from torch import Tensor
 
-from ..convert.quantized import BLOCK
+from ..checkpoint.formats import BLOCK
 from ..convert.read import Head, read_slot
 from ..head.slots import needs
 from ..targets.fp8 import dequantize_fp8

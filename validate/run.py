@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
+from ..convert.provenance import Origin
 from ..convert.read import Head
 from ..convert.shared import Shared
-from ..convert.told import Origin
 from ..engines.layout import Layout
 from ..errors import KconvError, PromptsInvalid
 from ..targets.config import TargetConfig
@@ -99,7 +99,9 @@ def validate(
     except KconvError as fault:
         return assemble(subject.name, {}, [of_fault(fault)], Figures(), {"for": list(wish.engines or ENGINES)})
     whole = is_target(checkpoint) and wish.layout is None
-    refuse_unfit(checkpoint, whole, source.told if source else None, quantized_from, measured=bool(parity or engined))
+    refuse_unfit(
+        checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
+    )
     if whole:
         return _check_target(subject, checkpoint, wish, quantized_from, held_out, say)
     rules = HeadSubject(
@@ -126,7 +128,7 @@ def validate(
         from .structure import check_origin, check_source, is_identical
 
         say("comparing with the source, bit by bit")
-        held = check_source(rules.head, source.told) + check_origin(source)
+        held = check_source(rules.head, source.recorded) + check_origin(source)
         identical = is_identical(rules.head, held)
         findings += held
     if parity is not None:
@@ -151,9 +153,9 @@ def validate(
 
 
 def _refuse_other_layers(output: Head, source: Origin) -> None:
-    if source.told.spec.captured != output.spec.captured:
+    if source.recorded.spec.captured != output.spec.captured:
         raise PromptsInvalid(
-            f"the source reads layers {source.told.spec.captured} and the output {output.spec.captured}",
+            f"the source reads layers {source.recorded.spec.captured} and the output {output.spec.captured}",
             where=output.checkpoint.folder,
             fix="Put the captured layers right (--captured-are) before the two are compared.",
         )

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from support.configs import KIMI_MHA, KIMI_MLA
 from support.faults import FAULTS
 
+from kconv.calibrate.retention import MIN_RETENTION
 from kconv.cards.publish.remote import LONGEST_WAIT, TRANSIENT, WAITS
 from kconv.checkpoint.header import BITS
 from kconv.cli import main
-from kconv.convert.attention.expand_mla import fit_head_dim
-from kconv.convert.attention.kept import KEEP
+from kconv.convert.attention.to_mha import fit_head_dim
 from kconv.convert.captured import default_inputs, default_outputs
 from kconv.engines.sglang import captured_keys
 from kconv.head.chain import lengths
@@ -179,7 +179,7 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
     "docs/attention.md": {
         "{:,} bytes per token in bf16": lambda: (LATENT * BYTES,),
         "where {} heads of {} take {:,}": lambda: (MHA.heads, MHA.head_dim, MHA_CACHE * BYTES),
-        "a head that keeps less than `--keep` ({})": lambda: (KEEP,),
+        "a head that keeps less than `--keep` ({})": lambda: (MIN_RETENTION,),
         "`head_dim` {} (or 256)": lambda: (EXPANDED,),
         "`kv_lora_rank` {} and {} rotary dims": lambda: (MLA.kv_lora_rank, MLA.qk_rope_head_dim),
         "own {} against {} heads of {} + {}": lambda: (MLA.kv_lora_rank, MHA.heads, MHA.head_dim, MHA.head_dim),
@@ -213,12 +213,12 @@ HELD: dict[str, dict[str, Callable[[], tuple[object, ...]]]] = {
         "Kimi's three are {} as outputs and {} as inputs": kimi_captures,
     },
     "docs/guides/mha-to-mla.md": {
-        "keeps less than `--keep` ({}) of the acceptance length is refused": lambda: (KEEP,),
+        "keeps less than `--keep` ({}) of the acceptance length is refused": lambda: (MIN_RETENTION,),
         "Heads come out with {} dims": lambda: (EXPANDED,),
     },
     "docs/guides/quantize.md": {
         "`data-free` is {} for all": lambda: tuple(data_free().scales(["a"]).values()),
-        "keeps less than {:.0%} of the sampled": lambda: (KEEP,),
+        "keeps less than {:.0%} of the sampled": lambda: (MIN_RETENTION,),
     },
     "docs/guides/nvidia-to-vllm.md": {
         "MLA, full vocabulary, {} tensors": lambda: (len(needs(KIMI_MLA).keys() - {"embed_tokens"}),),

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from ...checkpoint.folder import read_json
-from ...convert.quantized import CONFIG_KEY, SIDE_FILE, SUFFIXES, has_scales
+from ...checkpoint.formats import CONFIG_KEY, SIDE_FILE
+from ...checkpoint.header import FLOAT_DTYPES
+from ...convert.quantized import SUFFIXES, has_scales
 from ...errors import ConfigInvalid, KconvError, LayoutCannot, TensorMissing
 from ...head.contract import FLOATS
 from ...head.spec import Gqa
 from .head import HeadSubject
 from .rule import TRTLLM, VLLM, Found, rule
 from .target import entries_of
-
-NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @rule(
@@ -78,7 +78,7 @@ def quantized_otherwise(subject: HeadSubject) -> Iterator[Found]:
 )
 def dtype_not_stated_one(subject: HeadSubject) -> Iterator[Found]:
     for key in ("torch_dtype", "dtype"):
-        stated = NAMES.get(str(subject.flat.get(key)).removeprefix("torch."))
+        stated = FLOAT_DTYPES.get(str(subject.flat.get(key)).removeprefix("torch."))
         if subject.spec and stated and stated != subject.spec.dtype:
             yield Found(f"config.json: {key}", f"{subject.flat[key]}, and most weights are {subject.spec.dtype}")
 
