@@ -25,7 +25,7 @@ from .computed import Computed, from_target, rounded
 from .config import carry, refuse_unstated
 from .quantized import SUFFIXES, add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot, rows_of
-from .shared import Shared, omitted_slots, refuse_target
+from .shared import SharedTensors, omitted_slots, refuse_target
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ class WriteOptions:
         dtype: safetensors name of the dtype to round the weights to; empty to keep each tensor's own.
     """
 
-    target: Shared | None = None
+    target: SharedTensors | None = None
     drop_shared: bool = False
     dtype: str = ""
 
@@ -149,7 +149,7 @@ class Plan:
     config: Mapping[str, Any]
     steps: tuple[Step, ...]
     dropped: Mapping[str, str]
-    target: Shared | None = None
+    target: SharedTensors | None = None
     conversion: ConversionRecord | None = None
 
 
@@ -167,7 +167,7 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
             serve it otherwise beside this target.
         ConfigInvalid: the head's config does not state what the output's would; see `refuse_unstated`.
         TargetInvalid: the target does not hold what the layout needs of it.
-        KconvError: the target holds it, and it cannot be had; see `Shared.find`.
+        KconvError: the target holds it, and it cannot be had; see `SharedTensors.find`.
     """
     refuse_unstated(head.read)
     options, change = options or WriteOptions(), change or Change(head.spec)
@@ -324,7 +324,7 @@ def _cast(step: Step, head: Head, dtype: str) -> Step:
     return replace(step, action="cast", computed=rounded(step.name, info.dtype, dtype, step.shape, read))
 
 
-def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, target: Shared | None) -> Step:
+def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, target: SharedTensors | None) -> Step:
     (slot,) = row.slots
     if target is None:
         raise LayoutCannot(
@@ -332,7 +332,7 @@ def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, t
             where=name,
             fix="Say --target: the target's is added, as it is.",
         )
-    info = target.lend(slot, spec)
+    info = target.matching(slot, spec)
     return Step(name, (), row, "added", from_target(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))
 
 

@@ -24,7 +24,7 @@ SLOTS = ("lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedTensors:
     """The target's tensors that a head may share.
 
     Attributes:
@@ -70,7 +70,7 @@ class Shared:
             )
         return info
 
-    def lend(self, slot: str, spec: HeadSpec) -> TensorInfo:
+    def matching(self, slot: str, spec: HeadSpec) -> TensorInfo:
         """Return the tensor that fills a head's slot.
 
         Raises:
@@ -103,7 +103,7 @@ class Shared:
         return copies is not None and copies.by_offset < copies.rows
 
 
-def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: bool) -> Shared:
+def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: bool) -> SharedTensors:
     """Find what a conversion adds from the target, compares with it, or leaves to it.
 
     Of a folder all that is there is found, which also tells the target's parameters from the head's own; the Hub's
@@ -114,7 +114,7 @@ def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: 
     return find_shared(target, slots_from_target(head, layout))
 
 
-def find_shared(target: Source, slots: Iterable[str]) -> Shared:
+def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
     """Find some of what a head may share with its target; of the Hub's copy, the files that hold it are downloaded.
 
     A tensor whose file is missing, as in a folder that was downloaded in part, is an error only where it is asked for.
@@ -131,16 +131,16 @@ def find_shared(target: Source, slots: Iterable[str]) -> Shared:
             continue
         if name in tensors:
             found[slot] = tensors[name]
-    return Shared(target.name, found, layers=config.layers, model_type=config.model_type, absent=absent)
+    return SharedTensors(target.name, found, layers=config.layers, model_type=config.model_type, absent=absent)
 
 
-def find_shapes(target: Source) -> Shared:
+def find_shapes(target: Source) -> SharedTensors:
     """Find what a head may share with its target, of the Hub's copy by name and shape alone."""
     if isinstance(target, Folder):
         return find_shared(target, SLOTS)
     config, tensors = read_target_config(target.fetch_config()), target.open_headers().tensors
     found = {slot: tensors[name] for slot, name in _names(config).items() if name in tensors}
-    return Shared(target.name, found, headers_only=True, layers=config.layers, model_type=config.model_type)
+    return SharedTensors(target.name, found, headers_only=True, layers=config.layers, model_type=config.model_type)
 
 
 def _names(config: TargetConfig) -> dict[str, str]:
@@ -148,7 +148,7 @@ def _names(config: TargetConfig) -> dict[str, str]:
     return {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
 
 
-def refuse_target(head: Head, layout: Layout, target: Shared | None) -> None:
+def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> None:
     """Refuse a layout whose engine would serve a head otherwise beside this target.
 
     Raises:
@@ -174,12 +174,12 @@ def slots_from_target(head: Head, layout: Layout) -> set[str]:
     return (layout.needs.keys() - held) | (layout.replaces.keys() & held)
 
 
-def omitted_slots(head: Head, layout: Layout, target: Shared | None) -> dict[str, str]:
+def omitted_slots(head: Head, layout: Layout, target: SharedTensors | None) -> dict[str, str]:
     """Return the slots that can be left to the target, with the reason; none where bytes of either are on the Hub.
 
     Raises:
         TargetInvalid: there is no target.
-        KconvError: the target has a tensor that cannot be had; see `Shared.find`.
+        KconvError: the target has a tensor that cannot be had; see `SharedTensors.find`.
     """
     if target is None:
         raise TargetInvalid("there is no target to compare with", fix="Say --target, a folder with its weights.")

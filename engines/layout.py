@@ -14,7 +14,7 @@ from .keys import ConfigTable
 from .moves import Move, Same
 
 if TYPE_CHECKING:
-    from ..convert.shared import Shared
+    from ..convert.shared import SharedTensors
 
 _SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
 
@@ -88,7 +88,7 @@ class TargetLimit:
         source: tag-pinned link to the line that decides it.
     """
 
-    hits: Callable[[HeadSpec, Shared], bool]
+    hits: Callable[[HeadSpec, SharedTensors], bool]
     what: str
     fix: str
     source: str

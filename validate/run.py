@@ -13,7 +13,7 @@ from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
 from ..convert.provenance import Origin
 from ..convert.read import Head
-from ..convert.shared import Shared
+from ..convert.shared import SharedTensors
 from ..engines.layout import Layout
 from ..errors import KconvError, PromptsInvalid
 from ..targets.config import TargetConfig
@@ -57,7 +57,7 @@ class Wish:
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
     headers_only: bool = False
-    lent: Callable[[Iterable[str]], Shared] | None = None
+    lent: Callable[[Iterable[str]], SharedTensors] | None = None
 
 
 def validate(

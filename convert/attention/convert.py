@@ -129,7 +129,7 @@ def convert_attention(
     shared = find_shared(target, SLOTS)
     refuse_target(head, layout, shared)
     weights = read_weights(head)
-    weights |= {slot: read_tensor(shared.lend(slot, spec)) for slot in SLOTS if slot not in weights}
+    weights |= {slot: read_tensor(shared.matching(slot, spec)) for slot in SLOTS if slot not in weights}
     moved = {n: w.to(options.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}
     say("gathering states")
     calibration = texts.calibration(read_tensor(shared.lm_head).to(options.device, torch.float32))

@@ -69,7 +69,7 @@ def quantize_head(
     plan(head, head.layout, WriteOptions(shared))
     texts = stored_texts(states, head.spec, read_target_config(target.fetch_config()), is_fitted=False)
     weights = read_weights(head)
-    weights |= {slot: read_tensor(shared.lend(slot, head.spec)) for slot in SLOTS if slot not in weights}
+    weights |= {slot: read_tensor(shared.matching(slot, head.spec)) for slot in SLOTS if slot not in weights}
     calibration = texts.calibration(lm_head)
     quantized = quantize_linears(head.spec, weights, format_, calibration, min_retention=min_retention, say=say)
     with torch.no_grad():
@@ -115,8 +115,8 @@ def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibra
         row, info = head.places[slot]
         for suffix, tensor in linear.items():
             if suffix == "weight":
-                made = from_values(tensor, f"{format_.name} of {info.dtype}")
-                replaced[slot] = Replaced(made, "quantized", (SourceTensor(row, info),))
+                computed = from_values(tensor, f"{format_.name} of {info.dtype}")
+                replaced[slot] = Replaced(computed, "quantized", (SourceTensor(row, info),))
             else:
                 reason = "largest input of the calibration" if suffix == "input_scale" else "with its weight"
                 replaced[f"{slot}.{suffix}"] = Replaced(from_values(tensor, reason), "quantized")

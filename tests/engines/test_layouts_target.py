@@ -15,7 +15,7 @@ from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
-from kconv.convert.shared import Shared
+from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
 from kconv.errors import LayoutCannot, TargetInvalid, TensorValue
 from kconv.targets.config import read_target_config
@@ -51,7 +51,7 @@ def shared(folder):
     config = read_target_config(folder)
     names = {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
     tensors = Folder(folder).open_tensors(names.values())
-    return Shared("org/target", {slot: tensors[name] for slot, name in names.items()})
+    return SharedTensors("org/target", {slot: tensors[name] for slot, name in names.items()})
 
 
 def head(root, spec, slots):
@@ -137,10 +137,10 @@ def test_what_sglang_cannot_be_told_beside_this_target_is_refused(tmp_path, name
     beside = {"layers": 9, "model_type": "kimi_k2"} | other
     source = head(tmp_path, spec, random_slots(spec))
     with pytest.raises(LayoutCannot, match=why) as caught:
-        plan(source, BY_NAME[name], WriteOptions(Shared("org/target", {}, **beside)))
+        plan(source, BY_NAME[name], WriteOptions(SharedTensors("org/target", {}, **beside)))
     assert caught.value.where.startswith("https://") and caught.value.fix
-    assert plan(source, BY_NAME["vllm"], WriteOptions(Shared("org/target", {}, **beside))).steps
-    deeper = Shared("org/target", {}, layers=10, model_type="deepseek_v3")
+    assert plan(source, BY_NAME["vllm"], WriteOptions(SharedTensors("org/target", {}, **beside))).steps
+    deeper = SharedTensors("org/target", {}, layers=10, model_type="deepseek_v3")
     assert plan(source, BY_NAME[name], WriteOptions(deeper)).steps
 
 

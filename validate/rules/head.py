@@ -15,7 +15,7 @@ from ...convert.captured import Hints, without_lists
 from ...convert.config import ReadConfig, read_config
 from ...convert.own_keys import unify
 from ...convert.read import Head, claim_tensors, find_breaches, read_head, rows_of, weight_dtype
-from ...convert.shared import Shared
+from ...convert.shared import SharedTensors
 from ...engines import BY_NAME, detect
 from ...engines.layout import Layout, Stored
 from ...errors import CapturedUndecided, KconvError
@@ -56,7 +56,7 @@ class HeadSubject(Subject):
     named_layout: Layout | None = None
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
-    lent: Callable[[Iterable[str]], Shared] | None = None
+    lent: Callable[[Iterable[str]], SharedTensors] | None = None
 
     @cached_property
     def layout(self) -> Layout | None:
