@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.manifest import ConversionRecord
 from ..errors import ConversionInaccurate
 
 if TYPE_CHECKING:
+    from ..checkpoint.manifest import ConversionRecord
     from .batches import Calibration
 
 MIN_RETENTION = 0.97
@@ -85,6 +85,7 @@ def conversion_record(
         details: what was chosen on the way.
         heal_steps: steps towards the original.
     """
+    from ..checkpoint.manifest import ConversionRecord
     from .batches import digest_rows
 
     return ConversionRecord(

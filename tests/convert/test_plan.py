@@ -61,12 +61,6 @@ def test_a_theta_in_any_of_its_places_is_stated(tmp_path):
         assert plan(read_head(open_checkpoint(folder)), TRTLLM).config["rope_theta"] == 5e4
 
 
-def test_a_layout_that_is_only_read_is_not_written(tmp_path):
-    with pytest.raises(LayoutCannot) as caught:
-        planned(tmp_path, GQA, VLLM, MODELOPT)
-    assert "vllm" in caught.value.fix
-
-
 def test_planning_writes_nothing(tmp_path):
     folder = write_head(tmp_path / "head", MODELOPT, GQA, random_slots(GQA), cut(MODELOPT_LLAMA, GQA))
     before = sorted(tmp_path.rglob("*"))
