@@ -14,17 +14,39 @@ share their text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..head.attention import ChainContext, Context
 from ..head.chain import lengths, overlap, unroll
 from ..head.forward import DraftHead
 from .batches import STEPS, Batch, Calibration, in_pieces
 from .retention import Retention
+
+
+class WatchedInputs(TorchFunctionMode):
+    """Calls a function with what each of some weights is multiplied with, and computes with what it returns.
+
+    Args:
+        weights: by slot; the very tensors that are multiplied with.
+        see: slot and input `[..., in]` to the input that takes its place.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._slots = {id(weight): slot for slot, weight in weights.items()}
+        self._weights, self._see = weights, see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and (slot := self._slots.get(id(args[1]))) is not None:
+            args = (self._see(slot, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,15 @@ arXiv 1503.05671, is the same change of coordinates.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ...calibrate.batches import STEPS, Batch, Calibration, in_pieces
+from ...calibrate.measure import WatchedInputs
 from ...errors import TrainingFailed
 from ...head.chain import count_chains, unroll
 from ...head.forward import DraftHead
@@ -90,22 +89,6 @@ def _sizes(head: DraftHead, pieces: Sequence[Batch]) -> list[float | Tensor]:
 FLOOR = 0.1
 
 
-class _Inputs(TorchFunctionMode):
-    """Sums up what goes into the linear maps by some matrices."""
-
-    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._names = {id(matrix): name for name, matrix in matrices.items()}
-        self.moments = {name: Moments(m.shape[1], device=m.device) for name, m in matrices.items()}
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is F.linear and id(args[1]) in self._names:
-            self.moments[self._names[id(args[1])]].add(args[0].flatten(0, -2))
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class Spread:
     """How a matrix's inputs spread, and how large what it makes of them is.
@@ -123,12 +106,18 @@ class Spread:
 @torch.no_grad()
 def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Spread]:
     """Return the spread of the inputs of some of a head's matrices, K steps along the chain."""
-    with _Inputs({name: head.weights[name] for name in names}) as watched:
+    moments = {name: Moments(head.weights[name].shape[1], device=head.weights[name].device) for name in names}
+
+    def note(name: str, x: Tensor) -> Tensor:
+        moments[name].add(x.flatten(0, -2))
+        return x
+
+    with WatchedInputs({name: head.weights[name] for name in moments}, note):
         for piece in in_pieces(batches, head.spec.draft_vocab):
             for _ in unroll(head, piece.tokens, piece.captured, STEPS):
                 pass
     # Each matrix's moments go as its factor comes: at Kimi-K2's size all of either are 5 GB.
-    return {name: _spread(head.weights[name], watched.moments.pop(name)) for name in list(watched.moments)}
+    return {name: _spread(head.weights[name], moments.pop(name)) for name in list(moments)}
 
 
 def _spread(weight: Tensor, moments: Moments) -> Spread:

@@ -13,15 +13,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ...calibrate.batches import STEPS, Calibration, Part, check_batches
-from ...calibrate.measure import compare, trace
+from ...calibrate.measure import WatchedInputs, compare, trace
 from ...calibrate.retention import MIN_RETENTION, Retention, check_retention
 from ...errors import CalibrationInvalid, TensorValue
 from ...head.chain import count_chains
@@ -30,25 +27,6 @@ from ...head.spec import HeadSpec
 from ..bounds import check_amax
 from ..pack import amax
 from .formats import LinearFormat, groups_of
-
-
-class WatchedInputs(TorchFunctionMode):
-    """Calls a function with what each of some weights is multiplied with, and computes with what it returns.
-
-    Args:
-        weights: by slot; the very tensors that are multiplied with.
-        see: slot and input `[..., in]` to the input that takes its place.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Tensor], Tensor]) -> None:
-        super().__init__()
-        self._slots = {id(weight): slot for slot, weight in weights.items()}
-        self._weights, self._see = weights, see
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and (slot := self._slots.get(id(args[1]))) is not None:
-            args = (self._see(slot, args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

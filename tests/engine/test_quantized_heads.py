@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.record_drafts import record
 
+from kconv.calibrate.measure import WatchedInputs
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
 from kconv.head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from kconv.head.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS
-from kconv.quantize.head.quantize import WatchedInputs
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.targets.states import run_target
