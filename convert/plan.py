@@ -223,9 +223,9 @@ def plan_in_place(head: Head, change: Change) -> Plan:
                 steps += _computed(name, row, head, change)
         elif name in tensors:
             steps.append(Step(name, (SourceTensor(before[name], tensors[name]),), row, "copied"))
-    written = {step.name for step in steps}
+    used = {source.info.name for step in steps for source in step.sources}
     reasons = {**head.ignored, **change.dropped}
-    dropped = {name: why for name, why in reasons.items() if name in tensors and name not in written}
+    dropped = {name: why for name, why in reasons.items() if name in tensors and name not in used}
     _check_lost(head, head.layout, steps, dropped)
     source = replace(head, read=replace(head.read, dropped=()))  # the config is copied whole
     config = {**head.checkpoint.config, **change.config}
