@@ -36,6 +36,9 @@ BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+# The dtypes of weights that can be computed with, by the names that config.json and options have for them: torch's.
+FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+TORCH_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
 class Readable(Protocol):

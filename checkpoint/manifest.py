@@ -24,7 +24,7 @@ READ_BY_ENGINES = (
     "quantize_config.json",
 )  # fmt: skip
 Action = Literal[
-    "carried", "renamed", "re-packed", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
+    "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
     "converted",
 ]  # fmt: skip
 
@@ -141,7 +141,7 @@ class Manifest(_Record):
         captured_by: how the captured layers were decided.
         parameters: number of weight elements in the output.
         parameters_by_origin: the same, trained and copied ones apart.
-        config_carried, config_dropped: the source config's keys that kconv does not interpret.
+        config_copied, config_dropped: the source config's keys that kconv does not interpret.
         tensors: every tensor of the output.
         dropped: every source tensor that is not in the output.
         files: every file of the output but this one.
@@ -161,7 +161,7 @@ class Manifest(_Record):
     captured_by: str
     parameters: int
     parameters_by_origin: Parameters
-    config_carried: tuple[str, ...] = ()
+    config_copied: tuple[str, ...] = ()
     config_dropped: tuple[str, ...] = ()
     tensors: tuple[StepRecord, ...]
     dropped: tuple[DroppedRecord, ...] = ()

@@ -145,7 +145,7 @@ def _plan_of_head(_: Operation, plan: Plan | None) -> None:
         return
     table = Table(_name("from"), _name("to"), "action", box=None, header_style="bold")
     for step in plan.steps:
-        made = f": {step.made.reason}" if step.made else ""
+        made = f": {step.computed.reason}" if step.computed else ""
         table.add_row(escape(", ".join(s.info.name for s in step.sources)), step.name, escape(step.action + made))
     for name, why in plan.dropped.items():
         table.add_row(escape(name), "", escape(f"dropped: {why}"))
@@ -168,8 +168,8 @@ def _show_converted(_: Operation, result: Converted) -> None:
     shown = click.format_filename(out)
     click.echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
     _show_changes(manifest)
-    if manifest.config_carried:
-        click.echo(f"config keys copied as they are: {', '.join(manifest.config_carried)}")
+    if manifest.config_copied:
+        click.echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
     click.echo(f"captured layers: {manifest.captured_by}")
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
     click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
@@ -190,7 +190,7 @@ def _show_conversion(request: Operation, result: Converted) -> None:
 
 def _show_kept(result: Converted) -> None:
     """Print what an approximation keeps of the acceptance length."""
-    if (figures := result.held_out) is None:
+    if (figures := result.retention) is None:
         return
     click.echo(
         f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "

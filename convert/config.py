@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.header import TensorInfo
 from ..engines.keys import BALLAST, COMMON, ELSEWHERE, FIXED, GQA, MLA, NESTED, TOP, ConfigTable, Key
 from ..errors import ConfigInvalid, ConfigUnsupported, KconvError, Problem
 from ..head.contract import Problems, problem_of
 from ..head.spec import Gqa, HeadSpec, Mla, Norms, Rope, Tokens, Yarn
 from .captured import EAGLE, Captured, Hints, read_captured
-from .quantized import CONFIG_KEY, has_scales
+from .quantized import has_scales
 from .rope import find_rope, states_theta
 
 # Of a nested config and its root, the inner ones are the head's.

@@ -25,10 +25,9 @@ from ..checkpoint.values import Values
 from ..engines.registry import launch_files
 from ..errors import TensorValue
 from ..head.slots import needs
-from .origins import count_parameters
 from .plan import Plan, Step
+from .provenance import count_parameters, read_provenance
 from .read import read_slot
-from .told import read_told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +61,10 @@ def fill(
 ) -> Manifest:
     """Carry out a plan in a folder that its caller has staged.
 
-    How a head was trained, and how its attention was converted, is told on: `training` is for the one who trained it.
+    How a head was trained, and how its attention was converted, is copied from the source's manifest; `training` is
+    for the one who trained it.
     """
-    told = read_told(plan.source.checkpoint.folder)
+    past = read_provenance(plan.source.checkpoint.folder)
     weights = write_safetensors(
         folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_filled(plan), advance=advance
     )
@@ -79,20 +79,20 @@ def fill(
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(plan, weights, tuple(files), training or told.training, told.conversion(plan.conversion))
-    told.check(source for step in manifest.tensors for source in step.sources)
+    manifest = _manifest(plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion))
+    past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
 
 
 def _entry(plan: Plan, step: Step) -> Entry:
-    made = step.made
-    if made is not None:
-        return Entry(step.name, made.dtype, made.shape, lambda: _chunks(step.name, made.make()))
-    info = step.sources[0].info
+    computed = step.computed
+    if computed is not None:
+        return Entry(step.name, step.dtype, step.shape, lambda: _chunks(step.name, computed.blocks()))
     if step.is_copy:
+        info = step.sources[0].info
         return Entry(step.name, info.dtype, info.shape, lambda: stream(info))
-    return Entry(step.name, info.dtype, step.row.expected.shape, lambda: _chunks(step.name, _pack(plan, step)))
+    return Entry(step.name, step.dtype, step.shape, lambda: _chunks(step.name, _pack(plan, step)))
 
 
 def _chunks(name: str, blocks: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
@@ -157,22 +157,21 @@ def _manifest(
     for step in plan.steps:
         blake3 = weights.digests[step.name]
         infos = [source.info for source in step.sources]
-        made = step.made
-        dtype, shape = (made.dtype, made.shape) if made else (infos[0].dtype, step.row.expected.shape)
         steps.append(
             StepRecord(
                 action=step.action,
-                output=TensorRecord(name=step.name, dtype=dtype, shape=shape, blake3=blake3),
+                output=TensorRecord(name=step.name, dtype=step.dtype, shape=step.shape, blake3=blake3),
                 # A copy's source has the very bytes that were hashed on their way.
                 sources=tuple(_record(info, blake3 if step.is_copy else digest(info)) for info in infos),
-                reason=made.reason if made else "",
+                reason=step.computed.reason if step.computed else "",
             )
         )
     integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
     parameters = count_parameters(plan)
     return Manifest(
         exact=all(
-            step.made is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
+            step.computed is None or step.action == "added" or integers.issuperset(step.row.slots)
+            for step in plan.steps
         ),
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
@@ -183,7 +182,7 @@ def _manifest(
         captured_by=head.read.captured.how,
         parameters=parameters.total,
         parameters_by_origin=parameters,
-        config_carried=tuple(head.read.carried),
+        config_copied=tuple(head.read.carried),
         config_dropped=head.read.dropped,
         tensors=tuple(steps),
         dropped=tuple(_dropped(head.checkpoint.tensors[name], reason) for name, reason in plan.dropped.items()),

@@ -1,36 +1,40 @@
-"""What becomes what, decided before a byte is written."""
+"""What becomes what, decided before a byte is written.
+
+One planner for all that is made of a head: another layout, another attention, another vocabulary, quantized linears.
+What an operation computes it gives as a `Change`; every other tensor keeps its bytes, and each source tensor is
+accounted for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import read_json
+from ..checkpoint.formats import CONFIG_KEY
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
 from ..engines.layout import Layout, Stored, stored
+from ..engines.moves import Same
 from ..engines.registry import writable
 from ..errors import LayoutCannot
-from ..head.contract import FLOATS
+from ..head.contract import FLOATS, Expected
 from ..head.slots import needs
 from ..head.spec import HeadSpec
-from .beside import left_slots, refuse_target
-from .cast import Cast
+from .computed import Computed, from_target, rounded
 from .config import carry, refuse_unstated
-from .quantized import CONFIG_KEY, add_scales, names_beside, refuse_renaming
-from .read import Head, read_slot
-from .shared import Lent, Shared
+from .quantized import SUFFIXES, add_scales, names_beside, refuse_renaming
+from .read import Head, read_slot, rows_of
+from .shared import SharedTensors, omitted_slots, refuse_target
 
 if TYPE_CHECKING:
     import torch
 
-    from .made import Made
-
 
 @dataclass(frozen=True)
-class Source:
-    """A stored tensor that a step reads, and the row that says what it holds."""
+class SourceTensor:
+    """A stored tensor that another one is made of, and the row that says what it holds."""
 
     row: Stored
     info: TensorInfo
@@ -44,32 +48,40 @@ class Step:
         name: its name in the output.
         sources: the stored tensors it is made of.
         row: the output's row.
-        action: "carried" (same name), "renamed" (same bytes, other name), "re-packed" (the slots' bytes,
-            in another arrangement), or what was done to compute it.
-        made: the computed tensor; None where the bytes or slots of the sources are the output's.
+        action: "copied" (same name), "renamed" (same bytes, other name), "repacked" (the slots' bytes, in another
+            arrangement), or what was done to compute it.
+        computed: what is written; None where the bytes or slots of the sources are the output's.
     """
 
     name: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
     row: Stored
     action: Action
-    made: Made | None = None
+    computed: Computed | None = None
 
     @property
     def is_copy(self) -> bool:
         """Whether the bytes stay as they are."""
-        return self.action in ("carried", "renamed")
+        return self.action in ("copied", "renamed")
+
+    @property
+    def dtype(self) -> str:
+        """Its safetensors dtype."""
+        return self.computed.dtype if self.computed else self.sources[0].info.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dims."""
+        return self.computed.shape if self.computed else self.row.expected.shape
 
     @property
     def size(self) -> int:
         """Bytes that it takes in the output."""
-        if self.made is not None:
-            return byte_size(self.made.dtype, self.made.shape)
-        return byte_size(self.sources[0].info.dtype, self.row.expected.shape)
+        return byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
-class Wishes:
+class WriteOptions:
     """What a user asks for beside the layout.
 
     Attributes:
@@ -78,9 +90,43 @@ class Wishes:
         dtype: safetensors name of the dtype to round the weights to; empty to keep each tensor's own.
     """
 
-    target: Shared | None = None
+    target: SharedTensors | None = None
     drop_shared: bool = False
     dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A slot's tensor that is computed.
+
+    Attributes:
+        computed: the slot's tensor.
+        action: what was done, for the manifest.
+        sources: the stored tensors that it is computed from.
+    """
+
+    computed: Computed
+    action: Action
+    sources: tuple[SourceTensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an operation makes of a head, beside writing it in a layout.
+
+    Attributes:
+        spec: what the output is.
+        replaced: the computed tensors by slot; a slot `<slot>.<suffix>` is a scale beside a quantized weight.
+        config: keys of config.json that it sets.
+        dropped: source tensors that the output has no place for, with the reason.
+        conversion: what was approximated, and what that kept.
+    """
+
+    spec: HeadSpec
+    replaced: Mapping[str, Replaced] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    conversion: ConversionRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +141,7 @@ class Plan:
         steps: one for each tensor of the output.
         dropped: source tensors that are not in the output, with the reason.
         target: the target's embedding and lm_head, where they are at hand.
-        conversion: how the attention was turned into the other kind, where it was.
+        conversion: what was approximated, where anything was.
     """
 
     source: Head
@@ -104,59 +150,106 @@ class Plan:
     config: Mapping[str, Any]
     steps: tuple[Step, ...]
     dropped: Mapping[str, str]
-    target: Shared | None = None
+    target: SharedTensors | None = None
     conversion: ConversionRecord | None = None
 
 
-def plan(head: Head, layout: Layout, wishes: Wishes | None = None) -> Plan:
-    """Plan a head's conversion into another layout of the same attention.
+def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change: Change | None = None) -> Plan:
+    """Plan a head in a layout.
 
     Args:
         head: the source. One whose weights are still on the Hub drops nothing for being the target's.
         layout: the layout to write.
-        wishes: what the user asks for beside it.
+        options: what the user asks for beside it.
+        change: what an operation makes of the head; None for a head as it is.
 
     Raises:
-        LayoutCannot: the layout, or the engine behind it, has no place for something this head has.
+        LayoutCannot: the layout, or the engine behind it, has no place for something that the output has, or would
+            serve it otherwise beside this target.
         ConfigInvalid: the head's config does not state what the output's would; see `refuse_unstated`.
         TargetInvalid: the target does not hold what the layout needs of it.
-        KconvError: the target holds it, and it cannot be had; see `Shared.find`.
+        KconvError: the target holds it, and it cannot be had; see `SharedTensors.find`.
     """
     refuse_unstated(head.read)
-    wishes = wishes or Wishes()
-    spec = replace(head.spec, dtype=wishes.dtype) if wishes.dtype else head.spec
-    if layout.write_config is None:
-        raise LayoutCannot(f"{layout.name} is read, not written", fix=f"Choose one of {', '.join(writable())}.")
-    for limit in layout.limits:
-        if limit.applies(spec, head.places):
-            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
-    refuse_target(head, layout, wishes.target)
-    shared = left_slots(head, layout, wishes.target) if wishes.drop_shared else {}
+    options, change = options or WriteOptions(), change or Change(head.spec)
+    spec = replace(change.spec, dtype=options.dtype) if options.dtype else change.spec
+    write_config = check_layout(spec, layout, {**head.places, **change.replaced})
+    refuse_target(head, layout, options.target)
+    omitted = omitted_slots(head, layout, options.target) if options.drop_shared else {}
+    held = head.places.keys() | change.replaced.keys()
     rows = _rows_to_write(head, layout, spec)
-    steps = tuple(
-        _cast(step_of(name, row, head), head, wishes.dtype)
+    steps: list[Step] = []
+    for name, row in rows.items():
+        if not all(slot in held and slot not in omitted for slot in row.slots):
+            continue
+        if any(slot in change.replaced for slot in row.slots):
+            steps += _computed(name, row, head, change)
+        else:
+            steps.append(_cast(_exact(name, row, head), head, options.dtype))
+    lacking = {slot: why for slot, why in layout.needs.items() if slot not in held}
+    steps += [
+        _added(name, row, lacking, spec, options.target)
         for name, row in rows.items()
-        if all(slot in head.places and slot not in shared for slot in row.slots)
-    )
-    lacking = {slot: why for slot, why in layout.needs.items() if slot not in head.places}
-    steps += tuple(
-        _lent(name, row, lacking, spec, wishes.target) for name, row in rows.items() if lacking.keys() & set(row.slots)
-    )
+        if lacking.keys() & set(row.slots)
+    ]
     used = {source.info.name for step in steps for source in step.sources}
-    dropped = dict(head.ignored) | {head.places[slot][1].name: why for slot, why in shared.items()}
+    dropped = dict(head.ignored) | {head.places[slot][1].name: why for slot, why in omitted.items()}
+    dropped |= change.dropped
     for name, row in head.twins.items():
         if name not in used:
             dropped[name] = f"repeats {', '.join(dict.fromkeys(head.places[slot][1].name for slot in row.slots))}"
-    lost = head.checkpoint.tensors.keys() - used - dropped.keys()
-    if lost:
-        raise LayoutCannot(
-            f"{layout.name} has no place for {', '.join(sorted(lost))}",
-            where=head.checkpoint.folder,
-            fix="Choose another layout.",
-        )
+    _check_lost(head, layout, steps, dropped)
     _check_renaming(head, steps)
-    config = carry(layout.write_config(spec), head.read.carried)
-    return Plan(head, layout, spec, config, steps, dropped, wishes.target)
+    config = {**carry(write_config(spec), head.read.carried), **change.config}
+    return Plan(head, layout, spec, config, tuple(steps), dropped, options.target, change.conversion)
+
+
+def plan_in_place(head: Head, change: Change) -> Plan:
+    """Plan a head with the names, the config and the layout that it has, a layout that is only read among them.
+
+    Args:
+        head: the source.
+        change: what becomes of it; `config` is set in the source's own.
+
+    Raises:
+        LayoutCannot: a tensor of the source has no place in the output.
+    """
+    tensors = head.checkpoint.tensors
+    before, after = rows_of(head.layout, head.spec, tensors), rows_of(head.layout, change.spec, tensors)
+    steps: list[Step] = []
+    for name, row in after.items():
+        if any(slot in change.replaced for slot in row.slots):
+            # A slot that is stored keeps its names; one that is new gets the layout's own.
+            if name in tensors or not any(slot in head.places for slot in row.slots):
+                steps += _computed(name, row, head, change)
+        elif name in tensors:
+            steps.append(Step(name, (SourceTensor(before[name], tensors[name]),), row, "copied"))
+    used = {source.info.name for step in steps for source in step.sources}
+    reasons = {**head.ignored, **change.dropped}
+    dropped = {name: why for name, why in reasons.items() if name in tensors and name not in used}
+    _check_lost(head, head.layout, steps, dropped)
+    source = replace(head, read=replace(head.read, dropped=()))  # the config is copied whole
+    config = {**head.checkpoint.config, **change.config}
+    return Plan(source, head.layout, change.spec, config, tuple(steps), dropped, None, change.conversion)
+
+
+def check_layout(spec: HeadSpec, layout: Layout, slots: Iterable[str]) -> Callable[[HeadSpec], dict[str, Any]]:
+    """Return what writes a layout's config, or refuse what it cannot hold: before hours of work.
+
+    Args:
+        spec: what the output is.
+        layout: the layout to write.
+        slots: what the output holds, scales among them.
+
+    Raises:
+        LayoutCannot: kconv does not write the layout, or the engine behind it has no place for something.
+    """
+    if layout.write_config is None:
+        raise LayoutCannot(f"{layout.name} is read, not written", fix=f"Choose one of {', '.join(writable())}.")
+    for limit in layout.limits:
+        if limit.applies(spec, slots):
+            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+    return layout.write_config
 
 
 def _rows_to_write(head: Head, layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
@@ -171,16 +264,46 @@ def _rows_to_write(head: Head, layout: Layout, spec: HeadSpec) -> dict[str, Stor
     return add_scales(rows, held)
 
 
-def step_of(name: str, row: Stored, head: Head) -> Step:
+def _exact(name: str, row: Stored, head: Head) -> Step:
     """Return the step that makes one tensor of the output from the source's slots, bit by bit."""
-    sources: list[Source] = []
-    for slot in row.slots:
-        source = Source(*head.places[slot])
-        if source not in sources:
-            sources.append(source)
+    sources = tuple(dict.fromkeys(SourceTensor(*head.places[slot]) for slot in row.slots))
     same = len(sources) == 1 and (sources[0].row.slots, sources[0].row.move) == (row.slots, row.move)
-    action: Action = ("carried" if sources[0].info.name == name else "renamed") if same else "re-packed"
-    return Step(name, tuple(sources), row, action)
+    action: Action = ("copied" if sources[0].info.name == name else "renamed") if same else "repacked"
+    return Step(name, sources, row, action)
+
+
+def _computed(name: str, row: Stored, head: Head, change: Change) -> list[Step]:
+    """Return the steps of a row that holds a replaced slot: of its tensor, and of the scales beside it."""
+    first = next(change.replaced[slot] for slot in row.slots if slot in change.replaced)
+    if len(row.slots) == 1 and isinstance(row.move, Same):
+        computed, sources = first.computed, first.sources
+        expected = replace(row.expected, shape=computed.shape, dtypes=(computed.dtype,))
+        steps = [Step(name, sources, replace(row, expected=expected), first.action, computed)]
+        for suffix in SUFFIXES:
+            slot, scale = f"{row.slots[0]}.{suffix}", f"{name.removesuffix('.weight')}.{suffix}"
+            if slot in change.replaced:
+                one = change.replaced[slot]
+                expected = Expected(scale, one.computed.shape, (one.computed.dtype,), may_be_absent=True)
+                steps.append(Step(scale, one.sources, Stored(expected, (slot,), Same()), one.action, one.computed))
+        return steps
+    own = [SourceTensor(*head.places[slot]) for slot in row.slots if slot in head.places]
+    more = [source for slot in row.slots if slot in change.replaced for source in change.replaced[slot].sources]
+
+    def blocks() -> Iterable[torch.Tensor]:
+        from ..checkpoint.tensors import TORCH
+
+        return [row.move.pack([_whole(slot, head, change).to(TORCH[first.computed.dtype]) for slot in row.slots])]
+
+    packed = replace(first.computed, shape=row.expected.shape, blocks=blocks)
+    return [Step(name, tuple(dict.fromkeys([*own, *more])), row, first.action, packed)]
+
+
+def _whole(slot: str, head: Head, change: Change) -> torch.Tensor:
+    import torch
+
+    return (
+        torch.cat(list(change.replaced[slot].computed.blocks())) if slot in change.replaced else read_slot(head, slot)
+    )
 
 
 def _cast(step: Step, head: Head, dtype: str) -> Step:
@@ -188,20 +311,19 @@ def _cast(step: Step, head: Head, dtype: str) -> Step:
     info, is_weight = step.sources[0].info, step.row.slots[0] in needs(head.spec)
     if not dtype or not is_weight or info.dtype not in FLOATS or info.dtype == dtype:
         return step
-    from ..checkpoint.rows import row_blocks
-    from ..checkpoint.tensors import read_tensor
 
-    def blocks() -> Iterable[torch.Tensor]:
+    def read() -> Iterable[torch.Tensor]:
+        from ..checkpoint.rows import row_blocks
+        from ..checkpoint.tensors import read_tensor
+
         if not step.is_copy:
             return [step.row.move.pack([read_slot(head, slot) for slot in step.row.slots])]
         return row_blocks(info) if len(info.shape) == 2 else [read_tensor(info)]
 
-    shape = step.row.expected.shape
-    made = Cast(step.name, dtype, shape, f"{info.dtype} rounded to the nearest {dtype}, ties to even", blocks)
-    return replace(step, action="cast", made=made)
+    return replace(step, action="cast", computed=rounded(step.name, info.dtype, dtype, step.shape, read))
 
 
-def _lent(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, target: Shared | None) -> Step:
+def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, target: SharedTensors | None) -> Step:
     (slot,) = row.slots
     if target is None:
         raise LayoutCannot(
@@ -209,8 +331,19 @@ def _lent(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, ta
             where=name,
             fix="Say --target: the target's is added, as it is.",
         )
-    info = target.lend(slot, spec)
-    return Step(name, (), row, "added", Lent(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))
+    info = target.matching(slot, spec)
+    return Step(name, (), row, "added", from_target(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))
+
+
+def _check_lost(head: Head, layout: Layout, steps: Iterable[Step], dropped: Mapping[str, str]) -> None:
+    used = {source.info.name for step in steps for source in step.sources}
+    lost = head.checkpoint.tensors.keys() - used - dropped.keys()
+    if lost:
+        raise LayoutCannot(
+            f"{layout.name} has no place for {', '.join(sorted(lost))}",
+            where=head.checkpoint.folder,
+            fix="Choose another layout.",
+        )
 
 
 def _check_renaming(head: Head, steps: Iterable[Step]) -> None:

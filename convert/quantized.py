@@ -1,79 +1,23 @@
 """Quantized heads: linears stored with scales beside them.
 
-A quantized linear is carried whole, weight and scales, and never re-packed: a scale belongs to the tensor it was
+A quantized linear is copied whole, weight and scales, and never repacked: a scale belongs to the tensor it was
 measured on. `kconv quantize-head` makes such heads. What kconv computes, it computes on unquantized ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from ..checkpoint.formats import CONFIG_KEY, FP8, NVFP4, fp8_blocks
 from ..checkpoint.header import TensorInfo
 from ..engines.layout import Stored
 from ..engines.moves import Same
 from ..errors import LayoutCannot, TensorMissing
 from ..head.contract import Expected, Problems
 
-# Where a config says how to read the scales; ModelOpt's exporter also writes the second, a file.
-CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"
-BLOCK = 128  # rows and columns of DeepSeek's FP8 block
-GROUP = 16  # columns of an NVFP4 group
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A tensor beside a quantized weight.
-
-    Attributes:
-        dtype: its safetensors dtype.
-        shapes: the shapes it may have, from the linear's rows and columns.
-        needed: whether the weight cannot be read without it.
-    """
-
-    dtype: str
-    shapes: Callable[[int, int], tuple[Shape, ...]]
-    needed: bool = True
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a linear's weight is stored: its dtype, how many columns share an element, and its scales by suffix."""
-
-    name: str
-    dtype: str
-    columns: int
-    scales: Mapping[str, Scale]
-
-
-_INPUT = Scale("F32", lambda rows, columns: ((), (1,)), needed=False)
-FORMATS = (
-    Format(
-        "NVFP4",
-        "U8",
-        2,
-        {
-            "weight_scale": Scale("F8_E4M3", lambda rows, columns: ((rows, columns // GROUP),)),
-            "weight_scale_2": Scale("F32", lambda rows, columns: ((), (1,))),
-            "input_scale": _INPUT,
-        },
-    ),
-    Format(
-        "FP8, in blocks",
-        "F8_E4M3",
-        1,
-        {"weight_scale_inv": Scale("F32", lambda rows, columns: ((ceil(rows / BLOCK), ceil(columns / BLOCK)),))},
-    ),
-    Format(
-        "FP8",
-        "F8_E4M3",
-        1,
-        {"weight_scale": Scale("F32", lambda rows, columns: ((), (1,), (rows, 1), (rows,))), "input_scale": _INPUT},
-    ),
-)
+FORMATS = (NVFP4, fp8_blocks(), FP8)
 SUFFIXES = tuple(dict.fromkeys(suffix for format_ in FORMATS for suffix in format_.scales))
 
 
@@ -116,7 +60,7 @@ def _quantized(
     base: str, row: Stored, tensors: Mapping[str, TensorInfo], suffixes: list[str], problems: Problems
 ) -> dict[str, Stored]:
     weight = tensors[row.name]
-    format_ = next((f for f in FORMATS if f.dtype == weight.dtype and set(suffixes) <= f.scales.keys()), None)
+    format_ = next((f for f in FORMATS if f.values.dtype == weight.dtype and set(suffixes) <= f.scales.keys()), None)
     if format_ is None or not isinstance(row.move, Same):
         error = LayoutCannot(
             f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
@@ -135,12 +79,12 @@ def _quantized(
         stored = replace(row.expected, shape=weight.shape, dtypes=(weight.dtype,))
         return {row.name: replace(row, expected=stored), **scales}
     rows, columns = row.expected.shape
-    packed = replace(row.expected, shape=(rows, columns // format_.columns), dtypes=(format_.dtype,))
+    packed = replace(row.expected, shape=(rows, columns // format_.columns), dtypes=(format_.values.dtype,))
     found = {row.name: replace(row, expected=packed)}
     for suffix, scale in format_.scales.items():
         name, shapes = f"{base}.{suffix}", scale.shapes(rows, columns)
         if name not in tensors:
-            if scale.needed:
+            if scale.is_needed:
                 error = TensorMissing(
                     f"{name} is missing, without which {row.name} ({format_.name}) cannot be read",
                     where=name,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.formats import CONFIG_KEY, SIDE_FILE
 from ..checkpoint.header import TensorInfo
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
@@ -18,7 +19,7 @@ from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
 from .captured import Captured, Hints
 from .config import ReadConfig, find_config
-from .quantized import CONFIG_KEY, SIDE_FILE, add_scales, find_scales, has_scales
+from .quantized import add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:
     import torch

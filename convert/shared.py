@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import stream
 from ..checkpoint.header import TensorInfo
-from ..errors import KconvError, TargetInvalid
+from ..checkpoint.source import Folder, Source
+from ..engines.layout import Layout
+from ..errors import CorruptIndex, KconvError, LayoutCannot, TargetInvalid
 from ..head.contract import FLOATS
 from ..head.slots import needs
 from ..head.spec import HeadSpec
+from ..targets.config import TargetConfig, read_target_config
+from .read import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +24,7 @@ SLOTS = ("lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedTensors:
     """The target's tensors that a head may share.
 
     Attributes:
@@ -66,7 +70,7 @@ class Shared:
             )
         return info
 
-    def lend(self, slot: str, spec: HeadSpec) -> TensorInfo:
+    def matching(self, slot: str, spec: HeadSpec) -> TensorInfo:
         """Return the tensor that fills a head's slot.
 
         Raises:
@@ -94,32 +98,152 @@ class Shared:
         theirs = self.find(slot)
         if theirs is None or self.headers_only or theirs.dtype not in FLOATS or own.dtype not in FLOATS:
             return False
-        from .copies import count_copies
-
         fits = needs(spec)[slot].slot.absent_when(spec)
         copies = count_copies(own, theirs, None) if fits else None
         return copies is not None and copies.by_offset < copies.rows
 
 
+def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: bool) -> SharedTensors:
+    """Find what a conversion adds from the target, compares with it, or leaves to it.
+
+    Of a folder all that is there is found, which also tells the target's parameters from the head's own; the Hub's
+    copy takes too long to fetch for that alone.
+    """
+    if drop_shared or isinstance(target, Folder):
+        return find_shared(target, SLOTS)
+    return find_shared(target, slots_from_target(head, layout))
+
+
+def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
+    """Find some of what a head may share with its target; of the Hub's copy, the files that hold it are downloaded.
+
+    A tensor whose file is missing, as in a folder that was downloaded in part, is an error only where it is asked for.
+    """
+    config = read_target_config(target.fetch_config())
+    found: dict[str, TensorInfo] = {}
+    absent: dict[str, CorruptIndex] = {}
+    for slot in slots:
+        name = _names(config)[slot]
+        try:
+            tensors = target.open_tensors([name])
+        except CorruptIndex as fault:
+            absent[slot] = fault
+            continue
+        if name in tensors:
+            found[slot] = tensors[name]
+    return SharedTensors(target.name, found, layers=config.layers, model_type=config.model_type, absent=absent)
+
+
+def find_shapes(target: Source) -> SharedTensors:
+    """Find what a head may share with its target, of the Hub's copy by name and shape alone."""
+    if isinstance(target, Folder):
+        return find_shared(target, SLOTS)
+    config, tensors = read_target_config(target.fetch_config()), target.open_headers().tensors
+    found = {slot: tensors[name] for slot, name in _names(config).items() if name in tensors}
+    return SharedTensors(target.name, found, headers_only=True, layers=config.layers, model_type=config.model_type)
+
+
+def _names(config: TargetConfig) -> dict[str, str]:
+    """Return the names, in a target's files, of what a head may share with it, by slot."""
+    return {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
+
+
+def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> None:
+    """Refuse a layout whose engine would serve a head otherwise beside this target.
+
+    Raises:
+        LayoutCannot: by a captured layer, or by the target's embedding in place of the head's own.
+    """
+    if target is None:
+        return
+    for limit in layout.target_limits:
+        if limit.hits(head.spec, target):
+            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+    for slot, why in layout.replaces.items() if not head.checkpoint.headers_only else ():
+        if slot in head.places and target.has_another(slot, head.places[slot][1], head.spec):
+            raise LayoutCannot(
+                f"the head has another {slot} than the target, and would be served with the target's: {why}",
+                where=head.places[slot][1].name,
+                fix="Serve this head with vLLM, or train one with the target's embedding.",
+            )
+
+
+def slots_from_target(head: Head, layout: Layout) -> set[str]:
+    """Return the slots whose tensor of the target is added to the head, or compared with the head's own."""
+    held = head.places.keys()
+    return (layout.needs.keys() - held) | (layout.replaces.keys() & held)
+
+
+def omitted_slots(head: Head, layout: Layout, target: SharedTensors | None) -> dict[str, str]:
+    """Return the slots that can be left to the target, with the reason; none where bytes of either are on the Hub.
+
+    Raises:
+        TargetInvalid: there is no target.
+        KconvError: the target has a tensor that cannot be had; see `SharedTensors.find`.
+    """
+    if target is None:
+        raise TargetInvalid("there is no target to compare with", fix="Say --target, a folder with its weights.")
+    if head.checkpoint.headers_only or target.headers_only:
+        return {}
+    known = needs(head.spec)
+    return {
+        slot: f"equal, byte for byte, to {theirs.name} of the target {target.name}, which engines share"
+        for slot in SLOTS
+        if slot in head.places and slot not in layout.needs and known[slot].slot.absent_when(head.spec)
+        if (theirs := target.find(slot)) is not None and same_bytes(head.places[slot][1], theirs)
+    }
+
+
 @dataclass(frozen=True)
-class Lent:
-    """A tensor of the target, as it is."""
+class Copies:
+    """How many rows of lm_head are the target's, bit for bit, after a cast to the head's dtype.
 
-    info: TensorInfo
-    reason: str
+    Attributes:
+        rows: number of rows.
+        by_offset: rows i that equal the target's row `i + d2t[i]` (row i where there is no map).
+        by_id: rows i that equal the target's row `d2t[i]`; as `by_offset` where there is no map.
+    """
 
-    @property
-    def dtype(self) -> str:
-        return self.info.dtype
+    rows: int
+    by_offset: int
+    by_id: int
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.info.shape
 
-    def make(self) -> Iterator[Tensor]:
-        from ..checkpoint.rows import row_blocks
+def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: Tensor | None) -> Copies | None:
+    """Compare a head's lm_head with its target's.
 
-        yield from row_blocks(self.info)
+    Args:
+        lm_head: [draft_vocab, hidden].
+        reference: the target's lm_head, [vocab, target_hidden].
+        d2t: [draft_vocab] integers; None where there is no map.
+
+    Returns:
+        None where the widths differ.
+    """
+    rows = lm_head.shape[0]
+    if lm_head.shape[1:] != reference.shape[1:] or (d2t is not None and len(d2t) != rows):
+        return None
+    import torch
+
+    from ..head.vocab import target_ids
+
+    if d2t is None:
+        equal = _count_equal(lm_head, reference, torch.arange(rows))
+        return Copies(rows, equal, equal)
+    return Copies(rows, _count_equal(lm_head, reference, target_ids(d2t)), _count_equal(lm_head, reference, d2t.long()))
+
+
+def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: Tensor) -> int:
+    import torch
+
+    from ..checkpoint.rows import ROWS, read_rows
+
+    equal = 0
+    for own in torch.arange(len(ids)).split(ROWS):
+        own = own[(ids[own] >= 0) & (ids[own] < reference.shape[0])]
+        rows = read_rows(lm_head, own)
+        equal += int((rows == read_rows(reference, ids[own]).to(rows.dtype)).all(dim=1).sum())
+    return equal
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:

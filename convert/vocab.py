@@ -1,26 +1,36 @@
-"""Operations on a head's draft vocabulary.
+"""A head's draft vocabulary: what it is, what is wrong with it, and the same head with another.
 
-Each keeps the layout and the config, but for `draft_vocab_size`, and carries every other tensor as it is.
+Operations keep the layout and the config, but for `draft_vocab_size`, and copy every other tensor as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.rows import row_blocks
+from ..checkpoint.tensors import read_tensor
 from ..engines import detect
-from ..engines.layout import Layout, stored
-from ..errors import ConfigUnsupported, LayoutCannot, TargetInvalid, TensorMissing, TensorValue
-from ..head.contract import FLOATS
+from ..engines.layout import Layout, stored, unclaimed
+from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue
+from ..head.contract import FLOATS, check_d2t, compare
+from ..head.filler import LEAN, Filler, make_filler, measure_margin, random_states
+from ..head.slots import INTEGER
 from ..head.spec import HeadSpec
 from ..head.vocab import (
     ABSOLUTE,
     EITHER,
+    FULL,
+    IDENTITY,
+    MISSING,
+    NEITHER,
+    Coverage,
     Reading,
     keep_most_frequent,
     kind_of,
@@ -30,12 +40,219 @@ from ..head.vocab import (
     read_ids,
     target_ids,
 )
-from .captured import Hints
-from .copies import count_copies
-from .made import Pruned, Values
-from .plan import Plan, Source, Step
-from .read import Head, claim_tensors, read_head, read_slot, rows_of
-from .vocab_report import name_specials, stored_name, usable_mask
+from .captured import Hints, without_lists
+from .computed import Computed, chosen_rows, from_values, spread_rows
+from .config import read_config
+from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place
+from .read import Head, claim_tensors, read_head, read_slot, rows_of, weight_dtype
+from .shared import Copies, count_copies
+
+VOCAB_SLOTS = ("d2t", "t2d", "lm_head")
+
+
+@dataclass(frozen=True)
+class VocabReport:
+    """A head's draft vocabulary.
+
+    Attributes:
+        kind: one of the constants of `head.vocab`.
+        order: "ascending" or "unsorted"; empty where there is no map.
+        vocab, draft_vocab: what the config says.
+        lm_head_rows: rows on disk; None where the head shares the target's lm_head.
+        duplicates, outside: of the map's ids, as `kind` reads them.
+        t2d: "absent", "agrees", or how it does not.
+        copies: how many rows are the target's; None without a target of the same width.
+        kept, lost: names of the special tokens that can and cannot be drafted.
+        coverage: of a text; None where none was given.
+        faults: what no engine would serve rightly.
+        warnings: what only the user can decide.
+    """
+
+    kind: str
+    order: str
+    vocab: int
+    draft_vocab: int
+    lm_head_rows: int | None
+    duplicates: int
+    outside: int
+    t2d: str
+    copies: Copies | None
+    kept: tuple[str, ...]
+    lost: tuple[str, ...]
+    coverage: Coverage | None
+    faults: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+
+
+def stored_name(layout: Layout, slot: str) -> str:
+    """Return the name under which a layout stores a slot that stands outside the layers."""
+    return next(row.name for row in layout.rows if row.slots == (slot,))
+
+
+def usable_mask(info: TensorInfo | None, vocab: int) -> Tensor | None:
+    """Read `t2d`; None where there is none, or none of the right dtype and shape."""
+    usable = info is not None and (info.dtype, info.shape) == ("BOOL", (vocab,))
+    return read_tensor(info) if info is not None and usable else None
+
+
+def examine(
+    checkpoint: Checkpoint,
+    *,
+    layout: Layout | None = None,
+    reference: TensorInfo | None = None,
+    specials: Mapping[int, str] | None = None,
+    counts: Tensor | None = None,
+) -> VocabReport:
+    """Examine a head's draft vocabulary; a head that `read_head` refuses for its map is described all the same.
+
+    Args:
+        checkpoint: the head.
+        layout: the layout it is in; found by its marks if None.
+        reference: the target's lm_head.
+        specials: names of the target's special tokens, by id; the config's own are added.
+        counts: [vocab] int64, how often each token stands in a text.
+
+    Raises:
+        UnknownLayout, ConfigInvalid, ConfigUnsupported: the config cannot be read.
+        TargetInvalid: the target has another vocabulary than the head was made for.
+    """
+    layout = layout or detect(checkpoint.config, checkpoint.tensors)
+    spec = _read_spec(checkpoint, layout)
+    if reference is not None and reference.shape[0] != spec.vocab:
+        raise TargetInvalid(
+            f"the target has {reference.shape[0]} tokens, and the head was made for one of {spec.vocab}",
+            where=reference.file,
+            fix="Give the target that the head was trained on.",
+        )
+    held = {slot: checkpoint.tensors.get(stored_name(layout, slot)) for slot in VOCAB_SLOTS}
+    faults = _compare(checkpoint, layout, spec)
+    map_info, lm_head = held["d2t"], held["lm_head"]
+    usable = map_info is not None and map_info.dtype in INTEGER and len(map_info.shape) == 1
+    d2t = read_tensor(map_info) if map_info is not None and usable else None
+    copies = None
+    if lm_head is not None and reference is not None and (map_info is None or d2t is not None):
+        copies = count_copies(lm_head, reference, d2t)
+    t2d = usable_mask(held["t2d"], spec.vocab)
+    if d2t is None:
+        kind = NEITHER if map_info is not None else FULL if spec.draft_vocab == spec.vocab else MISSING
+        reading = read_ids(torch.arange(spec.draft_vocab), spec.vocab, t2d)
+    else:
+        as_offsets, as_absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
+        kind = kind_of(as_offsets, as_absolute, (copies.by_offset, copies.by_id) if copies else None)
+        reading = as_absolute if kind == ABSOLUTE else as_offsets
+        faults += _judge_map(spec, d2t, kind, reading, stored_name(layout, "d2t"))
+    if copies is not None and kind != ABSOLUTE and copies.by_id > copies.by_offset:
+        faults.append(_wrong_rows(copies, stored_name(layout, "lm_head")))
+    ids = reading.ids[(reading.ids >= 0) & (reading.ids < spec.vocab)].unique()
+    names = name_specials(spec, specials or {})
+    kept = names.keys() & set(ids.tolist())
+    return VocabReport(
+        kind=kind,
+        order=reading.order if d2t is not None else "",
+        vocab=spec.vocab,
+        draft_vocab=spec.draft_vocab,
+        lm_head_rows=lm_head.shape[0] if lm_head is not None else None,
+        duplicates=reading.duplicates,
+        outside=reading.outside,
+        t2d=_say_t2d(held["t2d"], t2d, reading),
+        copies=copies,
+        kept=tuple(names[i] for i in names if i in kept),
+        lost=tuple(names[i] for i in names if i not in kept),
+        coverage=measure_coverage(counts, ids) if counts is not None else None,
+        faults=tuple(faults),
+        warnings=_warn(kind, [names[i] for i in names if i not in kept]),
+    )
+
+
+def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
+    """Read a config in which what says nothing of the vocabulary may be undecided."""
+    count = checkpoint.config.get("num_aux_hidden_states")
+    captured = tuple(range(count if isinstance(count, int) and 0 < count < 100 else 3))
+    before = checkpoint.config.get("norm_before_residual")
+    hints = Hints(captured=captured, max_positions=1, norm_before_residual=None if before is not None else False)
+    dtype = weight_dtype(checkpoint)
+    config = without_lists(checkpoint.config)
+    return read_config(config, checkpoint.tensors, dtype=dtype, hints=hints, table=layout.config).spec
+
+
+def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Problem]:
+    """Hold the vocabulary's tensors, and no others, against the contract."""
+    names = {stored_name(layout, slot) for slot in VOCAB_SLOTS}
+    return compare(
+        {name: row.expected for name, row in rows_of(layout, spec, checkpoint.tensors).items() if name in names},
+        {name: info for name, info in checkpoint.tensors.items() if name in names},
+        ignored={},
+        unclaimed=unclaimed(layout, spec),
+    )
+
+
+def _judge_map(spec: HeadSpec, d2t: Tensor, kind: str, reading: Reading, name: str) -> list[Problem]:
+    if kind == ABSOLUTE:
+        return [
+            Problem(
+                "K175",
+                "error",
+                name,
+                "d2t holds absolute ids; engines read offsets, and would take each row but the first for another token",
+                "Rewrite it: kconv vocab HEAD --absolute OUT.",
+                TensorValue,
+            )
+        ]
+    if kind == NEITHER:
+        return check_d2t(spec, d2t, name)
+    if reading.marked_otherwise:
+        return [
+            Problem(
+                "K178",
+                "error",
+                name,
+                f"t2d and d2t disagree on {reading.marked_otherwise} tokens",
+                "If d2t is right, rebuild t2d from it: kconv vocab HEAD --rebuild-t2d OUT.",
+                TensorValue,
+            )
+        ]
+    return []
+
+
+def _wrong_rows(copies: Copies, name: str) -> Problem:
+    return Problem(
+        "K175",
+        "error",
+        name,
+        f"{copies.by_id} of {copies.rows} rows of lm_head are the target's rows d2t[i], and only {copies.by_offset} "
+        "its rows i + d2t[i]: they were taken by offset instead of by token id",
+        "Prune the full head again, by token id: kconv vocab FULL --prune N --text FILE --target TARGET OUT.",
+        TensorValue,
+    )
+
+
+def name_specials(spec: HeadSpec, specials: Mapping[int, str]) -> dict[int, str]:
+    """Return names of the special tokens by id: the tokenizer's where it has one, else the key of the head's config."""
+    eos = spec.tokens.eos if isinstance(spec.tokens.eos, tuple) else (spec.tokens.eos,)
+    stated = [("bos", spec.tokens.bos), *(("eos", i) for i in eos), ("pad", spec.tokens.pad)]
+    names = {i: f"{name} ({i})" for name, i in reversed(stated) if i is not None}
+    return dict(sorted((names | {i: f"{name} ({i})" for i, name in specials.items()}).items()))
+
+
+def _say_t2d(info: TensorInfo | None, t2d: Tensor | None, reading: Reading) -> str:
+    if info is None:
+        return "absent"
+    if t2d is None:
+        return f"unusable: {info.dtype} {list(info.shape)}"
+    if reading.marked_otherwise is None:
+        return "not comparable, as d2t leads outside the vocabulary"
+    return "agrees" if reading.marked_otherwise == 0 else f"disagrees on {reading.marked_otherwise} tokens"
+
+
+def _warn(kind: str, lost: list[str]) -> tuple[str, ...]:
+    warnings = []
+    if kind == IDENTITY:
+        warnings.append("each row stands for the token of its own number: such a map was never filled, as a rule")
+    if kind == EITHER:
+        warnings.append("d2t could hold offsets or absolute ids; engines read offsets. --target compares the rows")
+    if lost:
+        warnings.append(f"{len(lost)} special token(s) can never be drafted: {', '.join(lost)}")
+    return tuple(warnings)
 
 
 def rebuild_t2d(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
@@ -49,8 +266,8 @@ def rebuild_t2d(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> 
     head = read_head(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
     ids = target_ids(read_slot(head, "d2t"))
-    marks = Values(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t leads to")
-    return edit(head, head.spec, [_rebuilt(head, checkpoint, "t2d", marks)])
+    marks = from_values(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t leads to")
+    return plan_in_place(head, Change(head.spec, {"t2d": _rebuilt(head, checkpoint, "t2d", marks)}))
 
 
 def write_offsets(
@@ -82,15 +299,15 @@ def write_offsets(
             "as copied rows decide; else rebuild it from the kept tokens.",
         )
     why = "held absolute ids; rewritten as offsets, target id minus draft id"
-    steps = [_rebuilt(head, checkpoint, "d2t", Values(offsets(absolute.ids), why))]
+    replaced = {"d2t": _rebuilt(head, checkpoint, "d2t", from_values(offsets(absolute.ids), why))}
     if stored_name(head.layout, "t2d") in checkpoint.tensors:
-        marks = Values(mask(absolute.ids, vocab), f"marks the {len(d2t)} tokens that d2t leads to")
-        steps.append(_rebuilt(head, checkpoint, "t2d", marks))
-    return edit(head, head.spec, steps)
+        marks = from_values(mask(absolute.ids, vocab), f"marks the {len(d2t)} tokens that d2t leads to")
+        replaced["t2d"] = _rebuilt(head, checkpoint, "t2d", marks)
+    return plan_in_place(head, Change(head.spec, replaced))
 
 
 @dataclass(frozen=True)
-class Text:
+class CountedText:
     """A text that a draft vocabulary is chosen by.
 
     Attributes:
@@ -103,7 +320,12 @@ class Text:
 
 
 def prune(
-    checkpoint: Checkpoint, layout: Layout | None, hints: Hints, size: int, text: Text, specials: Mapping[int, str]
+    checkpoint: Checkpoint,
+    layout: Layout | None,
+    hints: Hints,
+    size: int,
+    text: CountedText,
+    specials: Mapping[int, str],
 ) -> Plan:
     """Plan a head with the rows of `size` tokens alone, from one with a full vocabulary.
 
@@ -128,20 +350,18 @@ def prune(
     ids = keep_most_frequent(text.counts, size, always)
     spec, coverage = replace(head.spec, draft_vocab=size), measure_coverage(text.counts, ids)
     row, lm_head = head.places["lm_head"]
-    rows = stored(head.layout, spec)
     why = (
         f"the rows of {size} target ids, ascending: {len(always)} special tokens, then the most frequent of "
         f"{text.source}; they are {coverage.share:.2%} of its {coverage.tokens} tokens, and "
         f"{size - coverage.distinct_covered} of them are not in it"
     )
-    steps = [Step(lm_head.name, (Source(row, lm_head),), rows[lm_head.name], "pruned", Pruned(lm_head, ids, why))]
-    for slot, values, what in (
-        ("d2t", offsets(ids), "leads to the kept tokens, as offsets: target id minus draft id"),
-        ("t2d", mask(ids, spec.vocab), "marks the kept tokens"),
-    ):
-        name = stored_name(head.layout, slot)
-        steps.append(Step(name, (), rows[name], "added", Values(values, what)))
-    return edit(head, spec, steps)
+    leads = from_values(offsets(ids), "leads to the kept tokens, as offsets: target id minus draft id")
+    replaced = {
+        "lm_head": Replaced(chosen_rows(lm_head, ids, why), "pruned", (SourceTensor(row, lm_head),)),
+        "d2t": Replaced(leads, "added"),
+        "t2d": Replaced(from_values(mask(ids, spec.vocab), "marks the kept tokens"), "added"),
+    }
+    return plan_in_place(head, Change(spec, replaced, _state_size(head, size)))
 
 
 def _refuse_unprunable(head: Head, counts: Tensor) -> None:
@@ -199,34 +419,12 @@ def _need_map(head: Head) -> None:
         )
 
 
-def _rebuilt(head: Head, checkpoint: Checkpoint, slot: str, made: Values) -> Step:
-    """Return the step of a computed tensor that takes the place of the one that `checkpoint` may hold."""
-    name, rows = stored_name(head.layout, slot), stored(head.layout, head.spec)
-    names = dict.fromkeys((stored_name(head.layout, "d2t"), name))
-    sources = tuple(Source(rows[n], checkpoint.tensors[n]) for n in names if n in checkpoint.tensors)
-    return Step(name, sources, rows[name], "rebuilt", made)
-
-
-def edit(head: Head, spec: HeadSpec, changed: Sequence[Step], dropped: Mapping[str, str] | None = None) -> Plan:
-    """Return the plan that makes the tensors of `changed` and carries each other one that the output has.
-
-    Args:
-        head: the source.
-        spec: what the output is; its layout is the source's.
-        changed: how its vocabulary's tensors come to be.
-        dropped: tensors that it has no place for, with the reason.
-    """
-    tensors, made = head.checkpoint.tensors, {step.name for step in changed}
-    reasons = {**head.ignored, **(dropped or {})}
-    before, after = rows_of(head.layout, head.spec, tensors), rows_of(head.layout, spec, tensors)
-    carried = [
-        Step(name, (Source(before[name], info),), after[name], "carried")
-        for name, info in tensors.items()
-        if name in after and name not in made
-    ]
-    gone = {name: why for name, why in reasons.items() if name in tensors}
-    source = replace(head, read=replace(head.read, dropped=()))  # the config is carried whole
-    return Plan(source, head.layout, spec, _state_size(head, spec.draft_vocab), (*carried, *changed), gone)
+def _rebuilt(head: Head, checkpoint: Checkpoint, slot: str, computed: Computed) -> Replaced:
+    """Return what takes the place of a slot's tensor, which `checkpoint` may hold though `head` was read without."""
+    rows = stored(head.layout, head.spec)
+    names = dict.fromkeys(stored_name(head.layout, one) for one in ("d2t", slot))
+    sources = tuple(SourceTensor(rows[n], checkpoint.tensors[n]) for n in names if n in checkpoint.tensors)
+    return Replaced(computed, "rebuilt", sources)
 
 
 def _state_size(head: Head, size: int) -> dict[str, Any]:
@@ -237,3 +435,79 @@ def _state_size(head: Head, size: int) -> dict[str, Any]:
         if key not in config:
             return config
     return config | {key: size}
+
+
+STATES = 256  # random states that the margin is measured on
+ROUNDING = 1e-9  # in logits; what fp64 leaves of a distance to the hull that is 0
+
+
+def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
+    """Plan a head with a row for each token of the target, from one with a reduced vocabulary.
+
+    Tokens that the head could not draft get a row that never is the sole argmax (`head.filler`).
+
+    Raises:
+        LayoutCannot: the head has a full vocabulary.
+        ConfigUnsupported: lm_head is quantized.
+        KconvError: whatever `vocab_report.examine` finds wrong with the map, or `read_head` with the head.
+    """
+    for fault in examine(checkpoint, layout=layout).faults:
+        raise fault.error()
+    head = read_head(checkpoint, layout=layout, hints=hints)
+    if head.spec.draft_vocab == head.spec.vocab:
+        raise LayoutCannot(
+            "the head has a row for each token of the target already",
+            where=checkpoint.folder,
+            fix="There is nothing to expand; convert it as it is.",
+        )
+    refuse_quantized(head)
+    spec = replace(head.spec, draft_vocab=head.spec.vocab)
+    lm_head, d2t = (head.places[slot][1] for slot in ("lm_head", "d2t"))
+    ids = target_ids(read_slot(head, "d2t"))
+    filler, how = _choose_filler(head, lm_head, ids)
+    rows = spread_rows(lm_head, ids, spec.vocab, filler.row, _say_filler(head, lm_head, filler, how))
+    sources = tuple(SourceTensor(head.places[slot][0], info) for slot, info in (("lm_head", lm_head), ("d2t", d2t)))
+    replaced = {"lm_head": Replaced(rows, "expanded", sources)}
+    dropped = {stored_name(head.layout, "t2d"): "a full vocabulary needs no map"}
+    return plan_in_place(head, Change(spec, replaced, _state_size(head, spec.draft_vocab), dropped))
+
+
+def _choose_filler(head: Head, lm_head: TensorInfo, ids: Tensor) -> tuple[Filler, str]:
+    """Return the filler and what it is made of: one that leans, unless only the mean's place in the hull is proven."""
+
+    def make(unlikely: int | None) -> Filler:
+        return make_filler(lambda: row_blocks(lm_head), unlikely)
+
+    unlikely, mean = _find_unlikely(head, ids), "the mean of these rows"
+    if unlikely is None:
+        return make(None), mean
+    leaning = make(unlikely)
+    if leaning.bound(read_slot(head, "norm")) >= ROUNDING:
+        plain = make(None)
+        if plain.excess < leaning.excess:
+            return plain, mean
+    return leaning, f"{mean}, leaning by {LEAN:.0%} towards that of token {int(ids[unlikely])}"
+
+
+def _find_unlikely(head: Head, ids: Tensor) -> int | None:
+    """Return the row of the padding or of the beginning of a text, with which no text goes on; None without one."""
+    tokens = head.spec.tokens
+    ends = tokens.eos if isinstance(tokens.eos, tuple) else (tokens.eos,)
+    rows = [row for token in (tokens.pad, tokens.bos) if token not in (None, *ends) for row in (ids == token).nonzero()]
+    return int(rows[0]) if rows else None
+
+
+def _say_filler(head: Head, lm_head: TensorInfo, filler: Filler, how: str) -> str:
+    gain = read_slot(head, "norm")
+    missing = head.spec.vocab - head.spec.draft_vocab
+    margin = measure_margin(lambda: row_blocks(lm_head), filler.row, missing, random_states(gain, STATES))
+    bound = filler.bound(gain)
+    proof = f"for any state its logit is at most {bound:.1e} above the greatest of theirs"
+    if bound < ROUNDING:
+        proof = "a convex combination of them even as rounded, so for no state the sole argmax"
+    return (
+        f"{head.spec.draft_vocab} rows at their target ids; each of the {missing} others is {how}, "
+        f"rounded to {lm_head.dtype}: {proof}. On {margin.states} random states its logit is "
+        f"{margin.worst:.3g} below the greatest at the least, {margin.median:.3g} in the median, and sampling at "
+        f"temperature 1 would give the {missing} tokens {margin.leak:.2g} of the probability."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..checkpoint.header import TORCH_NAMES
 from ..head.spec import HeadSpec, Linear, Llama3, Mla, Rope, Yarn
 from .keys import COMMON, GQA, MLA
 
@@ -25,8 +26,6 @@ LLAMA3 = {
 }
 LINEAR = {"factor": "factor"}
 SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear, LINEAR)}
-
-TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def identity(spec: HeadSpec) -> dict[str, Any]:

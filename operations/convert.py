@@ -13,8 +13,9 @@ from .base import Context, Estimate, Name, argument, option
 from .reading import Reading, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
+    from ..calibrate.retention import Retention
     from ..checkpoint.manifest import Manifest
-    from ..convert.attention.held_out import HeldOut
+    from ..convert.plan import Plan
 
 Share = Annotated[float, Field(ge=0, le=1)]
 HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
@@ -28,7 +29,7 @@ class Converted:
 
     out: str
     manifest: Manifest
-    held_out: HeldOut | None = None
+    retention: Retention | None = None
 
     def to_json(self) -> Any:
         """Return the manifest as plain values."""
@@ -118,92 +119,62 @@ class Convert(Reading):
         planned = self._plan(context)
         return Estimate(sum(step.size for step in planned.steps), planned)
 
-    def _plan(self, context: Context) -> Any:
-        from ..convert.plan import Wishes, plan
+    def _plan(self, context: Context) -> Plan:
+        from ..convert.plan import WriteOptions, plan
+        from ..convert.shared import find_shapes
         from ..engines import by_name
-        from ..pipeline.making import find_shapes
 
         target = context.maybe(self.target)
-        shared = find_shapes(target) if target else None
-        return plan(
-            self.open_headers(context, self.head), by_name(self.to), Wishes(shared, self.drop_shared, self._rounded())
-        )
+        options = WriteOptions(find_shapes(target) if target else None, self.drop_shared, self._rounded())
+        return plan(self.open_headers(context, self.head), by_name(self.to), options)
 
     def _rounded(self) -> str:
-        from ..convert.cast import DTYPES
+        from ..checkpoint.header import FLOAT_DTYPES
 
-        return DTYPES[self.dtype] if self.dtype else ""
+        return FLOAT_DTYPES[self.dtype] if self.dtype else ""
 
     def _convert(self, context: Context) -> Converted:
         from ..convert.execute import execute
-        from ..convert.plan import Wishes, plan
+        from ..convert.plan import WriteOptions, plan
+        from ..convert.shared import find_for_layout, find_shapes
         from ..engines import by_name
-        from ..pipeline.making import find_shapes, find_taken
 
         layout, target = by_name(self.to), context.maybe(self.target)
         # By headers first, so that what cannot be converted is refused before it is downloaded.
         headers = self.open_headers(context, self.head)
-        plan(headers, layout, Wishes(find_shapes(target) if target else None, False, self._rounded()))
-        taken = find_taken(target, headers, layout, drop_shared=self.drop_shared) if target else None
-        decided = plan(self.open(context, self.head), layout, Wishes(taken, self.drop_shared, self._rounded()))
+        plan(headers, layout, WriteOptions(find_shapes(target) if target else None, False, self._rounded()))
+        shared = find_for_layout(target, headers, layout, drop_shared=self.drop_shared) if target else None
+        decided = plan(self.open(context, self.head), layout, WriteOptions(shared, self.drop_shared, self._rounded()))
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
             return Converted(self.out, execute(decided, Path(self.out), advance))
 
     def _convert_attention(self, context: Context) -> Converted:
         import torch
 
-        from ..checkpoint.tensors import read_tensor
-        from ..cli.attention_states import prompted_texts, stored_texts
-        from ..convert.attention.calibration import Calibration
-        from ..convert.attention.convert import HEAL_STEPS, convert_attention, outline
-        from ..convert.attention.plan import check_layout, plan_converted
-        from ..convert.beside import refuse_target
-        from ..convert.config import refuse_unstated
-        from ..convert.execute import execute
-        from ..convert.read import read_weights
-        from ..convert.shared import SLOTS
+        from ..calibrate.texts import TextOptions
+        from ..convert.attention.convert import HEAL_STEPS, AttentionOptions, convert_attention
         from ..engines import by_name
-        from ..head.forward import DraftHead
-        from ..pipeline.making import find_shared
-        from ..targets.config import read_target_config
 
-        kind, target = self.attention or "mla", context.source(self.target or "")
         check_trusted(context, self.trust_remote_code, self.target)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Leave --device out.")
-        dims = None if self.head_dim == "auto" else int(self.head_dim)
-        read, table = self.open(context, self.head), by_name(self.to)
-        refuse_unstated(read.read)
-        spec = read.spec
-        check_layout(spec, outline(spec, kind, dims), table, read.places)
-        if self.states is not None:
-            texts = stored_texts(context.path(self.states), spec, read_target_config(target.fetch_config()))
-        else:
-            prompts = context.path(self.prompts or "")
-            texts = prompted_texts(prompts, self.context, spec, target, trust_remote_code=self.trust_remote_code)
-        shared = find_shared(target, SLOTS)
-        refuse_target(read, table, shared)
-        weights = read_weights(read)
-        for slot in SLOTS:
-            if slot not in weights:
-                weights[slot] = read_tensor(shared.lend(slot, spec))
-        moved = {n: w.to(self.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}
-        original = DraftHead(spec, moved)
-        context.log("gathering states")
-        lm_head = read_tensor(shared.lm_head).to(self.device, torch.float32)
-        calibration = Calibration(texts.gather(), lm_head, texts.name, texts.prompts, texts.parts)
+        texts = TextOptions(
+            context.path(self.states) if self.states else None,
+            context.path(self.prompts) if self.prompts else None,
+            self.context,
+            self.trust_remote_code,
+        )
+        options = AttentionOptions(
+            self.attention or "mla",
+            texts,
+            None if self.head_dim == "auto" else int(self.head_dim),
+            HEAL_STEPS if self.heal is None else self.heal,
+            self.min_retention,
+            self.device,
+        )
         with context.steps("healing") as healed:
-            converted = convert_attention(
-                original,
-                kind,
-                calibration,
-                dtype=spec.dtype,
-                head_dim=dims,
-                steps=HEAL_STEPS if self.heal is None else self.heal,
-                keep=self.min_retention,
-                say=context.log,
-                progress=healed,
-            )
-        with torch.no_grad():
-            manifest = execute(plan_converted(read, table, converted, calibration, shared), Path(self.out))
-        return Converted(self.out, manifest, converted.held_out)
+            manifest, kept = convert_attention(
+                self.open(context, self.head), by_name(self.to), Path(self.out), options,
+                context.source(self.target or ""), say=context.log, progress=healed,
+            )  # fmt: skip
+        return Converted(self.out, manifest, kept)

@@ -339,34 +339,14 @@ class QuantizeHead(Reading):
             ConversionInaccurate: it keeps less than --min-retention.
             KconvError: the head, the target or the states cannot be read.
         """
-        import torch
-
-        from ..checkpoint.tensors import read_tensor
-        from ..cli.attention_states import StoredBatches
-        from ..convert.attention.calibration import Calibration
-        from ..convert.read import read_weights
-        from ..convert.shared import SLOTS
-        from ..pipeline.making import find_shared
         from ..quantize.head.formats import FORMATS
-        from ..quantize.head.plan import plan_plain, plan_quantized, write
-        from ..quantize.head.quantize import quantize_head
-        from ..targets.config import read_target_config
-        from ..targets.stored_states import open_states
+        from ..quantize.head.plan import quantize_head
 
         refuse_existing_output(self.out)
-        target, states = context.source(self.target or ""), context.path(self.states)
-        head, format_ = self.open(context, self.head), FORMATS[self.format]
-        shared = find_shared(target, SLOTS)
-        lm_head = read_tensor(shared.lm_head).float()
-        plain = plan_plain(head, format_, shared)
-        stored = open_states(states, config=read_target_config(target.fetch_config()), captured=head.spec.captured)
-        weights = read_weights(head)
-        weights |= {slot: read_tensor(shared.lend(slot, head.spec)) for slot in SLOTS if slot not in weights}
-        batches = StoredBatches(stored)
-        digests = tuple(sequence.digest for sequence in stored.sequences)
-        calibration = Calibration(batches, lm_head, states.name, digests, batches.parts)
+        head, target = self.open(context, self.head), context.source(self.target or "")
         with context.status("quantizing") as say:
-            quantized = quantize_head(head.spec, weights, format_, calibration, keep=self.min_retention, say=say)
-        with torch.no_grad():
-            manifest = write(plan_quantized(plain, quantized, calibration), format_, Path(self.out))
-        return Converted(self.out, manifest, quantized.held_out)
+            manifest, kept = quantize_head(
+                head, FORMATS[self.format], Path(self.out), target, context.path(self.states),
+                min_retention=self.min_retention, say=say,
+            )  # fmt: skip
+        return Converted(self.out, manifest, kept)

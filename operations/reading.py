@@ -69,15 +69,15 @@ class Reading(Operation):
             TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
             KconvError: it cannot be read; see `convert.read`.
         """
-        from ..pipeline.heads import open_beside
+        from ..convert.opening import open_head
 
-        return open_beside(context.source(head).open_weights(), self.layout(), self.hints(), context.maybe(self.target))
+        return open_head(context.source(head).open_weights(), self.layout(), self.hints(), context.maybe(self.target))
 
     def open_headers(self, context: Context, head: str) -> Head:
         """Open a head by its config and headers alone; see `open`."""
-        from ..pipeline.heads import open_beside
+        from ..convert.opening import open_head
 
-        return open_beside(context.source(head).open_headers(), self.layout(), self.hints(), context.maybe(self.target))
+        return open_head(context.source(head).open_headers(), self.layout(), self.hints(), context.maybe(self.target))
 
 
 def check_trusted(context: Context, trust_remote_code: bool, target: str | None) -> None:

@@ -169,7 +169,7 @@ class Train(Operation):
 
     def _job(self, context: Context, pace: Any) -> Job:
         from ..convert.captured import Hints
-        from ..pipeline.heads import open_beside
+        from ..convert.opening import open_head
         from ..targets.config import read_target_config
         from ..targets.tokenizer import load_tokenizer
         from ..train.jobs import Data, check_job, offline_job, online_job
@@ -180,9 +180,7 @@ class Train(Operation):
         check_keys(values)
         target = context.source(self.target)
         head = (
-            open_beside(context.source(self.init_from).open_weights(), None, Hints(), target)
-            if self.init_from
-            else None
+            open_head(context.source(self.init_from).open_weights(), None, Hints(), target) if self.init_from else None
         )
         check_job(values, read_target_config(target.fetch_config()), head, pace)
         folder = target.fetch_model()

@@ -143,8 +143,8 @@ class Validate(Reading):
             ComparisonUnfit: a target is to be held against a head or the other way round.
             KconvError: the source, the target, the prompts or the states cannot be read, or an engine fails.
         """
-        from ..pipeline.heads import open_origin
-        from ..pipeline.making import find_shared
+        from ..convert.opening import open_origin
+        from ..convert.shared import find_shared
         from ..validate.run import Checks, is_target, validate
 
         target, source = context.maybe(self.target), context.maybe(self.source)

@@ -14,7 +14,7 @@ from .reading import Reading, check_trusted, refuse_existing_output
 if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
     from ..convert.plan import Plan
-    from ..convert.vocab_report import VocabReport
+    from ..convert.vocab import VocabReport
     from ..targets.vocabulary import Vocabulary
 
 CHANGES = ("rebuild_t2d", "absolute", "expand", "prune")
@@ -126,7 +126,7 @@ class Vocab(Reading):
         return read_vocabulary(context.source(self.target), trust_remote_code=self.trust_remote_code)
 
     def _examine(self, context: Context) -> VocabReport:
-        from ..convert.vocab_report import examine
+        from ..convert.vocab import examine
 
         known, head = self._known(context), context.source(self.head).open_weights()
         if known is None:
@@ -137,8 +137,7 @@ class Vocab(Reading):
     def _plan(self, context: Context) -> Plan:
         from ..checkpoint.bytes import file_digest
         from ..convert.captured import Hints
-        from ..convert.expand import expand
-        from ..convert.vocab import Text, prune, rebuild_t2d, write_offsets
+        from ..convert.vocab import CountedText, expand, prune, rebuild_t2d, write_offsets
 
         known, head, layout = self._known(context), context.source(self.head).open_weights(), self.layout()
         layers = known.layers if known else None
@@ -150,5 +149,5 @@ class Vocab(Reading):
         if self.expand or known is None or self.text is None or self.prune is None:
             return expand(head, layout, hints)
         text = context.path(self.text)
-        chosen_by = Text(known.count_tokens(text), f"{text.name} (sha256 {file_digest(text)})")
+        chosen_by = CountedText(known.count_tokens(text), f"{text.name} (sha256 {file_digest(text)})")
         return prune(head, layout, hints, self.prune, chosen_by, known.specials)

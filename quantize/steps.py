@@ -44,5 +44,5 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
     for weight in unit.dequantized:
         found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot stand beside NVFP4")
     for info in unit.carried:
-        found[info.name] = ("carried", (info,), "")
+        found[info.name] = ("copied", (info,), "")
     return found

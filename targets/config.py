@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import read_json
+from ..checkpoint.header import FLOAT_DTYPES
 from ..errors import TargetInvalid
 
 FETCH_AGAIN = "Fetch the target's config.json again."
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 # The keys that Kimi-K2 and Kimi-K2.5 name alike, and no engine can do without.
 COUNTS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "max_position_embeddings")
@@ -141,7 +141,7 @@ def _count(config: dict[str, Any], key: str, where: object) -> int:
 def _dtype(config: dict[str, Any]) -> str | None:
     # transformers 5 writes `dtype`; before it was `torch_dtype`.
     name = config.get("dtype") or config.get("torch_dtype")
-    return DTYPES.get(str(name).removeprefix("torch."))
+    return FLOAT_DTYPES.get(str(name).removeprefix("torch."))
 
 
 def _architecture(config: dict[str, Any], where: object) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.header import byte_size
 from ..errors import PromptsInvalid
 from .config import TargetConfig
 from .prompts import Prompt, read_prompts
 from .states import check_captured
 from .states_record import (
-    DTYPE_BYTES,
     Kind,
     PromptsRecord,
     SequenceRecord,
@@ -109,7 +109,7 @@ def plan_states(
         new_tokens={"sampled": wanted.sampled, "greedy": wanted.greedy},
         sequences=tuple(sequence for sequence, _ in rows),
     )
-    token_bytes = 8 + (len(captured) + 1) * config.hidden * DTYPE_BYTES[dtype]
+    token_bytes = 8 + (len(captured) + 1) * config.hidden * byte_size(dtype, (1,))
     cuts = cut_shards([s.length for s in record.sequences], token_bytes, shard_bytes)
     return Planned(record, [start for _, start in rows], cuts)
 

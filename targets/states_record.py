@@ -15,7 +15,6 @@ from ..errors import StatesInvalid
 
 RECORD = "states.json"
 Kind = Literal["held-out", "sampled", "greedy"]
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class _Record(BaseModel):

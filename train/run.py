@@ -17,9 +17,9 @@ from ..checkpoint.folder import open_checkpoint
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
-from ..convert.plan import Wishes, plan
+from ..convert.plan import WriteOptions, plan
+from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_head, read_slot
-from ..convert.told import read_told
 from ..engines import by_name
 from ..engines.layout import stored
 from ..targets.config import read_target_config
@@ -64,7 +64,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
-    converted = read_told(job.start.checkpoint.folder).conversion(None) if job.start else None
+    converted = read_provenance(job.start.checkpoint.folder).conversion(None) if job.start else None
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:
@@ -73,7 +73,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
             shutil.rmtree(export, ignore_errors=True)
             report = leave(job, trainer, work, export)
             head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
-            planned = plan(head, layout, Wishes(dtype=job.recipe.compute or ""))
+            planned = plan(head, layout, WriteOptions(dtype=job.recipe.compute or ""))
             fill(dataclasses.replace(planned, conversion=converted), folder, training=report)
             shutil.move(export / MODULE, folder / MODULE)
             if (work / "runs").exists():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..convert.provenance import read_provenance
 from ..convert.read import Head
-from ..convert.told import read_told
 from ..targets.prompts import KEPT, Prompt
 
 
@@ -21,6 +21,6 @@ def record_prompts(digests: Iterable[str], start: Head | None) -> list[str]:
         digests: of the prompts that are trained on; "" where a prompt's text is not known.
         start: a head that training goes on from; what it was trained on counts too.
     """
-    told = read_told(start.checkpoint.folder).training if start else None
+    told = read_provenance(start.checkpoint.folder).training if start else None
     before = told.get("data", {}).get("prompts", ()) if told else ()
     return sorted({*before, *(digest[:KEPT] for digest in digests if digest)})

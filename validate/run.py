@@ -14,9 +14,9 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import Hints
+from ..convert.provenance import Origin
 from ..convert.read import Head
-from ..convert.shared import Shared
-from ..convert.told import Origin
+from ..convert.shared import SharedTensors
 from ..engines import registry
 from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
@@ -135,7 +135,7 @@ class Checks:
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
     headers_only: bool = False
-    lent: Callable[[Iterable[str]], Shared] | None = None
+    lent: Callable[[Iterable[str]], SharedTensors] | None = None
 
 
 def validate(
@@ -177,7 +177,9 @@ def validate(
     except KconvError as error:
         return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(checks.engines or ENGINES)})
     whole = is_target(checkpoint) and checks.layout is None
-    refuse_unfit(checkpoint, whole, source.told if source else None, quantized_from, measured=bool(parity or engined))
+    refuse_unfit(
+        checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
+    )
     if whole:
         return _check_target(subject, checkpoint, checks, quantized_from, held_out, say)
     rules = HeadSubject(
@@ -204,7 +206,7 @@ def validate(
         from .structure import check_origin, check_source, is_identical
 
         say("comparing with the source, bit by bit")
-        held = check_source(rules.head, source.told) + check_origin(source)
+        held = check_source(rules.head, source.recorded) + check_origin(source)
         identical = is_identical(rules.head, held)
         findings += held
     if parity is not None:
@@ -229,9 +231,9 @@ def validate(
 
 
 def _refuse_other_layers(output: Head, source: Origin) -> None:
-    if source.told.spec.captured != output.spec.captured:
+    if source.recorded.spec.captured != output.spec.captured:
         raise PromptsInvalid(
-            f"the source reads layers {source.told.spec.captured} and the output {output.spec.captured}",
+            f"the source reads layers {source.recorded.spec.captured} and the output {output.spec.captured}",
             where=output.checkpoint.folder,
             fix="Put the captured layers right (--captured-are) before the two are compared.",
         )

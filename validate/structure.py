@@ -13,10 +13,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from ..checkpoint.formats import BLOCK
 from ..checkpoint.manifest import MANIFEST, read_manifest, verify
-from ..convert.quantized import BLOCK, SUFFIXES
+from ..convert.provenance import Origin
+from ..convert.quantized import SUFFIXES
 from ..convert.read import Head, read_slot
-from ..convert.told import Origin
 from ..errors import KconvError
 from ..head.slots import needs
 from ..targets.fp8 import dequantize_fp8
@@ -135,7 +136,7 @@ def check_values(head: Head) -> list[Finding]:
 
 
 # Actions that leave a slot's bits as they are.
-SAME_BITS = ("carried", "renamed", "re-packed")
+SAME_BITS = ("copied", "renamed", "repacked")
 # What a manifest's action changes about a head, beside the weights it speaks of.
 CHANGES = {
     "cast": {"dtype"},
@@ -183,7 +184,7 @@ def check_source(output: Head, source: Head) -> list[Finding]:
                 fix="Convert the source again.",
             )
         )
-    computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "carried") not in SAME_BITS}
+    computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "copied") not in SAME_BITS}
     forms = rounded(output, source)
     computed |= {name for slot in forms for name in (slot, *(f"{slot}.{suffix}" for suffix in SUFFIXES))}
     absent = {slot for slot, (_, info) in source.places.items() if info.name in left_out}
@@ -208,7 +209,7 @@ def check_origin(source: Origin) -> list[Finding]:
     fields = source.overruled
     if not fields:
         return []
-    said = {name: (getattr(source.told.spec, name), getattr(source.alone.spec, name)) for name in fields}
+    said = {name: (getattr(source.recorded.spec, name), getattr(source.alone.spec, name)) for name in fields}
     differ = "; ".join(
         f"{name} is {told} as the conversion was told, {alone} by itself" for name, (told, alone) in said.items()
     )

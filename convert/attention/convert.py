@@ -1,33 +1,194 @@
-"""A head with the other attention, from end to end."""
+"""A head with the other attention, from end to end.
+
+`convert_attention` writes it; `fit_attention` computes it; `change_attention` hands it to the planner, for which it is
+a change like any other: what is not converted keeps its bytes, and each source tensor is accounted for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from ...calibrate.batches import Calibration, check_calibration
+from ...calibrate.measure import compare
+from ...calibrate.retention import MIN_RETENTION, Retention, check_retention, conversion_record
+from ...calibrate.texts import TextOptions
+from ...checkpoint.manifest import Manifest
+from ...checkpoint.source import Source
+from ...checkpoint.staging import refuse_existing
+from ...checkpoint.tensors import TORCH, read_tensor
+from ...engines.layout import Layout
 from ...errors import LayoutCannot, TensorValue
 from ...head.forward import DraftHead
 from ...head.rope import partial_factor, rotary_dims
+from ...head.slots import needs
 from ...head.spec import Gqa, HeadSpec, Mla
-from .assemble_mla import Shape, pad_mla
-from .calibration import Calibration, check_calibration
-from .expand_mla import fit_head_dim
+from ..computed import Computed
+from ..config import refuse_unstated
+from ..execute import execute
+from ..plan import Change, Replaced, SourceTensor, WriteOptions, check_layout, plan
+from ..read import Head, read_weights
+from ..shared import SLOTS, find_shared, refuse_target
 from .heal import ATTENTION, REST, Progress, heal
-from .held_out import compare
-from .kept import KEEP, check_kept
-from .ladder import find_ladders, lengthen
-from .plan import Converted, as_stored, changed_slots
-from .swap import Attention, attention_of, check_convertible, with_attention
-from .to_mha import convert_to_mha
-from .to_mla import convert_to_mla
+from .rotary import find_ladders, lengthen
+from .swap import Attention, Shape, attention_of, check_convertible, with_attention
+from .to_mha import convert_to_mha, fit_head_dim
+from .to_mla import convert_to_mla, pad_mla
 
 Kind = Literal["mha", "mla"]
 HEAL_STEPS = 200
 """Enough for 99.9 % of the acceptance at 1 : 4; at 1 : 32 more steps gain more still (docs/attention.md)."""
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a user asks for.
+
+    Attributes:
+        kind: the attention that the head shall have.
+        texts: what it is calibrated on.
+        head_dim: of MHA, padded with zeros; None for the least.
+        heal_steps: steps of healing.
+        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
+        device: what is computed on, as torch names it.
+    """
+
+    kind: Kind
+    texts: TextOptions
+    head_dim: int | None = None
+    heal_steps: int = HEAL_STEPS
+    min_retention: float = MIN_RETENTION
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class FittedAttention:
+    """A head with another attention.
+
+    Attributes:
+        head: in the dtype of the source's weights, computed with in fp32.
+        slots: what is not the source's.
+        method: the steps, one sentence.
+        rows: what was fitted on.
+        heal_steps: steps towards the original.
+        held_out: figures on text that neither the fit nor the healing saw.
+        details: what was chosen on the way.
+    """
+
+    head: DraftHead
+    slots: frozenset[str]
+    method: str
+    rows: int
+    heal_steps: int
+    held_out: Retention
+    details: Mapping[str, Any]
+
+
 def convert_attention(
+    head: Head,
+    layout: Layout,
+    out: Path,
+    options: AttentionOptions,
+    target: Source,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
+) -> tuple[Manifest, Retention]:
+    """Write a head with the other attention: refuse what cannot be done, then calibrate, fit, measure and write.
+
+    Args:
+        head: the head.
+        layout: the layout to write.
+        out: the folder to make; nothing may be there.
+        options: what the user asks for.
+        target: the head's target, with its weights.
+        say: told what is going on.
+        progress: told after each step of healing.
+
+    Returns:
+        The manifest, and the acceptance length that is kept on held-out text.
+
+    Raises:
+        OutputExists, OutputFailed: see `checkpoint.staging`.
+        LayoutCannot: see `plan`; or as `fit_attention`.
+        ConfigInvalid: see `refuse_unstated`.
+        StatesInvalid, PromptsInvalid, CalibrationInvalid: see `calibrate.texts`.
+        TensorValue, ConversionInaccurate, TrainingFailed: as `fit_attention`.
+    """
+    refuse_existing(out)
+    refuse_unstated(head.read)
+    spec = head.spec
+    check_layout(replace(outline(spec, options.kind, options.head_dim), dtype=spec.dtype), layout, head.places)
+    texts = options.texts.open(spec, target)
+    shared = find_shared(target, SLOTS)
+    refuse_target(head, layout, shared)
+    weights = read_weights(head)
+    weights |= {slot: read_tensor(shared.matching(slot, spec)) for slot in SLOTS if slot not in weights}
+    moved = {n: w.to(options.device, torch.float32 if w.is_floating_point() else None) for n, w in weights.items()}
+    say("gathering states")
+    calibration = texts.calibration(read_tensor(shared.lm_head).to(options.device, torch.float32))
+    fitted = fit_attention(
+        DraftHead(spec, moved),
+        options.kind,
+        calibration,
+        dtype=spec.dtype,
+        head_dim=options.head_dim,
+        steps=options.heal_steps,
+        min_retention=options.min_retention,
+        say=say,
+        progress=progress,
+    )
+    with torch.no_grad():
+        planned = plan(head, layout, WriteOptions(shared), change_attention(head, fitted, calibration))
+        return execute(planned, out), fitted.held_out
+
+
+def change_attention(head: Head, fitted: FittedAttention, calibration: Calibration) -> Change:
+    """Return what a fitted attention makes of its head, for the planner.
+
+    Args:
+        head: the source.
+        fitted: the same head with the other attention.
+        calibration: what it was calibrated on.
+    """
+    spec = replace(fitted.head.spec, dtype=head.spec.dtype)
+    before, after = needs(head.spec), needs(spec)
+    old = tuple(SourceTensor(*place) for slot, place in head.places.items() if slot not in after)
+    reason = (
+        f"{fitted.method}; keeps {fitted.held_out.kept:.2%} of the sampled acceptance length on "
+        f"{fitted.held_out.sequences} held-out sequences"
+    )
+    replaced: dict[str, Replaced] = {}
+    for slot in fitted.slots:
+        own = (SourceTensor(*head.places[slot]),) if slot in head.places else ()
+        # A tensor of the new attention comes of the whole old one; what was healed, of itself alone.
+        is_new = slot not in before or slot == "0.o_proj"
+        computed = Computed(
+            spec.dtype, after[slot].shape, reason, partial(_stored, fitted.head.weights[slot], spec.dtype)
+        )
+        replaced[slot] = Replaced(computed, "converted", tuple(dict.fromkeys([*own, *(old if is_new else ())])))
+    conversion = conversion_record(
+        calibration,
+        fitted.held_out,
+        method=fitted.method,
+        rows=fitted.rows,
+        details=fitted.details,
+        heal_steps=fitted.heal_steps,
+    )
+    return Change(spec, replaced, conversion=conversion)
+
+
+def _stored(weight: Tensor, dtype: str) -> list[Tensor]:
+    return [weight.detach().cpu().to(TORCH[dtype]).contiguous()]
+
+
+def fit_attention(
     head: DraftHead,
     kind: Kind,
     calibration: Calibration,
@@ -37,11 +198,11 @@ def convert_attention(
     shape: Shape | None = None,
     steps: int = HEAL_STEPS,
     slots: Sequence[str] = (*ATTENTION, *REST),
-    keep: float = KEEP,
+    min_retention: float = MIN_RETENTION,
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda *_: None,
-) -> Converted:
-    """Return a head with the other attention.
+) -> FittedAttention:
+    """Return a head with the other attention, fitted, healed and measured.
 
     Args:
         head: the head, in fp32.
@@ -52,7 +213,7 @@ def convert_attention(
         shape: dims of MLA; Kimi-K2's own by default.
         steps: of healing; the record says 0 where they did not come nearer, and are not in the output.
         slots: what is healed.
-        keep: refuse a head that keeps less of the sampled acceptance length on held-out text.
+        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
         say: told what is going on.
         progress: told after each step of healing.
 
@@ -82,17 +243,41 @@ def convert_attention(
     converted = as_stored(converted, dtype)
     say("measuring on held-out text")
     figures = compare(head, converted, calibration)
-    check_kept(figures, keep, "" if tried is None else f"Heal for more steps (--heal {max(200, 5 * tried)}).")
+    check_retention(
+        figures, min_retention, "" if tried is None else f"Heal for more steps (--heal {max(200, 5 * tried)})."
+    )
     method = f"{head.spec.kind.upper()} to {kind.upper()}, approximate: least squares on states"
     method += f", {steps} steps of healing" if steps else ", no healing"
-    return Converted(converted, changed_slots(head, converted), method, rows, steps, figures, details)
+    return FittedAttention(converted, changed_slots(head, converted), method, rows, steps, figures, details)
+
+
+def as_stored(head: DraftHead, dtype: str) -> DraftHead:
+    """Return a head whose weights are rounded to what will be stored, computed with as before.
+
+    The embedding and lm_head stay as they are: they are no part of a conversion, and may be the target's.
+    """
+    rounded = {
+        name: w.to(TORCH[dtype]).to(w.dtype) if w.is_floating_point() and name not in SLOTS else w
+        for name, w in head.weights.items()
+    }
+    return DraftHead(head.spec, rounded)
+
+
+def changed_slots(original: DraftHead, converted: DraftHead) -> frozenset[str]:
+    """Return the slots that the original has not, or has with other values."""
+    own = original.weights
+    return frozenset(
+        name
+        for name, weight in converted.weights.items()
+        if name not in own or own[name].shape != weight.shape or not torch.equal(own[name], weight)
+    )
 
 
 def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shape | None = None) -> HeadSpec:
     """Return what a converted head will be, by its source's spec alone: the first of MLA's ladders stands for all.
 
     Raises:
-        LayoutCannot: as `convert_attention`.
+        LayoutCannot: as `fit_attention`.
     """
     if isinstance(spec.attention, Mla) == (kind == "mla"):
         raise LayoutCannot(

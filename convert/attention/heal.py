@@ -1,32 +1,140 @@
 """Healing: a few steps of gradient descent towards the original head.
 
 The converted head drafts K steps on the calibration's text, on hidden states of its own, and is drawn to what the
-original drafts there (`distance`). The target has no part in it: the head is to stay the one that was trained.
+original drafts there (`distance_by_piece`). The target has no part in it: the head is to stay the one that was trained.
 
 Steps of one size in every entry, as Adam's are, add up along the directions that all tokens share, and undo a good
 start within fifty. So matrices move by Muon, whose steps have one size in every direction, and in coordinates where
-their inputs are white (`white`). Each tensor's learning rate is relative to the size of what it gives, so that the
+their inputs are white (`to_white`). Each tensor's learning rate is relative to the size of what it gives, so that the
 gauge of a latent, which is arbitrary, does not decide how fast it moves; and it is less for a start that is nearer.
 
 What comes out is the nearer of the two, start or healed, on texts that healing did not see: those that ridges and
 ladders were chosen on, and no gradient came from.
+
+How far a head's drafts are from the original's.
+
+Both heads draft K steps on a text, each on hidden states of its own. The distance is `KL(original || student)` of each
+step's tokens, plus a tenth of the relative squared error of the hidden state that it hands on.
+
+Matrices in coordinates where their inputs are white.
+
+A head's inputs are far from even: all tokens share a mean, and a few directions hold most of the rest. A step that
+has one size in every direction of a matrix then changes the output mostly along those, where it was right before.
+With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the same from inputs `L^-1 x` that are
+white; steps of V are even in what they do to the output. (Natural gradient with K-FAC's factor of the inputs,
+arXiv 1503.05671, is the same change of coordinates.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...calibrate.batches import STEPS, Batch, Calibration, in_pieces
+from ...calibrate.measure import WatchedInputs
 from ...errors import TrainingFailed
+from ...head.chain import count_chains, unroll
 from ...head.forward import DraftHead
-from .calibration import Batch, Calibration
-from .distance import distance_by_piece
+from .moments import Moments, factor
 from .swap import GQA_SLOTS, MLA_SLOTS
-from .white import from_white, measure_spread, to_white
+
+HIDDEN = 0.1
+
+
+def distance_by_piece(original: DraftHead, student: DraftHead, batch: Batch) -> Iterator[Tensor]:
+    """Yield what the pieces of a batch (`in_pieces`) add to a head's distance from the original over it.
+
+    Each is a scalar with a graph of its own: with its backward called before the next is asked for, one piece's
+    logits are held at a time, and the gradients add up to those of the whole batch.
+
+    Returns:
+        Parts of the distance in nats, mean over positions and draft steps; their sum is that of the batch.
+    """
+    pieces = list(in_pieces([batch], original.spec.draft_vocab))
+    places = batch.tokens.shape[0] * count_chains(batch.tokens.shape[1], STEPS)
+    # The hidden state's error is relative to its size over the whole batch, which the first piece needs already.
+    sizes = _sizes(original, pieces[1:])
+    for index, piece in enumerate(pieces):
+        with torch.no_grad():
+            goals = list(unroll(original, piece.tokens, piece.captured, STEPS))
+        if index == 0:
+            sizes = [size + goal.returned.square().sum() for size, goal in zip(sizes, goals, strict=True)]
+        total = torch.zeros((), device=piece.tokens.device)
+        steps = unroll(student, piece.tokens, piece.captured, STEPS)
+        for goal, step, size in zip(goals, steps, sizes, strict=True):
+            p, q = goal.logits.float().log_softmax(-1), step.logits.float().log_softmax(-1)
+            kl = (p.exp() * (p - q)).sum(-1).sum() / places
+            apart = (step.returned - goal.returned).square().sum() / size
+            total = total + kl + HIDDEN * apart
+        yield total / STEPS
+
+
+@torch.no_grad()
+def _sizes(head: DraftHead, pieces: Sequence[Batch]) -> list[float | Tensor]:
+    """Return the sum of squares of the hidden states that a head hands on, by draft step."""
+    sizes: list[float | Tensor] = [0.0] * STEPS
+    for piece in pieces:
+        for k, step in enumerate(unroll(head, piece.tokens, piece.captured, STEPS)):
+            sizes[k] = sizes[k] + step.returned.square().sum()
+    return sizes
+
+
+# Directions with less than this share of the mean are no finer. Less, and a step moves what only rare tokens read by
+# much more than what all do: whole texts of such tokens then ended farther from the original than they began.
+FLOOR = 0.1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a matrix's inputs spread, and how large what it makes of them is.
+
+    Attributes:
+        factor: L, lower triangular `[n, n]`.
+        size: of an entry of V, root mean square: of what W gives, over the root of n. Entries of W that cancel on all
+            inputs, as those behind a latent with too many entries do, have no part in it.
+    """
+
+    factor: Tensor
+    size: float
+
+
+@torch.no_grad()
+def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batch]) -> dict[str, Spread]:
+    """Return the spread of the inputs of some of a head's matrices, K steps along the chain."""
+    moments = {name: Moments(head.weights[name].shape[1], device=head.weights[name].device) for name in names}
+
+    def note(name: str, x: Tensor) -> Tensor:
+        moments[name].add(x.flatten(0, -2))
+        return x
+
+    with WatchedInputs({name: head.weights[name] for name in moments}, note):
+        for piece in in_pieces(batches, head.spec.draft_vocab):
+            for _ in unroll(head, piece.tokens, piece.captured, STEPS):
+                pass
+    # Each matrix's moments go as its factor comes: at Kimi-K2's size all of either are 5 GB.
+    return {name: _spread(head.weights[name], moments.pop(name)) for name in list(moments)}
+
+
+def _spread(weight: Tensor, moments: Moments) -> Spread:
+    mean = moments.mean()
+    given = (weight.to(mean.dtype) @ mean * weight).sum().clamp(min=0)
+    return Spread(factor(mean, FLOOR).to(weight.dtype), float((given / weight.numel()).sqrt()))
+
+
+def to_white(weight: Tensor, spread: Spread) -> Tensor:
+    """Return V = W L."""
+    return weight @ spread.factor
+
+
+def from_white(weight: Tensor, spread: Spread) -> Tensor:
+    """Return W = V L^-1."""
+    return torch.linalg.solve_triangular(spread.factor, weight, upper=False, left=False)
+
 
 RATE = 0.04
 """Peak learning rate, relative to the size of what a tensor gives, for a start at a distance of 1: what is off by e
@@ -37,7 +145,7 @@ BETAS = (0.9, 0.95)
 WARMUP = 0.05
 
 # The latent of the queries stays as it was fitted: its gauge may have made entries hundreds of times smaller than
-# others (`latent`), and a step of one size in all of them is then large in the queries.
+# others (`latents`), and a step of one size in all of them is then large in the queries.
 FITTED = ("0.q_a_proj", "0.q_a_layernorm")
 ATTENTION = tuple(slot for slot in (*GQA_SLOTS, *MLA_SLOTS) if slot not in FITTED)
 REST = (

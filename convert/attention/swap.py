@@ -37,6 +37,39 @@ class Attention:
     weights: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The dims of an MLA head, and how much of them is used.
+
+    Attributes:
+        latent: entries of the latent that hold something; at most `kv_lora_rank`.
+        rotary: rotary dims that hold something; at most `qk_rope_head_dim`.
+        q_lora_rank: of the queries' latent, which SGLang and vLLM need.
+        kv_lora_rank, qk_rope_head_dim: as the engine sees them.
+    """
+
+    latent: int = 512
+    rotary: int = 64
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What is behind the two norms: down `[r, attn_in]` with gain 1, and up.
+
+    Attributes:
+        query_down, query_up: `[q_lora_rank, attn_in]` and `[heads, nope + rope, q_lora_rank]`, softmax scale 1.
+        kv_down, kv_up: `[latent, attn_in]` and `[kv_heads, nope + v_head_dim, latent]`.
+    """
+
+    query_down: Tensor
+    query_up: Tensor
+    kv_down: Tensor
+    kv_up: Tensor
+
+
 def attention_of(head: DraftHead) -> Attention:
     """Return a head's attention in fp64, which it is worked on in."""
     slots = MLA_SLOTS if isinstance(head.spec.attention, Mla) else GQA_SLOTS

@@ -1,10 +1,17 @@
 """MHA or GQA to MLA.
 
 1. Second moments of the attention's input, and how far back each head looks.
-2. One rotary key for all heads (`rotary`), on each ladder (`ladder`); the one whose attention is nearest on rows that
+2. One rotary key for all heads (`rotary`), on each ladder; the one whose attention is nearest on rows that
    were not fitted is kept. It is near over the lengths of these texts, so they should be as long as what is served.
-3. One latent for keys and values, and one for the queries, each with its norm (`fit_latents`).
-4. o_proj, fitted to what the original gave (`refit`).
+3. One latent for keys and values, and one for the queries, each with its norm (`latents`).
+4. o_proj, fitted to what the original gave (`moments.refit_output`).
+
+MLA from its parts.
+
+Engines build their kernels for Kimi-K2's own latent (512) and rotary dims (64); a smaller latent is filled up with
+zeros. RMSNorm then divides by the mean over 512 entries, not over r: the rows of kv_a_proj grow by sqrt(512 / r) and
+the gain shrinks by the same, and what leaves the norm is what left it before, its epsilon included. Rotary pairs that
+are added hold zeros, behind a ladder of the same frequencies (`rotary.lengthen`).
 """
 
 from __future__ import annotations
@@ -14,23 +21,141 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ...calibrate.batches import Calibration, Part, in_pieces
+from ...calibrate.measure import run_both, trace
+from ...head.attention import CausalContext, hide_future, repeat_heads, softmax
 from ...head.chain import unroll
 from ...head.forward import DraftHead
-from ...head.rope import rotary_dims
-from ...head.spec import Gqa
-from .assemble_mla import Shape, as_gqa, assemble_mla
-from .calibration import Calibration, Part, in_pieces
-from .fit_latents import Metric, factorize_both, fit_latents, measure_costs
-from .ladder import Ladder, find_ladders
-from .latent import Gauge
-from .moments import Moments, factor
-from .refit import refit_output
-from .rotary import Options, Split, split_rotary
-from .swap import Attention, attention_of, with_attention
-from .trace import Distances, run_both, trace
+from ...head.rope import partial_factor, rotary_dims
+from ...head.spec import Gqa, Mla, Rope
+from ...head.yarn import cos_sin_factor, softmax_scale
+from .latents import Gauge, Metric, factorize_both, fit_latents, measure_costs
+from .moments import Moments, factor, refit_output
+from .rotary import Ladder, Options, Split, find_ladders, lengthen, split_rotary
+from .swap import Attention, Latents, Shape, attention_of, with_attention
+
+
+def assemble_mla(split: Split, latents: Latents, output: Tensor, ladder: Ladder, heads: int) -> Attention:
+    """Return the MLA of these parts.
+
+    Args:
+        split: the shared rotary key; the other dims are the latents'.
+        latents: of queries, and of keys and values.
+        output: o_proj, `[hidden, heads, v_head_dim]`.
+        ladder: the rotary embedding.
+        heads: query heads.
+    """
+    nope, rotary, v_dim = split.key_nope.shape[1], len(split.key_rope), output.shape[2]
+    dims = Mla(heads, len(latents.query_down), len(latents.kv_down), nope, rotary, v_dim)
+    scale = 1 / softmax_scale(ladder.rope, dims)
+    by_dim = output.new_full((nope + rotary, 1), scale)
+    by_dim[nope:] /= cos_sin_factor(ladder.rope, dims) ** 2
+    group = heads // len(latents.kv_up)
+    return Attention(
+        dims,
+        ladder.rope,
+        {
+            "0.q_a_proj": latents.query_down,
+            "0.q_a_layernorm": output.new_ones(dims.q_lora_rank),
+            "0.q_b_proj": (latents.query_up * by_dim).flatten(0, 1),
+            "0.kv_a_proj_with_mqa": torch.cat([latents.kv_down, split.key_rope]),
+            "0.kv_a_layernorm": output.new_ones(dims.kv_lora_rank),
+            "0.kv_b_proj": latents.kv_up.repeat_interleave(group, dim=0).flatten(0, 1),
+            "0.o_proj": output.flatten(1, 2),
+        },
+    )
+
+
+def as_gqa(split: Split, value: Tensor, output: Tensor, ladder: Ladder) -> Attention:
+    """Return the same attention before its rank is cut, as a GQA with one more set of dims: to see what RoPE costs.
+
+    Args:
+        split: the shared rotary key and the rest.
+        value: `[kv_heads, v_dim, attn_in]`.
+        output: `[hidden, heads, v_dim]`.
+        ladder: the rotary embedding.
+    """
+    kv_heads, heads = len(split.key_nope), len(split.query_nope)
+    rotary, nope = len(split.key_rope), split.key_nope.shape[1]
+    head_dim = max(rotary + nope, value.shape[1])
+    dims = Gqa(heads, kv_heads, head_dim)
+    rope: Rope = replace(ladder.rope, partial_rotary_factor=partial_factor(rotary, head_dim))
+    halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
+    query = torch.cat([split.query_rope[:, halves] / cos_sin_factor(rope, dims) ** 2, split.query_nope], dim=1)
+    key = torch.cat([split.key_rope[halves].expand(kv_heads, -1, -1), split.key_nope], dim=1)
+
+    def pad(rows: Tensor) -> Tensor:
+        zeros = rows.new_zeros(rows.shape[0], head_dim - rows.shape[1], rows.shape[2])
+        return torch.cat([rows, zeros], dim=1).flatten(0, 1)
+
+    return Attention(
+        dims,
+        rope,
+        {
+            "0.q_proj": pad(query / softmax_scale(rope, dims)),
+            "0.k_proj": pad(key),
+            "0.v_proj": pad(value),
+            "0.o_proj": pad(output.permute(1, 2, 0)).T.contiguous(),
+        },
+    )
+
+
+def pad_mla(mla: Attention, shape: Shape) -> Attention:
+    """Return an MLA with its latent and rotary dims filled up with zeros to an engine's, computing the same.
+
+    The softmax scale hangs on the number of dims, so the queries take the quotient.
+    """
+    dims = mla.dims
+    assert isinstance(dims, Mla)
+    wide = replace(dims, kv_lora_rank=shape.kv_lora_rank, qk_rope_head_dim=shape.qk_rope_head_dim)
+    more_latent, more_rope = wide.kv_lora_rank - dims.kv_lora_rank, wide.qk_rope_head_dim - dims.qk_rope_head_dim
+    rope = lengthen(mla.rope, dims.qk_rope_head_dim // 2, wide.qk_rope_head_dim // 2)
+    weights = dict(mla.weights)
+    growth = (wide.kv_lora_rank / dims.kv_lora_rank) ** 0.5
+
+    query = weights["0.q_b_proj"].unflatten(0, (dims.heads, -1)) * (
+        softmax_scale(mla.rope, dims) / softmax_scale(rope, wide)
+    )
+    weights["0.q_b_proj"] = _more(query, more_rope, dim=1).flatten(0, 1)
+    down, key_rope = weights["0.kv_a_proj_with_mqa"].split([dims.kv_lora_rank, dims.qk_rope_head_dim])
+    weights["0.kv_a_proj_with_mqa"] = torch.cat([_more(down * growth, more_latent), _more(key_rope, more_rope)])
+    gain = weights["0.kv_a_layernorm"] / growth
+    weights["0.kv_a_layernorm"] = torch.cat([gain, gain.new_ones(more_latent)])
+    weights["0.kv_b_proj"] = _more(weights["0.kv_b_proj"], more_latent, dim=1)
+    return Attention(wide, rope, weights)
+
+
+def _more(rows: Tensor, count: int, dim: int = 0) -> Tensor:
+    shape = list(rows.shape)
+    shape[dim] = count
+    return torch.cat([rows, rows.new_zeros(shape)], dim=dim)
+
 
 # Dims whose part in any score is below this share of the greatest hold nothing: the zeros of a padded head.
 DEAD = 1e-12
+
+
+class Distances:
+    """How far back each query head looks: attention weight by distance, summed over queries, `[heads, T]`."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(0, 0)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `head.attention.Context.attend`."""
+        scores = hide_future(query @ repeat_heads(key, query).transpose(-1, -2) * scale)
+        weights = softmax(scores).sum(0, dtype=torch.float64)
+        length = weights.shape[-1]
+        # Sheared so that what stands at one distance stands in one column.
+        back = torch.arange(length, device=weights.device)[:, None] - torch.arange(length, device=weights.device)
+        found = weights.new_zeros(weights.shape[0], length)
+        found.index_add_(1, back.clamp(min=0).flatten(), weights.flatten(1))
+        if self.weight.shape[-1] < length:
+            grown = found.new_zeros(found.shape)
+            grown[:, : self.weight.shape[-1]] = self.weight if self.weight.numel() else 0.0
+            self.weight = grown
+        self.weight[:, :length] += found
+        return CausalContext().attend(layer, query, key, value, scale)
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,84 @@
-"""A quantized head as a plan like any other, and its files.
+"""A head with quantized linears, from end to end.
 
-The plan is carried out by `convert.execute`: what is not quantized keeps its bytes, and each source tensor is
+For the planner it is a change like any other: what is not quantized keeps its bytes, and each source tensor is
 accounted for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
+from ...calibrate.batches import Calibration
+from ...calibrate.retention import MIN_RETENTION, Retention, conversion_record
+from ...calibrate.texts import stored_texts
 from ...checkpoint.bytes import file_digest
+from ...checkpoint.formats import CONFIG_KEY, SIDE_FILE, hf_quant_config, quantization_config
 from ...checkpoint.manifest import FileRecord, Manifest, write_manifest
-from ...checkpoint.staging import staged
-from ...checkpoint.tensors import NAMES
-from ...convert.attention.calibration import Calibration
-from ...convert.attention.plan import record
+from ...checkpoint.source import Source
+from ...checkpoint.staging import refuse_existing, staged
+from ...checkpoint.tensors import read_tensor
+from ...convert.computed import from_values
 from ...convert.execute import fill
-from ...convert.made import Values
-from ...convert.plan import Plan, Step, Wishes, plan
-from ...convert.quantized import CONFIG_KEY, SIDE_FILE
-from ...convert.read import Head
-from ...convert.shared import Shared
-from ...engines.layout import Stored
-from ...engines.moves import Same
+from ...convert.plan import Change, Plan, Replaced, SourceTensor, WriteOptions, check_layout, plan
+from ...convert.read import Head, read_weights
+from ...convert.shared import SLOTS, find_shared
 from ...errors import ConfigUnsupported, LayoutCannot
-from ...head.contract import Expected
-from .formats import Format, config_block, side_file
-from .linears import choice_of, groups_of
-from .quantize import Quantized
+from ...targets.config import read_target_config
+from .formats import LinearFormat, choice_of, groups_of
+from .quantize import QuantizedLinears, quantize_linears
 
 
-def plan_plain(head: Head, format_: Format, target: Shared) -> Plan:
-    """Plan a head as it is, in the layout it has, or refuse one that cannot be quantized: before the work, not behind.
+def quantize_head(
+    head: Head,
+    format_: LinearFormat,
+    out: Path,
+    target: Source,
+    states: Path,
+    *,
+    min_retention: float = MIN_RETENTION,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Manifest, Retention]:
+    """Write a head with its linears quantized: refuse what cannot be done, then calibrate, measure and write.
 
     Args:
-        head: the source.
-        format_: what its linears shall become.
-        target: whose embedding and lm_head the head may share.
+        head: the head.
+        format_: what its linears become.
+        out: the folder to make; nothing may be there.
+        target: the head's target, with its embedding and lm_head.
+        states: what `kconv states` wrote of it.
+        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
+        say: told what is going on.
+
+    Returns:
+        The manifest, and the acceptance length that is kept on held-out text.
+
+    Raises:
+        OutputExists, OutputFailed: see `checkpoint.staging`.
+        ConfigUnsupported, LayoutCannot, TensorShape: as `check_head`, or `plan`.
+        StatesInvalid: the states cannot be read, are of another target, or lack one of the head's layers.
+        CalibrationInvalid, InputScalesInvalid, TensorValue, ConversionInaccurate: as `quantize_linears`.
+    """
+    refuse_existing(out)
+    shared = find_shared(target, SLOTS)
+    lm_head = read_tensor(shared.lm_head).float()
+    check_head(head, format_)
+    plan(head, head.layout, WriteOptions(shared))
+    texts = stored_texts(states, head.spec, read_target_config(target.fetch_config()), is_fitted=False)
+    weights = read_weights(head)
+    weights |= {slot: read_tensor(shared.matching(slot, head.spec)) for slot in SLOTS if slot not in weights}
+    calibration = texts.calibration(lm_head)
+    quantized = quantize_linears(head.spec, weights, format_, calibration, min_retention=min_retention, say=say)
+    with torch.no_grad():
+        planned = plan(head, head.layout, WriteOptions(shared), change_linears(head, quantized, calibration))
+        return write(planned, format_, out), quantized.held_out
+
+
+def check_head(head: Head, format_: LinearFormat) -> None:
+    """Refuse a head that cannot be quantized: before the work, not behind.
 
     Raises:
         ConfigUnsupported: it is quantized already.
@@ -60,65 +98,51 @@ def plan_plain(head: Head, format_: Format, target: Shared) -> Plan:
             fix="Convert it first, exactly: kconv to-vllm (or to-trtllm, to-sglang, to-portable) HEAD OUT.",
         )
     slots = [slot for group in groups_of(head.spec, format_) for slot in group]
-    scales = [f"{slot}.{suffix}" for slot in slots for suffix in format_.scales]
-    for limit in head.layout.limits:
-        if limit.applies(head.spec, scales):
-            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
-    return plan(head, head.layout, Wishes(target))
+    check_layout(head.spec, head.layout, [f"{slot}.{suffix}" for slot in slots for suffix in format_.scales])
 
 
-def plan_quantized(plain: Plan, quantized: Quantized, calibration: Calibration) -> Plan:
-    """Return the plan of a head with its linears quantized.
+def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibration) -> Change:
+    """Return what quantized linears make of their head, for the planner.
 
     Args:
-        plain: as `plan_plain` gave it.
+        head: the source.
         quantized: what became of the linears.
         calibration: what their scales are of.
     """
-    steps = tuple(made for step in plain.steps for made in _steps(step, quantized))
-    config = dict(plain.config) | {CONFIG_KEY: config_block(quantized.format, choice_of(plain.spec).exclude)}
-    told = record(
+    format_ = quantized.format
+    replaced: dict[str, Replaced] = {}
+    for slot, linear in quantized.linears.items():
+        row, info = head.places[slot]
+        for suffix, tensor in linear.items():
+            if suffix == "weight":
+                computed = from_values(tensor, f"{format_.name} of {info.dtype}")
+                replaced[slot] = Replaced(computed, "quantized", (SourceTensor(row, info),))
+            else:
+                reason = "largest input of the calibration" if suffix == "input_scale" else "with its weight"
+                replaced[f"{slot}.{suffix}"] = Replaced(from_values(tensor, reason), "quantized")
+    conversion = conversion_record(
         calibration,
         quantized.held_out,
         method=quantized.method,
         rows=quantized.rows,
-        details={"format": quantized.format.name, "input_amax": dict(quantized.input_amax)},
+        details={"format": format_.name, "input_amax": dict(quantized.input_amax)},
     )
-    return replace(plain, config=config, steps=steps, conversion=told)
+    config = {CONFIG_KEY: quantization_config(format_.stored, choice_of(head.spec).exclude)}
+    return Change(head.spec, replaced, config, conversion=conversion)
 
 
-def write(plan_: Plan, format_: Format, out: Path) -> Manifest:
-    """Carry out a plan of `plan_quantized`.
+def write(planned: Plan, format_: LinearFormat, out: Path) -> Manifest:
+    """Carry out a plan of `change_linears`, with the file that says how to read the scales beside it.
 
     Raises:
         As `convert.execute.execute`.
     """
     with staged(out) as folder:
-        manifest = fill(plan_, folder)
+        manifest = fill(planned, folder)
         side = folder / SIDE_FILE
-        side.write_text(json.dumps(side_file(format_, choice_of(plan_.spec).exclude), indent=2) + "\n")
+        content = hf_quant_config(format_.stored, choice_of(planned.spec).exclude)
+        side.write_text(json.dumps(content, indent=2) + "\n")
         record = FileRecord(name=side.name, size=side.stat().st_size, sha256=file_digest(side))
         manifest = manifest.model_copy(update={"files": (*manifest.files, record)})
         write_manifest(folder, manifest)
     return manifest
-
-
-def _steps(step: Step, quantized: Quantized) -> Iterator[Step]:
-    (slot, *_), name = step.row.slots, step.name
-    linear = quantized.linears.get(slot)
-    if linear is None:
-        yield step
-        return
-    algorithm = quantized.format.name
-    for suffix, tensor in linear.items():
-        if suffix == "weight":
-            made = Values(tensor, f"{algorithm} of {step.sources[0].info.dtype}")
-            yield Step(name, step.sources, _row(name, slot, tensor), "quantized", made)
-            continue
-        said = "largest input of the calibration" if suffix == "input_scale" else "with its weight"
-        scale = f"{name.removesuffix('.weight')}.{suffix}"
-        yield Step(scale, (), _row(scale, f"{slot}.{suffix}", tensor), "quantized", Values(tensor, said))
-
-
-def _row(name: str, slot: str, tensor: Tensor) -> Stored:
-    return Stored(Expected(name, tuple(tensor.shape), (NAMES[tensor.dtype],), may_be_absent=True), (slot,), Same())

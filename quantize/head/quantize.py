@@ -1,32 +1,76 @@
-"""A head quantized, from end to end.
+"""A head's linears quantized and measured.
 
 What is measured has the weights as they are stored, and inputs rounded as engines round them, so the figure is of all
 that the format loses and not of the weights alone.
+
+What they read along the drafting chain: from the second draft step on a head reads its own output, so the scales are of
+all steps of the chain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import torch
 from torch import Tensor
 
-from ...convert.attention.calibration import Calibration
-from ...convert.attention.held_out import HeldOut, compare
-from ...convert.attention.kept import KEEP, check_kept
-from ...errors import TensorValue
+from ...calibrate.batches import STEPS, Calibration, Part, check_batches
+from ...calibrate.measure import WatchedInputs, compare, trace
+from ...calibrate.retention import MIN_RETENTION, Retention, check_retention
+from ...errors import CalibrationInvalid, TensorValue
+from ...head.chain import count_chains
 from ...head.forward import DraftHead
 from ...head.spec import HeadSpec
 from ..bounds import check_amax
 from ..pack import amax
-from .formats import Format
-from .inputs import Inputs, check_states, input_amaxes
-from .linears import groups_of
+from .formats import LinearFormat, groups_of
+
+
+@torch.no_grad()
+def input_amaxes(head: DraftHead, calibration: Calibration, slots: Iterable[str]) -> dict[str, float]:
+    """Return the largest magnitude that each linear reads, over all draft steps of the text that is not held out."""
+    found = dict.fromkeys(slots, 0.0)
+
+    def note(slot: str, x: Tensor) -> Tensor:
+        largest = float(x.abs().max())
+        found[slot] = found[slot] if largest <= found[slot] else largest  # NaN stays
+        return x
+
+    with WatchedInputs({slot: head.weights[slot] for slot in found}, note):
+        for _ in trace(head, chain(calibration.part("fit"), calibration.part("choose"))):
+            pass
+    return found
+
+
+def check_states(calibration: Calibration, spec: HeadSpec) -> int:
+    """Refuse states that do not belong to a head, or leave nothing to calibrate or to measure on.
+
+    Returns:
+        Rows that the scales are of: chains times draft steps.
+
+    Raises:
+        CalibrationInvalid: they are of another target than the head's, have values that are no numbers, or are too few.
+        PromptsInvalid: a text is too short to draft in.
+    """
+    rows: dict[Part, int] = {"fit": 0, "choose": 0, "held-out": 0}
+    for part, (texts, length) in zip(calibration.part_of_each(), check_batches(calibration, spec), strict=True):
+        rows[part] += texts * count_chains(length, STEPS) * STEPS
+    calibrated = rows["fit"] + rows["choose"]
+    if not calibrated or not rows["held-out"]:
+        raise CalibrationInvalid(
+            f"the states give {calibrated:,} rows to calibrate on and {rows['held-out']:,} to measure on, and both are "
+            "needed",
+            where=calibration.name,
+            fix="Give states of more prompts: one in ten is kept from the calibration, to be measured on.",
+        )
+    return calibrated
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedLinears:
     """A quantized head.
 
     Attributes:
@@ -37,11 +81,11 @@ class Quantized:
         held_out: figures on text that the scales are not of.
     """
 
-    format: Format
+    format: LinearFormat
     linears: Mapping[str, Mapping[str, Tensor]]
     input_amax: Mapping[str, float]
     rows: int
-    held_out: HeldOut
+    held_out: Retention
 
     @property
     def method(self) -> str:
@@ -49,15 +93,15 @@ class Quantized:
         return f"{len(self.linears)} linears in {self.format.name}, weights and inputs, with one scale for each tensor"
 
 
-def quantize_head(
+def quantize_linears(
     spec: HeadSpec,
     weights: Mapping[str, Tensor],
-    format_: Format,
+    format_: LinearFormat,
     calibration: Calibration,
     *,
-    keep: float = KEEP,
+    min_retention: float = MIN_RETENTION,
     say: Callable[[str], None] = lambda _: None,
-) -> Quantized:
+) -> QuantizedLinears:
     """Quantize a head's linears.
 
     Args:
@@ -65,7 +109,7 @@ def quantize_head(
         weights: each tensor by slot, in the dtype it is stored in; the target's lm_head and embedding among them.
         format_: what the linears become.
         calibration: states of the head's target. Scales are of its fit and its choosing part, the figures of the rest.
-        keep: refuse a head that keeps less of the sampled acceptance length on held-out text.
+        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
         say: told what is going on.
 
     Raises:
@@ -90,17 +134,17 @@ def quantize_head(
     say("measuring on held-out text")
     figures = measure(head, format_, linears, calibration)
     instead, finer = "", format_.finer
-    if finer is not None and not figures.kept >= keep:
+    if finer is not None and not figures.kept >= min_retention:
         say(f"measuring {finer.name}, too")
         kept = measure(head, finer, _pack(weights, largest, amaxes, finer), calibration).kept
-        instead = f"In {finer.name} it keeps {kept:.2%}: --format {finer.option}." if kept >= keep else ""
-    check_kept(figures, keep, instead)
-    return Quantized(format_, linears, amaxes, rows, figures)
+        instead = f"In {finer.name} it keeps {kept:.2%}: --format {finer.option}." if kept >= min_retention else ""
+    check_retention(figures, min_retention, instead)
+    return QuantizedLinears(format_, linears, amaxes, rows, figures)
 
 
 def measure(
-    head: DraftHead, format_: Format, linears: Mapping[str, Mapping[str, Tensor]], calibration: Calibration
-) -> HeldOut:
+    head: DraftHead, format_: LinearFormat, linears: Mapping[str, Mapping[str, Tensor]], calibration: Calibration
+) -> Retention:
     """Compare a head with its quantized form as an engine computes with it, on the held-out part of a calibration.
 
     Args:
@@ -115,7 +159,7 @@ def measure(
         return format_.round(x, linears[slot]["input_scale"])
 
     # By the weights that are multiplied with: the original's inputs stay as they are.
-    with Inputs({slot: served.weights[slot] for slot in linears}, rounded):
+    with WatchedInputs({slot: served.weights[slot] for slot in linears}, rounded):
         return compare(head, served, calibration)
 
 
@@ -133,7 +177,7 @@ def _largest_of(group: Sequence[str], weights: Mapping[str, Tensor]) -> dict[str
 
 
 def _pack(
-    weights: Mapping[str, Tensor], largest: Mapping[str, float], amaxes: Mapping[str, float], format_: Format
+    weights: Mapping[str, Tensor], largest: Mapping[str, float], amaxes: Mapping[str, float], format_: LinearFormat
 ) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that are stored, by slot and suffix."""
     return {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from kconv.calibrate.batches import Batch, Calibration
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.attention.assemble_mla import Shape
-from kconv.convert.attention.calibration import Batch, Calibration
+from kconv.convert.attention.swap import Shape
 from kconv.convert.read import read_head
 from kconv.head.forward import DraftHead
 from kconv.head.slots import needs

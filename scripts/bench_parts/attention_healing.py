@@ -15,10 +15,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from kconv.convert.attention.calibration import Calibration
-from kconv.convert.attention.distance import distance_by_piece
-from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, _optimizers, _share, _size
-from kconv.convert.attention.held_out import compare
+from kconv.calibrate.batches import Calibration
+from kconv.calibrate.measure import compare
+from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, _optimizers, _share, _size, distance_by_piece
 from kconv.head.forward import DraftHead
 
 from .attention_beds import open_bed

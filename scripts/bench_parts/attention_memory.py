@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kconv.convert.attention.calibration import PIECE_BYTES, ROWS_PER_DIM, STEPS, Batch, Calibration
-from kconv.convert.attention.distance import distance_by_piece
-from kconv.convert.attention.heal import ATTENTION, REST
-from kconv.convert.attention.held_out import compare
-from kconv.convert.attention.sensitivity import measure_sensitivity
+from kconv.calibrate.batches import PIECE_BYTES, ROWS_PER_DIM, STEPS, Batch, Calibration
+from kconv.calibrate.measure import compare
+from kconv.convert.attention.heal import ATTENTION, REST, distance_by_piece
+from kconv.convert.attention.latents import measure_sensitivity
 from kconv.head.chain import count_chains
 from kconv.head.forward import DraftHead
 from kconv.head.slots import needs

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kconv.convert.attention import latent as gauges
-from kconv.convert.attention.held_out import compare
-from kconv.convert.attention.plan import as_stored
+from kconv.calibrate.measure import compare
+from kconv.convert.attention import latents as gauges
+from kconv.convert.attention.convert import as_stored
 from kconv.head.forward import DraftHead
 
 from .attention_beds import FITTED, open_bed

@@ -11,8 +11,9 @@ from functools import cache
 
 import torch
 
+from kconv.calibrate.measure import compare
+from kconv.calibrate.retention import Retention
 from kconv.convert.attention.heal import ATTENTION, REST, heal
-from kconv.convert.attention.held_out import HeldOut, compare
 from kconv.convert.attention.rotary import Options
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
@@ -116,13 +117,13 @@ def measure_rows(bed: str, only: str, seconds: float) -> None:
         for steps, figures in measure(open_bed(bed), row, found.get(name, {})):
             found.setdefault(name, {})[steps] = figures
             save(bed, found)
-            kept = HeldOut(**figures["figures"]["held-out"])
+            kept = Retention(**figures["figures"]["held-out"])
             print(f"{name} {steps}: {percent(kept)} ({figures['seconds']} s)", flush=True)
             if time.monotonic() - begun > seconds:
                 break
 
 
-def percent(figures: HeldOut) -> str:
+def percent(figures: Retention) -> str:
     """Return the share of the acceptance length that is kept, and its standard error, in %, as a run prints it."""
     return f"{100 * figures.kept:.2f} ± {100 * figures.kept_error:.2f}"
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from kconv.convert.attention.calibration import ROWS_PER_DIM
-from kconv.convert.attention.latent import factorize, fit_gauge
+from kconv.calibrate.batches import ROWS_PER_DIM
+from kconv.convert.attention.latents import factorize, fit_gauge
 from kconv.convert.attention.moments import DTYPE, Moments, factor, root
 
 from .attention_store import load, measured_on, save

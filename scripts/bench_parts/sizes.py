@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from kconv.checkpoint.header import byte_size
-from kconv.convert.quantized import FORMATS as STORED
 from kconv.head.slots import needs
 from kconv.head.spec import HeadSpec
-from kconv.quantize.head.formats import FP8, Format
-from kconv.quantize.head.linears import groups_of
+from kconv.quantize.head.formats import FP8, LinearFormat, groups_of
 
 # Of the embedding and the maps a step reads a row or an entry; the others run once for all steps of a draft.
 NOT_EACH_STEP = ("embed_tokens", "d2t", "t2d", "fc", "fc.bias", "fc_norm.{a}", "input_norm")
@@ -30,14 +28,12 @@ def step_bytes(spec: HeadSpec) -> int:
     return sum(byte_size(spec.dtype, need.shape) for need in read)
 
 
-def quantized_bytes(spec: HeadSpec, format_: Format) -> int:
+def quantized_bytes(spec: HeadSpec, format_: LinearFormat) -> int:
     """Return the bytes of weights that a draft step reads of a quantized head."""
     stored = sum(stored_bytes(format_, rows, columns) for rows, columns in linears(spec).values())
     return step_bytes(spec) - linear_bytes(spec) + stored
 
 
-def stored_bytes(format_: Format, rows: int, columns: int) -> int:
+def stored_bytes(format_: LinearFormat, rows: int, columns: int) -> int:
     """Return the bytes of a linear in a format, its scales included."""
-    (stored,) = [one for one in STORED if one.name == format_.name]
-    scales = sum(byte_size(scale.dtype, scale.shapes(rows, columns)[0]) for scale in stored.scales.values())
-    return byte_size(stored.dtype, (rows, columns // stored.columns)) + scales
+    return sum(byte_size(one.dtype, one.shapes(rows, columns)[0]) for one in format_.stored.tensors.values())

@@ -12,7 +12,7 @@ from .bench import Bench, part
 
 def check_attention(bench: Bench) -> dict[str, Any]:
     """The second moments that MHA to MLA is fitted on, at the head's dims, against fp64; and what is solved."""
-    from kconv.convert.attention.latent import factorize
+    from kconv.convert.attention.latents import factorize
     from kconv.convert.attention.moments import Moments, factor, root
 
     width, rows = 2 * bench.size.config["hidden_size"], bench.size.rows

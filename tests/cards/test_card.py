@@ -14,7 +14,7 @@ from kconv.cards.card import write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.plan import Wishes, plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import NotACheckpoint, OutputExists, ReportInvalid
@@ -104,7 +104,7 @@ def test_every_layout_that_is_written_has_a_card(tmp_path, layout):
 def test_a_weight_that_was_rounded_is_named(tmp_path):
     spec = replace(MLA, dtype="F32")
     head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
-    execute(plan(head, by_name("vllm"), Wishes(dtype="BF16")), tmp_path / "out")
+    execute(plan(head, by_name("vllm"), WriteOptions(dtype="BF16")), tmp_path / "out")
     text = write_card(tmp_path / "out", None, Facts()).read_text()
     assert "**not exact**" in text
     assert "fc.weight cast" in text

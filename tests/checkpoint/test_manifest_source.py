@@ -11,9 +11,9 @@ from support.heads import MLA, random_slots, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.convert.execute import execute
-from kconv.convert.plan import Wishes, plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
-from kconv.convert.shared import Shared
+from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
 from kconv.errors import ManifestMismatch
 
@@ -55,8 +55,8 @@ def test_another_source_is_found(root, how):
 def shared(root):
     """A head, and a conversion that left its embedding to the target."""
     source = read_head(open_checkpoint(root / "source"))
-    target = Shared("target", {"embed_tokens": source.places["embed_tokens"][1]})
-    execute(plan(source, BY_NAME["vllm"], Wishes(target, drop_shared=True)), root / "without")
+    target = SharedTensors("target", {"embed_tokens": source.places["embed_tokens"][1]})
+    execute(plan(source, BY_NAME["vllm"], WriteOptions(target, drop_shared=True)), root / "without")
     return root
 
 

@@ -97,7 +97,7 @@ def test_what_is_taken_apart_is_recorded_whole(tmp_path):
     verify(tmp_path / "out", open_checkpoint(source))
     before, after = read_bytes(source), read_bytes(tmp_path / "out")
     assert all(after[name][2] == bytes(part.view(torch.uint8).numpy()) for name, part in parts.items())
-    steps = {step.output.name: step for step in manifest.tensors if step.action == "re-packed"}
+    steps = {step.output.name: step for step in manifest.tensors if step.action == "repacked"}
     assert steps.keys() == set(apart)
     for step in steps.values():
         (record,) = step.sources

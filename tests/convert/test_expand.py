@@ -8,10 +8,9 @@ from support.heads import GQA, random_slots, write_head
 from support.vocab import DRAFT, FULL, REDUCED, VOCAB, assert_carried, draft, load, run, target_ids, text, write
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.expand import expand
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
-from kconv.convert.vocab import Text, prune
+from kconv.convert.vocab import CountedText, expand, prune
 from kconv.engines import BY_NAME
 from kconv.errors import LayoutCannot, TensorValue
 
@@ -59,7 +58,7 @@ def test_all_else_is_the_source_s_and_the_manifest_says_what_was_done(heads):
     assert_carried(reduced, out, VOCAB)
     assert "d2t" not in load(out)
     assert not manifest.exact
-    (step,) = (step for step in manifest.tensors if step.action != "carried")
+    (step,) = (step for step in manifest.tensors if step.action != "copied")
     assert (step.action, [source.name for source in step.sources]) == ("expanded", ["lm_head.weight", "d2t"])
     assert "for no state the sole argmax" in step.reason and "1400 others is the mean" in step.reason
 
@@ -73,7 +72,7 @@ def test_tensorrt_llm_takes_an_mla_head_only_afterwards(heads):
 def test_pruning_to_the_same_tokens_gives_the_reduced_head_back(heads, tmp_path):
     reduced, full, _ = heads
     counts = torch.zeros(VOCAB, dtype=torch.int64).index_fill(0, target_ids(reduced), 1)
-    run(prune, full, tmp_path / "out", DRAFT, Text(counts, "a text"), {})
+    run(prune, full, tmp_path / "out", DRAFT, CountedText(counts, "a text"), {})
     order = target_ids(reduced).argsort()
     assert torch.equal(load(tmp_path / "out")["lm_head.weight"], load(reduced)["lm_head.weight"][order])
 

@@ -3,15 +3,21 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.configs import MODELOPT_LLAMA, cut, written
 from support.heads import GQA, MLA, PORTABLE, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.plan import plan
+from kconv.convert.computed import from_values
+from kconv.convert.execute import execute
+from kconv.convert.plan import Change, Replaced, SourceTensor, plan, plan_in_place
 from kconv.convert.read import read_head
 from kconv.engines import BY_NAME
+from kconv.engines.layout import Row
+from kconv.engines.moves import Stack
 from kconv.errors import ConfigInvalid, LayoutCannot
-from kconv.head.spec import Norms
+from kconv.head.slots import needs
 
 VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
 
@@ -19,28 +25,6 @@ VLLM, TRTLLM, MODELOPT = BY_NAME["vllm"], BY_NAME["trtllm"], BY_NAME["modelopt"]
 def planned(root, spec, source, target):
     folder = write_head(root / "head", source, spec, random_slots(spec))
     return plan(read_head(open_checkpoint(folder)), target)
-
-
-CANNOT = {
-    "TensorRT-LLM takes the residual before the norm": (replace(GQA, norms=Norms(before_residual=True)), VLLM, TRTLLM),
-    "TensorRT-LLM loads no reduced MLA head": (replace(MLA, draft_vocab=40), VLLM, TRTLLM),
-    "TensorRT-LLM has no fc for one state": (replace(GQA, captured=(3,)), VLLM, TRTLLM),
-    "vLLM's MLA has no norm before fc": (replace(MLA, norms=Norms(before_fc=True)), TRTLLM, VLLM),
-    "vLLM drops fc's bias": (replace(GQA, fc_bias=True), TRTLLM, VLLM),
-    "vLLM's MLA drops the MLP's biases": (replace(MLA, mlp_bias=True), TRTLLM, VLLM),
-}
-
-
-@pytest.mark.parametrize("spec, source, target", CANNOT.values(), ids=CANNOT)
-def test_what_an_engine_cannot_hold_is_refused(tmp_path, spec, source, target):
-    with pytest.raises(LayoutCannot) as caught:
-        planned(tmp_path, spec, source, target)
-    assert caught.value.fix
-
-
-@pytest.mark.parametrize("spec, source", [(spec, source) for spec, source, _ in CANNOT.values()], ids=CANNOT)
-def test_the_other_engine_takes_it(tmp_path, spec, source):
-    assert planned(tmp_path, spec, source, source).spec == spec
 
 
 @pytest.mark.parametrize("spec", PORTABLE.values(), ids=PORTABLE)
@@ -77,14 +61,72 @@ def test_a_theta_in_any_of_its_places_is_stated(tmp_path):
         assert plan(read_head(open_checkpoint(folder)), TRTLLM).config["rope_theta"] == 5e4
 
 
-def test_a_layout_that_is_only_read_is_not_written(tmp_path):
-    with pytest.raises(LayoutCannot) as caught:
-        planned(tmp_path, GQA, VLLM, MODELOPT)
-    assert "vllm" in caught.value.fix
-
-
 def test_planning_writes_nothing(tmp_path):
     folder = write_head(tmp_path / "head", MODELOPT, GQA, random_slots(GQA), cut(MODELOPT_LLAMA, GQA))
     before = sorted(tmp_path.rglob("*"))
     plan(read_head(open_checkpoint(folder)), VLLM)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def opened(root, spec, layout=VLLM):
+    return read_head(open_checkpoint(write_head(root, layout, spec, random_slots(spec))))
+
+
+def scaled(head, *slots):
+    """Return a change that doubles slots."""
+    values = {slot: 2 * load_file(head.places[slot][1].file)[head.places[slot][1].name] for slot in slots}
+    return values, {
+        slot: Replaced(from_values(tensor, "twice"), "converted", (SourceTensor(*head.places[slot]),))
+        for slot, tensor in values.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["vllm", "trtllm", "sglang", "portable"])
+def test_a_change_of_nothing_plans_the_exact_conversion(tmp_path, name):
+    head = opened(tmp_path / "head", GQA)
+    assert plan(head, BY_NAME[name], change=Change(head.spec)) == plan(head, BY_NAME[name])
+
+
+def test_a_replaced_slot_is_computed_and_every_other_tensor_copied(tmp_path):
+    head = opened(tmp_path / "head", GQA)
+    values, replaced = scaled(head, "0.o_proj")
+    decided = plan(head, TRTLLM, change=Change(head.spec, replaced, {"note": 1}, {}))
+    manifest = execute(decided, tmp_path / "out")
+    changed = [step for step in manifest.tensors if step.action not in ("copied", "renamed")]
+    assert [(step.action, step.reason) for step in changed] == [("converted", "twice")] and not manifest.exact
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[changed[0].output.name], values["0.o_proj"])
+    assert decided.config["note"] == 1
+
+
+def test_a_replaced_slot_of_a_fused_row_is_packed_with_the_others(tmp_path):
+    head = opened(tmp_path / "head", GQA)
+    values, replaced = scaled(head, "0.up_proj")
+    apart = ("{i}.gate_proj", "{i}.up_proj")
+    rows = [row for row in VLLM.rows if not set(row.slots) & set(apart)]
+    fused = replace(VLLM, rows=(*rows, Row("layers.{i}.mlp.gate_up_proj.weight", apart, Stack())))
+    execute(plan(head, fused, change=Change(head.spec, replaced)), tmp_path / "out")
+    gate = load_file(head.places["0.gate_proj"][1].file)[head.places["0.gate_proj"][1].name]
+    written = load_file(tmp_path / "out" / "model.safetensors")["layers.0.mlp.gate_up_proj.weight"]
+    assert torch.equal(written, torch.cat([gate, values["0.up_proj"]]))
+
+
+@pytest.mark.parametrize("place", [lambda head, change: plan(head, VLLM, change=change), plan_in_place])
+def test_a_source_tensor_that_a_change_leaves_out_is_refused_unless_it_says_why(tmp_path, place):
+    """Both ways through the planner account for every source tensor."""
+    head = opened(tmp_path / "head", replace(GQA, draft_vocab=40))
+    full = replace(head.spec, draft_vocab=head.spec.vocab)
+    shape = needs(full)["lm_head"].shape
+    replaced = {"lm_head": Replaced(from_values(torch.ones(shape, dtype=torch.bfloat16), "one"), "expanded")}
+    with pytest.raises(LayoutCannot, match=r"has no place for d2t, lm_head\.weight, t2d"):
+        place(head, Change(full, replaced))
+    dropped = dict.fromkeys(("d2t", "t2d", "lm_head.weight"), "a reason")
+    assert place(head, Change(full, replaced, {}, dropped)).dropped == dropped
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_in_place_names_and_config_stay(tmp_path, name):
+    head = opened(tmp_path / "head", GQA, BY_NAME[name])
+    decided = plan_in_place(head, Change(head.spec, config={"note": 1}))
+    assert {step.name for step in decided.steps} == head.checkpoint.tensors.keys()
+    assert {step.action for step in decided.steps} == {"copied"}
+    assert decided.config == {**head.checkpoint.config, "note": 1}

@@ -66,7 +66,7 @@ def test_there_and_back_at_any_dims(spec, from_vllm, seed, lean):
 def test_a_layout_into_itself_changes_no_byte(tmp_path, spec, layout):
     source = write_head(tmp_path / "source", layout, spec, random_slots(spec))
     manifest = convert(source, tmp_path / "out", layout)
-    assert {step.action for step in manifest.tensors} == {"carried"}
+    assert {step.action for step in manifest.tensors} == {"copied"}
     assert read_bytes(tmp_path / "out") == read_bytes(source)
 
 
@@ -169,5 +169,5 @@ def test_unknown_keys_reach_the_output_and_the_manifest_says_so(tmp_path):
     assert found["colour"] == "blue" and found["eagle_config"]["depth_hint"] == 3
     assert "auto_map" not in found and "use_cache" not in found
     assert found["eagle_config"]["aux_hidden_state_layer_ids_are"] == "layer_outputs"
-    assert set(manifest.config_carried) == {"colour", "eagle_config.depth_hint"}
+    assert set(manifest.config_copied) == {"colour", "eagle_config.depth_hint"}
     assert set(manifest.config_dropped) == {"auto_map", "use_cache"}

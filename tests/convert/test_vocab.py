@@ -12,9 +12,8 @@ from support.vocab import DRAFT, FULL, REDUCED, VOCAB, assert_carried, draft, lo
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.manifest import verify
-from kconv.convert.expand import expand
 from kconv.convert.read import read_head
-from kconv.convert.vocab import Text, prune, rebuild_t2d, write_offsets
+from kconv.convert.vocab import CountedText, expand, prune, rebuild_t2d, write_offsets
 from kconv.engines import BY_NAME
 from kconv.errors import (
     ConfigInvalid,
@@ -66,7 +65,7 @@ class TestPrune:
         actions = {step.output.name: step.action for step in manifest.tensors}
         assert {actions.pop(name) for name in ("d2t", "t2d")} == {"added"}
         assert actions.pop("lm_head.weight") == "pruned"
-        assert set(actions.values()) == {"carried"}
+        assert set(actions.values()) == {"copied"}
         (reason,) = (step.reason for step in manifest.tensors if step.action == "pruned")
         counts = text().counts
         share = int(counts[target_ids(out)].sum()) / int(counts.sum())
@@ -76,7 +75,7 @@ class TestPrune:
         config = BY_NAME["vllm"].write_config(FULL) | {"bos_token_id": 2400, "eos_token_id": [2401, 2402]}
         write_head(tmp_path / "full", BY_NAME["vllm"], FULL, random_slots(FULL), config)
         counts = torch.arange(VOCAB, 0, -1)
-        run(prune, tmp_path / "full", tmp_path / "out", 5, Text(counts, "a text"), {})
+        run(prune, tmp_path / "full", tmp_path / "out", 5, CountedText(counts, "a text"), {})
         assert target_ids(tmp_path / "out").tolist() == [0, 1, 2400, 2401, 2402]
 
     def test_what_cannot_be_pruned_is_refused(self, tmp_path):
@@ -86,7 +85,7 @@ class TestPrune:
         refused = [
             ("reduced", text(), DRAFT, LayoutCannot, "reduced to 1100"),
             ("shared", text(), DRAFT, TensorMissing, "shares the target's"),
-            ("full", Text(torch.ones(VOCAB + 1, dtype=torch.int64), ""), DRAFT, TargetInvalid, "2501 tokens"),
+            ("full", CountedText(torch.ones(VOCAB + 1, dtype=torch.int64), ""), DRAFT, TargetInvalid, "2501 tokens"),
             ("full", text(), VOCAB, ConfigInvalid, "cannot be cut"),
         ]
         for name, counts, size, fault, match in refused:

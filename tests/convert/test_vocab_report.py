@@ -10,7 +10,7 @@ from support.heads import GQA, MLA, Tokens, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.header import read_header
-from kconv.convert.vocab_report import examine
+from kconv.convert.vocab import examine
 from kconv.engines import BY_NAME
 from kconv.errors import TargetInvalid
 from kconv.head.vocab import ABSOLUTE, EITHER, FULL, IDENTITY, MISSING, NEITHER, OFFSETS

@@ -26,7 +26,7 @@ ALIKE = {
     "nothing": ("head-vllm: no errors", "head-vllm: no errors"),
 }
 APART = {
-    "a count": ("16 tensors (16 carried)", "16 tensors (15 carried)"),
+    "a count": ("16 tensors (16 copied)", "16 tensors (15 copied)"),
     "a layer": ("outputs of layers [1, 3, 5]", "outputs of layers [0, 2, 4]"),
     "a word": ("weights: identical", "weights: NOT identical"),
     "a length far off": ("output  2.859 ± 0.016", "output  1.012 ± 0.016"),

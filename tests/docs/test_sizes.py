@@ -16,8 +16,8 @@ from support.configs import KIMI_MHA, KIMI_MLA
 from support.good_heads import LATENT_QUANTIZABLE, QUANTIZABLE
 from support.prose import pattern_of
 
-from kconv.convert.attention.calibration import KEPT_BACK, PARTS
-from kconv.convert.attention.kept import KEEP
+from kconv.calibrate.batches import KEPT_BACK, PARTS
+from kconv.calibrate.retention import MIN_RETENTION
 from kconv.quantize.head.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,6 +70,6 @@ def test_a_linear_takes_the_bytes_that_are_packed(sizes, spec, format_):
 
 def test_the_guard_and_the_share_that_is_held_out_are_the_librarys():
     text = PAGE.read_text()
-    assert pattern_of(f"What keeps less than {KEEP:.0%} of the sampled acceptance").search(text)
+    assert pattern_of(f"What keeps less than {MIN_RETENTION:.0%} of the sampled acceptance").search(text)
     assert (list(KEPT_BACK.values()).count("held-out"), PARTS) == (1, 10)
     assert pattern_of("on one in ten of the prompts, which the scales are not of").search(text)

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.record_drafts import record
 
+from kconv.calibrate.measure import WatchedInputs
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.read import read_head
 from kconv.head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from kconv.head.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS
-from kconv.quantize.head.inputs import Inputs
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.targets.states import run_target
@@ -82,7 +82,7 @@ def simulated(source: Path, quantized: Path, name: str, target: Path, texts: lis
     for prompt, output in texts:
         tokens = torch.tensor([prompt + output])
         captured = run_target(model, tokens, head.spec.captured).captured
-        with torch.no_grad(), Inputs({slot: drafter.weights[slot] for slot in linears}, rounded):
+        with torch.no_grad(), WatchedInputs({slot: drafter.weights[slot] for slot in linears}, rounded):
             accepted.append(
                 greedy_acceptance(draft_tokens(drafter, tokens, captured, STEPS)[:, 0], tokens[0], len(prompt))
             )

@@ -27,7 +27,7 @@ def test_vllms_fused_gqa_names(tmp_path, prefix):
     head = read_head(write(tmp_path / "head", LLAMA | VLLM_KEYS, fused), hints=Hints(captured_are="inputs"))
     assert head.spec.captured == (1, 29, 57)
     manifest = execute(plan(head, BY_NAME["trtllm"]), tmp_path / "out")
-    assert manifest.exact and {s.action for s in manifest.tensors} >= {"re-packed"}
+    assert manifest.exact and {s.action for s in manifest.tensors} >= {"repacked"}
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in apart.items():
         assert torch.equal(written[name.replace(prefix, "layers.0")], tensor), name

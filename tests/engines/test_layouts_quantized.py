@@ -11,7 +11,7 @@ from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, verify
 from kconv.convert.execute import execute
-from kconv.convert.plan import Wishes, plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.quantized import SUFFIXES
 from kconv.convert.read import read_head, read_weights
 from kconv.engines import BY_NAME
@@ -78,7 +78,7 @@ def test_weight_and_scales_are_carried(tmp_path, make, name):
     assert head.is_quantized and head.spec == GQA
     manifest = execute(plan(head, BY_NAME[name]), tmp_path / "out")
     verify(tmp_path / "out", source)
-    assert manifest.exact and {step.action for step in manifest.tensors} == {"carried"}
+    assert manifest.exact and {step.action for step in manifest.tensors} == {"copied"}
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "head")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["quantization_config"] == CONFIG["quantization_config"]
@@ -193,8 +193,8 @@ def test_sglang_takes_an_mla_head_of_fp8_elsewhere(tmp_path):
 
 def test_rounding_leaves_scales_and_packed_weights_alone(tmp_path):
     source = quantize(tmp_path / "head", replace(GQA, dtype="F32"), nvfp4)
-    manifest = execute(plan(read_head(source), BY_NAME["vllm"], Wishes(dtype="BF16")), tmp_path / "out")
+    manifest = execute(plan(read_head(source), BY_NAME["vllm"], WriteOptions(dtype="BF16")), tmp_path / "out")
     assert not manifest.exact
     for step in manifest.tensors:
         is_quantized = any(step.output.name.startswith(linear) for linear in MLP)
-        assert step.action == ("carried" if is_quantized else "cast"), step.output.name
+        assert step.action == ("copied" if is_quantized else "cast"), step.output.name

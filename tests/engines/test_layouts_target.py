@@ -13,9 +13,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.checkpoint.source import Folder
 from kconv.convert.execute import execute
-from kconv.convert.plan import Wishes, plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
-from kconv.convert.shared import Shared
+from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
 from kconv.errors import LayoutCannot, TargetInvalid, TensorValue
 from kconv.targets.config import read_target_config
@@ -51,7 +51,7 @@ def shared(folder):
     config = read_target_config(folder)
     names = {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
     tensors = Folder(folder).open_tensors(names.values())
-    return Shared("org/target", {slot: tensors[name] for slot, name in names.items()})
+    return SharedTensors("org/target", {slot: tensors[name] for slot, name in names.items()})
 
 
 def head(root, spec, slots):
@@ -65,7 +65,7 @@ def test_an_lm_head_that_the_layout_needs_is_added_as_it_is(tmp_path, target, na
     with pytest.raises(LayoutCannot, match="lm_head") as caught:
         plan(source, BY_NAME[name])
     assert "--target" in caught.value.fix
-    manifest = execute(plan(source, BY_NAME[name], Wishes(shared(folder))), tmp_path / "out")
+    manifest = execute(plan(source, BY_NAME[name], WriteOptions(shared(folder))), tmp_path / "out")
     verify(tmp_path / "out", source.checkpoint)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], matrices["lm_head"])
@@ -80,21 +80,22 @@ def test_an_lm_head_that_the_layout_needs_is_added_as_it_is(tmp_path, target, na
 @pytest.mark.parametrize("name", ["vllm", "trtllm"])
 def test_engines_that_share_the_targets_add_nothing(tmp_path, target, name):
     source = head(tmp_path, MLA, random_slots(MLA, without=LEAN))
-    assert not [s for s in plan(source, BY_NAME[name], Wishes(shared(target[0]))).steps if s.action == "added"]
+    assert not [s for s in plan(source, BY_NAME[name], WriteOptions(shared(target[0]))).steps if s.action == "added"]
 
 
 def test_what_equals_the_targets_is_dropped_when_asked(tmp_path, target):
     folder, matrices = target
     source = head(tmp_path, GQA, random_slots(GQA) | matrices)
-    kept = plan(source, BY_NAME["vllm"], Wishes(shared(folder)))
+    kept = plan(source, BY_NAME["vllm"], WriteOptions(shared(folder)))
     assert not kept.dropped
-    manifest = execute(plan(source, BY_NAME["vllm"], Wishes(shared(folder), drop_shared=True)), tmp_path / "out")
+    manifest = execute(plan(source, BY_NAME["vllm"], WriteOptions(shared(folder), drop_shared=True)), tmp_path / "out")
     verify(tmp_path / "out", source.checkpoint)
     assert {record.name for record in manifest.dropped} == {"lm_head.weight", "embed_tokens.weight"} and manifest.exact
     assert all("byte for byte" in record.reason and "org/target" in record.reason for record in manifest.dropped)
     assert not {"lm_head.weight", "embed_tokens.weight"} & open_checkpoint(tmp_path / "out").tensors.keys()
     back = execute(
-        plan(read_head(open_checkpoint(tmp_path / "out")), BY_NAME["sglang"], Wishes(shared(folder))), tmp_path / "back"
+        plan(read_head(open_checkpoint(tmp_path / "out")), BY_NAME["sglang"], WriteOptions(shared(folder))),
+        tmp_path / "back",
     )
     assert read_bytes(tmp_path / "back")["lm_head.weight"] == read_bytes(tmp_path / "head")["lm_head.weight"]
     assert back.parameters_by_origin.unknown == 0
@@ -105,19 +106,19 @@ def test_one_bit_of_difference_is_kept(tmp_path, target):
     odd = matrices["lm_head"].clone()
     odd.view(torch.int16)[63, 47] ^= 1
     source = head(tmp_path, GQA, random_slots(GQA) | matrices | {"lm_head": odd})
-    decided = plan(source, BY_NAME["vllm"], Wishes(shared(folder), drop_shared=True))
+    decided = plan(source, BY_NAME["vllm"], WriteOptions(shared(folder), drop_shared=True))
     assert decided.dropped.keys() == {"embed_tokens.weight"}
 
 
 def test_what_an_engine_does_not_share_is_kept(tmp_path, target):
     folder, matrices = target
     source = head(tmp_path, GQA, random_slots(GQA) | matrices)
-    decided = plan(source, BY_NAME["portable"], Wishes(shared(folder), drop_shared=True))
+    decided = plan(source, BY_NAME["portable"], WriteOptions(shared(folder), drop_shared=True))
     assert decided.dropped.keys() == {"embed_tokens.weight"}, "SGLang needs an lm_head"
     (tmp_path / "wide").mkdir()
     wide = replace(GQA, target_hidden=56)
     source = head(tmp_path / "wide", wide, random_slots(wide) | matrices)
-    decided = plan(source, BY_NAME["vllm"], Wishes(shared(folder), drop_shared=True))
+    decided = plan(source, BY_NAME["vllm"], WriteOptions(shared(folder), drop_shared=True))
     assert not decided.dropped, "no engine shares an embedding or lm_head of another width"
 
 
@@ -136,11 +137,11 @@ def test_what_sglang_cannot_be_told_beside_this_target_is_refused(tmp_path, name
     beside = {"layers": 9, "model_type": "kimi_k2"} | other
     source = head(tmp_path, spec, random_slots(spec))
     with pytest.raises(LayoutCannot, match=why) as caught:
-        plan(source, BY_NAME[name], Wishes(Shared("org/target", {}, **beside)))
+        plan(source, BY_NAME[name], WriteOptions(SharedTensors("org/target", {}, **beside)))
     assert caught.value.where.startswith("https://") and caught.value.fix
-    assert plan(source, BY_NAME["vllm"], Wishes(Shared("org/target", {}, **beside))).steps
-    deeper = Shared("org/target", {}, layers=10, model_type="deepseek_v3")
-    assert plan(source, BY_NAME[name], Wishes(deeper)).steps
+    assert plan(source, BY_NAME["vllm"], WriteOptions(SharedTensors("org/target", {}, **beside))).steps
+    deeper = SharedTensors("org/target", {}, layers=10, model_type="deepseek_v3")
+    assert plan(source, BY_NAME[name], WriteOptions(deeper)).steps
 
 
 REPLACED = ["sglang", "trtllm", "portable"]
@@ -153,13 +154,13 @@ def test_an_embedding_that_the_engine_would_replace_is_refused(tmp_path, target,
     odd.view(torch.int16)[63, 47] ^= 1
     source = head(tmp_path, GQA, random_slots(GQA) | matrices | {"embed_tokens": odd})
     with pytest.raises(LayoutCannot, match="another embed_tokens than the target") as caught:
-        plan(source, BY_NAME[name], Wishes(shared(folder)))
+        plan(source, BY_NAME[name], WriteOptions(shared(folder)))
     assert caught.value.where == "embed_tokens.weight" and "vLLM" in caught.value.fix
-    assert plan(source, BY_NAME["vllm"], Wishes(shared(folder))).steps, "vLLM takes the head's own"
+    assert plan(source, BY_NAME["vllm"], WriteOptions(shared(folder))).steps, "vLLM takes the head's own"
     (tmp_path / "wide").mkdir()
     wide = replace(GQA, target_hidden=56)
     source = head(tmp_path / "wide", wide, random_slots(wide))
-    assert plan(source, BY_NAME[name], Wishes(shared(folder))).steps, "of another width, each engine does"
+    assert plan(source, BY_NAME[name], WriteOptions(shared(folder))).steps, "of another width, each engine does"
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -167,19 +168,19 @@ def test_the_targets_own_embedding_in_another_dtype_is_no_other(tmp_path, target
     folder, matrices = target
     spec = replace(GQA, dtype="F32")
     source = head(tmp_path, spec, random_slots(spec) | {slot: own.float() for slot, own in matrices.items()})
-    assert plan(source, BY_NAME[name], Wishes(shared(folder))).steps
+    assert plan(source, BY_NAME[name], WriteOptions(shared(folder))).steps
 
 
 def test_dropping_needs_a_target(tmp_path):
     with pytest.raises(TargetInvalid, match="target"):
-        plan(head(tmp_path, GQA, random_slots(GQA)), BY_NAME["vllm"], Wishes(drop_shared=True))
+        plan(head(tmp_path, GQA, random_slots(GQA)), BY_NAME["vllm"], WriteOptions(drop_shared=True))
 
 
 def test_a_target_of_another_model_is_refused(tmp_path):
     folder, _ = make_target(tmp_path / "target", hidden=56)
     source = head(tmp_path, MLA, random_slots(MLA, without=LEAN))
     with pytest.raises(TargetInvalid, match=r"\[64, 48\]") as caught:
-        plan(source, BY_NAME["sglang"], Wishes(shared(folder)))
+        plan(source, BY_NAME["sglang"], WriteOptions(shared(folder)))
     assert caught.value.where == "org/target" and caught.value.fix
 
 
@@ -187,7 +188,7 @@ WITHOUT_BOTH = 48 * 144 + 40 * 48 * 3 + 4 * 48 + 48 + (64 + 32 + 32) * 96 + 48 *
 
 
 def origins(root, spec, slots, target):
-    manifest = execute(plan(head(root, spec, slots), BY_NAME["vllm"], Wishes(target)), root / "out")
+    manifest = execute(plan(head(root, spec, slots), BY_NAME["vllm"], WriteOptions(target)), root / "out")
     found = manifest.parameters_by_origin
     assert found.trained + found.copied_from_target + found.unknown == found.total == manifest.parameters
     return found.trained, found.copied_from_target, found.unknown
@@ -219,7 +220,7 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even(tmp_path):
     # Halfway between two bf16 values, above and below; a denormal, and the signs of nought.
     slots["norm"][:6] = torch.tensor([1.00390625, 1.01171875, -1.00390625, 1e-40, 0.0, -0.0])
     source = head(tmp_path, spec, slots)
-    manifest = execute(plan(source, BY_NAME["vllm"], Wishes(dtype="BF16")), tmp_path / "out")
+    manifest = execute(plan(source, BY_NAME["vllm"], WriteOptions(dtype="BF16")), tmp_path / "out")
     verify(tmp_path / "out", source.checkpoint)
     assert not manifest.exact and {step.action for step in manifest.tensors} == {"cast"}
     assert all("F32" in step.reason and "BF16" in step.reason for step in manifest.tensors)
@@ -236,9 +237,9 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even(tmp_path):
 
 def test_rounding_what_is_in_that_dtype_already_changes_nothing(tmp_path):
     manifest = execute(
-        plan(head(tmp_path, GQA, random_slots(GQA)), BY_NAME["vllm"], Wishes(dtype="BF16")), tmp_path / "out"
+        plan(head(tmp_path, GQA, random_slots(GQA)), BY_NAME["vllm"], WriteOptions(dtype="BF16")), tmp_path / "out"
     )
-    assert manifest.exact and {step.action for step in manifest.tensors} == {"carried"}
+    assert manifest.exact and {step.action for step in manifest.tensors} == {"copied"}
 
 
 def test_a_value_beyond_the_range_is_refused_and_nothing_is_left(tmp_path):
@@ -246,7 +247,7 @@ def test_a_value_beyond_the_range_is_refused_and_nothing_is_left(tmp_path):
     slots = random_slots(spec)
     slots["fc"][3, 4] = torch.finfo(torch.float32).max
     with pytest.raises(TensorValue, match="range"):
-        execute(plan(head(tmp_path, spec, slots), BY_NAME["vllm"], Wishes(dtype="BF16")), tmp_path / "out")
+        execute(plan(head(tmp_path, spec, slots), BY_NAME["vllm"], WriteOptions(dtype="BF16")), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head"]
 
 
@@ -259,7 +260,7 @@ def test_fused_weights_are_rounded_too(tmp_path):
     parts = [tensors.pop(f"layers.0.self_attn.{p}_proj.weight") for p in "qkv"]
     save_file(tensors | {"layers.0.self_attn.qkv_proj.weight": torch.cat(parts)}, file)
     source = read_head(open_checkpoint(tmp_path / "head"))
-    manifest = execute(plan(source, BY_NAME["trtllm"], Wishes(dtype="BF16")), tmp_path / "out")
+    manifest = execute(plan(source, BY_NAME["trtllm"], WriteOptions(dtype="BF16")), tmp_path / "out")
     verify(tmp_path / "out", source.checkpoint)
     written = load_file(tmp_path / "out" / "model.safetensors")
     for p, part in zip("qkv", parts, strict=True):

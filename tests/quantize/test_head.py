@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.heads import GQA, MLA, random_slots
 
-from kconv.convert.attention.calibration import Batch, Calibration, Part
-from kconv.convert.attention.trace import trace
+from kconv.calibrate.batches import Batch, Calibration, Part
+from kconv.calibrate.measure import trace
 from kconv.errors import (
     CalibrationInvalid,
     ConversionInaccurate,
@@ -21,9 +21,8 @@ from kconv.errors import (
 )
 from kconv.head.forward import DraftHead
 from kconv.head.slots import needs
-from kconv.quantize.head.formats import FORMATS, FP8, NVFP4
-from kconv.quantize.head.linears import choice_of, groups_of
-from kconv.quantize.head.quantize import measure, quantize_head
+from kconv.quantize.head.formats import FORMATS, FP8, NVFP4, choice_of, groups_of
+from kconv.quantize.head.quantize import measure, quantize_linears
 
 DIMS = {"hidden": 64, "target_hidden": 64, "intermediate": 96, "captured": (1, 3, 5)}
 SPECS = {"gqa": replace(GQA, **DIMS), "mla": replace(MLA, **DIMS)}
@@ -55,7 +54,7 @@ def states_of(spec, batches: int = 10, length: int = 12) -> Calibration:
 @pytest.fixture(scope="module")
 def quantized():
     return {
-        (kind, name): quantize_head(spec, weights_of(spec), format_, states_of(spec), keep=0)
+        (kind, name): quantize_linears(spec, weights_of(spec), format_, states_of(spec), min_retention=0)
         for kind, spec in SPECS.items()
         for name, format_ in FORMATS.items()
     }
@@ -158,7 +157,7 @@ def test_more_loss_than_is_allowed_is_refused_and_fp8_named_where_it_keeps_enoug
     between = (kept["nvfp4"] + kept["fp8"]) / 2
     for format_, keep, is_named in ((NVFP4, between, True), (NVFP4, 1.5, False), (FP8, 1.5, False)):
         with pytest.raises(ConversionInaccurate, match="of the original's acceptance length") as caught:
-            quantize_head(SPEC, weights_of(SPEC), format_, states_of(SPEC), keep=keep)
+            quantize_linears(SPEC, weights_of(SPEC), format_, states_of(SPEC), min_retention=keep)
         assert (f"In FP8 it keeps {kept['fp8']:.2%}: --format fp8." in caught.value.fix) == is_named
         assert ("--format" in caught.value.fix) == is_named
 
@@ -204,12 +203,12 @@ REFUSED = {
 @pytest.mark.parametrize(("spec", "weights", "states", "fault", "phrase"), REFUSED.values(), ids=REFUSED)
 def test_refused(spec, weights, states, fault, phrase):
     with pytest.raises(fault, match=phrase) as caught:
-        quantize_head(spec, weights, FP8, states)
+        quantize_linears(spec, weights, FP8, states)
     assert caught.value.fix
 
 
 def test_nvfp4_takes_columns_in_groups_of_sixteen():
     narrow = replace(SPEC, intermediate=40)
     with pytest.raises(TensorShape, match="down_proj has 40 columns"):
-        quantize_head(narrow, weights_of(narrow), NVFP4, states_of(narrow))
-    assert quantize_head(narrow, weights_of(narrow), FP8, states_of(narrow), keep=0).linears
+        quantize_linears(narrow, weights_of(narrow), NVFP4, states_of(narrow))
+    assert quantize_linears(narrow, weights_of(narrow), FP8, states_of(narrow), min_retention=0).linears

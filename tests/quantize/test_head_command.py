@@ -19,8 +19,8 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
+from kconv.convert.provenance import Origin
 from kconv.convert.read import read_head
-from kconv.convert.told import Origin
 from kconv.engines import by_name
 from kconv.errors import ConfigUnsupported, KconvError, LayoutCannot, StatesInvalid
 from kconv.head.spec import HeadSpec
@@ -99,7 +99,7 @@ def test_what_is_written(quantized, kind, name):
     kept = {n: value for n, value in before.items() if n.removesuffix(".weight") not in scaled(out)}
     assert {n: after[n] for n in kept} == kept and not manifest.exact
     actions = {step.output.name: step.action for step in manifest.tensors}
-    assert {actions[n] for n in kept} == {"carried"} and {actions[n] for n in after.keys() - kept.keys()} == {
+    assert {actions[n] for n in kept} == {"copied"} and {actions[n] for n in after.keys() - kept.keys()} == {
         "quantized"
     }
     config, side = (json.loads((out / file).read_text()) for file in ("config.json", "hf_quant_config.json"))

@@ -7,7 +7,8 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.export.unified_export_hf import _export_quantized_weight
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
-from kconv.quantize.head.formats import FORMATS, FP8, NVFP4, config_block, side_file
+from kconv.checkpoint.formats import hf_quant_config, quantization_config
+from kconv.quantize.head.formats import FORMATS, FP8, NVFP4
 
 DTYPES = (torch.bfloat16, torch.float32)
 MEMBERS = ("q_proj", "k_proj", "v_proj")
@@ -73,7 +74,10 @@ def test_an_nvfp4_input_is_rounded_as_modelopts_packer_rounds_it():
 
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 def test_both_config_files_say_the_same(format_):
-    block, side = config_block(format_, ["lm_head", "*.fc"]), side_file(format_, ["lm_head", "*.fc"])
+    block, side = (
+        quantization_config(format_.stored, ["lm_head", "*.fc"]),
+        hf_quant_config(format_.stored, ["lm_head", "*.fc"]),
+    )
     assert block["quant_algo"] == side["quantization"]["quant_algo"] == format_.name
     assert block["ignore"] == side["quantization"]["exclude_modules"] == ["lm_head", "*.fc"]
     # vLLM refuses an NVFP4 side file without one of these.
@@ -85,4 +89,6 @@ def test_both_config_files_say_the_same(format_):
 def test_the_config_block_is_what_modelopt_makes_of_the_side_file(format_):
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
 
-    assert config_block(format_, ["lm_head"]) == convert_hf_quant_config_format(side_file(format_, ["lm_head"]))
+    assert quantization_config(format_.stored, ["lm_head"]) == convert_hf_quant_config_format(
+        hf_quant_config(format_.stored, ["lm_head"])
+    )

@@ -72,7 +72,7 @@ def test_every_source_tensor_is_accounted_for_and_every_byte_verified(form, form
     manifest = verify(quantized(form), source)
     taken = [record.name for step in manifest.tensors for record in step.sources]
     assert sorted(taken) == sorted(source.tensors)
-    assert {step.action for step in manifest.tensors} <= {"carried", "quantized", "dequantized", "added"}
+    assert {step.action for step in manifest.tensors} <= {"copied", "quantized", "dequantized", "added"}
     assert manifest.spec["input_scale"].startswith("data-free")
 
 

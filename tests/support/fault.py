@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.source import Folder
 from kconv.convert.captured import Hints
-from kconv.convert.shared import Shared
+from kconv.convert.shared import SharedTensors
 from kconv.head.spec import HeadSpec, Rope, Yarn
 from kconv.targets.config import parse_target_config
 from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM
@@ -69,12 +69,12 @@ class Fault:
         return folder
 
 
-def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec, asked: Iterable[str]) -> Shared:
+def lend(folder: Path, slots: tuple[str, ...], spec: HeadSpec, asked: Iterable[str]) -> SharedTensors:
     """Write a target's own tensors for these slots, and return what is asked for of them."""
     folder.mkdir(exist_ok=True)
     own = trained_slots(spec, seed=5)
     save_file({slot: own[slot] for slot in slots}, folder / "model.safetensors")
-    return Shared("org/target", Folder(folder).open_tensors(asked))
+    return SharedTensors("org/target", Folder(folder).open_tensors(asked))
 
 
 def good(layout: str, spec=MLA, engines: tuple[str, ...] = VLLM, nvfp4: bool = False) -> Good:

@@ -13,7 +13,7 @@ from kconv.checkpoint.manifest import verify
 from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
 from kconv.convert.read import read_head, read_weights
-from kconv.convert.vocab import Text
+from kconv.convert.vocab import CountedText
 from kconv.engines import BY_NAME
 from kconv.head.forward import DraftHead
 
@@ -45,7 +45,7 @@ def target_ids(folder):
 
 def text(spec=FULL, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return Text(torch.randint(0, 50, (spec.vocab,), generator=generator), "prompts.jsonl (sha256 ab)")
+    return CountedText(torch.randint(0, 50, (spec.vocab,), generator=generator), "prompts.jsonl (sha256 ab)")
 
 
 def draft(folder):

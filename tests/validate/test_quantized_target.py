@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
+from kconv.convert.provenance import Origin
 from kconv.convert.read import read_head
-from kconv.convert.told import Origin
 from kconv.engines import by_name
 from kconv.errors import ComparisonUnfit
 from kconv.quantize.inputs import data_free

@@ -13,9 +13,9 @@ from support.heads import GQA, MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.plan import Wishes, plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
-from kconv.convert.shared import Shared
+from kconv.convert.shared import SharedTensors
 from kconv.engines import by_name
 from kconv.validate.structure import check_source, check_values, is_identical
 
@@ -115,7 +115,7 @@ def test_another_head_of_the_same_shape_is_not_the_source(tmp_path, pair):
 def test_a_cast_is_asked_for_and_not_called_identical(tmp_path):
     spec = replace(MLA, dtype="F32")
     source = head(write_head(tmp_path / "source", by_name("trtllm"), spec, random_slots(spec)))
-    execute(plan(source, by_name("vllm"), Wishes(dtype="BF16")), tmp_path / "output")
+    execute(plan(source, by_name("vllm"), WriteOptions(dtype="BF16")), tmp_path / "output")
     output = head(tmp_path / "output")
     findings = check_source(output, source)
     assert findings == []
@@ -125,8 +125,8 @@ def test_a_cast_is_asked_for_and_not_called_identical(tmp_path):
 def test_an_embedding_left_to_the_target_is_no_loss(tmp_path):
     slots = random_slots(MLA)
     source = head(write_head(tmp_path / "source", by_name("trtllm"), MLA, slots))
-    target = Shared("target", {"embed_tokens": source.places["embed_tokens"][1]})
-    execute(plan(source, by_name("vllm"), Wishes(target=target, drop_shared=True)), tmp_path / "output")
+    target = SharedTensors("target", {"embed_tokens": source.places["embed_tokens"][1]})
+    execute(plan(source, by_name("vllm"), WriteOptions(target=target, drop_shared=True)), tmp_path / "output")
     output = head(tmp_path / "output")
     assert "embed_tokens" not in output.places
     findings = check_source(output, source)

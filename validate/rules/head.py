@@ -13,7 +13,7 @@ from ...checkpoint.header import TensorInfo
 from ...checkpoint.values import FLOAT_BITS, Scan, Values
 from ...convert.captured import EAGLE, Hints
 from ...convert.read import Head, HeadReading, read, rows_of
-from ...convert.shared import Shared
+from ...convert.shared import SharedTensors
 from ...engines.common import listed_ids as listed_ids
 from ...engines.layout import Layout, Stored
 from ...engines.registry import by_name, engines, layouts, runners_of
@@ -51,7 +51,7 @@ class HeadSubject(Subject):
     named_layout: Layout | None = None
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
-    lent: Callable[[Iterable[str]], Shared] | None = None
+    lent: Callable[[Iterable[str]], SharedTensors] | None = None
 
     @cached_property
     def reading(self) -> HeadReading:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from ...checkpoint.folder import read_json
-from ...convert.quantized import CONFIG_KEY, SIDE_FILE, SUFFIXES, has_scales
+from ...checkpoint.formats import CONFIG_KEY, SIDE_FILE
+from ...convert.quantized import SUFFIXES, has_scales
 from ...errors import KconvError
 from ...head.contract import FLOATS
 from ...head.spec import Gqa

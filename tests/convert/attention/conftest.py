@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.convert.attention.calibration import Batch, Calibration
+from kconv.calibrate.batches import Batch, Calibration
 from kconv.head.forward import DraftHead
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
@@ -86,8 +86,8 @@ def gqa_spec():
 def short_gauges():
     """A few entries need no 400 steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kconv.convert.attention.latent.GAUGE_STEPS", 40)
-        patch.setattr("kconv.convert.attention.latent.GAUGE_BATCH", 512)
+        patch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 40)
+        patch.setattr("kconv.convert.attention.latents.GAUGE_BATCH", 512)
         yield
 
 

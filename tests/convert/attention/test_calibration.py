@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.convert.attention.calibration import STEPS, check_amount, check_calibration, digest_rows
-from kconv.convert.attention.trace import trace
+from kconv.calibrate.batches import STEPS, check_amount, check_calibration, digest_rows
+from kconv.calibrate.measure import trace
 from kconv.errors import CalibrationInvalid
 
 

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 from support.configs import written
 from support.heads import FITTING_GQA, FITTING_MLA, random_slots, write_head
 
+from kconv.calibrate.batches import Calibration
+from kconv.calibrate.texts import StoredBatches
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.cli import main
-from kconv.cli.attention_states import StoredBatches
-from kconv.convert.attention.calibration import Calibration
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import (
@@ -53,7 +53,7 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_gauges(monkeypatch):
-    monkeypatch.setattr("kconv.convert.attention.latent.GAUGE_STEPS", 20)
+    monkeypatch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 20)
 
 
 def run(*arguments, fails: type[KconvError] | None = None) -> str:
@@ -89,7 +89,7 @@ def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     )
     actions = {step.output.name: step.action for step in manifest.tensors}
     assert actions["layers.0.self_attn.kv_b_proj.weight"] == "converted"
-    assert actions["lm_head.weight"] in ("carried", "renamed")
+    assert actions["lm_head.weight"] in ("copied", "renamed")
     assert check_source(output, source) == [] and check_values(output) == []
     assert not is_identical(output, [])
 

@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.convert.attention.assemble_mla import Shape
-from kconv.convert.attention.convert import convert_attention, outline
-from kconv.convert.attention.held_out import compare
-from kconv.convert.attention.kept import check_kept
-from kconv.convert.attention.plan import as_stored
-from kconv.convert.attention.swap import attention_of, with_attention
+from kconv.calibrate.measure import compare, run_both
+from kconv.calibrate.retention import check_retention
+from kconv.convert.attention.convert import as_stored, fit_attention, outline
+from kconv.convert.attention.swap import Shape, attention_of, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import Choices, attention_error, convert_to_mla
-from kconv.convert.attention.trace import run_both
 from kconv.errors import CalibrationInvalid, ConversionInaccurate, LayoutCannot, TensorValue
 from kconv.head.chain import draft_logits, lengths, overlap
 from kconv.head.forward import DraftHead
@@ -118,20 +115,20 @@ def test_the_figures_are_those_of_the_chain(gqa, states):
 
 def test_a_loss_above_the_guard_is_refused_with_the_figure(gqa, states):
     figures = compare(gqa, gqa, states)
-    check_kept(figures, 1.0)
+    check_retention(figures, 1.0)
     with pytest.raises(ConversionInaccurate, match=r"keeps 90\.00% .* and 97\.00% was asked for") as fault:
-        check_kept(replace(figures, kept=0.9), 0.97, "Do this instead.")
+        check_retention(replace(figures, kept=0.9), 0.97, "Do this instead.")
     assert fault.value.fix.startswith("Do this instead. Calibrating") and "--min-retention 0.90" in fault.value.fix
     for lost in (float("nan"), 0.0):
         with pytest.raises(ConversionInaccurate) as fault:
-            check_kept(replace(figures, kept=lost), 0.97)
+            check_retention(replace(figures, kept=lost), 0.97)
         assert fault.value.fix.startswith("Calibrating") and "--min-retention" not in fault.value.fix
 
 
 def test_more_healing_is_named_where_healing_helped(gqa, states, monkeypatch):
     def refuse() -> str:
         with pytest.raises(ConversionInaccurate) as fault:
-            convert_attention(gqa, "mla", states, dtype="F32", shape=replace(WIDE, rotary=4), steps=50, keep=1.5)
+            fit_attention(gqa, "mla", states, dtype="F32", shape=replace(WIDE, rotary=4), steps=50, min_retention=1.5)
         return fault.value.fix
 
     monkeypatch.setattr(
@@ -146,11 +143,11 @@ def test_more_healing_is_named_where_healing_helped(gqa, states, monkeypatch):
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_end_to_end_in_both_directions(mla, gqa, states, dtype):
     mla, gqa = as_stored(mla, dtype), as_stored(gqa, dtype)
-    there = convert_attention(gqa, "mla", states, dtype=dtype, shape=replace(WIDE, rotary=4), steps=3, keep=0.5)
+    there = fit_attention(gqa, "mla", states, dtype=dtype, shape=replace(WIDE, rotary=4), steps=3, min_retention=0.5)
     dims = there.head.spec.attention
     assert isinstance(dims, Mla) and (dims.kv_lora_rank, dims.qk_rope_head_dim) == (40, 16)
     assert {"0.q_b_proj", "fc", "0.o_proj"} <= there.slots and not {"lm_head", "embed_tokens"} & there.slots
-    back = convert_attention(mla, "mha", states, dtype=dtype, head_dim=20, steps=0, keep=0.5)
+    back = fit_attention(mla, "mha", states, dtype=dtype, head_dim=20, steps=0, min_retention=0.5)
     assert back.head.spec.attention == Gqa(4, 4, 20)
     assert back.details["latent_norms"]["kv"]["error"] < 1
     assert back.slots == {"0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj"}
@@ -174,11 +171,9 @@ def test_what_has_no_place_is_refused_at_once(gqa_spec, mla_spec, make_head, sta
     damaged = make_head(gqa_spec)
     damaged.weights["0.gate_proj"][3, 1] = float("nan")
     with pytest.raises(TensorValue, match="gate_proj of the head holds values"):
-        convert_attention(damaged, "mla", states, dtype="F32", shape=WIDE)
+        fit_attention(damaged, "mla", states, dtype="F32", shape=WIDE)
     with pytest.raises(CalibrationInvalid):
-        convert_attention(
-            make_head(gqa_spec), "mla", replace(states, batches=states.batches[:3]), dtype="F32", shape=WIDE
-        )
+        fit_attention(make_head(gqa_spec), "mla", replace(states, batches=states.batches[:3]), dtype="F32", shape=WIDE)
 
 
 def test_yarn_in_both_directions(make_head, mla_spec, gqa_spec, states):

@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.convert.attention.assemble_mla import Latents, Shape, as_gqa, assemble_mla, pad_mla
-from kconv.convert.attention.distance import distance_by_piece
-from kconv.convert.attention.expand_mla import assemble_mha
-from kconv.convert.attention.ladder import find_ladders
-from kconv.convert.attention.latent import factorize
+from kconv.calibrate.measure import run_both, trace
+from kconv.convert.attention.heal import distance_by_piece
+from kconv.convert.attention.latents import factorize
 from kconv.convert.attention.moments import Moments, factor, root
-from kconv.convert.attention.rotary import split_rotary
-from kconv.convert.attention.swap import attention_of, with_attention
-from kconv.convert.attention.trace import Distances, run_both, trace
+from kconv.convert.attention.rotary import find_ladders, split_rotary
+from kconv.convert.attention.swap import Latents, Shape, attention_of, with_attention
+from kconv.convert.attention.to_mha import assemble_mha
+from kconv.convert.attention.to_mla import Distances, as_gqa, assemble_mla, pad_mla
 from kconv.head.forward import DraftHead
 
 META = torch.device("meta")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconv.convert.attention.convert import outline
-from kconv.convert.attention.expand_mla import assemble_mha
 from kconv.convert.attention.swap import attention_of, with_attention
+from kconv.convert.attention.to_mha import assemble_mha
 from kconv.errors import LayoutCannot
 from kconv.head.attention import CausalContext
 from kconv.head.rope import rotary_dims

@@ -5,16 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kconv.convert.attention.assemble_mla import Shape
-from kconv.convert.attention.convert import convert_attention
-from kconv.convert.attention.distance import distance_by_piece
-from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, heal
-from kconv.convert.attention.plan import as_stored
-from kconv.convert.attention.swap import with_attention
+from kconv.calibrate.measure import trace
+from kconv.convert.attention.convert import as_stored, fit_attention
+from kconv.convert.attention.heal import (
+    ATTENTION,
+    FLOOR,
+    RATE,
+    REST,
+    _descend,
+    distance_by_piece,
+    from_white,
+    heal,
+    measure_spread,
+    to_white,
+)
+from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import convert_to_mla
-from kconv.convert.attention.trace import trace
-from kconv.convert.attention.white import FLOOR, from_white, measure_spread, to_white
 from kconv.errors import ConversionInaccurate
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
@@ -62,12 +69,12 @@ def test_healing_that_leads_away_gives_the_start_back_and_is_not_recorded(gqa, s
     assert heal(gqa, start, states, 3, rate=100.0) is start
     monkeypatch.setattr("kconv.convert.attention.convert.heal", lambda head, start, *_, **__: start)
     said = []
-    made = convert_attention(gqa, "mla", states, dtype="F32", shape=WIDE, steps=3, keep=0.5, say=said.append)
+    made = fit_attention(gqa, "mla", states, dtype="F32", shape=WIDE, steps=3, min_retention=0.5, say=said.append)
     assert made.heal_steps == 0 and "no healing" in made.method
     assert not made.slots & {"fc", "norm"}
     assert any("did not come nearer" in line for line in said)
     with pytest.raises(ConversionInaccurate) as fault:
-        convert_attention(gqa, "mla", states, dtype="F32", shape=replace(WIDE, latent=2), steps=3, keep=1.0)
+        fit_attention(gqa, "mla", states, dtype="F32", shape=replace(WIDE, latent=2), steps=3, min_retention=1.0)
     assert "--heal" not in fault.value.fix
 
 

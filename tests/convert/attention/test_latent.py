@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.convert.attention.assemble_mla import Shape, pad_mla
-from kconv.convert.attention.latent import factorize, fit_gauge, whiten
-from kconv.convert.attention.linear_norm import Latent, gather, linearize
+from kconv.convert.attention.latents import factorize, fit_gauge, whiten
 from kconv.convert.attention.moments import Moments, factor, root
-from kconv.convert.attention.swap import attention_of, with_attention
+from kconv.convert.attention.swap import Shape, attention_of, with_attention
+from kconv.convert.attention.to_mha import Latent, gather, linearize
+from kconv.convert.attention.to_mla import pad_mla
 from kconv.head.attention import CausalContext
 from kconv.head.spec import Mla, Rope, Yarn
 
@@ -42,7 +42,7 @@ def test_large_factors_are_as_near_as_whole_ones(monkeypatch):
     eye = torch.eye(6, dtype=torch.float64).expand(8, 6, 6)
     cholesky = torch.eye(40, dtype=torch.float64)
     exact = factorize(rows, eye, eye, cholesky, 5)
-    monkeypatch.setattr("kconv.convert.attention.latent.WHOLE", 0)
+    monkeypatch.setattr("kconv.convert.attention.latents.WHOLE", 0)
     near = factorize(rows, eye, eye, cholesky, 5)
     torch.testing.assert_close(near.up @ near.down, exact.up @ exact.down, rtol=1e-6, atol=1e-6)
 

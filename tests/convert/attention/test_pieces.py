@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kconv.convert.attention.assemble_mla import Shape
-from kconv.convert.attention.calibration import STEPS, in_pieces
-from kconv.convert.attention.convert import convert_attention
-from kconv.convert.attention.distance import HIDDEN, distance_by_piece
-from kconv.convert.attention.heal import heal
-from kconv.convert.attention.held_out import compare
+from kconv.calibrate.batches import STEPS, in_pieces
+from kconv.calibrate.measure import compare
+from kconv.convert.attention.convert import fit_attention
+from kconv.convert.attention.heal import HIDDEN, distance_by_piece, heal
+from kconv.convert.attention.swap import Shape
 from kconv.head.chain import unroll
 from kconv.head.forward import DraftHead
 
@@ -21,7 +20,7 @@ SHAPE = Shape(latent=6, rotary=8, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_
 
 @pytest.fixture
 def one_text_at_a_time(monkeypatch):
-    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", 1)
+    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def student(gqa):
 
 @pytest.mark.parametrize(("size", "texts"), [(1, [1, 1, 1, 1]), (4 * 24 * 23 * 3, [3, 1]), (4 * 24 * 23 * 4, [4])])
 def test_a_piece_is_of_whole_texts_within_the_size(states, monkeypatch, size, texts):
-    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", size)
+    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", size)
     batch = states.batches[0]
     pieces = list(in_pieces([batch], vocab=23))
     assert [len(piece.tokens) for piece in pieces] == texts
@@ -54,7 +53,7 @@ def gradients(original, student, batch) -> tuple[float, dict]:
 def test_the_gradient_of_the_pieces_is_that_of_the_whole(gqa, student, states, monkeypatch):
     batch = states.batches[0]
     whole, wanted = gradients(gqa, student, batch)
-    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", 1)
+    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
     total, found = gradients(gqa, student, batch)
     assert total == pytest.approx(whole, rel=1e-6)
     for name, gradient in wanted.items():
@@ -80,7 +79,7 @@ def test_the_distance_is_the_mean_over_the_whole_batch(gqa, student, states):
 def test_healing_and_measuring_give_the_same_in_pieces(gqa, student, states, monkeypatch):
     whole = heal(gqa, student, states, 3)
     figures = compare(gqa, whole, states)
-    monkeypatch.setattr("kconv.convert.attention.calibration.PIECE_BYTES", 1)
+    monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
     healed = heal(gqa, student, states, 3)
     assert not torch.equal(healed.weights["fc"], student.weights["fc"])
     for name, weight in whole.weights.items():
@@ -99,5 +98,5 @@ def test_no_pass_of_a_conversion_drafts_on_more_than_one_piece(gqa, states, monk
         return step(self, tokens, *arguments)
 
     monkeypatch.setattr(DraftHead, "step", watched)
-    convert_attention(gqa, "mla", states, dtype="F32", shape=replace(SHAPE, latent=16), steps=2, keep=0.3)
+    fit_attention(gqa, "mla", states, dtype="F32", shape=replace(SHAPE, latent=16), steps=2, min_retention=0.3)
     assert seen == {1}

@@ -8,12 +8,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kconv.convert.attention.assemble_mla import as_gqa
-from kconv.convert.attention.expand_mla import assemble_mha
-from kconv.convert.attention.ladder import find_ladders, lengthen
 from kconv.convert.attention.moments import factor
-from kconv.convert.attention.rotary import Options, split_rotary
+from kconv.convert.attention.rotary import Options, find_ladders, lengthen, split_rotary
 from kconv.convert.attention.swap import attention_of, with_attention
+from kconv.convert.attention.to_mha import assemble_mha
+from kconv.convert.attention.to_mla import as_gqa
 from kconv.errors import LayoutCannot
 from kconv.head.attention import CausalContext
 from kconv.head.rope import inverse_frequencies

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kconv.convert.attention.sensitivity import measure_sensitivity
+from kconv.convert.attention.latents import measure_sensitivity
 from kconv.head.attention import ChainContext
 from kconv.head.chain import along_chains
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kconv.calibrate.batches import Batch, Calibration
+from kconv.calibrate.measure import compare
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.attention.assemble_mla import Shape
-from kconv.convert.attention.calibration import Batch, Calibration
+from kconv.convert.attention.convert import as_stored
 from kconv.convert.attention.heal import heal
-from kconv.convert.attention.held_out import compare
-from kconv.convert.attention.plan import as_stored
-from kconv.convert.attention.swap import with_attention
+from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.convert.read import read_head
 from kconv.head.spec import Gqa

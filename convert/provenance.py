@@ -1,25 +1,29 @@
-"""What a manifest tells of a head's past."""
+"""Where a head comes from: what the manifest beside it records, and which of its weights are the target's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, TensorRecord, read_manifest
+from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest, Parameters, TensorRecord, read_manifest
 from ..checkpoint.source import Source
 from ..engines import by_name
 from ..engines.layout import Layout
 from ..errors import KconvError, ManifestMismatch
+from ..head.slots import needs
 from .captured import Hints
-from .read import Head
+from .plan import Plan, Step
+from .read import Head, read_slot
+from .shared import SLOTS, count_copies
 
 
 @dataclass(frozen=True)
-class Told:
+class Provenance:
     """How a head was trained, and how its attention came to be what it is, as the kconv.json beside it says.
 
     Attributes:
@@ -57,7 +61,7 @@ class Told:
                 )
 
 
-def read_told(folder: Path) -> Told:
+def read_provenance(folder: Path) -> Provenance:
     """Read what the manifest beside a head tells of its past.
 
     Raises:
@@ -66,7 +70,7 @@ def read_told(folder: Path) -> Told:
     file = folder / MANIFEST
     manifest = read_manifest(folder) if file.is_file() else None
     tells = manifest is not None and (manifest.training or manifest.conversion)
-    return Told(file, manifest if tells else None)
+    return Provenance(file, manifest if tells else None)
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,17 @@ class Origin:
     """A head that another one was made of.
 
     Attributes:
-        told: as the conversion read it, by what its user said.
-        alone: as it reads by itself; as `told` where it does not without a word of the user's.
+        recorded: as the conversion read it, by the options that its kconv.json records.
+        alone: as it reads by itself; as `recorded` where it cannot be read without these options.
     """
 
-    told: Head
+    recorded: Head
     alone: Head
 
     @property
     def overruled(self) -> list[str]:
-        """The fields of the spec that the user's word made other than the head's own files do."""
-        return [name for name, value in vars(self.alone.spec).items() if getattr(self.told.spec, name) != value]
+        """The fields of the spec that the user's options made other than the head's own files do."""
+        return [name for name, value in vars(self.alone.spec).items() if getattr(self.recorded.spec, name) != value]
 
 
 def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | None, Hints]:
@@ -100,3 +104,38 @@ def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | No
     if file_digest(source.folder / "config.json") != manifest.source_config:
         return None, Hints()
     return by_name(manifest.source_layout), Hints(**manifest.hints.model_dump())
+
+
+def count_parameters(plan: Plan) -> Parameters:
+    """Count an output's weights by where they come from; scales of quantized linears are none.
+
+    The embedding and lm_head are the target's as far as their rows are, bit for bit; without a target to compare
+    with, no one can tell.
+    """
+    known, counted = needs(plan.spec), set[str]()
+    trained = copied = unknown = 0
+    for step in plan.steps:
+        for slot in step.row.slots:
+            if slot in counted or slot not in known or known[slot].slot.dtype:
+                continue
+            counted.add(slot)
+            size = prod(known[slot].shape)
+            share = _share(plan, step, slot) if slot in SLOTS else 0.0
+            if share is None:
+                unknown += size
+            else:
+                copied += round(share * size)
+                trained += size - round(share * size)
+    return Parameters(trained=trained, copied_from_target=copied, unknown=unknown)
+
+
+def _share(plan: Plan, step: Step, slot: str) -> float | None:
+    """Return which part of a tensor's rows is the target's; None where that cannot be told."""
+    if step.action == "added":
+        return 1.0
+    reference = plan.target.tensors.get(slot) if plan.target else None
+    if reference is None or slot not in plan.source.places:
+        return None
+    ids = read_slot(plan.source, "d2t") if slot == "lm_head" and "d2t" in plan.source.places else None
+    copies = count_copies(plan.source.places[slot][1], reference, ids)
+    return copies.by_offset / copies.rows if copies else None

@@ -1,4 +1,4 @@
-"""Heads that a user named."""
+"""Heads read for their target: by their headers alone, or whole."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Source
-from ..convert.captured import Hints
-from ..convert.read import Head, claim_tensors, read_head
-from ..convert.told import Origin, how_source_was_read
 from ..engines.layout import Layout
 from ..errors import KconvError, TargetInvalid
 from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
+from .captured import Hints
+from .provenance import Origin, how_source_was_read
+from .read import Head, claim_tensors, read_head
 
 
-def open_beside(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:
+def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:
     """Read a head for its target, by its headers alone where the checkpoint is of these.
 
     Args:
@@ -36,11 +36,11 @@ def open_beside(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, tar
 
 
 def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Origin:
-    """Read the head that an output was made of: by itself, and as its conversion was told to.
+    """Read the head that an output was made of: by itself, and as its conversion read it.
 
     Args:
         checkpoint: the head that the output was made of.
-        output: what was made of it; its kconv.json tells what was said, see `how_source_was_read`.
+        output: what was made of it; its kconv.json records the options, see `how_source_was_read`.
         target: whose depth decides default captures, None for what kconv.json says of it.
 
     Raises:
@@ -48,13 +48,13 @@ def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -
     """
     layout, hints = how_source_was_read(output, checkpoint)
     config = _config(target)
-    told = _read(checkpoint, layout, hints, config)
+    recorded = _read(checkpoint, layout, hints, config)
     if layout is None:
-        return Origin(told, told)
+        return Origin(recorded, recorded)
     try:
-        return Origin(told, _read(checkpoint, None, Hints(), config))
+        return Origin(recorded, _read(checkpoint, None, Hints(), config))
     except KconvError:
-        return Origin(told, told)
+        return Origin(recorded, recorded)
 
 
 def _config(target: Source | None) -> TargetConfig | None:
@@ -66,10 +66,10 @@ def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: T
     hints = replace(hints, target_layers=target.layers) if target else hints
     try:
         return read(checkpoint, layout=layout, hints=hints)
-    except KconvError as fault:
+    except KconvError as error:
         # What reads a config does not know whose it is, and a command may have two.
-        if fault.where == "config.json":
-            fault.where = f"{checkpoint.source}/config.json"
+        if error.where == "config.json":
+            error.where = f"{checkpoint.source}/config.json"
         raise
 
 

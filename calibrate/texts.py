@@ -1,4 +1,4 @@
-"""Texts with a target's states for `--attention`: read from a folder of states, or made by running the target."""
+"""Texts with a target's states: read from a folder of states, or made by running the target over prompts."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
+
+import torch
+from torch import Tensor
 
 from ..checkpoint.source import Source
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..convert.attention.calibration import Batch, Part
-    from ..head.spec import HeadSpec
-    from ..targets.config import TargetConfig
-    from ..targets.stored_states import StoredStates
+from ..errors import CalibrationInvalid
+from ..head.spec import HeadSpec
+from ..targets.config import TargetConfig, read_target_config
+from ..targets.prompts import read_prompts
+from ..targets.stored_states import StoredStates, open_states
+from .batches import Batch, Calibration, Part, check_amount, part_of
 
 # Sequences side by side in a step of healing.
 ROWS = 8
 
 
 @dataclass(frozen=True)
-class Texts:
-    """What a conversion is calibrated on: enough of it for the head, and its states not yet in memory.
+class CalibrationTexts:
+    """What a head is calibrated on, its states not yet in memory.
 
     Attributes:
         name: of the file or folder.
@@ -38,27 +39,71 @@ class Texts:
     parts: Sequence[Part]
     gather: Callable[[], Sequence[Batch]]
 
+    def calibration(self, lm_head: Tensor) -> Calibration:
+        """Gather the states.
 
-def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig) -> Texts:
+        Args:
+            lm_head: the target's, fp32 `[vocab, target_hidden]`, on the device that is computed on.
+        """
+        return Calibration(self.gather(), lm_head, self.name, self.prompts, self.parts)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which texts a head is calibrated on: stored states, or prompts for the target to run over.
+
+    Attributes:
+        states: folder of stored states; None to run the target.
+        prompts: file of prompts, where there are no stored states.
+        context: tokens of the texts cut from prompts.
+        trust_remote_code: whether the target's tokenizer may run code of its own.
+    """
+
+    states: Path | None = None
+    prompts: Path | None = None
+    context: int = 512
+    trust_remote_code: bool = False
+
+    def open(self, spec: HeadSpec, target: Source) -> CalibrationTexts:
+        """Open the texts for a head, to fit an attention on.
+
+        Raises:
+            CalibrationInvalid: neither states nor prompts are given, or they are too few.
+            StatesInvalid, PromptsInvalid: they cannot be read, or are of another target.
+        """
+        if self.states is not None:
+            return stored_texts(self.states, spec, read_target_config(target.fetch_config()))
+        if self.prompts is None:
+            raise CalibrationInvalid(
+                "there is nothing to calibrate on", fix="Give --states, or --prompts to run the target over."
+            )
+        return prompted_texts(self.prompts, self.context, spec, target, trust_remote_code=self.trust_remote_code)
+
+
+def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitted: bool = True) -> CalibrationTexts:
     """Open what `kconv states` wrote.
+
+    Args:
+        folder: of the states.
+        spec: the head's.
+        config: the target's.
+        is_fitted: whether an attention is fitted on them, which takes more of them than scales do.
 
     Raises:
         StatesInvalid: they cannot be read, are of another target, or lack one of the head's layers.
-        CalibrationInvalid: they are too few.
+        CalibrationInvalid: they are too few to fit on.
     """
-    from ..convert.attention.calibration import check_amount
-    from ..targets.stored_states import open_states
-
     states = open_states(folder, config=config, captured=spec.captured)
     batches = StoredBatches(states)
-    check_amount(batches.shapes, batches.parts, spec, folder.name)
+    if is_fitted:
+        check_amount(batches.shapes, batches.parts, spec, folder.name)
     digests = tuple(sequence.digest for sequence in states.sequences)
-    return Texts(folder.name, digests, batches.parts, lambda: batches)
+    return CalibrationTexts(folder.name, digests, batches.parts, lambda: batches)
 
 
 def prompted_texts(
     file: Path, context: int, spec: HeadSpec, target: Source, *, trust_remote_code: bool = False
-) -> Texts:
+) -> CalibrationTexts:
     """Cut prompts, joined, into texts of one length for a target to run over.
 
     Args:
@@ -72,11 +117,6 @@ def prompted_texts(
         PromptsInvalid: they cannot be read.
         CalibrationInvalid: they are too few.
     """
-    import torch
-
-    from ..convert.attention.calibration import check_amount, part_of
-    from ..errors import CalibrationInvalid
-    from ..targets.prompts import read_prompts
     from ..targets.tokenizer import load_tokenizer
 
     prompts = read_prompts(file)
@@ -94,13 +134,10 @@ def prompted_texts(
     # Before hours of running the target.
     check_amount([(len(tokens), context) for tokens in groups], parts, spec, file.name)
     digests = tuple(prompt.digest for prompt in prompts)
-    return Texts(file.name, digests, parts, lambda: _run_target(target.open_weights().folder, groups, spec))
+    return CalibrationTexts(file.name, digests, parts, lambda: _run_target(target.open_weights().folder, groups, spec))
 
 
 def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[Batch]:
-    import torch
-
-    from ..convert.attention.calibration import Batch
     from ..targets.model import load_target
     from ..targets.states import capture
 
@@ -108,7 +145,7 @@ def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[
     return [Batch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]
 
 
-class StoredBatches(Sequence["Batch"]):
+class StoredBatches(Sequence[Batch]):
     """Stored states as batches of one length, read when they are asked for.
 
     Attributes:
@@ -117,8 +154,6 @@ class StoredBatches(Sequence["Batch"]):
     """
 
     def __init__(self, states: StoredStates) -> None:
-        from ..convert.attention.calibration import part_of
-
         self._states = states
         prompts = sorted({sequence.digest for sequence in states.sequences})
         parts: dict[str, Part] = {digest: part_of(place) for place, digest in enumerate(prompts)}
@@ -138,9 +173,6 @@ class StoredBatches(Sequence["Batch"]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Batch]: ...
     def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
-        import torch
-
-        from ..convert.attention.calibration import Batch
 
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]

@@ -1,0 +1,1 @@
+"""What is fitted or scaled on text: its batches, the part held out, and what a head keeps on it."""

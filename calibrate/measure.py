@@ -1,0 +1,164 @@
+"""Two heads side by side along the drafting chain: what their attention reads and gives, and what each is accepted.
+
+What a head's attention reads and gives along the drafting chain.
+
+An Eagle3 head reads its own output from the second draft step on, so its attention's input is another one there
+than at the first. Each step of a conversion is fitted on all of them.
+
+A converted head beside the original, on text that neither the fit nor the healing saw.
+
+Sampled acceptance is the sum of min(p, q), in expectation over every position (`head.chain`); the two heads are
+compared position by position, and the standard error is that of the mean over sequences, as neighbouring positions
+share their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..head.attention import ChainContext, Context
+from ..head.chain import lengths, overlap, unroll
+from ..head.forward import DraftHead
+from .batches import STEPS, Batch, Calibration, in_pieces
+from .retention import Retention
+
+
+class WatchedInputs(TorchFunctionMode):
+    """Calls a function with what each of some weights is multiplied with, and computes with what it returns.
+
+    Args:
+        weights: by slot; the very tensors that are multiplied with.
+        see: slot and input `[..., in]` to the input that takes its place.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._slots = {id(weight): slot for slot, weight in weights.items()}
+        self._weights, self._see = weights, see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and (slot := self._slots.get(id(args[1]))) is not None:
+            args = (self._see(slot, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One draft step of some texts, as the attention sees it.
+
+    Attributes:
+        x: its input `[B, T', attn_in]`, normed.
+        positions: `[T']`.
+        is_first: whether it is the first step, whose entries all later ones see.
+    """
+
+    x: Tensor
+    positions: Tensor
+    is_first: bool
+
+    @property
+    def rows(self) -> Tensor:
+        """The input as rows, `[B * T', attn_in]`."""
+        return self.x.flatten(0, 1)
+
+
+@torch.no_grad()
+def trace(head: DraftHead, batches: Iterable[Batch]) -> Iterator[Traced]:
+    """Yield each draft step of each piece of each batch, fed with the head's own hidden states."""
+    for piece in in_pieces(batches, head.spec.draft_vocab):
+        for k, step in enumerate(unroll(head, piece.tokens, piece.captured, STEPS)):
+            x = head.attention_input(step.tokens, step.hidden)
+            yield Traced(x, torch.arange(x.shape[1], device=x.device) + k, k == 0)
+
+
+class Watched:
+    """A chain's context that keeps what the heads gave at the last step, before o_proj: `[B, T', heads * v_dim]`."""
+
+    def __init__(self) -> None:
+        self._inner = ChainContext()
+        self.heads = torch.empty(0)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `head.attention.Context.attend`."""
+        output = self._inner.attend(layer, query, key, value, scale)
+        self.heads = output.transpose(1, 2).flatten(2)
+        return output
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two attentions made of the same input: outputs `[N, hidden]`, and of the second's heads `[N, attn_out]`."""
+
+    original: Tensor
+    output: Tensor
+    heads: Tensor
+
+
+@torch.no_grad()
+def run_both(original: DraftHead, other: DraftHead, batches: Iterable[Batch]) -> Iterator[Pair]:
+    """Yield the attention outputs of a head and of its conversion, on the inputs that the first one sees."""
+    contexts: tuple[Context, Watched] = ChainContext(), Watched()
+    for step in trace(original, batches):
+        if step.is_first:
+            contexts = ChainContext(), Watched()
+        one = original.attend(0, step.x, step.positions, contexts[0])
+        two = other.attend(0, step.x, step.positions, contexts[1])
+        yield Pair(one.flatten(0, 1), two.flatten(0, 1), contexts[1].heads.flatten(0, 1))
+
+
+@torch.no_grad()
+def compare(
+    original: DraftHead, converted: DraftHead, calibration: Calibration, batches: Iterable[Batch] | None = None
+) -> Retention:
+    """Measure both heads on the held-out part of a calibration, or on given batches of it."""
+    batches = calibration.part("held-out") if batches is None else batches
+    context, lost, whole = 0, 0.0, 0.0
+    one: list[Tensor] = []
+    two: list[Tensor] = []
+    kl = torch.zeros(STEPS, dtype=torch.float64, device=calibration.lm_head.device)
+    for piece in in_pieces(batches, original.spec.vocab):
+        for ran in run_both(original, converted, [piece]):
+            lost += float((ran.output - ran.original).double().square().sum())
+            whole += float(ran.original.double().square().sum())
+        context = max(context, piece.tokens.shape[1])
+        served = calibration.logits(piece)
+        ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
+        drafts = (unroll(head, piece.tokens, piece.captured, STEPS) for head in (original, converted))
+        # Step by step: over a large vocabulary the logits of one are gigabytes.
+        for k, (own, other) in enumerate(zip(*drafts, strict=True)):
+            ours.append(overlap(own.logits[None], served[:, k:], original.target_ids))
+            theirs.append(overlap(other.logits[None], served[:, k:], converted.target_ids))
+            apart.append(_divergence(own.logits, other.logits))
+        one.extend(lengths(torch.cat(ours)).double())
+        two.extend(lengths(torch.cat(theirs)).double())
+        kl += torch.stack(apart).double().sum((1, 2))
+    places = sum(len(row) for row in one)
+    before, after = (float(torch.cat(rows).mean()) for rows in (one, two))
+    # A ratio of means: its error is that of the mean of what the sequences are off by it.
+    off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
+    error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
+    return Retention(
+        sequences=len(one),
+        positions=places,
+        context=context,
+        steps=STEPS,
+        before=before,
+        after=after,
+        kept=after / before,
+        kept_error=error,
+        kl=tuple((kl / places).tolist()),
+        attention_error=(lost / whole) ** 0.5,
+    )
+
+
+def _divergence(original: Tensor, converted: Tensor) -> Tensor:
+    """Return KL(original || converted) at each position, `[B, T', draft_vocab]` twice to `[B, T']`."""
+    p = original.float().log_softmax(-1)
+    return (p - converted.float().log_softmax(-1)).mul_(p.exp()).sum(-1)

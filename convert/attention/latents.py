@@ -1,0 +1,366 @@
+"""The two latents of an MLA head, fitted to states.
+
+1. What an error in a key or a value costs (`measure_sensitivity`), and in a query: what the keys make of it.
+2. One latent for keys and values and one for the queries, each the best of its rank in that metric (`factorize`).
+3. A gauge for each norm, and the maps behind the norms fitted again, to what they are to give.
+
+What an error in a key or a value costs.
+
+A latent with few entries must choose what to keep of keys and values, which have no common unit: an error in a key
+changes where a head looks, one in a value what it sees. Both change the drafted distribution, and by how much the
+Fisher information says: with g the gradient of `log q(y)`, y drawn from q itself, an error e costs about
+`e^T E[g g^T] e / 2` nats. It also knows which directions of a value the rest of the head has no use for, which
+o_proj alone does not tell.
+
+A latent that many rows share.
+
+Rows Y = W_Y x (the keys and values of all heads, or the queries) are to be written as B A x with few rows in A. The
+best such pair in a metric S, that is the one with the least `E|S (Y - B A x)|^2`, follows from the top left singular
+vectors U of `S W_Y L`, `L L^T = E[x x^T]`:  A = U^T S W_Y,  B = S^-1 U.
+
+MLA normalises the latent, and the norm cannot be left out, nor given a constant to divide by (a bias of kv_a, which
+engines drop). But before the norm the basis is free: any invertible T gives `T A` and `B T^-1`. A gauge T under which
+|T c| is nearly the same for every token makes the norm nearly nothing. Whitening makes it so for a normal
+distribution; from there, minimising `E(|T c|^2 / r - 1)^2` makes it so for this one. B is then fitted once more, to
+the latent as it is after the norm.
+
+Such a T is nearly singular: it makes directions that few tokens have much of hundreds of times smaller than others
+(15 of 128 more than tenfold, in the queries of a small trained head), and B T^-1 makes them as large again. What the
+latent is rounded to in bf16 must therefore not come from one entry into another. |T c| leaves T free up to a rotation:
+in the one where T is a diagonal behind a rotation of the white latent, each direction is an entry, rounded to its own
+size, and T costs nothing. Left as the minimum was found, it can cost a tenth of the acceptance ("In bf16" in
+docs/attention.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...calibrate.batches import STEPS, Batch, Calibration, Part, in_pieces
+from ...calibrate.measure import trace
+from ...head.attention import ChainContext
+from ...head.chain import along_chains
+from ...head.forward import DraftHead
+from .moments import DTYPE, RIDGES, Moments, choose, root
+from .rotary import Split
+from .swap import Latents, Shape
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Fisher information by kv head.
+
+    Attributes:
+        key: `[kv_heads, qk_dim, qk_dim]`, of keys as they are attended to: rotary dims turned.
+        value: `[kv_heads, v_dim, v_dim]`.
+    """
+
+    key: Tensor
+    value: Tensor
+
+
+class _Leaves:
+    """A chain's context that keeps each step's keys and values to ask for their gradients."""
+
+    def __init__(self) -> None:
+        self._inner = ChainContext()
+        self.entries: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `head.attention.Context.attend`."""
+        key, value = key.detach().requires_grad_(), value.detach().requires_grad_()
+        self.entries.append((key, value))
+        return self._inner.attend(layer, query, key, value, scale)
+
+
+def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0) -> Sensitivity:
+    """Return the Fisher information of a GQA head's drafts, K steps along the chain, in its keys and values."""
+    totals: list[Tensor] = []
+    device = head.weights["fc"].device
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = 0
+    for piece in in_pieces(batches, head.spec.draft_vocab):
+        context, loss = _Leaves(), torch.zeros((), device=device)
+        inputs = along_chains(piece.tokens, STEPS)
+        positions = torch.arange(inputs.shape[2], device=device)
+        hidden = head.fuse(piece.captured[:, : inputs.shape[2]])
+        for k, tokens in enumerate(inputs):
+            hidden, logits = head.step(tokens, hidden, positions + k, context)
+            q = logits.float().log_softmax(-1)
+            drawn = torch.multinomial(q.detach().exp().flatten(0, 1), 1, generator=generator)
+            loss = loss + q.flatten(0, 1).gather(1, drawn).sum()
+        gradients = torch.autograd.grad(loss, [leaf for entry in context.entries for leaf in entry])
+        for found, place in zip((gradients[0::2], gradients[1::2]), (0, 1), strict=True):
+            part = sum(torch.einsum("bgti,bgtj->gij", g, g).double() for g in found)
+            assert isinstance(part, Tensor)
+            totals[place : place + 1] = [part + totals[place] if len(totals) > place else part]
+        rows += inputs[0].numel()
+    return Sensitivity(totals[0] / rows, totals[1] / rows)
+
+
+# Up to here a whole factorization costs less than it is worth to avoid.
+WHOLE = 2048
+OVERSAMPLED, POWER = 32, 3
+GAUGE_STEPS, GAUGE_RATE, GAUGE_BATCH = 400, 3e-3, 4096
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Rows as `up @ down`: `[m, r]` and `[r, attn_in]`."""
+
+    down: Tensor
+    up: Tensor
+
+
+def factorize(rows: Tensor, metric: Tensor, inverse: Tensor, cholesky: Tensor, rank: int) -> Factor:
+    """Return the rank-r factor that is nearest in a block-diagonal metric.
+
+    Args:
+        rows: `[blocks, dim, attn_in]`.
+        metric: S, `[blocks, dim, dim]`.
+        inverse: of S.
+        cholesky: L, `[attn_in, attn_in]`.
+        rank: r.
+    """
+    weighted = metric @ rows
+    spread = (weighted @ cholesky).flatten(0, 1)
+    left = _top_left(spread, rank)
+    up = inverse @ left.unflatten(0, rows.shape[:2])
+    return Factor(left.T @ weighted.flatten(0, 1), up.flatten(0, 1))
+
+
+def _top_left(matrix: Tensor, rank: int) -> Tensor:
+    """Return the top left singular vectors `[m, r]`."""
+    if min(matrix.shape) <= WHOLE:
+        return torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
+    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
+        torch.manual_seed(0)
+        return torch.svd_lowrank(matrix, q=rank + OVERSAMPLED, niter=POWER)[0][:, :rank]
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A basis T of a latent, `[r, r]`, and how much the length still varies on rows it was not fitted on.
+
+    Attributes:
+        matrix: T; under it the mean square of a latent's entries is 1 on average.
+        variation: standard deviation of rms(T c), relative to its mean.
+        before: the same without T.
+    """
+
+    matrix: Tensor
+    variation: float
+    before: float
+
+
+def whiten(latents: Tensor) -> Tensor:
+    """Return the T that makes a sample `[N, r]` white."""
+    return root(latents.T @ latents / len(latents), floor=1e-10)[1]
+
+
+def fit_gauge(latents: Tensor, unseen: Tensor, kinds: Sequence[str] = ("white", "sphere")) -> Gauge:
+    """Return the best gauge for a latent.
+
+    Args:
+        latents: a sample to fit on, `[N, r]`.
+        unseen: another, which decides.
+        kinds: what to choose from; "none" leaves the basis as it is but for its mean length.
+    """
+    # In the white basis each direction counts the same, and one learning rate serves them all.
+    found = {"none": torch.eye(latents.shape[1], dtype=latents.dtype, device=latents.device)}
+    if set(kinds) & {"white", "sphere"}:
+        found["white"] = whiten(latents)
+    if "sphere" in kinds:
+        found["sphere"] = _to_sphere(F.linear(latents, found["white"])) @ found["white"]
+    best = min((found[kind] for kind in kinds), key=lambda matrix: _variation(unseen, matrix))
+    size = F.linear(latents, best).square().mean().sqrt()
+    return Gauge(best / size, _variation(unseen, best), _variation(unseen, found["none"]))
+
+
+def _variation(latents: Tensor, matrix: Tensor) -> float:
+    lengths = F.linear(latents, matrix).norm(dim=-1)
+    return float(lengths.std() / lengths.mean())
+
+
+def _to_sphere(white: Tensor) -> Tensor:
+    """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity; T comes as a diagonal times a rotation."""
+    generator = torch.Generator(white.device).manual_seed(0)
+    matrix = torch.eye(white.shape[1], dtype=white.dtype, device=white.device, requires_grad=True)
+    optimizer = torch.optim.Adam([matrix], lr=GAUGE_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, GAUGE_STEPS)
+    for _ in range(GAUGE_STEPS):
+        count = min(GAUGE_BATCH, len(white))
+        chosen = torch.randint(len(white), (count,), generator=generator, device=white.device)
+        lengths = F.linear(white[chosen], matrix).square().mean(dim=-1)
+        # Relative to the batch's own mean: only the variation is to be lost, the mean is set afterwards.
+        (lengths / lengths.mean() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    _, sizes, directions = torch.linalg.svd(matrix.detach())
+    return sizes[:, None] * directions
+
+
+Metric = Literal["fisher", "output", "none"]
+# Rows that a gauge is fitted on, and as many that decide; more are thinned out.
+SAMPLE = 65536
+# Batches that the Fisher information is taken over: blocks of a few dozen dims need no more.
+FISHER_BATCHES = 24
+
+
+def measure_costs(
+    trial: DraftHead,
+    split: Split,
+    value: Tensor,
+    output: Tensor,
+    cholesky: Tensor,
+    calibration: Calibration,
+    metric: Metric = "fisher",
+) -> tuple[Tensor, Tensor]:
+    """Return by kv head what an error in its keys and in its values costs.
+
+    Args:
+        trial: the head as a GQA with one rotary key, its rank not cut (`to_mla.as_gqa`).
+        split: the same attention's keys and queries.
+        value: `[kv_heads, v_dim, attn_in]`.
+        output: `[hidden, heads, v_dim]`.
+        cholesky: L with `L L^T = E[x x^T]`, `[attn_in, attn_in]`.
+        calibration: whose fitted part is drafted on.
+        metric: "fisher", what it costs the drafts; "output" and "none" for ablations.
+
+    Returns:
+        Symmetric matrices, `[kv_heads, nope, nope]` and `[kv_heads, v_dim, v_dim]`.
+    """
+    nope, rotary = split.key_nope.shape[1], len(split.key_rope)
+    if metric == "fisher":
+        found = measure_sensitivity(trial, islice(calibration.part("fit"), FISHER_BATCHES))
+        own, width = slice(rotary, rotary + nope), value.shape[1]
+        return found.key[:, own, own], found.value[:, :width, :width]
+    kv_heads = len(split.key_nope)
+    asked = (split.query_nope @ cholesky).unflatten(0, (kv_heads, -1))
+    read = output.permute(1, 2, 0).unflatten(0, (kv_heads, -1))
+    keys, values = (
+        torch.einsum("ghin,ghjn->gij", rows, rows) if metric == "output" else _unit(rows.shape[2], asked)
+        for rows in (asked, read)
+    )
+    # Keys and values count the same as a whole: these errors have no common unit.
+    return _even(keys, split.key_nope @ cholesky), _even(values, value @ cholesky)
+
+
+def factorize_both(
+    split: Split, value: Tensor, costs: tuple[Tensor, Tensor], shape: Shape, cholesky: Tensor, *, by_keys: bool = True
+) -> tuple[Factor, Factor]:
+    """Return the factors of the queries, and of keys and values.
+
+    Args:
+        split: keys and queries.
+        value: `[kv_heads, v_dim, attn_in]`.
+        costs: as `measure_costs` gives them.
+        shape: its `latent` and `q_lora_rank` are cut to what the head has use for.
+        cholesky: L with `L L^T = E[x x^T]`.
+        by_keys: weigh an error in a query by the keys; for an ablation, not.
+    """
+    kv_heads, heads = len(split.key_nope), len(split.query_nope)
+    roots = [root(cost, floor=1e-8) if cost.numel() else (cost, cost) for cost in costs]
+    square, inverse = (
+        torch.stack([torch.block_diag(*pair) for pair in zip(*sides, strict=True)])
+        for sides in zip(*roots, strict=True)
+    )
+    rows = torch.cat([split.key_nope, value], dim=1)
+    kv = factorize(rows, square, inverse, cholesky, min(shape.latent, _rank(rows)))
+
+    queries = torch.cat([split.query_nope, split.query_rope], dim=1)
+    keys = torch.cat([split.key_nope, split.key_rope.expand(kv_heads, -1, -1)], dim=1) @ cholesky
+    metric = keys @ keys.mT if by_keys else _unit(keys.shape[1], keys).expand(kv_heads, -1, -1)
+    square, inverse = root(metric.repeat_interleave(heads // kv_heads, dim=0), floor=1e-8)
+    return factorize(queries, square, inverse, cholesky, min(shape.q_lora_rank, _rank(queries))), kv
+
+
+def fit_latents(
+    head: DraftHead,
+    calibration: Calibration,
+    split: Split,
+    value: Tensor,
+    factors: tuple[Factor, Factor],
+    gauges: Sequence[str] = ("white", "sphere"),
+    *,
+    refit: bool = True,
+) -> tuple[Latents, tuple[Gauge, Gauge]]:
+    """Choose the gauges, and fit the maps behind the norms to what is to come out of them.
+
+    Args:
+        head: the head that is converted.
+        calibration: states of its target.
+        split: keys and queries.
+        value: `[kv_heads, v_dim, attn_in]`.
+        factors: of the queries, and of keys and values.
+        gauges: to choose from, as `fit_gauge`.
+        refit: whether the maps are fitted again (an ablation).
+    """
+    queries = torch.cat([split.query_nope, split.query_rope], dim=1)
+    keys_values = torch.cat([split.key_nope, value], dim=1)
+    wanted = [queries.flatten(0, 1), keys_values.flatten(0, 1)]
+    found = _fit_gauges(head, calibration, factors, gauges)
+    downs = [gauge.matrix @ factor.down for gauge, factor in zip(found, factors, strict=True)]
+    ups = [torch.linalg.solve(gauge.matrix, own.up, left=False) for gauge, own in zip(found, factors, strict=True)]
+    if refit:
+        moments = [Moments(len(down), len(rows), down.device) for down, rows in zip(downs, wanted, strict=True)]
+        for x in _inputs(head, calibration, "fit"):
+            for own, down, rows in zip(moments, downs, wanted, strict=True):
+                own.add(_normed(x, down, head.spec.eps), F.linear(x, rows))
+
+        def unseen(down: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+            return ((_normed(x, down, head.spec.eps), F.linear(x, rows)) for x in _inputs(head, calibration, "choose"))
+
+        ups = [
+            choose(own, prior, unseen(down, rows), RIDGES)
+            for own, prior, down, rows in zip(moments, ups, downs, wanted, strict=True)
+        ]
+    query_up, kv_up = ups[0].unflatten(0, queries.shape[:2]), ups[1].unflatten(0, keys_values.shape[:2])
+    return Latents(downs[0], query_up, downs[1], kv_up), (found[0], found[1])
+
+
+def _fit_gauges(
+    head: DraftHead, calibration: Calibration, factors: tuple[Factor, Factor], kinds: Sequence[str]
+) -> list[Gauge]:
+    """Return a gauge for each latent."""
+    down = torch.cat([factor.down for factor in factors])
+
+    def sample(part: Part) -> Sequence[Tensor]:
+        rows = sum(batch.tokens.numel() for batch in calibration.part(part)) * STEPS
+        every = -(-rows // SAMPLE)
+        found = torch.cat([F.linear(x[::every], down) for x in _inputs(head, calibration, part)])
+        return found.split([len(factor.down) for factor in factors], dim=1)
+
+    return [fit_gauge(one, other, kinds) for one, other in zip(sample("fit"), sample("choose"), strict=True)]
+
+
+def _inputs(head: DraftHead, calibration: Calibration, part: Part) -> Iterator[Tensor]:
+    return (step.rows.to(DTYPE) for step in trace(head, calibration.part(part)))
+
+
+def _normed(x: Tensor, down: Tensor, eps: float) -> Tensor:
+    """Return a latent of rows `[N, attn_in]` behind its norm, `[N, r]`."""
+    return F.rms_norm(F.linear(x, down), (len(down),), None, eps)
+
+
+def _rank(rows: Tensor) -> int:
+    """Return the greatest rank that maps `[heads, dim, attn_in]` can have."""
+    return min(rows.shape[2], rows.shape[0] * rows.shape[1])
+
+
+def _unit(size: int, like: Tensor) -> Tensor:
+    return torch.eye(size, dtype=like.dtype, device=like.device)
+
+
+def _even(metric: Tensor, spread: Tensor) -> Tensor:
+    """Scale a metric `[.., dim, dim]` so that all of `spread [kv_heads, dim, n]` measures 1 in it."""
+    metric = metric.expand(len(spread), -1, -1)
+    return metric / torch.einsum("gin,gij,gjn->", spread, metric, spread).clamp(min=1e-30)

@@ -1,0 +1,108 @@
+"""Tensors of an output that no source holds as they are: computed in blocks, each when its turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..checkpoint.header import TensorInfo
+from ..errors import TensorValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that is computed.
+
+    Attributes:
+        dtype: its safetensors dtype.
+        shape: its dims.
+        reason: what it is and why, one sentence for the manifest.
+        blocks: computes it, in consecutive blocks along its first dim.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    reason: str
+    blocks: Callable[[], Iterable[Tensor]]
+
+
+def from_values(values: Tensor, reason: str) -> Computed:
+    """Return a small tensor that is at hand."""
+    from ..checkpoint.tensors import NAMES
+
+    return Computed(NAMES[values.dtype], tuple(values.shape), reason, lambda: [values])
+
+
+def from_target(info: TensorInfo, reason: str) -> Computed:
+    """Return a matrix of the target as it is."""
+
+    def blocks() -> Iterator[Tensor]:
+        from ..checkpoint.rows import row_blocks
+
+        return row_blocks(info)
+
+    return Computed(info.dtype, info.shape, reason, blocks)
+
+
+def chosen_rows(matrix: TensorInfo, ids: Tensor, reason: str) -> Computed:
+    """Return the rows `ids` of a stored matrix, in this order."""
+
+    def blocks() -> Iterator[Tensor]:
+        from ..checkpoint.rows import ROWS, read_rows
+
+        return (read_rows(matrix, some) for some in ids.split(ROWS))
+
+    return Computed(matrix.dtype, (len(ids), matrix.shape[1]), reason, blocks)
+
+
+def spread_rows(matrix: TensorInfo, ids: Tensor, vocab: int, filler: Tensor, reason: str) -> Computed:
+    """Return a matrix of `vocab` rows: row k of the stored one at `ids[k]`, the filler at each other place."""
+
+    def blocks() -> Iterator[Tensor]:
+        import torch
+
+        from ..checkpoint.rows import ROWS, read_rows
+
+        row_of = torch.full((vocab,), -1).index_copy(0, ids, torch.arange(len(ids)))
+        for rows in row_of.split(ROWS):
+            block = filler.repeat(len(rows), 1)
+            trained = rows >= 0
+            block[trained] = read_rows(matrix, rows[trained])
+            yield block
+
+    return Computed(matrix.dtype, (vocab, matrix.shape[1]), reason, blocks)
+
+
+def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Callable[[], Iterable[Tensor]]) -> Computed:
+    """Return a tensor rounded to the nearest value of another dtype, ties to even.
+
+    Args:
+        name: of the tensor, for messages.
+        own: safetensors name of the dtype that it has.
+        dtype: of the one that it gets.
+        shape: its dims.
+        read: reads it, in consecutive blocks along its first dim.
+
+    Raises:
+        TensorValue: (from `blocks`) a value is beyond the dtype's range.
+    """
+
+    def blocks() -> Iterator[Tensor]:
+        import torch
+
+        from ..checkpoint.tensors import TORCH
+
+        for block in read():
+            found = block.to(TORCH[dtype])
+            beyond = int((torch.isinf(found) & ~torch.isinf(block)).sum())
+            if beyond:
+                raise TensorValue(
+                    f"{beyond} values of {name} are beyond the range of {dtype}", where=name, fix="Leave --dtype out."
+                )
+            yield found
+
+    return Computed(dtype, shape, f"{own} rounded to the nearest {dtype}, ties to even", blocks)
