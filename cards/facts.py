@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ..engines.registry import engines
 from ..errors import FactsInvalid
 from .licenses.license import LICENSES
 
+
+def _known_engine(value: str) -> str:
+    known = [engine.name for engine in engines()]
+    if value not in known:
+        raise ValueError(f"no engine is called {value!r}; there are {', '.join(known)}")
+    return value
+
+
+EngineName = Annotated[str, AfterValidator(_known_engine)]
 # YAML reads 2.0 and 2026-06-03 as a number and a date; on a card they are what was written, as text.
 Words = Annotated[str, BeforeValidator(lambda value: value if isinstance(value, str) else str(value))]
 
@@ -180,7 +189,7 @@ class Facts(_Part):
     why: tuple[Words, ...] = Field(default=(), description="why this kind of head for this target")
     performance_note: Words | None = Field(default=None, description="how its published figures were made")
     requirements: tuple[Words, ...] = Field(default=(), description="what serving it takes")
-    serve: dict[str, Serve] = {}
+    serve: dict[EngineName, Serve] = {}
     benchmark_command: Words | None = Field(default=None, description="how to repeat its benchmark")
     ethics: Words | None = Field(default=None, description="your own ethical considerations")
     citation: Words | None = Field(default=None, description="BibTeX")
@@ -191,14 +200,6 @@ class Facts(_Part):
     expected: dict[str, tuple[Words, ...]] = {}
     subcards: dict[str, dict[str, Words]] = {}
     sources: tuple[Link, ...] = ()
-
-    @field_validator("serve")
-    @classmethod
-    def _engines_exist(cls, value: dict[str, Serve]) -> dict[str, Serve]:
-        known = [engine.name for engine in engines()]
-        if unknown := value.keys() - set(known):
-            raise ValueError(f"no engine is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-        return value
 
     @field_validator("subcards")
     @classmethod

@@ -38,8 +38,11 @@ def test_a_rule_is_complete(rule):
 
 
 def test_every_limit_of_a_layout_has_an_id_of_its_own():
-    assert {limit.what for limit in limits.LIMITS} == limits.IDS.keys()
-    assert limits.UNNUMBERED[0] not in RULES
+    assert (
+        len({limit.id for limit in limits.LIMITS}) == len({limit.name for limit in limits.LIMITS}) == len(limits.LIMITS)
+    )
+    own = [rule.id for rule in EVERY_RULE]
+    assert sorted(own) == sorted(set(own)), "a limit has the id of another rule"
 
 
 def test_most_rules_say_which_thread_taught_them():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def play(tmp_path, known, monkeypatch) -> Callable[..., Path]:
             "log": str(tmp_path / "starts"),
         }
         (tmp_path / "table.json").write_text(json.dumps(table))
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
         monkeypatch.setenv("STAND_IN_TABLE", str(tmp_path / "table.json"))
         return tmp_path / "starts"
 
