@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..convert.attention.calibration import Batch, Part
     from ..head.spec import HeadSpec
     from ..targets.config import TargetConfig
-    from ..targets.stored_states import StoredStates
+    from ..targets.states import StoredStates
 
 # Sequences side by side in a step of healing.
 ROWS = 8
@@ -47,7 +47,7 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig) -> Texts:
         CalibrationInvalid: they are too few.
     """
     from ..convert.attention.calibration import check_amount
-    from ..targets.stored_states import open_states
+    from ..targets.states import open_states
 
     states = open_states(folder, config=config, captured=spec.captured)
     batches = StoredBatches(states)
@@ -101,8 +101,8 @@ def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[
     import torch
 
     from ..convert.attention.calibration import Batch
+    from ..targets.forward import capture
     from ..targets.model import load_target
-    from ..targets.states import capture
 
     model = load_target(folder, torch.float32)
     return [Batch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]

@@ -39,7 +39,7 @@ def calibrate(
     from ..checkpoint.folder import open_checkpoint
     from ..checkpoint.tensors import TORCH
     from ..quantize.calibrate import calibrate as run
-    from ..quantize.calibrating import find, keep, partial_of
+    from ..quantize.calibrate import find, keep, partial_of
     from ..quantize.calibration import write_calibration
     from ..targets.config import read_target_config
     from .output import status

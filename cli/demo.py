@@ -28,7 +28,7 @@ def demo(out: Path) -> None:
 
     refuse_existing(out)
     from ..pipeline.demo import run_demo
-    from ..tiny.cache import cache_root
+    from ..tiny.recipe import cache_root
     from .output import print_demo
 
     _quiet_transformers()

@@ -31,7 +31,7 @@ from ..validate.report import Report
 if TYPE_CHECKING:
     from ..head.vocab import Coverage
     from ..pipeline.demo import Made
-    from ..targets.states_record import StatesRecord
+    from ..targets.states import StatesRecord
     from ..train.recipe import EagleRecipe
     from ..validate.rules.rule import Rule
 

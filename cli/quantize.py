@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
     from ..quantize.calibration import Prompts
     from ..quantize.recipe import Recipe
-    from ..quantize.world import World
+    from ..quantize.run import World
     from ..targets.config import TargetConfig
 
 DATA_FREE = "data-free"
@@ -90,7 +90,7 @@ def quantize(
     """
     from ..checkpoint.staging import refuse_existing
     from ..quantize.recipe import load_recipe
-    from ..quantize.world import read_world
+    from ..quantize.run import read_world
 
     recipe = load_recipe(recipe_name)
     if kv_cache:
@@ -144,7 +144,7 @@ def _stream(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from ..quantize.inputs import data_free, from_calibration
+    from ..quantize.calibration import data_free, from_calibration
     from ..quantize.plan import plan_quantize
     from ..quantize.run import quantize as run
     from .quantize_output import meter, print_done, print_quantize_plan
@@ -176,7 +176,7 @@ def _modelopt(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from ..quantize.modelopt_road import plan_in_memory, quantize_in_memory
+    from ..quantize.modelopt_backend import plan_in_memory, quantize_in_memory
     from .output import status
     from .quantize_output import print_done, print_quantize_plan
 

@@ -55,7 +55,7 @@ def quantize_head(
     from ..quantize.head.plan import plan_plain, plan_quantized, write
     from ..quantize.head.quantize import quantize_head as run
     from ..targets.config import read_target_config
-    from ..targets.stored_states import open_states
+    from ..targets.states import open_states
     from .attention_states import StoredBatches
     from .head_output import print_kept, print_manifest
     from .output import status

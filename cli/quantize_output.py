@@ -16,10 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from ..checkpoint.header import byte_size
-from ..quantize.estimate import estimate
-from ..quantize.finish import copied_files
+from ..quantize.output import copied_files
 from ..quantize.plan import QuantizePlan
 from ..quantize.run import bytes_needed, free_bytes
+from ..quantize.stream import estimate
 from .output import print_json, print_next
 
 # Seconds between two lines where there is no terminal to draw a bar on.

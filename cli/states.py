@@ -96,11 +96,10 @@ def states(
     from ..checkpoint.tensors import TORCH
     from ..convert.captured import Hints, decide
     from ..targets.config import read_target_config
+    from ..targets.forward import LocalRunner
     from ..targets.model import load_target
-    from ..targets.states_plan import Wanted
-    from ..targets.states_runner import LocalRunner
     from ..targets.tokenizer import load_tokenizer
-    from ..targets.write_states import write_states
+    from ..targets.write_states import Wanted, write_states
     from .output import print_states, status
 
     refuse_existing(out)

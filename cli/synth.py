@@ -39,7 +39,7 @@ def synth(
       kconv synth --url http://127.0.0.1:8000 --model my-target --prompts prompts.jsonl --out dialogues.jsonl
     """
     from ..targets.prompts import read_prompts
-    from ..train.synth import FAILED, Asking, synthesize
+    from ..train.generate import FAILED, Asking, synthesize
     from .output import status
 
     asked = read_prompts(prompts)

@@ -13,8 +13,7 @@ from ..checkpoint.source import Source
 from .options import FOLDER, PATH_OR_ID, check_trusted, open_head
 
 if TYPE_CHECKING:
-    from ..train.arguments import Pace
-    from ..train.job import Job
+    from ..train.job import Job, Pace
 
 POSITIVE = click.IntRange(min=1)
 
@@ -78,8 +77,7 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
     from ..checkpoint.staging import refuse_existing
 
     refuse_existing(out)
-    from ..train.arguments import Pace
-    from ..train.job import draft_coverage
+    from ..train.job import Pace, draft_coverage
     from ..train.run import train as run
     from .output import print_coverage, print_trained, steps_bar
 
@@ -103,8 +101,8 @@ def _job(
 ) -> Job:
     from ..targets.config import read_target_config
     from ..targets.tokenizer import load_tokenizer
-    from ..train.jobs import Data, check_job, offline_job, online_job
-    from ..train.named import check_keys, read_recipe_file
+    from ..train.job import Data, check_job, offline_job, online_job
+    from ..train.recipe import check_keys, read_recipe_file
 
     values = read_recipe_file(recipe) | dict(options["settings"])
     # A target may be downloaded, and data read, for hours.

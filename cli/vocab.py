@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..convert.plan import Plan
     from ..convert.vocab_report import VocabReport
     from ..engines.layout import Layout
-    from ..targets.vocabulary import Vocabulary
+    from ..targets.tokenizer import Vocabulary
 
 OPERATIONS = ("rebuild_t2d", "absolute", "expand", "prune")
 
@@ -102,7 +102,7 @@ def _read_target(target: Source | None, *, trust: bool) -> Vocabulary | None:
     if target is None:
         return None
     # Here, as it imports transformers, which takes seconds.
-    from ..targets.vocabulary import read_vocabulary
+    from ..targets.tokenizer import read_vocabulary
 
     return read_vocabulary(target, trust_remote_code=trust)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.rows import ROWS, read_rows
+from ..checkpoint.tensors import ROWS, read_rows
 from ..head.vocab import target_ids
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.rows import row_blocks
+from ..checkpoint.tensors import row_blocks
 from ..engines.layout import Layout, stored
 from ..errors import LayoutCannot
 from ..head.filler import LEAN, Filler, make_filler, measure_margin, random_states

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.rows import ROWS, read_rows
-from ..checkpoint.tensors import NAMES
+from ..checkpoint.tensors import NAMES, ROWS, read_rows
 
 
 class Made(Protocol):

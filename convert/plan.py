@@ -189,8 +189,7 @@ def _cast(step: Step, head: Head, dtype: str) -> Step:
     info, is_weight = step.sources[0].info, step.row.slots[0] in needs(head.spec)
     if not dtype or not is_weight or info.dtype not in FLOATS or info.dtype == dtype:
         return step
-    from ..checkpoint.rows import row_blocks
-    from ..checkpoint.tensors import read_tensor
+    from ..checkpoint.tensors import read_tensor, row_blocks
 
     def blocks() -> Iterable[torch.Tensor]:
         if not step.is_copy:

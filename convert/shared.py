@@ -117,7 +117,7 @@ class Lent:
         return self.info.shape
 
     def make(self) -> Iterator[Tensor]:
-        from ..checkpoint.rows import row_blocks
+        from ..checkpoint.tensors import row_blocks
 
         yield from row_blocks(self.info)
 

@@ -31,8 +31,7 @@ LOOKED_AT = 6
 def make_tiny(step: Tiny, job: Job) -> None:
     """Train a tiny target, or find it in the cache, and write texts for it."""
     from ..targets.tokenizer import load_tokenizer
-    from ..tiny.cache import cache_root
-    from ..tiny.recipe import DEMO, TEST
+    from ..tiny.recipe import DEMO, TEST, cache_root
     from ..tiny.target import make_target
     from ..tiny.text import read_corpus
 
@@ -52,9 +51,8 @@ def train(step: Train, job: Job) -> None:
     """Train a head with ModelOpt, from where an interrupted run stopped."""
     from ..targets.config import read_target_config
     from ..targets.tokenizer import load_tokenizer
-    from ..train.arguments import Pace
-    from ..train.jobs import Data, offline_job, online_job
-    from ..train.named import read_recipe_file
+    from ..train.job import Data, Pace, offline_job, online_job
+    from ..train.recipe import read_recipe_file
     from ..train.run import train as run
 
     target, trusted = job.source("target"), job.trusts(step.trust_remote_code)
@@ -74,7 +72,7 @@ def train(step: Train, job: Job) -> None:
 
 def quantize(step: Quantize, job: Job) -> None:
     """Quantize a target, from where an interrupted run stopped."""
-    from ..quantize.inputs import data_free, from_calibration
+    from ..quantize.calibration import data_free, from_calibration
     from ..quantize.plan import plan_quantize
     from ..quantize.recipe import load_recipe
     from ..quantize.run import quantize as run

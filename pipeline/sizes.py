@@ -32,8 +32,7 @@ def estimate(step: StepBase, found: Found | None) -> int | None:
 
 
 def _tiny(step: Tiny, _: Found | None) -> int | None:
-    from ..tiny.cache import cache_root, recipe_key
-    from ..tiny.recipe import DEMO, TEST
+    from ..tiny.recipe import DEMO, TEST, cache_root, recipe_key
     from ..tiny.target import KIND, SOURCE
 
     recipe = {"demo": DEMO, "test": TEST}[step.target]
@@ -45,8 +44,8 @@ def _train(step: Train, found: Found | None) -> int | None:
     """Twice the head: as it is exported, and as ModelOpt's own module."""
     from ..head.slots import needs
     from ..targets.config import read_target_config
-    from ..train.named import complete, read_recipe_file
-    from ..train.watch import spec_of
+    from ..train.evaluate import spec_of
+    from ..train.recipe import complete, read_recipe_file
 
     if found is None or step.start:
         return None
@@ -58,7 +57,7 @@ def _train(step: Train, found: Found | None) -> int | None:
 
 
 def _quantize(step: Quantize, found: Found | None) -> int | None:
-    from ..quantize.inputs import data_free
+    from ..quantize.calibration import data_free
     from ..quantize.plan import plan_quantize
     from ..quantize.recipe import load_recipe
     from ..targets.config import parse_target_config

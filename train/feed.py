@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import DeepseekV3ForCausalLM
 
-from ..targets.states import capture
-from ..targets.stored_states import StatesFolder
+from ..targets.forward import capture
+from ..targets.states import StatesFolder
 from .recipe import EagleRecipe
 
 Batch = dict[str, Any]

@@ -5,33 +5,91 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from sys import maxsize
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.bytes import file_digest
+from ..checkpoint.tensors import TORCH
+from ..convert.config import refuse_unstated
 from ..convert.read import Head, read_slot
+from ..convert.told import read_told
+from ..engines import by_name
+from ..engines.layout import Layout
+from ..errors import LayoutCannot, RecipeInvalid
+from ..head.spec import HeadSpec
 from ..head.vocab import Coverage, measure_coverage, target_ids
-from ..targets.config import read_target_config
-from .feed import States
-from .recipe import EagleRecipe
-from .windows import map_draft_vocab
+from ..targets.config import TargetConfig, read_target_config
+from ..targets.model import load_target
+from ..targets.prompts import KEPT
+from ..targets.states import StatesFolder, StatesRecord, open_states
+from ..targets.tokenizer import Tokenizer
+from .data import Rows, map_draft_vocab, place_sequences, prepare_dialogues
+from .evaluate import spec_of
+from .feed import Offline, States, online_states
+from .recipe import EagleRecipe, complete
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a run is watched and kept; nothing in it changes the head that comes out.
+
+    Attributes:
+        save_every: steps between checkpoints.
+        look_every: steps between looks at unseen text; the last step has one in any case.
+        shard: spread parameters and optimizer over the processes (FSDP2) instead of copying them to each.
+        tensorboard: write TensorBoard's event files.
+    """
+
+    save_every: int = 200
+    look_every: int = 200
+    shard: bool = False
+    tensorboard: bool = False
+
+
+def check_processes(batch: int, pace: Pace) -> None:
+    """Raise RecipeInvalid where this process is one of those that cannot share a run.
+
+    Args:
+        batch: the recipe's, rows.
+        pace: whether the head is to be spread over them.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch % world:
+        raise RecipeInvalid(
+            f"a batch of {batch} rows cannot be shared by {world} processes",
+            fix="Make batch a multiple of the number of processes.",
+        )
+    if pace.shard and not can_shard():
+        refuse_sharding()
+
+
+def can_shard() -> bool:
+    """Say whether accelerate shards here: on CPUs it goes on without a word, each process with a copy of its own.
+
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/state.py#L986-L1016
+    """
+    return torch.cuda.is_available() and "RANK" in os.environ
+
+
+def refuse_sharding() -> NoReturn:
+    """Raise what --shard is refused with."""
+    raise RecipeInvalid(
+        "a head can only be spread over processes on GPUs, under torchrun",
+        fix="Leave --shard out: the processes then hold copies, and share the batches.",
+    )
+
 
 # Raise it with each change to train/ that alters what a recipe makes.
 SOURCE = "2"
 LIBRARIES = ("torch", "transformers", "accelerate", "nvidia-modelopt")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool."""
-
-    ids: Tensor
-    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -94,3 +152,159 @@ def job_key(job: Job) -> str:
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+CPU = torch.device("cpu")
+DEFAULT_PACE = Pace()
+
+
+@dataclass(frozen=True)
+class Data:
+    """Dialogues or texts, and what is held out.
+
+    Attributes:
+        name: a JSONL file, or a dataset's id.
+        held_out: another one to look at; None for some of `name`.
+        split, revision: of a dataset.
+    """
+
+    name: str
+    held_out: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+def check_job(values: Mapping[str, Any], config: TargetConfig, start: Head | None, pace: Pace = DEFAULT_PACE) -> None:
+    """Raise what a job must fail on whatever its data: these, and the target's weights, may take hours to come.
+
+    Args:
+        values: the recipe, as `named.complete` takes it.
+        config: the target's.
+        start: a head to go on from.
+        pace: how the run is to be watched and kept.
+
+    Raises:
+        RecipeInvalid: the recipe cannot be, is not the target's, or does not fit the processes.
+        LayoutCannot: no engine could load the head.
+        ConfigInvalid: the head to go on from does not state what the trained one's config would; see
+            `refuse_unstated`.
+    """
+    if start is not None:
+        refuse_unstated(start.read)
+    recipe = complete(values, config, maxsize, start.spec if start else None)
+    check_processes(recipe.batch, pace)
+    choose_layout(spec_of(recipe, config))
+
+
+def online_job(
+    target: Path, config: TargetConfig, tokenizer: Tokenizer, values: Mapping[str, Any], data: Data, start: Head | None
+) -> Job:
+    """Return a job that runs the target over dialogues or texts.
+
+    Args:
+        target: its folder.
+        config: the target's.
+        tokenizer: the target's.
+        values: the recipe, as `named.complete` takes it.
+        data: what to train on.
+        start: a head to go on from.
+
+    Raises:
+        TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
+    """
+    check_job(values, config, start)
+    prepared = prepare_dialogues(
+        data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
+    )
+    recipe = complete(values, config, len(prepared.text.ids), start.spec if start else None)
+
+    def states() -> tuple[States, States]:
+        model: Any = load_target(target, TORCH[recipe.dtype])
+        model.to(_own_device())
+        return online_states(model, recipe)
+
+    facts = prepared.facts | {"prompts": record_prompts(prepared.prompts, start)}
+    job = Job(target, recipe, prepared.text, prepared.unseen, states, facts, start=start)
+    return replace(job, specials=tuple(tokenizer.specials))
+
+
+def offline_job(
+    target: Path,
+    config: TargetConfig,
+    tokenizer: Tokenizer,
+    values: Mapping[str, Any],
+    folder: Path,
+    start: Head | None,
+) -> Job:
+    """Return a job that reads the target's states from `folder`, where kconv states wrote them.
+
+    Other arguments and faults as of `online_job`.
+
+    Raises:
+        StatesInvalid: they are of another target, or lack a layer that the recipe captures.
+    """
+    check_job(values, config, start)
+    stored = open_states(folder, config=config)
+    text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
+    recipe = complete(values, config, len(text.rows.ids), start.spec if start else None)
+    # Now that the recipe is whole: the layers it wants, in its order.
+    wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
+    facts: dict[str, object] = {"name": folder.name, "states": stored.record.prompts.model_dump()}
+    facts |= {"sequences": len(stored.sequences), "dtype": stored.record.dtype, "sha256": _digest(stored.record)}
+    facts |= {"prompts": record_prompts(text.prompts, start)}
+
+    def states() -> tuple[States, States]:
+        return Offline(wanted, text.places), Offline(wanted, unseen.places)
+
+    job = Job(target, recipe, text.rows, unseen.rows, states, facts, start=start)
+    return replace(job, specials=tuple(tokenizer.specials))
+
+
+def _digest(record: StatesRecord) -> str:
+    """Return a sha256 of the shards' own: of the states themselves, where the rows' digests are of their tokens."""
+    return hashlib.sha256("".join(shard.sha256 for shard in record.shards).encode()).hexdigest()
+
+
+def _own_device() -> torch.device:
+    """Return where transformers' Trainer will train, before there is one: the process's own GPU, if it has any."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
+
+
+def _seq(values: Mapping[str, Any]) -> int:
+    return values.get("seq", EagleRecipe.seq)
+
+
+def record_prompts(digests: Iterable[str], start: Head | None) -> list[str]:
+    """Return the beginnings of prompts' digests, for the manifest.
+
+    Args:
+        digests: of the prompts that are trained on; "" where a prompt's text is not known.
+        start: a head that training goes on from; what it was trained on counts too.
+    """
+    told = read_told(start.checkpoint.folder).training if start else None
+    before = told.get("data", {}).get("prompts", ()) if told else ()
+    return sorted({*before, *(digest[:KEPT] for digest in digests if digest)})
+
+
+# TensorRT-LLM's first: its names are ModelOpt's own.
+ORDER = ("trtllm", "vllm")
+
+
+def choose_layout(spec: HeadSpec) -> Layout:
+    """Return the layout that a head will be written in: TensorRT-LLM's, or vLLM's where only that engine can load it.
+
+    It is asked for before training, so that no head is trained that could not be written.
+
+    Args:
+        spec: what the head will be.
+
+    Raises:
+        LayoutCannot: neither can load it; vLLM's reason is given.
+    """
+    found = None
+    for layout in map(by_name, ORDER):
+        found = next((limit for limit in layout.limits if limit.applies(spec, ())), None)
+        if found is None:
+            return layout
+    assert found is not None, "ORDER names layouts"
+    raise LayoutCannot(found.what, where=found.source, fix=found.fix)

@@ -21,7 +21,7 @@ from ..head.drafters import (
     lookup_drafts,
 )
 from ..head.forward import DraftHead
-from ..targets.states import States, run_target
+from ..targets.forward import States, run_target
 from .apart import differ
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, TextFigures
 from .gathered import Gathered, acceptance_figures, parity_figures, text_figures

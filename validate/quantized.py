@@ -15,8 +15,7 @@ import torch
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
 from ..targets.config import parse_target_config
-from ..targets.source_formats import stored_weights
-from ..targets.stored import Plain, Stored
+from ..targets.weights import Plain, Stored, stored_weights
 from .figures import NoiseFigures
 from .quantized_config import check_config
 from .report import Finding

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...targets.nvfp4 import dequantize_nvfp4
+from ...targets.weights import dequantize_nvfp4
 from ..formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE, PRODUCER
 from ..pack import pack
 

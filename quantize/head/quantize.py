@@ -18,7 +18,7 @@ from ...convert.attention.kept import KEEP, check_kept
 from ...errors import TensorValue
 from ...head.forward import DraftHead
 from ...head.spec import HeadSpec
-from ..bounds import check_amax
+from ..calibration import check_amax
 from ..pack import amax
 from .formats import Format
 from .inputs import Inputs, check_states, input_amaxes

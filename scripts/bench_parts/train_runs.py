@@ -12,8 +12,8 @@ from typing import Any
 
 from kconv.checkpoint.folder import read_json
 from kconv.targets.tokenizer import Tokenizer, load_tokenizer
+from kconv.tiny.target import BOS, EOS
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import BOS, EOS
 
 from .machine import KCONV, Spent, clock
 

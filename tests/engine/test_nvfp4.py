@@ -23,8 +23,8 @@ from support.quantized_targets import make_form
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.targets.config import parse_target_config
-from kconv.targets.source_formats import stored_weights
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.targets.weights import stored_weights
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.vllm import Serving, environment
 

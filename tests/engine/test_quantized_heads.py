@@ -25,11 +25,11 @@ from kconv.head.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS
 from kconv.quantize.head.inputs import Inputs
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
 from kconv.validate.weights import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

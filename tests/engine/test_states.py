@@ -10,10 +10,9 @@ import torch
 from click.testing import CliRunner
 
 from kconv.cli import main
-from kconv.targets.generate import generate_greedy
+from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
-from kconv.targets.states import capture
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import open_states
 from kconv.validate.engines.states import CONNECTOR, states_options
 from kconv.validate.engines.vllm import Serving, serve
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.errors import InputScalesInvalid
-from kconv.quantize.calibrating import Between, find, keep
+from kconv.quantize.calibrate import Between, find, keep
 
 HIDDEN = [torch.arange(12.0).reshape(1, 3, 4), torch.ones(1, 2, 4)]
 AMAXES = {"model.layers.0.self_attn.o_proj": 0.1, "model.layers.0.mlp.up_proj": 3.0}
@@ -50,7 +50,7 @@ def test_on_a_full_disk_what_was_kept_before_stays(limit, kept, tmp_path):
     before = kept.read_bytes()
     code = (
         "import resource, signal, sys; from pathlib import Path; import torch;"
-        "from kconv.errors import OutputFailed; from kconv.quantize.calibrating import Between, keep;"
+        "from kconv.errors import OutputFailed; from kconv.quantize.calibrate import Between, keep;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         f"file, between = Path({str(kept)!r}), Between(3, [torch.zeros(1, 1000)], {{}})\n"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.errors import TensorMissing, TensorValue
-from kconv.quantize.exported import take_export
+from kconv.quantize.modelopt_backend import take_export
 
 NORM = "model.layers.2.input_layernorm.weight"
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"

@@ -12,8 +12,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest
 from kconv.checkpoint.tensors import read_tensor
 from kconv.errors import InputScalesInvalid
-from kconv.quantize.calibration import Calibration, Prompts, identify, write_calibration
-from kconv.quantize.inputs import data_free, from_calibration
+from kconv.quantize.calibration import Calibration, Prompts, data_free, from_calibration, identify, write_calibration
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize

@@ -13,7 +13,7 @@ from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.errors import RecipeInvalid, TensorMissing
 from kconv.quantize.calibration import Prompts
-from kconv.quantize.modelopt_road import plan_in_memory, quantize_in_memory
+from kconv.quantize.modelopt_backend import plan_in_memory, quantize_in_memory
 from kconv.quantize.recipe import load_recipe, parse_recipe
 from kconv.targets.config import parse_target_config
 from kconv.validate.run import validate

@@ -26,12 +26,12 @@ from kconv.head.chain import lengths
 from kconv.head.rope import rotary_dims
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, Mla
+from kconv.quantize.calibration import data_free
 from kconv.quantize.formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
-from kconv.quantize.inputs import data_free
 from kconv.quantize.pack import amax, pack, scale_2, unpack
-from kconv.targets.nvfp4 import E2M1
 from kconv.targets.prompts import KEPT
-from kconv.train.prepare import HELD_OUT
+from kconv.targets.weights import E2M1
+from kconv.train.data import HELD_OUT
 from kconv.train.recipe import TINY_MLA
 from kconv.validate.report import Report
 

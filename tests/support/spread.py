@@ -16,10 +16,10 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from kconv.targets.model import load_target
-from kconv.train import arguments
-from kconv.train.arguments import Pace
+from kconv.train import job as jobs
+from kconv.train.data import Rows
 from kconv.train.feed import online_states
-from kconv.train.job import Job, Rows
+from kconv.train.job import Job, Pace
 from kconv.train.loop import Progress
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
 from kconv.train.run import train
@@ -80,7 +80,7 @@ def run(job: Job, out: Path, pace: Pace, progress: Progress = lambda *_: None) -
 
 def main(target: Path, folder: Path) -> None:
     AcceleratorState.__init__ = begin_spread
-    arguments.can_shard = lambda: True
+    jobs.can_shard = lambda: True
     for name, (recipe, before, after) in HEADS.items():
         if name in STOPPED:
             with suppress(Stopped):

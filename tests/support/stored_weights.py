@@ -9,10 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from kconv.checkpoint.header import TensorInfo, read_header
-from kconv.targets.fp8 import dequantize_fp8, fp8_of
-from kconv.targets.int4 import dequantize_int4, int4_of
-from kconv.targets.nvfp4 import dequantize_nvfp4, nvfp4_of
-from kconv.targets.stored import Plain, Stored
+from kconv.targets.weights import (
+    Plain,
+    Stored,
+    dequantize_fp8,
+    dequantize_int4,
+    dequantize_nvfp4,
+    fp8_of,
+    int4_of,
+    nvfp4_of,
+)
 
 from .quantized_targets import quantize_fp8, quantize_int4
 

@@ -10,8 +10,7 @@ import pytest
 from kconv.checkpoint.header import read_header
 from kconv.errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.states_record import RECORD
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import RECORD, open_states
 
 
 @pytest.mark.parametrize("captured", [(), (1, 1), (1, 7)])

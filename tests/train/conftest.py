@@ -11,10 +11,11 @@ import torch
 
 from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
+from kconv.train.data import Rows
 from kconv.train.feed import Online
-from kconv.train.job import Job, Rows
+from kconv.train.job import Job
 from kconv.train.recipe import EagleRecipe
-from kconv.train.trainer import train_head
+from kconv.train.run import train_head
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
 RECIPES = {

@@ -18,11 +18,11 @@ from kconv.engines import by_name
 from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
 from kconv.head.spec import Yarn
 from kconv.targets.config import read_target_config
-from kconv.train.arguments import Pace
 from kconv.train.checkpoints import newest
+from kconv.train.evaluate import spec_of
+from kconv.train.job import Pace
 from kconv.train.recipe import TEST_GQA, TEST_MLA
 from kconv.train.run import train
-from kconv.train.watch import spec_of
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
 GQA = dataclasses.replace(TEST_GQA, **FEW)

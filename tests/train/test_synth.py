@@ -13,9 +13,9 @@ from support.loopback import serving
 
 from kconv.errors import EngineFailed, PromptsInvalid
 from kconv.targets.prompts import Prompt
-from kconv.train import synth
-from kconv.train.samples import read_rows
-from kconv.train.synth import Asking, synthesize
+from kconv.train import generate
+from kconv.train.data import read_rows
+from kconv.train.generate import Asking, synthesize
 
 Answer = tuple[int, Any]
 
@@ -49,7 +49,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(synth, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(generate, "LONGEST_PAUSE", 0.0)
 
 
 PROMPTS = [Prompt("a", "math", ("one", "two")), Prompt("b", "", ("three",)), Prompt("c", "", ("four",))]

@@ -97,7 +97,7 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
     values=True,
 )
 def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
-    from ...targets.norms import beyond_norms
+    from ...quantize.calibration import beyond_norms
 
     scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
     amaxes = {

@@ -82,7 +82,7 @@ def norm_of_ones(subject: HeadSubject) -> Iterator[Found]:
     values=True,
 )
 def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
-    from ...checkpoint.rows import read_rows
+    from ...checkpoint.tensors import read_rows
     from .spread import measure_spread, spread_ids
 
     info = subject.tensors.get("lm_head.weight")
@@ -107,7 +107,7 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
     values=True,
 )
 def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
-    from ...checkpoint.rows import row_blocks
+    from ...checkpoint.tensors import row_blocks
 
     info = subject.tensors.get("lm_head.weight")
     if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from kconv.errors import EngineFailed, StatesInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.generate import generate_greedy
+from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
-from kconv.targets.states import capture
 from kconv.validate.engines.client import Client
 from kconv.validate.engines.states import ServedRunner, states_options
 

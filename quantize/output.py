@@ -1,4 +1,4 @@
-"""What stands beside the weights of the output."""
+"""What the output has beside its weights: config, index, copied files, manifest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
-from ..targets.source_formats import SIDE_CONFIG
-from .excludes import exclude_modules
+from ..targets.weights import SIDE_CONFIG
 from .formats import hf_quant_config, quantization_config
-from .plan import QuantizePlan
-from .record import Workplace
+from .plan import QuantizePlan, exclude_modules
+from .stream import Workplace
 
 # Written anew, or of the source's weights alone.
 NOT_COPIED = ("config.json", INDEX, SIDE_CONFIG, MANIFEST, "README.md", ".gitattributes")

@@ -1,4 +1,4 @@
-"""Answers of the served target itself, to train on.
+"""Responses of the served target itself, to train on.
 
 A head drafts what its target says, so it is trained on the target's own words: NVIDIA's and lightseek's Kimi heads
 were trained on regenerated answers.
@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ import httpx
 
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.prompts import Prompt
-from .reasoning import read_reasoning
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
 RETRIED = (408, 429, 500, 502, 503, 504)
@@ -174,3 +173,15 @@ def _complete(client: httpx.Client, asking: Asking, messages: list[dict[str, str
 def _pause(asked_for: str | None, attempt: int) -> float:
     stated = float(asked_for) if asked_for and asked_for.isdigit() else 0.5 * 2**attempt
     return min(stated, LONGEST_PAUSE)
+
+
+# SGLang's and TensorRT-LLM's name of what a reasoning parser took out of an answer, and vLLM's:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/protocol.py#L79
+REASONING = "reasoning_content"
+NAMES = (REASONING, "reasoning")
+
+
+def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's reasoning under the one name that kconv writes; empty where it has none."""
+    found = next((message[name] for name in NAMES if message.get(name)), None)
+    return {} if found is None else {REASONING: found}
