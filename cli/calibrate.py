@@ -59,7 +59,7 @@ def calibrate(
             sequences,
             said,
             dtype=chosen,
-            start=before,
+            resume=before,
             keep=partial(keep, place),
             advance=lambda done, total: say(f"{done} of {total} layers"),
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.source import Source
-    from ..quantize.calibration import Prompts
+    from ..quantize.calibration import CalibrationPrompts
 
 TOKENS = 512
 
@@ -41,7 +41,7 @@ def prompting(command: Callable) -> Callable:
 
 def read_sequences(
     target: Source, prompts: Path, *, tokens: int, chat: bool, trust_remote_code: bool
-) -> tuple[list[torch.Tensor], Prompts]:
+) -> tuple[list[torch.Tensor], CalibrationPrompts]:
     """Return the token ids of each prompt, [T] each, and what they are, for the record.
 
     Raises:
@@ -49,18 +49,6 @@ def read_sequences(
         PromptsInvalid, TokenizerFailed: the prompts or the tokenizer cannot be read.
     """
     check_trusted(trust_remote_code, target)
-    import torch
+    from ..quantize.calibrate import read_sequences as read
 
-    from ..checkpoint.bytes import file_digest
-    from ..quantize.calibration import Prompts
-    from ..targets.prompts import read_prompts
-    from ..targets.tokenizer import load_tokenizer
-
-    given = read_prompts(prompts)
-    tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
-    encoded = [
-        tokenizer.encode_chat(one.turns[:1]) if chat else tokenizer.encode("\n\n".join(one.turns)) for one in given
-    ]
-    sequences = [torch.tensor(ids[:tokens]) for ids in encoded]
-    found = Prompts(sha256=file_digest(prompts), count=len(given), tokens=sum(map(len, sequences)))
-    return sequences, found
+    return read(target, prompts, tokens=tokens, chat=chat, trust_remote_code=trust_remote_code)

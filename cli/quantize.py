@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.folder import Checkpoint
-    from ..quantize.calibration import Prompts
+    from ..quantize.calibration import CalibrationPrompts
     from ..quantize.recipe import Recipe
     from ..quantize.run import World
     from ..targets.config import TargetConfig
@@ -92,9 +92,7 @@ def quantize(
     from ..quantize.recipe import load_recipe
     from ..quantize.run import read_world
 
-    recipe = load_recipe(recipe_name)
-    if kv_cache:
-        recipe = recipe.model_copy(update={"kv_cache": kv_cache})
+    recipe = load_recipe(recipe_name, kv_cache=kv_cache)  # pyright: ignore[reportArgumentType]
     _refuse_options_of_the_other_road(road)
     scaled = {"stream": input_scale, "modelopt": prompts}[road]
     option = {"stream": "--input-scale", "modelopt": "--prompts"}[road]
@@ -170,7 +168,7 @@ def _modelopt(
     config: TargetConfig,
     recipe: Recipe,
     sequences: list[torch.Tensor],
-    prompts: Prompts | None,
+    prompts: CalibrationPrompts | None,
     out: Path,
     *,
     dry_run: bool,

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from ..checkpoint.header import byte_size
+from ..checkpoint.staging import free_bytes
 from ..quantize.output import copied_files
 from ..quantize.plan import QuantizePlan
-from ..quantize.run import bytes_needed, free_bytes
+from ..quantize.run import bytes_needed
 from ..quantize.stream import estimate
 from .output import print_json, print_next
 

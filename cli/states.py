@@ -91,53 +91,33 @@ def states(
     if no_held_out and not sampled and not greedy:
         raise click.UsageError("--no-held-out leaves nothing to write; add --sampled or --greedy")
     check_trusted(trust_remote_code, target)
-    from ..checkpoint.folder import Checkpoint, open_checkpoint
-    from ..checkpoint.staging import refuse_existing
-    from ..checkpoint.tensors import TORCH
     from ..convert.captured import Hints, decide
-    from ..targets.config import read_target_config
-    from ..targets.forward import LocalRunner
-    from ..targets.model import load_target
-    from ..targets.tokenizer import load_tokenizer
-    from ..targets.write_states import Wanted, write_states
+    from ..targets.write_states import Wanted, capture_states
     from .output import print_states, status
 
-    refuse_existing(out)
-    folder = target.fetch_tokenizer() if url else target.fetch_model()
-    config = read_target_config(folder)
-    # Of a target that is served elsewhere, only what its identity hangs on need be here.
-    checkpoint = (
-        Checkpoint(folder, config.raw, target.open_tensors({config.lm_head}), target.name)
-        if url
-        else open_checkpoint(folder, source=target.name)
-    )
-    wanted = Wanted(
-        prompts,
-        captured or decide({}, Hints(target_layers=config.layers)).ids,
-        prompt_tokens=prompt_tokens,
-        text_tokens=text_tokens,
-        sampled=sampled,
-        greedy=greedy,
-        held_out=not no_held_out,
-        chat=chat,
-        seed=seed,
-    )
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    def wanted(config: TargetConfig) -> Wanted:
+        return Wanted(
+            prompts,
+            captured or decide({}, Hints(target_layers=config.layers)).ids,
+            prompt_tokens=prompt_tokens,
+            text_tokens=text_tokens,
+            sampled=sampled,
+            greedy=greedy,
+            held_out=not no_held_out,
+            chat=chat,
+            seed=seed,
+        )
+
     with status("states") as say:
-        if url and shared:
-            runner = _reach(url, shared, target, config, dtype or config.dtype or "BF16")
-        else:
-            say("loading the target")
-            runner = LocalRunner(load_target(folder, TORCH[dtype or config.dtype or "BF16"]))
-        record = write_states(
-            runner,
-            checkpoint,
-            config,
-            tokenizer,
+        record = capture_states(
+            target,
             wanted,
             out,
+            connect=(lambda config, kind: _reach(url, shared, target, config, kind)) if url and shared else None,
+            dtype=dtype,
             shard_bytes=shard_mib << 20,
-            advance=lambda done, total: say(f"{done} of {total} sequences"),
+            trust_remote_code=trust_remote_code,
+            log=say,
         )
     print_states(record, out, as_json=as_json)
 

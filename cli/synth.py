@@ -39,13 +39,13 @@ def synth(
       kconv synth --url http://127.0.0.1:8000 --model my-target --prompts prompts.jsonl --out dialogues.jsonl
     """
     from ..targets.prompts import read_prompts
-    from ..train.generate import FAILED, Asking, synthesize
+    from ..train.generate import FAILED, GenerateRequest, generate
     from .output import status
 
     asked = read_prompts(prompts)
-    asking = Asking(url, model, max_tokens, temperature, concurrency, seed=seed)
+    asking = GenerateRequest(url, model, max_tokens, temperature, concurrency, seed=seed)
     with status("asking") as say:
-        counts = synthesize(asked, asking, out, lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts"))
+        counts = generate(asked, asking, out, lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts"))
     click.echo(
         f"{out}: " + ", ".join(f"{count} {what}" for what, count in counts.items()) + f" of {len(asked)} prompts"
     )

@@ -13,7 +13,7 @@ from ..checkpoint.source import Source
 from .options import FOLDER, PATH_OR_ID, check_trusted, open_head
 
 if TYPE_CHECKING:
-    from ..train.job import Job, Pace
+    from ..train.job import Pace, TrainJob
 
 POSITIVE = click.IntRange(min=1)
 
@@ -98,22 +98,21 @@ def train(target: Source, out: Path, recipe: str, data: str | None, states: Path
 
 def _job(
     target: Source, recipe: str, data: str | None, states: Path | None, pace: Pace, options: dict[str, Any]
-) -> Job:
-    from ..targets.config import read_target_config
-    from ..targets.tokenizer import load_tokenizer
-    from ..train.job import Data, check_job, offline_job, online_job
+) -> TrainJob:
+    from ..train.job import Data, prepare_job
     from ..train.recipe import check_keys, read_recipe_file
 
     values = read_recipe_file(recipe) | dict(options["settings"])
-    # A target may be downloaded, and data read, for hours.
+    # The head may be downloaded for hours.
     check_keys(values)
     head = open_head(options["start"], target=target) if options["start"] else None
-    check_job(values, read_target_config(target.fetch_config()), head, pace)
-    folder = target.fetch_model()
-    config = read_target_config(folder)
-    tokenizer = load_tokenizer(folder, trust_remote_code=options["trust_remote_code"])
-    if states is not None:
-        return offline_job(folder, config, tokenizer, values, states, head)
-    assert data is not None, "one of the two was given"
-    given = Data(data, options["held_out"], options["split"] or Data.split, options["revision"])
-    return online_job(folder, config, tokenizer, values, given, head)
+    given = Data(data, options["held_out"], options["split"] or Data.split, options["revision"]) if data else None
+    return prepare_job(
+        target,
+        values,
+        data=given,
+        states=states,
+        init_from=head,
+        pace=pace,
+        trust_remote_code=options["trust_remote_code"],
+    )

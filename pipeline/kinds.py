@@ -46,7 +46,7 @@ class Reading(BaseModel):
 
 
 class Tiny(StepBase):
-    """A tiny Kimi-K2 and texts for it: `target/`, `train.jsonl`, `look.jsonl` and `held-out.jsonl`."""
+    """A tiny Kimi-K2 and texts for it: `target/`, `train.jsonl`, `eval.jsonl` and `held-out.jsonl`."""
 
     do: Literal["tiny"]
     target: Literal["demo", "test"] = "test"

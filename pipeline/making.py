@@ -5,14 +5,11 @@ A function makes its job's `out`, whole or not at all.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..checkpoint.source import Folder, Source
-from ..checkpoint.staging import staged
 from ..errors import CorruptIndex
 from .job import Job, open_step_head
 from .kinds import Convert, Quantize, Reading, Tiny, Train
@@ -24,68 +21,46 @@ if TYPE_CHECKING:
     from ..engines.layout import Layout
     from ..targets.config import TargetConfig
 
-# Documents that are only looked at while a head is trained.
-LOOKED_AT = 6
-
 
 def make_tiny(step: Tiny, job: Job) -> None:
     """Train a tiny target, or find it in the cache, and write texts for it."""
-    from ..targets.tokenizer import load_tokenizer
-    from ..tiny.recipe import DEMO, TEST, cache_root
-    from ..tiny.target import make_target
-    from ..tiny.text import read_corpus
+    from ..tiny.target import write_tiny
 
     job.say("the tiny target")
-    made = make_target({"demo": DEMO, "test": TEST}[step.target], cache_root())
-    corpus, tokenizer = read_corpus(), load_tokenizer(made)
-    long_enough = [text for text in corpus.held_out if len(tokenizer.encode(text)) >= step.prompt_tokens]
-    prompts, look = long_enough[: step.prompts], long_enough[step.prompts :]
-    with staged(job.out) as folder:
-        shutil.copytree(made, folder / "target")
-        _write_lines(folder / "train.jsonl", ({"text": text} for text in corpus.train[: step.documents]))
-        _write_lines(folder / "look.jsonl", ({"text": text} for text in look[:LOOKED_AT]))
-        _write_lines(folder / "held-out.jsonl", ({"prompt": text, "category": "documentation"} for text in prompts))
+    write_tiny(job.out, step.target, prompts=step.prompts, prompt_tokens=step.prompt_tokens, documents=step.documents)
 
 
 def train(step: Train, job: Job) -> None:
     """Train a head with ModelOpt, from where an interrupted run stopped."""
-    from ..targets.config import read_target_config
-    from ..targets.tokenizer import load_tokenizer
-    from ..train.job import Data, Pace, offline_job, online_job
+    from ..train.job import Data, Pace, prepare_job
     from ..train.recipe import read_recipe_file
     from ..train.run import train as run
 
     target, trusted = job.source("target"), job.trusts(step.trust_remote_code)
-    folder = target.fetch_model()
-    config, tokenizer = read_target_config(folder), load_tokenizer(folder, trust_remote_code=trusted)
     start, states = job.maybe("start"), job.word("states")
-    head = open_step_head(start, Reading(), target) if start else None
-    values = read_recipe_file(job.word("recipe") or "") | step.set
-    if states:
-        made = offline_job(folder, config, tokenizer, values, Path(states), head)
-    else:
-        data = Data(job.word("data") or "", job.word("held_out"))
-        made = online_job(folder, config, tokenizer, values, data, head)
     pace = Pace(step.save_every, step.look_every)
+    made = prepare_job(
+        target,
+        read_recipe_file(job.word("recipe") or "") | step.set,
+        data=None if states else Data(job.word("data") or "", job.word("held_out")),
+        states=Path(states) if states else None,
+        init_from=open_step_head(start, Reading(), target) if start else None,
+        pace=pace,
+        trust_remote_code=trusted,
+    )
     run(made, job.out, pace, lambda done, steps, loss: job.say(f"step {done} of {steps}, loss {loss:.3f}"))
 
 
 def quantize(step: Quantize, job: Job) -> None:
     """Quantize a target, from where an interrupted run stopped."""
-    from ..quantize.calibration import data_free, from_calibration
-    from ..quantize.plan import plan_quantize
     from ..quantize.recipe import load_recipe
+    from ..quantize.run import plan_target
     from ..quantize.run import quantize as run
-    from ..targets.config import parse_target_config
 
-    recipe = load_recipe(job.word("recipe") or "")
-    if step.kv_cache:
-        recipe = recipe.model_copy(update={"kv_cache": step.kv_cache})
-    source = job.source("target").open_weights()
-    config = parse_target_config(source.config, where=source.folder / "config.json")
+    recipe = load_recipe(job.word("recipe") or "", kv_cache=step.kv_cache)
     file = job.word("input_scale")
-    inputs = from_calibration(Path(file), source, config) if file else data_free()
-    run(plan_quantize(source, config, recipe, inputs), job.out, jobs=step.jobs, say=job.say)
+    plan = plan_target(job.source("target"), recipe, input_scale=Path(file) if file else None)
+    run(plan, job.out, jobs=step.jobs, say=job.say)
 
 
 def convert(step: Convert, job: Job) -> None:
@@ -153,7 +128,3 @@ def find_shapes(target: Source) -> Shared:
 def _names(config: TargetConfig) -> dict[str, str]:
     """Return the names, in a target's files, of what a head may share with it, by slot."""
     return {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
-
-
-def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

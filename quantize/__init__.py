@@ -1,1 +1,1 @@
-"""A target in NVFP4: recipes, the packer, calibration with ModelOpt, and the streaming road."""
+"""A target in NVFP4: recipes, the packer, calibration with ModelOpt, and the streaming backend."""

@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import Record
+from ..checkpoint.schema import load_json
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
 from ..targets.config import TargetConfig
@@ -22,7 +24,7 @@ from .formats import fused_group, is_scale
 from .pack import scale_2
 
 
-class Identity(BaseModel):
+class TargetIdentity(Record):
     """A target, whatever form its weights are stored in.
 
     Attributes:
@@ -30,25 +32,21 @@ class Identity(BaseModel):
         norm: blake3 of the final norm's values in bf16: no form quantizes it, and no other training has it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     hidden: int
     layers: int
     vocab: int
     norm: str
 
 
-class Prompts(BaseModel):
+class CalibrationPrompts(Record):
     """What a calibration ran over: the file's sha256, prompts and tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: str
     count: int
     tokens: int
 
 
-class Calibration(BaseModel):
+class TargetCalibration(Record):
     """The largest magnitudes at the inputs of a target's linear modules; the schema of calibration.json.
 
     Attributes:
@@ -58,15 +56,13 @@ class Calibration(BaseModel):
             that no token was routed to is not in it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    target: Identity
-    prompts: Prompts
+    target: TargetIdentity
+    prompts: CalibrationPrompts
     input_amax: dict[str, float]
 
 
-def identify(target: Checkpoint, config: TargetConfig) -> Identity:
+def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
     """Return a target's identity.
 
     Raises:
@@ -81,31 +77,25 @@ def identify(target: Checkpoint, config: TargetConfig) -> Identity:
         )
     values = read_tensor(norm).bfloat16().contiguous()
     digest = blake3(values.view(torch.uint8).numpy().data).hexdigest()
-    return Identity(hidden=config.hidden, layers=config.layers, vocab=config.vocab, norm=digest)
+    return TargetIdentity(hidden=config.hidden, layers=config.layers, vocab=config.vocab, norm=digest)
 
 
-def read_calibration(file: Path) -> Calibration:
+def read_calibration(file: Path) -> TargetCalibration:
     """Read a calibration file.
 
     Raises:
         InputScalesInvalid: it cannot be read, or is not of the schema.
     """
-    try:
-        return Calibration.model_validate_json(file.read_bytes())
-    except OSError as fault:
-        raise InputScalesInvalid(
-            f"{file} cannot be read: {fault.strerror}", fix="Give a file that kconv calibrate wrote, or data-free."
-        ) from fault
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        raise InputScalesInvalid(
-            f"{file.name} is no calibration of kconv's: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            where=file,
-            fix="Give a file that kconv calibrate wrote, or data-free.",
-        ) from fault
+    return load_json(
+        TargetCalibration,
+        file,
+        InputScalesInvalid,
+        what="calibration of kconv's",
+        fix="Give a file that kconv calibrate wrote, or data-free.",
+    )
 
 
-def write_calibration(file: Path, calibration: Calibration) -> None:
+def write_calibration(file: Path, calibration: TargetCalibration) -> None:
     """Write a calibration file."""
     file.write_text(calibration.model_dump_json(indent=1, by_alias=True) + "\n")
 

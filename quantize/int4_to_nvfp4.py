@@ -120,7 +120,7 @@ def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
 
 
 def fits(weight: Int4) -> bool:
-    """Say whether a weight can go this road."""
+    """Say whether a weight can be packed so."""
     return weight.dtype == "BF16" and weight.group % GROUP_SIZE == 0
 
 

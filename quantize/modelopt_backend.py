@@ -19,37 +19,39 @@ from ..checkpoint.bytes import digest, file_digest, stream
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.manifest import FileRecord
-from ..checkpoint.staging import staged
+from ..checkpoint.staging import check_disk, staged
 from ..checkpoint.tensors import TORCH, entry, read_tensor
 from ..checkpoint.values import Scan
 from ..errors import RecipeInvalid, TensorMissing, TensorValue
 from ..targets.config import TargetConfig
 from ..targets.model import load_target
-from ..targets.weights import Stored
-from .calibration import InputScales, Prompts
+from ..targets.weights import StoredWeight
+from .calibration import CalibrationPrompts, InputScales
 from .formats import is_scale
 from .output import write_beside, write_manifest
 from .plan import QuantizePlan, plan_quantize
 from .recipe import NEVER, Recipe
-from .run import check_disk
+from .run import bytes_needed
 from .stream import steps
 
 Say = Callable[[str], None]
 # What ModelOpt says where none of its patterns met a quantizer.
 NOTHING = "no weight quantizer is enabled"
 # What to do with a target that is larger than the memory.
-INSTEAD = "Use --road stream with a file of kconv calibrate; both hold a layer at a time at the most."
+INSTEAD = "Use --backend stream with a file of kconv calibrate; both hold a layer at a time at the most."
 # ModelOpt's own numbers of an NVFP4 quantizer.
 NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 
 
-def plan_in_memory(source: Checkpoint, config: TargetConfig, recipe: Recipe, prompts: Prompts | None) -> QuantizePlan:
+def plan_in_memory(
+    source: Checkpoint, config: TargetConfig, recipe: Recipe, prompts: CalibrationPrompts | None
+) -> QuantizePlan:
     """Decide what becomes of each tensor; its files are ModelOpt's to choose.
 
     Args:
         source: a text target, in any form that is read.
         config: its config.
-        recipe: what is quantized. A KV cache in FP8 is stated and has no scales, as on the streaming road.
+        recipe: what is quantized. A KV cache in FP8 is stated and has no scales, as with the streaming backend.
         prompts: what is calibrated on; None if activations stay as they are.
 
     Raises:
@@ -92,7 +94,7 @@ def quantize_in_memory(
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
-    check_disk(plan, out)
+    check_disk(out, bytes_needed(plan))
     config, recipe = plan.config, plan.recipe
     with staged(out) as folder:
         say("loading the target")
@@ -133,7 +135,7 @@ def quant_cfg(recipe: Recipe) -> dict[str, Any]:
 
 
 WEIGHTS = "*.safetensors"
-ANOTHER_ROAD = "Use the streaming road."
+ANOTHER_BACKEND = "Use the streaming backend."
 # Numbers that a kernel multiplies by, one per module.
 SCALARS = ("weight_scale_2", "input_scale")
 
@@ -168,7 +170,7 @@ def take_export(plan: QuantizePlan, folder: Path) -> None:
     ]
     files += write_beside(plan, folder, weight_map, plan.bytes_out)
     records = (step for unit in plan.units for step in steps(unit, digests, taken, plan.inputs.description))
-    made_by = {"road": "modelopt", "modelopt": version("nvidia-modelopt"), "torch": torch.__version__}
+    made_by = {"backend": "modelopt", "modelopt": version("nvidia-modelopt"), "torch": torch.__version__}
     write_manifest(plan, folder, files, (step.model_dump_json(by_alias=True) for step in records), made_by=made_by)
 
 
@@ -179,14 +181,14 @@ def _check_names(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
         raise TensorMissing(
             f"ModelOpt's export and the plan differ in {len(odd)} tensors, among them {odd[0]}",
             where=odd[0],
-            fix="Give prompts to calibrate on, or use the streaming road, which needs none.",
+            fix="Give prompts to calibrate on, or use the streaming backend, which needs none.",
         )
     for name, info in made.items():
         if (info.dtype, info.shape) != wanted[name]:
             raise TensorMissing(
                 f"ModelOpt made {name} {info.dtype} {list(info.shape)}, not {wanted[name][0]} {list(wanted[name][1])}",
                 where=name,
-                fix=ANOTHER_ROAD,
+                fix=ANOTHER_BACKEND,
             )
 
 
@@ -198,7 +200,7 @@ def _look(info: TensorInfo) -> str:
         scan.update(chunk)
     if count := scan.result().not_finite:
         raise TensorValue(
-            f"{count:,} values of {info.name} are NaN or Inf in ModelOpt's export", where=info.name, fix=ANOTHER_ROAD
+            f"{count:,} values of {info.name} are NaN or Inf in ModelOpt's export", where=info.name, fix=ANOTHER_BACKEND
         )
     return hashed.hexdigest()
 
@@ -210,7 +212,7 @@ def _check_scales(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
             raise TensorValue(
                 f"ModelOpt made {name} {found}, and a scale is a normal number that float32 can calculate with",
                 where=name,
-                fix="Give more prompts, keep this module out of the recipe (keep: ...), or use the streaming road.",
+                fix="Give more prompts, keep this module out of the recipe (keep: ...), or use the streaming backend.",
             )
 
 
@@ -221,12 +223,12 @@ def _check_kept(plan: QuantizePlan, digests: dict[str, str], taken: dict[str, st
         for name, wanted in kept.items():
             if digests[name] != wanted:
                 raise TensorValue(
-                    f"ModelOpt changed {name}, which the recipe leaves as it is", where=name, fix=ANOTHER_ROAD
+                    f"ModelOpt changed {name}, which the recipe leaves as it is", where=name, fix=ANOTHER_BACKEND
                 )
 
 
-def _as_it_reads(weight: Stored) -> str:
-    """Return the blake3 of a weight dequantized, as the streaming road writes it."""
+def _as_it_reads(weight: StoredWeight) -> str:
+    """Return the blake3 of a weight dequantized, as the streaming backend writes it."""
     hashed = blake3()
     for block in weight.blocks():
         for chunk in entry(weight.name, block).chunks():

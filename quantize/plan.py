@@ -14,7 +14,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TensorShape
 from ..targets.config import TargetConfig
-from ..targets.weights import Plain, Stored, read_form, stored_weights
+from ..targets.weights import Plain, StoredWeight, read_form, stored_weights
 from .calibration import InputScales
 from .formats import GROUP_SIZE, fused_group, weight_tensors
 from .recipe import Recipe
@@ -112,12 +112,12 @@ def plan_quantize(
     return QuantizePlan(source, config, form, recipe, inputs, cut_units(stored, modules, shard), tuple(linear))
 
 
-def _is_linear(name: str, weight: Stored) -> bool:
+def _is_linear(name: str, weight: StoredWeight) -> bool:
     return name.endswith(".weight") and len(weight.shape) == 2 and not name.split(".")[-2].endswith(TABLES)
 
 
-def _choose(linear: dict[str, Stored], config: TargetConfig, recipe: Recipe) -> dict[str, Stored]:
-    chosen: dict[str, Stored] = {}
+def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
+    chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
         inner, layer = name.removeprefix(config.prefix), LAYER.fullmatch(name)
         # Layers beyond the model's own predict further tokens (MTP); the published targets leave them out.
@@ -134,7 +134,7 @@ def _choose(linear: dict[str, Stored], config: TargetConfig, recipe: Recipe) -> 
     return chosen
 
 
-def _check_dims(weight: Stored) -> None:
+def _check_dims(weight: StoredWeight) -> None:
     if weight.shape[1] % GROUP_SIZE or not prod(weight.shape):
         raise TensorShape(
             f"{weight.name} is {list(weight.shape)}, and {weight.shape[1]} columns make no groups of {GROUP_SIZE}",
@@ -154,7 +154,7 @@ class Module:
     """
 
     name: str
-    weight: Stored
+    weight: StoredWeight
     input_scale: float | None
 
     @cached_property
@@ -165,7 +165,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Group:
+class FusedGroup:
     """Modules that an engine fuses, and that share one weight_scale_2; most often one or two."""
 
     modules: tuple[Module, ...]
@@ -183,8 +183,8 @@ class Unit:
     """
 
     file: str
-    groups: tuple[Group, ...]
-    dequantized: tuple[Stored, ...]
+    groups: tuple[FusedGroup, ...]
+    dequantized: tuple[StoredWeight, ...]
     carried: tuple[TensorInfo, ...]
 
     @property
@@ -219,8 +219,8 @@ class Unit:
 class _Piece:
     """What must stand in one file: a fused group, or one tensor that is not quantized."""
 
-    group: Group | None
-    plain: Stored | None
+    group: FusedGroup | None
+    plain: StoredWeight | None
 
     @property
     def size(self) -> int:
@@ -230,7 +230,7 @@ class _Piece:
         return sum(byte_size(*kind) for module in modules for kind in module.outputs.values())
 
 
-def cut_units(stored: dict[str, Stored], modules: dict[str, Module], shard: int) -> tuple[Unit, ...]:
+def cut_units(stored: dict[str, StoredWeight], modules: dict[str, Module], shard: int) -> tuple[Unit, ...]:
     """Cut the output into files of about equal sizes, in the order of the source's files and of the bytes in them."""
     groups = _fuse(modules)
     pieces: list[_Piece] = []
@@ -259,7 +259,7 @@ def _cut(pieces: Sequence[_Piece], shard: int) -> list[list[_Piece]]:
     return list(runs.values())
 
 
-def _place(weight: Stored) -> tuple[str, int]:
+def _place(weight: StoredWeight) -> tuple[str, int]:
     return weight.infos[0].file.name, weight.infos[0].begin
 
 
@@ -274,12 +274,12 @@ def _unit(file: str, pieces: Iterable[_Piece]) -> Unit:
     )
 
 
-def _fuse(modules: dict[str, Module]) -> dict[str, Group]:
+def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
     """Return the group of each module."""
     together: dict[str, list[Module]] = {}
     for name, module in modules.items():
         together.setdefault(fused_group(name), []).append(module)
-    groups = [Group(tuple(members)) for members in together.values()]
+    groups = [FusedGroup(tuple(members)) for members in together.values()]
     return {module.name: group for group in groups for module in group.modules}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +12,58 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.staging import keep_staging, publish, staging_of, writing
-from ..errors import KconvError, OutputFailed, WorkerFailed
+from ..checkpoint.source import Source
+from ..checkpoint.staging import check_disk, keep_staging, publish, staging_of, writing
+from ..errors import KconvError, WorkerFailed
+from ..targets.config import parse_target_config
+from .calibration import CalibrationPrompts, data_free, from_calibration
 from .output import copied_files, finish
-from .plan import QuantizePlan, Unit
+from .plan import QuantizePlan, Unit, plan_quantize
+from .recipe import Recipe
 from .stream import Advance, Workplace, make_unit
 
 Say = Callable[[str], None]
+Backend = Literal["stream", "modelopt"]
 WAIT = 0.5  # seconds between two looks for other ranks' files
 # Seconds that other ranks have to start, and to take back what they said of an earlier run's fault.
 GRACE = 60
+
+
+def plan_target(
+    target: Source,
+    recipe: Recipe,
+    *,
+    input_scale: Path | None = None,
+    backend: Backend = "stream",
+    prompts: CalibrationPrompts | None = None,
+    headers_only: bool = False,
+) -> QuantizePlan:
+    """Decide what becomes of each tensor of a target.
+
+    Args:
+        target: the target; of a hub id it is downloaded, unless `headers_only`.
+        recipe: what is quantized.
+        input_scale: for "stream": a file that kconv calibrate wrote; None for 1.0 throughout (data-free).
+        backend: "stream", one tensor at a time from the disk, or "modelopt", with the whole target in memory.
+        prompts: for "modelopt": what it calibrates on; None if activations stay as they are.
+        headers_only: the plan is only shown, so that a hub id's weights need not be here.
+
+    Raises:
+        RecipeInvalid, SourceFormatUnknown, TensorShape: see `plan_quantize`, and `plan_in_memory` for "modelopt".
+        InputScalesInvalid: see `from_calibration`.
+    """
+    source = target.open_headers() if headers_only else target.open_weights()
+    config = parse_target_config(source.config, where=source.folder / "config.json")
+    if backend == "modelopt":
+        # Here, as it loads transformers.
+        from .modelopt_backend import plan_in_memory
+
+        return plan_in_memory(source, config, recipe, prompts)
+    inputs = from_calibration(input_scale, source, config) if input_scale else data_free()
+    return plan_quantize(source, config, recipe, inputs)
 
 
 @dataclass(frozen=True)
@@ -87,7 +125,7 @@ def quantize(
         return True
     place, begun = Workplace(staging_of(out, plan.key)), time.monotonic()
     if not world.rank:
-        check_disk(plan, out, place)
+        check_disk(out, bytes_needed(plan, place))
     keep_staging(out, plan.key)
     with writing(out):
         place.failure(world.rank).unlink(missing_ok=True)
@@ -109,22 +147,6 @@ def bytes_needed(plan: QuantizePlan, place: Workplace | None = None) -> int:
     """Return the bytes of disk that a plan still takes, all ranks together."""
     left = sum(unit.bytes_out for unit in plan.units if place is None or not place.is_done(unit.file))
     return left + sum(file.stat().st_size for file in copied_files(plan.source.folder))
-
-
-def free_bytes(out: Path) -> int:
-    """Return the bytes that are free where an output will be."""
-    return shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
-
-
-def check_disk(plan: QuantizePlan, out: Path, place: Workplace | None = None) -> None:
-    """Raise OutputFailed if the disk has no room for what is still to be written."""
-    free, needed = free_bytes(out), bytes_needed(plan, place)
-    if free < needed:
-        raise OutputFailed(
-            f"the output takes {needed / 1e9:.2f} GB more, and {free / 1e9:.2f} GB are free",
-            where=out.absolute().parent,
-            fix="Free some space, or choose an output on another disk.",
-        )
 
 
 def _make_own(

@@ -16,25 +16,23 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.manifest import Action, FileRecord, StepRecord, TensorRecord
+from ..checkpoint.manifest import Action, FileRecord, Record, StepRecord, TensorRecord
 from ..checkpoint.staging import files_of
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue
-from ..targets.weights import Int4, Stored
+from ..targets.weights import Int4, StoredWeight
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
-from .plan import Group, Module, QuantizePlan, Unit
+from .plan import FusedGroup, Module, QuantizePlan, Unit
 
 
-class UnitRecord(BaseModel):
+class UnitRecord(Record):
     """A file that is whole: itself, and how each of its tensors came to be."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     file: FileRecord
     tensors: tuple[StepRecord, ...]
@@ -145,7 +143,7 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     return record
 
 
-def largest(weight: Stored) -> float:
+def largest(weight: StoredWeight) -> float:
     """Return a weight's amax, as the packer's scale_2 wants it.
 
     Raises:
@@ -169,7 +167,7 @@ def largest(weight: Stored) -> float:
     return found
 
 
-def shared_scale(group: Group) -> float:
+def shared_scale(group: FusedGroup) -> float:
     """Return the weight_scale_2 of a fused group, from the largest amax of its modules.
 
     Raises:
@@ -178,7 +176,7 @@ def shared_scale(group: Group) -> float:
     return float(scale_2(max(largest(module.weight) for module in group.modules)))
 
 
-def pack_stored(weight: Stored, weight_scale_2: float) -> Iterator[Packed]:
+def pack_stored(weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]:
     """Yield a stored weight as NVFP4, in consecutive blocks of rows."""
     if isinstance(weight, Int4) and fits(weight):
         packer = Int4Packer(weight_scale_2)
@@ -231,7 +229,7 @@ def _scalar(value: float | None) -> list[memoryview]:
     return [_bytes(torch.tensor([value], dtype=torch.float32))]
 
 
-def _dequantized(weight: Stored, advance: Advance) -> Entry:
+def _dequantized(weight: StoredWeight, advance: Advance) -> Entry:
     def chunks() -> Iterator[bytes | memoryview]:
         for block in weight.blocks():
             yield from entry(weight.name, block).chunks()
@@ -334,7 +332,7 @@ def estimate(plan: QuantizePlan, processes: int) -> Estimate:
     return Estimate(rate, plan.bytes_in / rate / processes)
 
 
-def _make(group: Group) -> None:
+def _make(group: FusedGroup) -> None:
     whole, tensor = hashlib.sha256(), blake3()
     scale = shared_scale(group)
     for module in group.modules:

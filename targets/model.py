@@ -18,7 +18,7 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.tensors import read_tensor
 from ..errors import TargetInvalid, TargetTooLarge
 from .config import TargetConfig, parse_target_config
-from .weights import Stored, stored_weights
+from .weights import StoredWeight, stored_weights
 
 TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 SOURCE_DTYPES = ("BF16", "F16", "F32")
@@ -93,7 +93,7 @@ def check_memory(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> 
     _check_memory(folder, stored_weights(checkpoint, config), dtype, instead)
 
 
-def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype, instead: str) -> None:
+def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dtype, instead: str) -> None:
     text = [weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)]
     needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
     left = psutil.virtual_memory().available + psutil.swap_memory().free
@@ -107,14 +107,14 @@ def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype, i
 
 
 def check_tensors(
-    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, Stored]
+    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, StoredWeight]
 ) -> None:
     """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
     sources = (_sources(name, tensor.shape) for name, tensor in model.state_dict().items())
     _account(config, checkpoint, stored, {name: shape for parts in sources for name, shape in parts.items()})
 
 
-def fill(state: dict[str, torch.Tensor], stored: dict[str, Stored], prefix: str) -> None:
+def fill(state: dict[str, torch.Tensor], stored: dict[str, StoredWeight], prefix: str) -> None:
     """Read weights into a model's tensors.
 
     Args:
@@ -156,7 +156,7 @@ def _sources(name: str, shape: torch.Size) -> dict[str, tuple[int, ...]]:
 def _account(
     config: TargetConfig,
     checkpoint: Checkpoint,
-    stored: dict[str, Stored],
+    stored: dict[str, StoredWeight],
     wanted: dict[str, tuple[int, ...]],
 ) -> None:
     wanted = {config.prefix + name: shape for name, shape in wanted.items()}

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.header import TensorInfo, read_header
+from ..checkpoint.manifest import Record
+from ..checkpoint.schema import load_json
 from ..checkpoint.tensors import read_tensor
 from ..errors import StatesInvalid
 from .config import TargetConfig
@@ -24,11 +26,7 @@ Kind = Literal["held-out", "sampled", "greedy"]
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TargetRecord(_Record):
+class TargetRecord(Record):
     """Which target the states are of.
 
     Attributes:
@@ -47,7 +45,7 @@ class TargetRecord(_Record):
     lm_head_blake3: str
 
 
-class PromptsRecord(_Record):
+class PromptsRecord(Record):
     """What the sequences were made of.
 
     Attributes:
@@ -65,7 +63,7 @@ class PromptsRecord(_Record):
     text_tokens: int | None
 
 
-class SequenceRecord(_Record):
+class SequenceRecord(Record):
     """One sequence of tokens with states.
 
     Attributes:
@@ -85,7 +83,7 @@ class SequenceRecord(_Record):
     length: int
 
 
-class ShardRecord(_Record):
+class ShardRecord(Record):
     """A file of states.
 
     Attributes:
@@ -100,7 +98,7 @@ class ShardRecord(_Record):
     count: int
 
 
-class StatesRecord(_Record):
+class StatesRecord(Record):
     """Everything about a folder of states; the schema of states.json.
 
     Attributes:
@@ -149,20 +147,15 @@ def read_record(folder: Path) -> StatesRecord:
     Raises:
         StatesInvalid: it is missing or not of the schema.
     """
-    file = folder / RECORD
-    try:
-        return StatesRecord.model_validate_json(file.read_bytes())
-    except OSError as fault:
-        raise StatesInvalid(
-            f"{folder} holds no {RECORD}: {fault.strerror}", where=folder, fix="Make it with kconv states."
-        ) from fault
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        raise StatesInvalid(
-            f"{RECORD} is not of kconv's schema at {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            where=file,
-            fix="Make the states again with this kconv.",
-        ) from fault
+    missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Make it with kconv states.")
+    return load_json(
+        StatesRecord,
+        folder / RECORD,
+        StatesInvalid,
+        what="record of kconv's schema",
+        fix="Make the states again with this kconv.",
+        missing=missing,
+    )
 
 
 def config_sha256(config: dict[str, Any]) -> str:

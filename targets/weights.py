@@ -21,7 +21,7 @@ from .config import TargetConfig
 BLOCK = 1 << 21
 
 
-class Stored(Protocol):
+class StoredWeight(Protocol):
     """A weight in whatever form it is stored.
 
     Attributes:
@@ -89,6 +89,32 @@ class Plain:
         return read_tensor(self.info)
 
 
+@dataclass(frozen=True)
+class _InBlocks:
+    """A quantized matrix, which is read by blocks of rows."""
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        raise NotImplementedError
+
+    def read(self) -> torch.Tensor:
+        """Return it whole, dequantized."""
+        return torch.cat(list(self.blocks()))
+
+
+@dataclass(frozen=True)
+class _Scaled(_InBlocks):
+    """A weight under its own name, with scales beside it."""
+
+    weight: TensorInfo
+    scale: TensorInfo
+    dtype = "BF16"
+
+    @property
+    def name(self) -> str:
+        """Its name on disk."""
+        return self.weight.name
+
+
 def spans(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the row ranges that cut a matrix into blocks of about `BLOCK` elements.
 
@@ -119,7 +145,7 @@ DEMANDS = {
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(_InBlocks):
     """A weight in groups of INT4 that share a scale."""
 
     packed: TensorInfo
@@ -162,10 +188,6 @@ class Int4:
         """Yield it in consecutive blocks of rows as it is stored: I32 [rows, in/8] and scales [rows, in/group]."""
         for begin, end in spans(self.shape):
             yield read_span(self.packed, begin, end), read_span(self.scale, begin, end)
-
-    def read(self) -> torch.Tensor:
-        """Return it whole, in the scale's dtype."""
-        return torch.cat(list(self.blocks()))
 
     def check(self) -> None:
         """Raise TensorShape if `weight_shape` says another shape than the packed values and the scales have."""
@@ -259,7 +281,7 @@ SCALE = "weight_scale_inv"
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(_Scaled):
     """A weight in blocks of FP8 that share a scale.
 
     Attributes:
@@ -268,16 +290,8 @@ class Fp8:
         block: rows and columns that share a scale.
     """
 
-    weight: TensorInfo
-    scale: TensorInfo
     block: tuple[int, int]
     form = "fp8"
-    dtype = "BF16"
-
-    @property
-    def name(self) -> str:
-        """Its name on disk."""
-        return self.weight.name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -297,10 +311,6 @@ class Fp8:
             yield dequantize_fp8(
                 read_span(self.weight, begin, end), scale[begin // height : -(-end // height)], self.block
             )
-
-    def read(self) -> torch.Tensor:
-        """Return it whole, in bf16."""
-        return torch.cat(list(self.blocks()))
 
 
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -382,19 +392,11 @@ BESIDE = ("input_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Nvfp4(_Scaled):
     """A weight in groups of sixteen e2m1 values that share an e4m3 scale."""
 
-    weight: TensorInfo
-    scale: TensorInfo
     scale_2: TensorInfo
     form = "nvfp4"
-    dtype = "BF16"
-
-    @property
-    def name(self) -> str:
-        """Its name on disk."""
-        return self.weight.name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -412,10 +414,6 @@ class Nvfp4:
         for begin, end in spans(self.shape):
             packed, scale = read_span(self.weight, begin, end), read_span(self.scale, begin, end)
             yield dequantize_nvfp4(packed, scale, scale_2).bfloat16()
-
-    def read(self) -> torch.Tensor:
-        """Return it whole, in bf16."""
-        return torch.cat(list(self.blocks()))
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
@@ -514,7 +512,7 @@ def read_form(checkpoint: Checkpoint, config: TargetConfig) -> tuple[str, dict]:
     )
 
 
-def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, Stored]:
+def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, StoredWeight]:
     """Return every tensor of a target as what it stands for, by its name as a plain tensor.
 
     Scales and shapes are part of their weight and no entry of their own; nothing is read but headers.
@@ -525,7 +523,7 @@ def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, St
     """
     form, block = read_form(checkpoint, config)
     tensors = checkpoint.tensors
-    found: list[Stored]
+    found: list[StoredWeight]
     beside: tuple[str, ...] = ()
     if form == "int4":
         found = [int4_of(base, tensors) for base in _bases(tensors, SUFFIXES[0])]

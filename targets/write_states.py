@@ -20,12 +20,15 @@ from typing import Protocol
 import torch
 
 from ..checkpoint.bytes import Entry, digest, file_digest, write_safetensors
-from ..checkpoint.folder import Checkpoint
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, finish, refuse_existing
+from ..checkpoint.tensors import TORCH
 from ..checkpoint.values import Values
 from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid
-from .config import TargetConfig
-from .forward import check_captured
+from .config import TargetConfig, read_target_config
+from .forward import LocalRunner, check_captured
+from .model import load_target
 from .prompts import Prompt, read_prompts
 from .states import (
     DTYPE_BYTES,
@@ -40,7 +43,7 @@ from .states import (
     cut_shards,
     shard_name,
 )
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStates:
     """The record without its shards, and each sequence's tokens as far as they are known."""
 
     record: StatesRecord
@@ -85,7 +88,7 @@ def plan_states(
     tokenizer: Tokenizer,
     wanted: Wanted,
     shard_bytes: int,
-) -> Planned:
+) -> PlannedStates:
     """Plan every sequence and shard, before anything is run.
 
     Args as of `write_states.write_states`.
@@ -127,7 +130,7 @@ def plan_states(
     )
     token_bytes = 8 + (len(captured) + 1) * config.hidden * DTYPE_BYTES[dtype]
     cuts = cut_shards([s.length for s in record.sequences], token_bytes, shard_bytes)
-    return Planned(record, [start for _, start in rows], cuts)
+    return PlannedStates(record, [start for _, start in rows], cuts)
 
 
 def _sequences(
@@ -178,6 +181,62 @@ class Runner(Protocol):
 SHARD_BYTES = 512 << 20
 
 
+def capture_states(
+    target: Source,
+    wanted: Callable[[TargetConfig], Wanted],
+    out: Path,
+    *,
+    connect: Callable[[TargetConfig, str], Runner] | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    trust_remote_code: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> StatesRecord:
+    """Write the hidden states of a target that a user names, run here or by a server.
+
+    Args:
+        target: the target; of a hub id the whole model is downloaded, or config, tokenizer and output matrix where a
+            server runs it.
+        wanted: gives what states are wanted, by the target's config.
+        out: the folder to make.
+        connect: gives the served target, by its config and the dtype of the states; None to load it here.
+        dtype: safetensors name of what is computed and stored in; None for the target's own.
+        shard_bytes: bound on a file's size.
+        trust_remote_code: run the tokenizer's own Python.
+        log: called with what is going on.
+
+    Raises:
+        OutputExists, OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid: see `write_states`.
+        TargetTooLarge, SourceFormatUnknown, TensorShape: see `load_target`.
+    """
+    refuse_existing(out)
+    folder = target.fetch_tokenizer() if connect else target.fetch_model()
+    config = read_target_config(folder)
+    chosen = dtype or config.dtype or "BF16"
+    # Of a target that is served elsewhere, only what its identity hangs on need be here.
+    checkpoint = (
+        Checkpoint(folder, config.raw, target.open_tensors({config.lm_head}), target.name)
+        if connect
+        else open_checkpoint(folder, source=target.name)
+    )
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if connect:
+        runner = connect(config, chosen)
+    else:
+        log("loading the target")
+        runner = LocalRunner(load_target(folder, TORCH[chosen]))
+    return write_states(
+        runner,
+        checkpoint,
+        config,
+        tokenizer,
+        wanted(config),
+        out,
+        shard_bytes=shard_bytes,
+        advance=lambda done, total: log(f"{done} of {total} sequences"),
+    )
+
+
 def write_states(
     runner: Runner,
     checkpoint: Checkpoint,
@@ -226,7 +285,7 @@ def write_states(
     return record
 
 
-def _continue(runner: Runner, planned: Planned, cut: range, seed: int) -> list[list[int]]:
+def _continue(runner: Runner, planned: PlannedStates, cut: range, seed: int) -> list[list[int]]:
     """Return the whole tokens of a shard's sequences; the draws hang on the shard alone, wherever a run begins."""
     sequences, tokens = planned.record.sequences, [planned.starts[i] for i in cut]
     kinds: tuple[Kind, ...] = ("sampled", "greedy")

@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,9 +20,12 @@ from ..checkpoint.staging import staged
 from ..errors import OutputExists, TrainingFailed
 from ..targets.config import parse_target_config
 from ..targets.model import build_target
-from .recipe import TinyRecipe, recipe_key
+from ..targets.tokenizer import load_tokenizer
+from .recipe import DEMO, TEST, TinyRecipe, cache_root, recipe_key
 from .text import Corpus, read_corpus
 
+# Documents that heads are only evaluated on while they are trained.
+EVALUATED = 6
 # As Kimi-K2 names them. Pad comes first, for a config class that falls back to its defaults says bos 0 and eos 1,
 # and that must not happen to be right.
 PAD, BOS, EOS = "[PAD]", "[BOS]", "[EOS]"
@@ -311,3 +315,37 @@ def _describe(corpus: Corpus, train_tokens: int, held_out_tokens: int) -> dict[s
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_tiny(
+    out: Path, size: Literal["demo", "test"], *, prompts: int, prompt_tokens: int, documents: int | None = None
+) -> None:
+    """Train a tiny target, or find it in the cache, and write it and texts for it into a new folder.
+
+    The folder has `target/`, `train.jsonl` to train heads on, `eval.jsonl` for the evaluations during training, and
+    `held-out.jsonl`, prompts to draft on.
+
+    Args:
+        out: the folder to make.
+        size: of the target.
+        prompts: how many held-out prompts.
+        prompt_tokens: the least tokens of one.
+        documents: the most documents to train on; None for all.
+
+    Raises:
+        OutputExists, OutputFailed: see `checkpoint.staging`.
+        TrainingFailed: see `make_target`.
+    """
+    made = make_target({"demo": DEMO, "test": TEST}[size], cache_root())
+    corpus, tokenizer = read_corpus(), load_tokenizer(made)
+    long_enough = [text for text in corpus.held_out if len(tokenizer.encode(text)) >= prompt_tokens]
+    asked, evaluated = long_enough[:prompts], long_enough[prompts:][:EVALUATED]
+    with staged(out) as folder:
+        shutil.copytree(made, folder / "target")
+        _write_lines(folder / "train.jsonl", ({"text": text} for text in corpus.train[:documents]))
+        _write_lines(folder / "eval.jsonl", ({"text": text} for text in evaluated))
+        _write_lines(folder / "held-out.jsonl", ({"prompt": text, "category": "documentation"} for text in asked))
+
+
+def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

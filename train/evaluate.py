@@ -72,7 +72,7 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
 
 
 @torch.no_grad()
-def look(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe) -> dict[str, float]:
+def evaluate(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe) -> dict[str, float]:
     """Measure a head on batches that it is never trained on.
 
     Args:
@@ -129,7 +129,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], steps: int) -> None:
-    """Draw the loss of each logged step, and what the looks at unseen text found.
+    """Draw the loss of each logged step, and what the evaluations found.
 
     Args:
         file: the PNG to write.

@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 from ..errors import RecipeInvalid, TrainingFailed
 from ..head.spec import HeadSpec
 from .checkpoints import load_head, load_optimizer, write_head, write_optimizer
-from .evaluate import draft_head, head_state, look
+from .evaluate import draft_head, evaluate, head_state
 from .feed import Batch, Feed
 from .job import Pace, refuse_sharding
 from .module import EagleModel, run_eagle
@@ -56,8 +56,8 @@ class EagleTrainer(Trainer):
         pace: Pace,
         progress: Progress,
     ) -> None:
-        self.recipe, self.spec, self.progress = recipe, spec, progress
-        # As the last look found it, and the loss of the step that is being taken.
+        self.recipe, self.spec, self.progress, self.feeds = recipe, spec, progress, feeds
+        # As the last evaluation found it, and the loss of the step that is being taken.
         self.head: dict[str, Tensor] = {}
         self.step_loss = 0.0
         super().__init__(
@@ -81,8 +81,7 @@ class EagleTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
-        assert isinstance(self.train_dataset, Feed), "it is what __init__ was given"
-        return EpochOrder(len(self.train_dataset), self.recipe.seed, lambda: int(self.state.epoch or 0))
+        return EpochOrder(len(self.feeds[0]), self.recipe.seed, lambda: int(self.state.epoch or 0))
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ModelOpt's loss over the draft steps: soft cross-entropy to the target, decayed."""
@@ -111,12 +110,11 @@ class EagleTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Look at unseen text, and log what was seen; every process takes part, and sees the same."""
+        """Measure the head on held-out text, and log the figures; every process takes part, and has the same."""
         model: Any = self.accelerator.unwrap_model(self.model)
         self.head = head_state(model)
         head = draft_head(self.head, model, self.spec)
-        assert isinstance(self.eval_dataset, Feed), "it is what __init__ was given"
-        figures = look(model, head, self.eval_dataset, self.recipe)
+        figures = evaluate(model, head, self.feeds[1], self.recipe)
         logged = {f"eval_{name}": value for name, value in figures.items()}
         self.log(logged)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
@@ -219,7 +217,7 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
             save_steps=pace.save_every,
             save_total_limit=2,
             eval_strategy="steps",
-            eval_steps=pace.look_every,
+            eval_steps=pace.eval_every,
             logging_steps=max(1, min(10, recipe.steps // 20)),
             logging_nan_inf_filter=False,
             report_to=["tensorboard"] if pace.tensorboard else [],

@@ -9,9 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ..checkpoint.schema import MAX_YAML, parse_yaml, read_bounded
 from ..convert.captured import default_outputs
 from ..convert.rope_keys import read_rope
 from ..errors import RecipeInvalid
@@ -187,15 +187,13 @@ def read_recipe_file(name: str) -> dict[str, Any]:
     Raises:
         RecipeInvalid: there is no such recipe, or the file is no YAML mapping.
     """
-    inside = files("kconv.train") / "recipes" / f"{name}.yaml"
-    try:
-        text = inside.read_text() if name in NAMES else Path(name).read_text()
-        values = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
-        raise RecipeInvalid(
-            f"there is no recipe {name!r} that can be read: {fault}",
-            fix=f"Name one of {', '.join(NAMES)}, or a YAML file.",
-        ) from fault
+    fix = f"Name one of {', '.join(NAMES)}, or a YAML file."
+    if name in NAMES:
+        text = (files("kconv.train") / "recipes" / f"{name}.yaml").read_bytes()
+    else:
+        missing = RecipeInvalid(f"there is no recipe {name!r} that can be read", fix=fix)
+        text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)
+    values = parse_yaml(text, RecipeInvalid, where=name, what="recipe", fix=fix)
     if not isinstance(values, dict):
         raise RecipeInvalid(
             f"{name} is no mapping of keys to values", where=name, fix="Write KEY: VALUE lines, as eagle3-mla.yaml has."
@@ -212,7 +210,9 @@ def check_keys(values: Mapping[str, Any]) -> None:
         )
 
 
-def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: HeadSpec | None = None) -> EagleRecipe:
+def complete(
+    values: Mapping[str, Any], target: TargetConfig, rows: int, init_from: HeadSpec | None = None
+) -> EagleRecipe:
     """Return a whole recipe: what a file does not say is the head's to go on from, or else the target's.
 
     Args:
@@ -220,7 +220,7 @@ def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: 
             `passes` for as many steps as take the data through so often.
         target: the target's config.
         rows: rows of training data.
-        start: the head that training goes on from.
+        init_from: the head that training goes on from.
 
     Raises:
         RecipeInvalid: a key does not exist, a value cannot be or contradicts the head, or the head or a value is of
@@ -230,7 +230,7 @@ def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: 
     values = dict(values)
     decoder, passes = values.pop("decoder", None), values.pop("passes", 1)
     stated = dict(values)
-    defaults = _of_head(start, target) if start else _of_target(target, decoder, values)
+    defaults = _of_head(init_from, target) if init_from else _of_target(target, decoder, values)
     values = defaults | values
     if not isinstance(passes, int) or passes < 1:
         raise RecipeInvalid(f"passes is {passes!r}", fix="Give how often the data is gone through: 1 or more.")
@@ -238,10 +238,10 @@ def complete(values: Mapping[str, Any], target: TargetConfig, rows: int, start: 
     values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
     recipe = parse_recipe(values)
     check_fit(recipe, target.layers, target.vocab)
-    if start:
-        whole = parse_recipe(values | _of_head(start, target))
+    if init_from:
+        whole = parse_recipe(values | _of_head(init_from, target))
         wrong = [key for key in OF_THE_HEAD if key in stated and getattr(whole, key) != getattr(recipe, key)]
-        if decoder and decoder != ("mla" if start.kind == "mla" else "gqa"):
+        if decoder and decoder != ("mla" if init_from.kind == "mla" else "gqa"):
             wrong.append("decoder")
         if wrong:
             raise RecipeInvalid(

@@ -35,17 +35,17 @@ from ..targets.model import load_ends, load_target
 from .checkpoints import RUN, claim, drop_unusable, newest
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
-from .feed import Feed, States, online_states
-from .job import LIBRARIES, Job, Pace, check_processes, choose_layout, draft_coverage, draft_map, job_key
+from .feed import Feed, StatesSource, online_states
+from .job import LIBRARIES, Pace, TrainJob, check_processes, choose_layout, draft_coverage, draft_map, job_key
 from .loop import EagleTrainer, Progress
 from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
 from .recipe import EagleRecipe, check_recipe
 
 # Enough for a curve; kconv validate measures the head that comes out.
-LOOK_BATCHES = 16
+EVAL_BATCHES = 16
 
 
-def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
+def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
     """Train a head, or go on with a run that stopped.
 
     Under torchrun each process calls this with the same arguments; the first one writes.
@@ -70,7 +70,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
-    converted = read_told(job.start.checkpoint.folder).conversion(None) if job.start else None
+    converted = read_told(job.init_from.checkpoint.folder).conversion(None) if job.init_from else None
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:
@@ -89,7 +89,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     return out
 
 
-def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
+def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     """Train to the last step, from the newest checkpoint before it in `work` if there is one."""
     recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
     if not int(os.environ.get("RANK", "0")):
@@ -97,12 +97,12 @@ def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
-    looked_at, dtype = LOOK_BATCHES * recipe.batch, TORCH[recipe.dtype]
+    evaluated, dtype = EVAL_BATCHES * recipe.batch, TORCH[recipe.dtype]
     # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
         Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype),
-        Feed(job.unseen.ids[:looked_at], job.unseen.mask[:looked_at], recipe.batch, unseen, dtype),
+        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)
@@ -116,15 +116,15 @@ def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
         if trainer.accelerator.is_main_process:
             (work / UNTRAINED).write_text(json.dumps(untrained))
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    if recipe.steps % pace.look_every:
+    if recipe.steps % pace.eval_every:
         trainer.evaluate()
     return trainer
 
 
-def _start(job: Job) -> EagleModel:
+def _start(job: TrainJob) -> EagleModel:
     model = build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe)
-    if job.start is not None:
-        _take_over(model, job.start)
+    if job.init_from is not None:
+        _take_over(model, job.init_from)
     elif job.recipe.draft_vocab is not None:
         reduce_vocab(model, draft_map(job, job.recipe.draft_vocab, model.config.vocab_size))
     return model
@@ -141,7 +141,7 @@ def _take_over(model: EagleModel, head: Head) -> None:
 MODULE, REPORT, CURVES, UNTRAINED = "modelopt", "training.json", "curves.png", "untrained.json"
 
 
-def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
+def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
     """Write a trained head as ModelOpt exports it, its module, and what is known of the run; return the latter.
 
     Args:
@@ -154,26 +154,26 @@ def leave(job: Job, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str
     (folder / MODULE).mkdir()
     save_module(model, folder / MODULE, job.recipe)
     history = [read_json(work / UNTRAINED), *trainer.state.log_history]
-    looks = [{k.removeprefix("eval_"): v for k, v in row.items()} for row in history if "eval_loss" in row]
+    evaluations = [{k.removeprefix("eval_"): v for k, v in row.items()} for row in history if "eval_loss" in row]
     coverage = draft_coverage(job)
     report = {
         "key": read_json(work / RUN)["key"],
         "recipe": dataclasses.asdict(job.recipe),
         "data": dict(job.data),
-        "started_from": job.start.checkpoint.source if job.start else None,
+        "started_from": job.init_from.checkpoint.source if job.init_from else None,
         "parameters": sum(p.numel() for p in model.eagle_module.parameters()),
         "tokens": {"text": job.text.ids.numel(), "counted": int(job.text.mask.sum()), "unseen": job.unseen.ids.numel()},
         "draft_vocab": {"share": coverage.share, **dataclasses.asdict(coverage)} if coverage else None,
-        "untrained": looks[0],
-        "trained": looks[-1],
-        "looks": looks,
+        "untrained": evaluations[0],
+        "trained": evaluations[-1],
+        "evaluations": evaluations,
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     data = {name: value for name, value in job.data.items() if name != "prompts"}
     (folder / MODULE / REPORT).write_text(json.dumps(report | {"data": data}, indent=2) + "\n")
     if find_spec("matplotlib"):
         draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
-    return {key: value for key, value in report.items() if key != "looks"}
+    return {key: value for key, value in report.items() if key != "evaluations"}
 
 
 def is_made(out: Path, key: str) -> bool:
@@ -229,7 +229,7 @@ def train_head(
         if is_made(out, job_key(job)):
             return out
         with staged(out) as folder:
-            trainer = run(job, work, Pace(save_every=recipe.steps, look_every=recipe.steps), progress)
+            trainer = run(job, work, Pace(save_every=recipe.steps, eval_every=recipe.steps), progress)
             leave(job, trainer, work, folder)
         shutil.rmtree(work)
     return out
@@ -240,13 +240,13 @@ def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: T
     return job_key(_job(target_folder, recipe, text, held_out))
 
 
-def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> Job:
+def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> TrainJob:
     check_recipe(recipe)
     windows = cut_windows(text, recipe.seq, recipe.batches * recipe.batch, recipe.seed)
     measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
 
-    def states() -> tuple[States, States]:
+    def states() -> tuple[StatesSource, StatesSource]:
         return online_states(load_target(target_folder, TORCH[recipe.dtype]), recipe)
 
     text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
-    return Job(target_folder, recipe, text_rows, unseen_rows, states)
+    return TrainJob(target_folder, recipe, text_rows, unseen_rows, states)

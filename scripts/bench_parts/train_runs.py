@@ -20,7 +20,7 @@ from .machine import KCONV, Spent, clock
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-eagle3-mla.yaml"
 CAPTURED = (1, 3, 5)
 TOKENS = 96  # of each row trained on, and of each text measured on
-MEASURED = 48  # held-out documents, as many as the demo drafts on; the looks during training are at others
+MEASURED = 48  # held-out documents, as many as the demo drafts on; the evaluations during training are on others
 ROWS = 440  # texts of one row
 TOGETHER = 24  # documents in a line of the training text, which are read as the target read them: end to end
 SHORT: dict[str, Any] = {
@@ -75,14 +75,14 @@ def list_runs() -> Iterator[Run]:
 
 def write_texts(target: Path, work: Path) -> None:
     """Write what is trained on and looked at, where it is not there yet: all documents, and some of one row each."""
-    if (work / "look.jsonl").exists():
+    if (work / "eval.jsonl").exists():
         return
     tokenizer, corpus = load_tokenizer(target), read_corpus()
     groups = (corpus.train[begin : begin + TOGETHER] for begin in range(0, len(corpus.train), TOGETHER))
     _write(work / "texts.jsonl", ("".join(f"{BOS}{text}{EOS}" for text in group) for group in groups))
     _write(work / "rows.jsonl", itertools.islice(_one_row_each(corpus.train, tokenizer), ROWS))
     measured = set(measured_texts(tokenizer))
-    _write(work / "look.jsonl", (text for text in corpus.held_out if text not in measured))
+    _write(work / "eval.jsonl", (text for text in corpus.held_out if text not in measured))
 
 
 def _one_row_each(documents: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[str]:
@@ -115,7 +115,7 @@ def train(run: Run, target: Path, work: Path) -> Spent:
     if run.states:
         words += ["--states", store_states(target, work)]
     else:
-        words += ["--data", work / run.texts, "--held-out", work / "look.jsonl"]
+        words += ["--data", work / run.texts, "--held-out", work / "eval.jsonl"]
     words += ["--from", work / run.start.replace(" ", "-")] if run.start else []
     begin = clock()
     try:

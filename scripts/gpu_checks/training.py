@@ -71,7 +71,7 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
         losses.append(loss)
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
-        pace = Pace(save_every=10**6, look_every=10**6)
+        pace = Pace(save_every=10**6, eval_every=10**6)
         trainer = EagleTrainer(model, spec_of(recipe, config), recipe, feeds, Path(work), pace, progress)
         trainer.train()
     assert all(value == value for value in losses), "a loss is NaN"

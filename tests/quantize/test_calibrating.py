@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.errors import InputScalesInvalid
-from kconv.quantize.calibrate import Between, find, keep
+from kconv.quantize.calibrate import CalibrationState, find, keep
 
 HIDDEN = [torch.arange(12.0).reshape(1, 3, 4), torch.ones(1, 2, 4)]
 AMAXES = {"model.layers.0.self_attn.o_proj": 0.1, "model.layers.0.mlp.up_proj": 3.0}
@@ -18,7 +18,7 @@ AMAXES = {"model.layers.0.self_attn.o_proj": 0.1, "model.layers.0.mlp.up_proj": 
 @pytest.fixture
 def kept(tmp_path):
     """Return what a calibration of seven layers keeps behind its second."""
-    keep(tmp_path / "c.partial", Between(2, HIDDEN, AMAXES))
+    keep(tmp_path / "c.partial", CalibrationState(2, HIDDEN, AMAXES))
     return tmp_path / "c.partial"
 
 
@@ -32,8 +32,8 @@ def test_what_was_kept_is_found(kept, tmp_path):
 BROKEN = {
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
     "of no calibration": lambda file: save_file(load_file(file), file),
-    "behind more layers than there are": lambda file: keep(file, Between(8, HIDDEN, AMAXES)),
-    "behind less than none": lambda file: keep(file, Between(-1, HIDDEN, AMAXES)),
+    "behind more layers than there are": lambda file: keep(file, CalibrationState(8, HIDDEN, AMAXES)),
+    "behind less than none": lambda file: keep(file, CalibrationState(-1, HIDDEN, AMAXES)),
 }
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from kconv.checkpoint.header import TensorInfo, read_header
 from kconv.targets.weights import (
     Plain,
-    Stored,
+    StoredWeight,
     dequantize_fp8,
     dequantize_int4,
     dequantize_nvfp4,
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 300, 192
 BLOCK = (128, 128)
 
 
-def store_weight(form: str, folder: Path) -> tuple[Stored, torch.Tensor]:
+def store_weight(form: str, folder: Path) -> tuple[StoredWeight, torch.Tensor]:
     """Store a weight, and return it as it is found on disk beside the numbers that it stands for, all made at once.
 
     Its rows grow by two powers of ten from the first to the last: with another row's scale it is another weight.
@@ -62,7 +62,9 @@ def _store_nvfp4(plain: torch.Tensor) -> Tensors:
 STORES: dict[
     str,
     tuple[
-        Callable[[torch.Tensor], Tensors], Callable[[dict[str, TensorInfo]], Stored], Callable[[Tensors], torch.Tensor]
+        Callable[[torch.Tensor], Tensors],
+        Callable[[dict[str, TensorInfo]], StoredWeight],
+        Callable[[Tensors], torch.Tensor],
     ],
 ] = {
     "plain": (

@@ -13,7 +13,7 @@ from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
 from kconv.train.data import Rows
 from kconv.train.feed import Online
-from kconv.train.job import Job
+from kconv.train.job import TrainJob
 from kconv.train.recipe import EagleRecipe
 from kconv.train.run import train_head
 
@@ -65,12 +65,12 @@ def rows():
 def make_job(tiny_target, rows):
     """Return a function that gives a job of a recipe, on random tokens."""
 
-    def make(recipe: EagleRecipe, **changes) -> Job:
+    def make(recipe: EagleRecipe, **changes) -> TrainJob:
         def states():
             model = load_target(tiny_target, torch.float32)
             return Online(model, recipe.captured), Online(model, recipe.captured)
 
-        return Job(tiny_target, recipe, *rows, states, **changes)
+        return TrainJob(tiny_target, recipe, *rows, states, **changes)
 
     return make
 

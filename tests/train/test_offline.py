@@ -18,7 +18,7 @@ from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.train.data import place_sequences
 from kconv.train.feed import Online
-from kconv.train.job import Job, offline_job
+from kconv.train.job import TrainJob, offline_job
 from kconv.train.run import train
 
 VALUES = {
@@ -49,7 +49,7 @@ def states(tiny_target, tmp_path_factory):
 
 
 @pytest.fixture
-def job(tiny_target, states) -> Job:
+def job(tiny_target, states) -> TrainJob:
     return offline_job(tiny_target, read_target_config(tiny_target), load_tokenizer(tiny_target), VALUES, states, None)
 
 
@@ -145,7 +145,7 @@ def test_a_run_is_not_gone_on_with_over_states_that_were_made_again(tiny_target,
     def stop(*_):
         raise KeyboardInterrupt
 
-    def stored_job() -> Job:
+    def stored_job() -> TrainJob:
         config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
         return offline_job(tiny_target, config, tokenizer, VALUES, tmp_path / "states", None)
 

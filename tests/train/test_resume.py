@@ -27,7 +27,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def unstopped(make_job, tmp_path_factory) -> Path:
-    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, look_every=6))
+    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, eval_every=6))
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 11])
@@ -39,7 +39,7 @@ def test_a_run_that_stopped_ends_with_the_same_weights(make_job, unstopped, tmp_
         if done == step:
             raise Stopped
 
-    pace = Pace(save_every=5, look_every=6)
+    pace = Pace(save_every=5, eval_every=6)
     with pytest.raises(Stopped):
         train(make_job(GQA), tmp_path / "head", pace, stop)
     assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
@@ -50,7 +50,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped
         if done == 12:
             raise KeyboardInterrupt
 
-    pace = Pace(save_every=5, look_every=6)
+    pace = Pace(save_every=5, eval_every=6)
     with pytest.raises(KeyboardInterrupt):
         train(make_job(GQA), tmp_path / "head", pace, stop)
     work = tmp_path / ".head.training"
@@ -84,7 +84,7 @@ def test_a_run_is_gone_on_with_by_as_many_processes(make_job, unstopped, tmp_pat
         if done == 7:
             raise KeyboardInterrupt
 
-    pace = Pace(save_every=5, look_every=6)
+    pace = Pace(save_every=5, eval_every=6)
     with pytest.raises(KeyboardInterrupt):
         train(make_job(GQA), tmp_path / "head", pace, stop)
     with monkeypatch.context() as patch, pytest.raises(OutputExists, match="number of processes: 1, not 2"):
