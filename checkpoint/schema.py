@@ -84,7 +84,8 @@ def check_values(
     try:
         return model.model_validate({} if values is None else values)
     except ValidationError as fault:
-        raise error(f"the {what} is wrong at {first_wrong(fault)}", where=where, fix=fix) from fault
+        at = first_wrong(fault) if fault.errors()[0]["loc"] else f"its top: {first_wrong(fault)}"
+        raise error(f"the {what} is wrong at {at}", where=where, fix=fix) from fault
 
 
 def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, what: str, fix: str) -> Any:

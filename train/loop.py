@@ -182,6 +182,8 @@ class EpochOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed)
         orders = [torch.randperm(self._length, generator=generator) for _ in range(self._epoch() + 1)]
+        # Backwards, and drawn one after the other: so the loop before this one took them, of which the recorded heads
+        # and figures are. Another order is another head of every recipe of more than one pass.
         yield from orders[-1].flip(0).tolist()
 
 

@@ -50,10 +50,10 @@ def test_on_a_full_disk_what_was_kept_before_stays(limit, kept, tmp_path):
     before = kept.read_bytes()
     code = (
         "import resource, signal, sys; from pathlib import Path; import torch;"
-        "from kconv.errors import OutputFailed; from kconv.quantize.calibrate import Between, keep;"
+        "from kconv.errors import OutputFailed; from kconv.quantize.calibrate import CalibrationState, keep;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
-        f"file, between = Path({str(kept)!r}), Between(3, [torch.zeros(1, 1000)], {{}})\n"
+        f"file, between = Path({str(kept)!r}), CalibrationState(3, [torch.zeros(1, 1000)], {{}})\n"
         "try: keep(file, between)\n"
         "except OutputFailed as fault: print(fault)"
     )
