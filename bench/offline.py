@@ -17,7 +17,7 @@ from ..checkpoint.folder import open_checkpoint
 from ..convert.read import Head
 from ..errors import PromptsInvalid
 from ..targets.config import read_target_config
-from ..targets.generate import generate_greedy, generate_sampled
+from ..targets.forward import generate_greedy, generate_sampled
 from ..targets.model import load_target
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.tokenizer import Tokenizer, load_tokenizer

@@ -158,7 +158,7 @@ def _suite(
 
 def _fetch(known: Known, revision: str) -> tuple[tuple[Prompt, ...], str]:
     # Here, as importing huggingface_hub takes some tenths of a second, which a file must not pay.
-    from ..checkpoint.hub_dataset import fetch_dataset_file
+    from ..checkpoint.hub import fetch_dataset_file
 
     file, commit = fetch_dataset_file(known.repo, known.file, revision)
     return _READERS[Path(known.file).suffix](file), commit

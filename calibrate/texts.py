@@ -16,7 +16,7 @@ from ..errors import CalibrationInvalid
 from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.prompts import read_prompts
-from ..targets.stored_states import StoredStates, open_states
+from ..targets.states import StoredStates, open_states
 from .batches import Batch, Calibration, Part, check_amount, part_of
 
 # Sequences side by side in a step of healing.
@@ -138,8 +138,8 @@ def prompted_texts(
 
 
 def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[Batch]:
+    from ..targets.forward import capture
     from ..targets.model import load_target
-    from ..targets.states import capture
 
     model = load_target(folder, torch.float32)
     return [Batch(tokens, *capture(model, tokens, spec.captured)) for tokens in groups]

@@ -1,18 +1,18 @@
-"""A checkpoint folder: config.json and safetensors."""
+"""A checkpoint folder: config.json, safetensors, and the license beside them."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
 from .header import IMPOSTORS, MAX_HEADER_BYTES, TensorInfo, read_header
+from .schema import parse_object
 from .staging import is_partial
-from .strict_json import parse_object
 
 INDEX = "model.safetensors.index.json"
 # The file that holds all of a checkpoint that is not cut into shards.
@@ -217,4 +217,72 @@ def beside_index(name: str, index: Path | str) -> CorruptIndex:
         f" transformers {WHOLE} first, vLLM what the index names",
         where=index,
         fix=f"Find out which of them the checkpoint is; remove {name}, or the index and its shards.",
+    )
+
+
+def locate(wanted: Iterable[str], files: Iterable[str], fetch: Callable[[str], Path]) -> dict[str, TensorInfo]:
+    """Find some tensors of a checkpoint.
+
+    Args:
+        wanted: tensor names.
+        files: names of the checkpoint's files.
+        fetch: gives the path of one of them, which may take a download.
+
+    Returns:
+        Those of the tensors that the checkpoint holds, by name.
+
+    Raises:
+        ConfigInvalid, CorruptIndex, CorruptHeader: the index, or a file that should hold one of them, lies; or two
+            files hold the same.
+    """
+    wanted, files = set(wanted), set(files)
+    shards = {name for name in files if name.endswith(".safetensors")}
+    if INDEX in files:
+        placed = read_json(fetch(INDEX)).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+            raise CorruptIndex("the index has no weight_map of file names", where=INDEX, fix="Fetch it again.")
+        named = {placed[name] for name in wanted & placed.keys()}
+        # A name outside the listing could lead out of the folder.
+        if not named <= shards:
+            raise CorruptIndex(
+                f"the index names {', '.join(sorted(named - shards))}, which is not there",
+                where=INDEX,
+                fix="Fetch the missing shard.",
+            )
+        # By its name: on the Hub, looking into it would take a download of all of it.
+        if WHOLE in shards and WHOLE not in placed.values():
+            raise beside_index(WHOLE, INDEX)
+        shards = named
+    found: dict[str, TensorInfo] = {}
+    for shard in sorted(shards):
+        header = read_header(fetch(shard))
+        for name in wanted & header.keys() & found.keys():
+            raise CorruptIndex(
+                f"{name} stands in {found[name].file.name} and in {shard}",
+                where=shard,
+                fix="Remove the file that does not belong; engines would take either one's.",
+            )
+        found |= {name: header[name] for name in wanted & header.keys()}
+    return found
+
+
+# Licenses and notices beside weights.
+#
+# Publishers write them in any case, as GitHub's own finder takes them:
+# https://github.com/licensee/licensee/blob/v10.1.0/lib/licensee/project_files/license_file.rb#L23-L27
+
+# What may hold a license's text.
+LICENSE_TEXTS = ("LICENSE*", "LICENCE*", "COPYING*")
+# What a card must repeat, or a release must carry on.
+LICENSE_FILES = (*LICENSE_TEXTS, "NOTICE*", "THIRD_PARTY*")
+
+
+def in_any_case(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return glob patterns that take letters of either case, e.g. "[Mm][Ii][Tt]*" for "MIT*".
+
+    huggingface_hub and, before Python 3.12, `Path.glob` match by case and cannot be told otherwise.
+    """
+    return tuple(
+        "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else letter for letter in pattern)
+        for pattern in patterns
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import CorruptHeader, NotACheckpoint
-from .strict_json import parse_object
+from .schema import parse_object
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000

@@ -1,26 +1,38 @@
 """A checkpoint on the Hugging Face Hub.
 
-This, `hub_range` and `hub_faults` alone import huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports them
-when a name turns out to be a hub id. Downloads are `snapshot_download`'s and `hf_hub_download`'s own, over plain HTTP
-or through hf_xet where that is installed; of the two only plain HTTP is tested, as the stand-in does not speak Xet.
+This module alone imports huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports it when a name turns out to
+be a hub id. Downloads are `snapshot_download`'s and `hf_hub_download`'s own, over plain HTTP or through hf_xet where
+that is installed; of the two only plain HTTP is tested, as the stand-in does not speak Xet.
+
+No text of the library's exceptions is repeated: one about a header holds the token, and a redirect's url is signed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, hf_hub_download, is_offline_mode, snapshot_download
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, is_offline_mode, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    OIDCError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
 
-from ..errors import HubRefused
-from .folder import INDEX, Checkpoint, gather, open_checkpoint, read_json
+from ..errors import HubRefused, HubUnreachable, KconvError, NotACheckpoint, OutputFailed
+from .folder import INDEX, LICENSE_FILES, Checkpoint, gather, in_any_case, locate, open_checkpoint, read_json
 from .header import TensorInfo, parse_header
-from .hub_faults import LOGIN, named, not_cached
-from .hub_range import RangeReader
-from .licenses import LICENSE_FILES, in_any_case
-from .locate import locate
 
 LICENSES = in_any_case(LICENSE_FILES)
 # What kconv's own outputs record beside the weights: how to serve them.
@@ -184,3 +196,225 @@ def _refuse_garbled(token: str | None) -> None:
         raise HubRefused(
             "the token holds characters that no token has", where="HF_TOKEN, or the token's file", fix=f"Run: {LOGIN}"
         )
+
+
+def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
+    """Download a file of a data set, or find it in the local cache.
+
+    Args:
+        repo: org/name of the data set.
+        file: its path in the repository.
+        revision: a commit of 40 hex digits, or a branch or tag, which is resolved first; offline, to what the cache
+            last saw it at.
+
+    Returns:
+        The file, and the commit that it is of.
+
+    Raises:
+        HubRefused, HubUnreachable, OutputFailed, NotACheckpoint: see `hub_faults`.
+    """
+    with named(repo, revision, file, dataset=True):
+        path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+    # The cache keeps a file under snapshots/<commit>/.
+    return path, path.parents[file.count("/")].name
+
+
+RETRIES = 3
+
+
+@dataclass
+class RangeReader:
+    """A file on the Hub, read from its start on by range requests, and never whole.
+
+    Attributes:
+        repo, commit, file: which file.
+        size: its bytes, as the Hub lists them; nothing is asked for beyond.
+        at: where the next read begins.
+    """
+
+    repo: str
+    commit: str
+    file: str
+    size: int
+    at: int = 0
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes, or fewer where the file ends.
+
+        Raises:
+            HubRefused: the file is not given to this account.
+            HubUnreachable: the connection broke, or the server sends whole files only.
+        """
+        end = min(self.at + count, self.size)
+        if end <= self.at:
+            return b""
+        with named(self.repo, self.commit, self.file):
+            data = self._request(self.at, end)
+        self.at += len(data)
+        return data
+
+    def _request(self, begin: int, end: int) -> bytes:
+        headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        url = hf_hub_url(self.repo, self.file, revision=self.commit)
+        # Not tried again once bytes flow: http_stream_backoff would yield a second time, as its own caller knows.
+        # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py#L397
+        with http_stream_backoff(
+            "GET",
+            url,
+            headers=headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            max_retries=RETRIES,
+            retry_on_exceptions=(),
+        ) as response:
+            hf_raise_for_status(response)
+            if response.status_code != 206:
+                raise HubUnreachable(
+                    f"{constants.ENDPOINT} sends whole files only, and {self.file} is {self.size:,} bytes",
+                    where=url,
+                    fix=f"Download it first: hf download {self.repo} --revision {self.commit} --local-dir DIR",
+                )
+            data = bytearray()
+            for chunk in response.iter_bytes():
+                data += chunk
+                if len(data) >= end - begin:  # a server may send more than it was asked for
+                    break
+        return bytes(data[: end - begin])
+
+
+# What the library raises: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
+RAISED = (httpx.HTTPError, OSError, OIDCError, RevisionResolutionError, RuntimeError, ValueError)
+LOGIN = "hf auth login"
+
+
+@contextmanager
+def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Iterator[None]:
+    """Raise what huggingface_hub raises inside as a fault of kconv's.
+
+    Args:
+        repo, revision: what was asked for; the default branch if None.
+        file: of the repository, which was asked for.
+        dataset: whether the repository is a data set, and no model.
+
+    Raises:
+        HubRefused: the repository or the revision is not there, is gated, or not this account's to read, or a data
+            set has no such file.
+        HubUnreachable: offline and not in the cache, no connection, or an answer that is not the Hub's.
+        NotACheckpoint: a model's repository has no such file, or its name cannot be one.
+        OutputFailed: the local cache cannot be written.
+    """
+    try:
+        yield
+    except RAISED as fault:
+        raise _name(fault, repo, revision, file, dataset) from fault
+
+
+def not_cached(repo: str, revision: str | None, *, dataset: bool = False) -> HubUnreachable:
+    """Return the fault of a repository that is asked for offline, and was never downloaded whole."""
+    at, option = (f"{repo}@{revision}", f" --revision {revision}") if revision else (repo, "")
+    kind = " --repo-type dataset" if dataset else ""
+    return HubUnreachable(
+        f"there is no folder {repo} here, HF_HUB_OFFLINE is set, and {at} is not whole in the local cache",
+        where=constants.HF_HUB_CACHE,
+        fix=f"Unset HF_HUB_OFFLINE, or first, with a network, run: hf download {repo}{option}{kind}",
+    )
+
+
+def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset: bool) -> KconvError:
+    # The library wraps what went wrong where a cached copy could have helped.
+    wraps = isinstance(fault, LocalEntryNotFoundError | RevisionResolutionError)
+    cause = fault.__cause__ if wraps and fault.__cause__ else fault
+    page = f"{constants.ENDPOINT}/{'datasets/' if dataset else ''}{repo}"
+    at = f"{repo}@{revision}" if revision else repo
+    match cause:
+        case GatedRepoError():
+            return HubRefused(
+                f"{repo} is gated, and this account has not accepted its terms",
+                where=page,
+                fix=f"Accept them on its page, then run: {LOGIN}",
+            )
+        case RepositoryNotFoundError():
+            return _unseen(repo, page)
+        case RevisionNotFoundError():
+            return HubRefused(
+                f"{repo} has no revision {revision}",
+                where=page,
+                fix=f"Choose one of its branches and tags: {page}/tree/main",
+            )
+        case RemoteEntryNotFoundError() if dataset:
+            return HubRefused(
+                f"{at} has no {file}",
+                where=f"{page}/tree/{revision or 'main'}",
+                fix=f"Choose a revision that has it: {page}/commits/main",
+            )
+        case RemoteEntryNotFoundError():
+            return NotACheckpoint(
+                f"{at} has no {file}",
+                where=f"{page}/tree/{revision or 'main'}",
+                fix="A checkpoint is config.json and *.safetensors; check the id.",
+            )
+        # To who shows no token the Hub does not say whether a repository exists.
+        case HfHubHTTPError() if (
+            cause.response.status_code == 401 and "authorization" not in cause.response.request.headers
+        ):
+            return _unseen(repo, page)
+        case HfHubHTTPError():
+            return _refused(cause.response.status_code, at, page)
+        case HFValidationError():
+            return NotACheckpoint(
+                f"{repo} is neither a folder nor a hub id", fix="Give a checkpoint folder or a hub id org/name."
+            )
+        case OfflineModeIsEnabled() | LocalEntryNotFoundError() | RevisionResolutionError() if is_offline_mode():
+            return not_cached(repo, revision, dataset=dataset)
+        case OSError(errno=int()) if not isinstance(cause, httpx.HTTPError | ConnectionError | TimeoutError):
+            return OutputFailed(
+                f"{at} could not be stored: {cause.strerror}",
+                where=cause.filename or constants.HF_HUB_CACHE,
+                fix="Free some space there, or set HF_HOME to a folder on another disk.",
+            )
+        case OIDCError():
+            return HubRefused(
+                "HF_OIDC_RESOURCE is set, and no token was given for it",
+                where=page,
+                fix="Check the repository's trusted publishers and the job's id-token permission, or unset it.",
+            )
+        case ValueError():
+            return HubUnreachable(
+                f"{constants.ENDPOINT} does not answer as the Hub does",
+                where=page,
+                fix="Check HF_ENDPOINT, and whether the network asks for a login of its own.",
+            )
+    return HubUnreachable(
+        f"the connection to the Hub failed: {type(cause).__name__}",
+        where=page,
+        fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads the local cache alone.",
+    )
+
+
+def _unseen(repo: str, page: str) -> KconvError:
+    return HubRefused(
+        f"there is no folder {repo} here, and the Hub shows no such repository",
+        where=page,
+        fix=f"Check the spelling; if it is private, run: {LOGIN}",
+    )
+
+
+def _refused(status: int, at: str, page: str) -> KconvError:
+    if status == 401:
+        return HubRefused(
+            "the Hub does not accept the token", where=page, fix=f"Unset HF_TOKEN if it is set, and run: {LOGIN}"
+        )
+    if status == 403:
+        return HubRefused(
+            f"the Hub does not let this token read {at}",
+            where=page,
+            fix=f"Give the token read access to the repository, or run with another: {LOGIN}",
+        )
+    if status == 429:
+        return HubUnreachable(
+            "the Hub has had too many requests from here", where=page, fix=f"Wait some minutes, or run: {LOGIN}"
+        )
+    return HubUnreachable(
+        f"the Hub answered {status} for {at}",
+        where=page,
+        fix="Run the command again in some minutes; HF_HUB_OFFLINE=1 reads the local cache alone.",
+    )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..errors import ManifestMismatch, NotACheckpoint
 from .bytes import digest, file_digest
 from .folder import Checkpoint, open_checkpoint
+from .schema import load_json
 
 MANIFEST = "kconv.json"
 AGAIN = "Fetch the folder again, or make it again with kconv."
@@ -39,11 +41,13 @@ def _bare(name: str) -> str:
 FileName = Annotated[str, AfterValidator(_bare)]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A part of a file that kconv writes: no key beyond its own, and no change once it is read."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TensorRecord(_Record):
+class TensorRecord(Record):
     """A tensor on one side: its name, dtype, shape, and the blake3 of its bytes."""
 
     name: str
@@ -52,7 +56,7 @@ class TensorRecord(_Record):
     blake3: str
 
 
-class StepRecord(_Record):
+class StepRecord(Record):
     """How one tensor of the output came to be; `reason` says it of a tensor that was computed."""
 
     action: Action
@@ -67,7 +71,7 @@ class DroppedRecord(TensorRecord):
     reason: str
 
 
-class HintsRecord(_Record):
+class HintsRecord(Record):
     """What the user said of the source where its config is silent; see `convert.captured.Hints`."""
 
     captured: tuple[int, ...] | None = None
@@ -77,7 +81,7 @@ class HintsRecord(_Record):
     norm_before_residual: bool | None = None
 
 
-class FileRecord(_Record):
+class FileRecord(Record):
     """A file of the output, by its bare name; `sha256` is what the Hub shows for it."""
 
     name: FileName
@@ -85,7 +89,7 @@ class FileRecord(_Record):
     sha256: str
 
 
-class Parameters(_Record):
+class Parameters(Record):
     """Numbers of weight elements: trained with the head, copied from its target, or one of the two."""
 
     trained: int
@@ -98,7 +102,7 @@ class Parameters(_Record):
         return self.trained + self.copied_from_target + self.unknown
 
 
-class ConversionRecord(_Record):
+class ConversionRecord(Record):
     """How an attention was turned into the other kind: an approximation, calibrated and measured.
 
     Attributes:
@@ -127,7 +131,7 @@ class ConversionRecord(_Record):
     before: ConversionRecord | None = None
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """What was made of what, and by whom; the schema of kconv.json.
 
     Attributes:
@@ -188,20 +192,19 @@ def read_manifest(folder: Path) -> Manifest:
         ManifestMismatch: it is not of the schema.
     """
     file = folder / MANIFEST
-    try:
-        return Manifest.model_validate_json(file.read_bytes())
-    except OSError as fault:
+    if not file.is_file() or not os.access(file, os.R_OK):
         raise NotACheckpoint(
             f"{folder} has no {MANIFEST} that can be read; kconv did not make it",
             where=folder,
             fix="Convert it with kconv.",
-        ) from fault
-    except ValidationError as fault:
-        raise ManifestMismatch(
-            f"{MANIFEST} is not of kconv's schema: {fault.errors()[0]['msg']}",
-            where=file,
-            fix="Make it again, or use the kconv that did.",
-        ) from fault
+        )
+    return load_json(
+        Manifest,
+        file,
+        ManifestMismatch,
+        what="manifest of kconv's schema",
+        fix="Make it again, or use the kconv that did.",
+    )
 
 
 def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:

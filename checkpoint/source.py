@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from .folder import Checkpoint, open_checkpoint
+from .folder import Checkpoint, locate, open_checkpoint
 from .header import TensorInfo
-from .locate import locate
 
 # A segment starts with a letter or a digit, so that ./head and ../head are paths.
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\S+))?", re.ASCII)

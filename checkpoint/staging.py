@@ -165,3 +165,26 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except OSError as fault:
         raise _failed(out, fault) from fault
+
+
+def free_bytes(out: Path) -> int:
+    """Return the bytes that are free where an output is or will be."""
+    at = out.absolute()
+    return shutil.disk_usage(next(place for place in (at, *at.parents) if place.exists())).free
+
+
+def check_disk(out: Path, needed: int, *, what: str = "the output takes {} more") -> None:
+    """Raise OutputFailed if a disk has no room for what is still to be written.
+
+    Args:
+        out: where it will be.
+        needed: bytes.
+        what: what takes them, for the message; {} stands for their number.
+    """
+    free = free_bytes(out)
+    if needed > free:
+        raise OutputFailed(
+            f"{what.format(f'{needed / 1e9:.2f} GB')}, and {free / 1e9:.2f} GB are free",
+            where=out.absolute().parent,
+            fix="Free some space, or choose an output on another disk.",
+        )

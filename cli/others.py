@@ -42,7 +42,7 @@ def demo(out: Path, as_json: bool) -> None:
         from transformers.utils import logging
 
         from ..pipeline.demo import run_demo
-        from ..tiny.cache import cache_root
+        from ..tiny.recipe import cache_root
 
         logging.disable_progress_bar()  # it would stand among the demo's own
         with _bars() as stage:

@@ -453,9 +453,10 @@ def _show_quantized(_: Operation, result: Quantized) -> None:
 
 def _plan_of_target(_: Operation, planned: Quantized) -> None:
     """Print what a quantization would do: what becomes what, sizes, disk and time."""
-    from ..quantize.estimate import estimate
-    from ..quantize.finish import copied_files
-    from ..quantize.run import bytes_needed, free_bytes
+    from ..checkpoint.staging import free_bytes
+    from ..quantize.output import copied_files
+    from ..quantize.run import bytes_needed
+    from ..quantize.stream import estimate
 
     plan, out, processes = planned.plan, Path(planned.out), planned.processes
     needed, free = bytes_needed(plan), free_bytes(out)
@@ -480,8 +481,9 @@ def _plan_of_target(_: Operation, planned: Quantized) -> None:
 
 
 def _plan_of_target_json(_: Operation, planned: Quantized) -> dict[str, Any]:
-    from ..quantize.estimate import estimate
-    from ..quantize.run import bytes_needed, free_bytes
+    from ..checkpoint.staging import free_bytes
+    from ..quantize.run import bytes_needed
+    from ..quantize.stream import estimate
 
     plan, processes = planned.plan, planned.processes
     taken = None if plan.source.headers_only or processes is None else estimate(plan, processes)

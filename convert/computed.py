@@ -41,7 +41,7 @@ def from_target(info: TensorInfo, reason: str) -> Computed:
     """Return a matrix of the target as it is."""
 
     def blocks() -> Iterator[Tensor]:
-        from ..checkpoint.rows import row_blocks
+        from ..checkpoint.tensors import row_blocks
 
         return row_blocks(info)
 
@@ -52,7 +52,7 @@ def chosen_rows(matrix: TensorInfo, ids: Tensor, reason: str) -> Computed:
     """Return the rows `ids` of a stored matrix, in this order."""
 
     def blocks() -> Iterator[Tensor]:
-        from ..checkpoint.rows import ROWS, read_rows
+        from ..checkpoint.tensors import ROWS, read_rows
 
         return (read_rows(matrix, some) for some in ids.split(ROWS))
 
@@ -65,7 +65,7 @@ def spread_rows(matrix: TensorInfo, ids: Tensor, vocab: int, filler: Tensor, rea
     def blocks() -> Iterator[Tensor]:
         import torch
 
-        from ..checkpoint.rows import ROWS, read_rows
+        from ..checkpoint.tensors import ROWS, read_rows
 
         row_of = torch.full((vocab,), -1).index_copy(0, ids, torch.arange(len(ids)))
         for rows in row_of.split(ROWS):

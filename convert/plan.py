@@ -313,8 +313,7 @@ def _cast(step: Step, head: Head, dtype: str) -> Step:
         return step
 
     def read() -> Iterable[torch.Tensor]:
-        from ..checkpoint.rows import row_blocks
-        from ..checkpoint.tensors import read_tensor
+        from ..checkpoint.tensors import read_tensor, row_blocks
 
         if not step.is_copy:
             return [step.row.move.pack([read_slot(head, slot) for slot in step.row.slots])]

@@ -236,7 +236,7 @@ def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: Tensor | None)
 def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: Tensor) -> int:
     import torch
 
-    from ..checkpoint.rows import ROWS, read_rows
+    from ..checkpoint.tensors import ROWS, read_rows
 
     equal = 0
     for own in torch.arange(len(ids)).split(ROWS):

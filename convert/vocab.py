@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.rows import row_blocks
-from ..checkpoint.tensors import read_tensor
+from ..checkpoint.tensors import read_tensor, row_blocks
 from ..engines import detect
 from ..engines.layout import Layout, stored, unclaimed
 from ..errors import ConfigUnsupported, LayoutCannot, Problem, TargetInvalid, TensorMissing, TensorValue

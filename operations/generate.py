@@ -58,18 +58,20 @@ class Generate(Operation):
             EngineFailed: the server cannot be reached.
         """
         from ..targets.prompts import read_prompts
-        from ..train.synth import Asking, synthesize
+        from ..train.generate import GenerateRequest, generate
 
         asked = read_prompts(context.path(self.prompts))
-        asking = Asking(self.url, self.model, self.max_tokens, self.temperature, self.concurrency, seed=self.seed)
+        request = GenerateRequest(
+            self.url, self.model, self.max_tokens, self.temperature, self.concurrency, seed=self.seed
+        )
         with context.status("asking") as say:
-            counts = synthesize(
-                asked, asking, Path(self.out), lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts")
+            counts = generate(
+                asked, request, Path(self.out), lambda so_far: say(f"{so_far.total()} of {len(asked)} prompts")
             )
         return Generated(self.out, counts, len(asked))
 
     def passed(self, result: Generated) -> bool:
         """Say whether every prompt has its answer."""
-        from ..train.synth import FAILED
+        from ..train.generate import FAILED
 
         return not result.counts.get(FAILED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -18,7 +17,7 @@ from .reading import Count, Reading, check_trusted, refuse_existing_output
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..quantize.calibration import Calibration, Prompts
+    from ..quantize.calibration import CalibrationPrompts, TargetCalibration
     from ..quantize.plan import QuantizePlan
     from ..quantize.recipe import Recipe
 
@@ -38,27 +37,13 @@ class Prompted(Operation):
     chat: bool = option(False, "Put prompts through the target's chat template.")
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
 
-    def read_sequences(self, context: Context, target: str, prompts: str) -> tuple[list[Tensor], Prompts]:
-        """Return the token ids of each prompt, [T] each, and what they are, for the record.
-
-        Raises:
-            PromptsInvalid, TokenizerFailed: the prompts or the tokenizer cannot be read.
-        """
-        from ..cli.prompting import read_sequences
-
-        check_trusted(context, self.trust_remote_code, target)
-        return read_sequences(
-            context.source(target), context.path(prompts), tokens=self.tokens, chat=self.chat,
-            trust_remote_code=self.trust_remote_code,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Calibrated:
     """A calibration that was written: where, and what it holds."""
 
     out: str
-    calibration: Calibration
+    calibration: TargetCalibration
 
     def to_json(self) -> Any:
         """Return what was calibrated on as plain values."""
@@ -95,44 +80,21 @@ class Calibrate(Prompted):
             OutputExists, OutputFailed: the file is there, or cannot be written.
             KconvError: the target or the prompts cannot be read.
         """
-        from ..checkpoint.staging import writing
+        from ..quantize.calibrate import calibrate_target
 
-        out = Path(self.out)
+        check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
-        sequences, prompts = self.read_sequences(context, self.target, self.prompts)
-
-        from ..checkpoint.folder import open_checkpoint
-        from ..checkpoint.tensors import TORCH
-        from ..quantize.calibrate import calibrate
-        from ..quantize.calibrating import find, keep, partial_of
-        from ..quantize.calibration import write_calibration
-        from ..targets.config import read_target_config
-
-        target = context.source(self.target)
-        folder = target.fetch_model()
-        config = read_target_config(folder)
-        checkpoint = open_checkpoint(folder, source=target.name)
-        dtype = TORCH[self.dtype or config.dtype or "BF16"]
-        place = partial_of(out, checkpoint, sequences, dtype)
-        before = find(place, config.layers)
-        if before:
-            context.log(f"{before.layers} of {config.layers} layers are done already")
-        with writing(out), context.status("calibrating") as say:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            found = calibrate(
-                checkpoint,
-                config,
-                sequences,
-                prompts,
-                dtype=dtype,
-                start=before,
-                keep=partial(keep, place),
-                advance=lambda done, total: say(f"{done} of {total} layers"),
+        with context.status("calibrating") as say:
+            found = calibrate_target(
+                context.source(self.target),
+                context.path(self.prompts),
+                Path(self.out),
+                dtype=self.dtype,
+                tokens=self.tokens,
+                chat=self.chat,
+                trust_remote_code=self.trust_remote_code,
+                log=say,
             )
-            temporary = out.with_name(f".{out.name}.partial")
-            write_calibration(temporary, found)
-            temporary.replace(out)
-            place.unlink()
         return Calibrated(self.out, found)
 
 
@@ -204,7 +166,7 @@ class Quantize(Prompted):
             OutputExists, OutputFailed: the folder is there, or cannot be written.
             KconvError: the target, the recipe or the scales cannot be read, or cannot be quantized so.
         """
-        from ..quantize.world import read_world
+        from ..quantize.run import quantize, read_world
 
         recipe, world = self._recipe(context), read_world()
         if world.size > 1 and self.backend == "modelopt":
@@ -213,9 +175,7 @@ class Quantize(Prompted):
             refuse_existing_output(self.out)
         if self.backend == "modelopt":
             return self._modelopt(context, recipe)
-        from ..quantize.run import quantize
-
-        plan, processes = self._plan(context, recipe, headers=False), self._processes()
+        plan, processes = self._plan(context, recipe), self._processes()
         own = sum(unit.bytes_in for unit in (plan.units if world.rank == 0 else world.own(plan.units)))
         with context.bytes("quantizing", own) as advance:
             made = quantize(plan, Path(self.out), world=world, jobs=processes, advance=advance, say=context.log)
@@ -223,22 +183,21 @@ class Quantize(Prompted):
 
     def estimate(self, context: Context) -> Estimate:
         """Return the plan, made of headers alone."""
+        from ..quantize.run import read_world
+
         recipe = self._recipe(context)
         refuse_existing_output(self.out)
         if self.backend == "modelopt":
-            _, prompts = self.read_sequences(context, self.target, self.prompts) if self.prompts else ([], None)
-            plan = self._plan_modelopt(context, recipe, prompts, headers=True)
+            plan = self._plan(context, recipe, self._sequences(context)[1], headers_only=True)
             return Estimate(plan.bytes_out, Quantized(self.out, plan, None))
-        from ..quantize.world import read_world
-
-        plan = self._plan(context, recipe, headers=True)
+        plan = self._plan(context, recipe, headers_only=True)
         processes = self._processes() * read_world().size
         return Estimate(sum(unit.bytes_out for unit in plan.units), Quantized(self.out, plan, processes))
 
     def _recipe(self, context: Context) -> Recipe:
         from ..quantize.recipe import load_recipe
 
-        recipe = load_recipe(str(context.path(self.recipe)))
+        recipe = load_recipe(str(context.path(self.recipe)), kv_cache=self.kv_cache)
         scaled, named = {"stream": (self.input_scale, "--input-scale"), "modelopt": (self.prompts, "--prompts")}[
             self.backend
         ]
@@ -248,44 +207,46 @@ class Quantize(Prompted):
             )
         if not recipe.weight_only and not scaled:
             raise RequestInvalid(f"{named} is required", fix=f"Give {SCALES[self.backend]}.")
-        return recipe.model_copy(update={"kv_cache": self.kv_cache}) if self.kv_cache else recipe
+        return recipe
 
-    def _plan(self, context: Context, recipe: Recipe, *, headers: bool) -> QuantizePlan:
-        from ..quantize.inputs import data_free, from_calibration
-        from ..quantize.plan import plan_quantize
-        from ..targets.config import parse_target_config
+    def _plan(
+        self, context: Context, recipe: Recipe, prompts: CalibrationPrompts | None = None, *, headers_only: bool = False
+    ) -> QuantizePlan:
+        from ..quantize.run import plan_target
 
-        target = context.source(self.target)
-        source = target.open_headers() if headers else target.open_weights()
-        config = parse_target_config(source.config, where=source.folder / "config.json")
-        if self.input_scale is None or self.input_scale == DATA_FREE:
-            inputs = data_free()
-        else:
-            inputs = from_calibration(context.path(self.input_scale), source, config)
-        return plan_quantize(source, config, recipe, inputs)
+        measured = self.input_scale if self.input_scale != DATA_FREE else None
+        return plan_target(
+            context.source(self.target),
+            recipe,
+            input_scale=context.path(measured) if measured else None,
+            backend=self.backend,
+            prompts=prompts,
+            headers_only=headers_only,
+        )
 
     def _processes(self) -> int:
-        from ..quantize.world import read_world
+        from ..quantize.run import read_world
 
         return self.jobs or (1 if read_world().size > 1 else _cores())
 
-    def _plan_modelopt(
-        self, context: Context, recipe: Recipe, prompts: Prompts | None, *, headers: bool
-    ) -> QuantizePlan:
-        from ..quantize.modelopt_road import plan_in_memory
-        from ..targets.config import parse_target_config
+    def _sequences(self, context: Context) -> tuple[list[Tensor], CalibrationPrompts | None]:
+        """Return the token ids of each prompt, [T] each, and what they are, for the record; nothing without prompts."""
+        from ..quantize.calibrate import read_sequences
 
-        target = context.source(self.target)
-        source = target.open_headers() if headers else target.open_weights()
-        config = parse_target_config(source.config, where=source.folder / "config.json")
-        return plan_in_memory(source, config, recipe, prompts)
+        check_trusted(context, self.trust_remote_code, self.target)
+        if not self.prompts:
+            return [], None
+        return read_sequences(
+            context.source(self.target), context.path(self.prompts), tokens=self.tokens, chat=self.chat,
+            trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
 
     def _modelopt(self, context: Context, recipe: Recipe) -> Quantized:
-        from ..quantize.modelopt_road import quantize_in_memory
+        from ..quantize.modelopt_backend import quantize_in_memory
 
         # Prompts first: a problem of theirs is found before anything large is downloaded.
-        sequences, prompts = self.read_sequences(context, self.target, self.prompts) if self.prompts else ([], None)
-        plan = self._plan_modelopt(context, recipe, prompts, headers=False)
+        sequences, prompts = self._sequences(context)
+        plan = self._plan(context, recipe, prompts)
         # ModelOpt tells of its work on stdout, which is for results.
         with context.status("quantizing") as say, quiet_stdout():
             quantize_in_memory(plan, Path(self.out), [ids.unsqueeze(0) for ids in sequences], say=say)

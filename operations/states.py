@@ -12,8 +12,9 @@ from .base import Context, LayerIds, Name, Operation, argument, option
 from .reading import Count, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
+    from ..engines.vllm_states import ServedRunner
     from ..targets.config import TargetConfig
-    from ..targets.states_record import StatesRecord
+    from ..targets.states import StatesRecord
 
 Tokens = Annotated[int, Field(ge=0)]
 Dtype = Literal["F32", "BF16", "F16"]
@@ -98,63 +99,43 @@ class States(Operation):
         """
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
-        from ..checkpoint.folder import Checkpoint, open_checkpoint
-        from ..checkpoint.tensors import TORCH
-        from ..convert.captured import Hints, decide
-        from ..targets.config import read_target_config
-        from ..targets.model import load_target
-        from ..targets.states_plan import Wanted
-        from ..targets.states_runner import LocalRunner
-        from ..targets.tokenizer import load_tokenizer
-        from ..targets.write_states import write_states
+        from ..convert.captured import default_outputs
+        from ..targets.write_states import Wanted, capture_states
 
-        target = context.source(self.target)
-        folder = target.fetch_tokenizer() if self.url else target.fetch_model()
-        config = read_target_config(folder)
-        # Of a target that is served elsewhere, only what its identity hangs on need be here.
-        checkpoint = (
-            Checkpoint(folder, config.raw, target.open_tensors({config.lm_head}), target.name)
-            if self.url
-            else open_checkpoint(folder, source=target.name)
-        )
-        wanted = Wanted(
-            context.path(self.prompts),
-            self.captured or decide({}, Hints(target_layers=config.layers)).ids,
-            prompt_tokens=self.prompt_tokens,
-            text_tokens=self.text_tokens,
-            sampled=self.sampled,
-            greedy=self.greedy,
-            held_out=self.held_out,
-            chat=self.chat,
-            seed=self.seed,
-        )
-        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        def wanted(config: TargetConfig) -> Wanted:
+            return Wanted(
+                context.path(self.prompts),
+                self.captured or default_outputs(config.layers),
+                prompt_tokens=self.prompt_tokens,
+                text_tokens=self.text_tokens,
+                sampled=self.sampled,
+                greedy=self.greedy,
+                held_out=self.held_out,
+                chat=self.chat,
+                seed=self.seed,
+            )
+
         with context.status("states") as say:
-            if self.url and self.shared:
-                runner = self._reach(context, config)
-            else:
-                say("loading the target")
-                runner = LocalRunner(load_target(folder, TORCH[self.dtype or config.dtype or "BF16"]))
-            record = write_states(
-                runner,
-                checkpoint,
-                config,
-                tokenizer,
+            record = capture_states(
+                context.source(self.target),
                 wanted,
                 Path(self.out),
+                connect=(lambda config, dtype: self._reach(context, config, dtype)) if self.url else None,
+                dtype=self.dtype,
                 shard_bytes=self.shard_mib << 20,
-                advance=lambda done, total: say(f"{done} of {total} sequences"),
+                trust_remote_code=self.trust_remote_code,
+                log=say,
             )
         return StatesWritten(self.out, record)
 
-    def _reach(self, context: Context, config: TargetConfig) -> Any:
+    def _reach(self, context: Context, config: TargetConfig, dtype: str) -> ServedRunner:
         from ..checkpoint.tensors import read_tensor
         from ..engines.client import connect
         from ..engines.vllm_states import ServedRunner
 
         norm = f"{config.prefix}model.norm.weight"
         ends = context.source(self.target).open_tensors({norm, config.lm_head})
+        server = connect(self.url or "", None, {}, 600.0)
         return ServedRunner(
-            connect(self.url or "", None, {}, 600.0), Path(self.shared or ""), config,
-            read_tensor(ends[norm]), read_tensor(ends[config.lm_head]), self.dtype or config.dtype or "BF16",
-        )  # fmt: skip
+            server, Path(self.shared or ""), config, read_tensor(ends[norm]), read_tensor(ends[config.lm_head]), dtype
+        )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,9 +10,6 @@ from pydantic import Field
 
 from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, refuse_existing_output
-
-# Documents that are only evaluated on while a head is trained.
-EVALUATED_ON = 6
 
 
 @dataclass(frozen=True)
@@ -53,30 +47,19 @@ class Tiny(Operation):
             OutputExists, OutputFailed: the folder is there, or cannot be written.
             TrainingFailed: the target could not be trained.
         """
-        from ..checkpoint.staging import staged
-        from ..targets.tokenizer import load_tokenizer
-        from ..tiny.cache import cache_root
-        from ..tiny.recipe import DEMO, TEST
-        from ..tiny.target import make_target
-        from ..tiny.text import read_corpus
+        from ..tiny.target import write_tiny
 
         refuse_existing_output(self.out)
-        with context.steps("tiny Kimi-K2") as advance:
-            made = make_target({"demo": DEMO, "test": TEST}[self.size], cache_root(), advance)
-        corpus, tokenizer = read_corpus(), load_tokenizer(made)
-        long_enough = [text for text in corpus.held_out if len(tokenizer.encode(text)) >= self.prompt_tokens]
-        prompts, rest = long_enough[: self.prompts], long_enough[self.prompts :]
-        with staged(Path(self.out)) as folder:
-            shutil.copytree(made, folder / "target")
-            _write_lines(folder / "train.jsonl", ({"text": text} for text in corpus.train[: self.documents]))
-            _write_lines(folder / "eval.jsonl", ({"text": text} for text in rest[:EVALUATED_ON]))
-            _write_lines(folder / "held-out.jsonl", ({"prompt": text, "category": "documentation"} for text in prompts))
+        with context.status("tiny Kimi-K2"):
+            write_tiny(
+                Path(self.out), self.size, prompts=self.prompts, prompt_tokens=self.prompt_tokens,
+                documents=self.documents,
+            )  # fmt: skip
         return TinyMade(self.out)
 
     def estimate(self, context: Context) -> Estimate:
         """Return the target's bytes where it is in the cache."""
-        from ..tiny.cache import cache_root, recipe_key
-        from ..tiny.recipe import DEMO, TEST
+        from ..tiny.recipe import DEMO, TEST, cache_root, recipe_key
         from ..tiny.target import KIND, SOURCE
 
         recipe = {"demo": DEMO, "test": TEST}[self.size]
@@ -84,7 +67,3 @@ class Tiny(Operation):
         if not cached.is_dir():
             return Estimate(None)
         return Estimate(sum(file.stat().st_size for file in cached.rglob("*") if file.is_file()))
-
-
-def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

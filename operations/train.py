@@ -16,7 +16,7 @@ from .reading import Count, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from ..head.vocab import Coverage
-    from ..train.job import Job
+    from ..train.job import Pace, TrainJob
 
 # A head's size does not hang on how much it is trained on.
 ANY_ROWS = 1 << 20
@@ -128,8 +128,7 @@ class Train(Operation):
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
         from ..checkpoint.manifest import read_manifest
-        from ..train.arguments import Pace
-        from ..train.job import draft_coverage
+        from ..train.job import Pace, draft_coverage
         from ..train.run import train
 
         out = Path(self.out)
@@ -156,8 +155,8 @@ class Train(Operation):
 
         from ..head.slots import needs
         from ..targets.config import read_target_config
-        from ..train.named import complete, read_recipe_file
-        from ..train.watch import spec_of
+        from ..train.evaluate import spec_of
+        from ..train.recipe import complete, read_recipe_file
 
         if self.init_from:
             return Estimate(None)
@@ -167,27 +166,27 @@ class Train(Operation):
         width = {"F32": 4, "BF16": 2}[spec.dtype]
         return Estimate(2 * sum(prod(need.shape) for need in needs(spec).values()) * width)
 
-    def _job(self, context: Context, pace: Any) -> Job:
+    def _job(self, context: Context, pace: Pace) -> TrainJob:
         from ..convert.captured import Hints
         from ..convert.opening import open_head
-        from ..targets.config import read_target_config
-        from ..targets.tokenizer import load_tokenizer
-        from ..train.jobs import Data, check_job, offline_job, online_job
-        from ..train.named import check_keys, read_recipe_file
+        from ..train.job import Data, prepare_job
+        from ..train.recipe import check_keys, read_recipe_file
 
         values = read_recipe_file(str(context.path(self.recipe))) | self.set
-        # A target may be downloaded, and data read, for hours.
+        # Before a head is downloaded for it.
         check_keys(values)
-        target = context.source(self.target)
-        head = (
-            open_head(context.source(self.init_from).open_weights(), None, Hints(), target) if self.init_from else None
+        target, data = context.source(self.target), None
+        if self.data is not None:
+            held_out = str(context.path(self.held_out)) if self.held_out else None
+            data = Data(str(context.path(self.data)), held_out, self.split or Data.split, self.revision)
+        return prepare_job(
+            target,
+            values,
+            data=data,
+            states=context.path(self.states) if self.states else None,
+            init_from=open_head(context.source(self.init_from).open_weights(), None, Hints(), target)
+            if self.init_from
+            else None,
+            pace=pace,
+            trust_remote_code=self.trust_remote_code,
         )
-        check_job(values, read_target_config(target.fetch_config()), head, pace)
-        folder = target.fetch_model()
-        config = read_target_config(folder)
-        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
-        if self.states is not None:
-            return offline_job(folder, config, tokenizer, values, context.path(self.states), head)
-        held_out = str(context.path(self.held_out)) if self.held_out else None
-        data = Data(str(context.path(self.data or "")), held_out, self.split or Data.split, self.revision)
-        return online_job(folder, config, tokenizer, values, data, head)

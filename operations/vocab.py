@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
     from ..convert.plan import Plan
     from ..convert.vocab import VocabReport
-    from ..targets.vocabulary import Vocabulary
+    from ..targets.tokenizer import Vocabulary
 
 CHANGES = ("rebuild_t2d", "absolute", "expand", "prune")
 
@@ -121,7 +121,7 @@ class Vocab(Reading):
     def _known(self, context: Context) -> Vocabulary | None:
         if self.target is None:
             return None
-        from ..targets.vocabulary import read_vocabulary
+        from ..targets.tokenizer import read_vocabulary
 
         return read_vocabulary(context.source(self.target), trust_remote_code=self.trust_remote_code)
 

@@ -29,14 +29,11 @@ from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
 from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..tiny.recipe import DEMO, TinyRecipe
-from ..tiny.target import kept_at, make_target
+from ..tiny.target import kept_at, make_target, pack
 from ..tiny.text import read_corpus
-from ..tiny.tokenizer import pack
-from ..train.module import load_module
-from ..train.original import run_module
-from ..train.outcome import MODULE
+from ..train.module import load_module, run_module
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
-from ..train.trainer import head_key, train_head
+from ..train.run import MODULE, head_key, train_head
 from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.parity import load_head
 from ..validate.report import Report, figures, make_report

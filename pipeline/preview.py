@@ -10,7 +10,7 @@ from pathlib import Path
 from ..cards.licenses.checks import check_folder
 from ..cards.licenses.files import find_texts
 from ..cards.licenses.license import LICENSES
-from ..checkpoint.licenses import LICENSE_TEXTS
+from ..checkpoint.folder import LICENSE_TEXTS
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation
 from ..operations.card import Card

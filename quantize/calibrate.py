@@ -1,43 +1,137 @@
 """A target run layer by layer from its disk, for what its modules read.
 
-One layer is in memory at a time, and what flows between two: [tokens, hidden] in the dtype of the run.
+One layer is in memory at a time, and what flows between two: [tokens, hidden] in the dtype of the run. A run that was
+killed goes on behind the last layer that it finished: what flows to the next is kept as it is, so that the amaxes are
+those of one quiet run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-from ..checkpoint.folder import Checkpoint
-from ..checkpoint.rows import read_rows
-from ..errors import InputScalesInvalid
-from ..targets.config import TargetConfig
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.source import Source
+from ..checkpoint.staging import refuse_existing, writing
+from ..checkpoint.tensors import TORCH, read_rows
+from ..errors import InputScalesInvalid, OutputFailed
+from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import build_target, check_tensors, fill
-from ..targets.source_formats import stored_weights
-from .calibrating import Between
-from .calibration import Calibration, Prompts, identify
+from ..targets.prompts import read_prompts
+from ..targets.tokenizer import load_tokenizer
+from ..targets.weights import stored_weights
+from .calibration import CalibrationPrompts, TargetCalibration, identify, write_calibration
 
 Advance = Callable[[int, int], None]
+# Tokens that each prompt is cut to.
+TOKENS = 512
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def calibrate_target(
+    target: Source,
+    prompts: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    tokens: int = TOKENS,
+    chat: bool = False,
+    trust_remote_code: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> TargetCalibration:
+    """Run a target over prompts and write its calibration; go on where an interrupted run stopped.
+
+    Args:
+        target: the target; of a hub id the whole model is downloaded.
+        prompts: JSONL, see `read_prompts`.
+        out: the file to make.
+        dtype: safetensors name of what is computed in; None for the target's own.
+        tokens, chat, trust_remote_code: see `read_sequences`.
+        log: called with what is going on.
+
+    Raises:
+        OutputExists, OutputFailed: there is something at `out`, or it cannot be written.
+        PromptsInvalid, TargetInvalid, SourceFormatUnknown, TensorShape, InputScalesInvalid: see `read_sequences` and
+            `calibrate`.
+    """
+    refuse_existing(out)
+    sequences, used = read_sequences(target, prompts, tokens=tokens, chat=chat, trust_remote_code=trust_remote_code)
+    folder = target.fetch_model()
+    config = read_target_config(folder)
+    checkpoint, chosen = open_checkpoint(folder, source=target.name), TORCH[dtype or config.dtype or "BF16"]
+    place = partial_of(out, checkpoint, sequences, chosen)
+    before = find(place, config.layers)
+    if before:
+        log(f"{before.layers} of {config.layers} layers are done already")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        found = calibrate(
+            checkpoint,
+            config,
+            sequences,
+            used,
+            dtype=chosen,
+            resume=before,
+            keep=partial(keep, place),
+            advance=lambda done, total: log(f"{done} of {total} layers"),
+        )
+        temporary = out.with_name(f".{out.name}.partial")
+        write_calibration(temporary, found)
+        temporary.replace(out)
+        place.unlink()
+    return found
+
+
+def read_sequences(
+    target: Source, prompts: Path, *, tokens: int = TOKENS, chat: bool = False, trust_remote_code: bool = False
+) -> tuple[list[torch.Tensor], CalibrationPrompts]:
+    """Return the token ids of each prompt, [T] each, and what they are, for the record.
+
+    Args:
+        target: whose tokenizer is taken.
+        prompts: JSONL, see `read_prompts`.
+        tokens: each prompt is cut to so many.
+        chat: put each prompt's first turn through the target's chat template; else its turns are plain text.
+        trust_remote_code: run the tokenizer's own Python.
+
+    Raises:
+        PromptsInvalid, TargetInvalid: the prompts or the tokenizer cannot be read.
+    """
+    given = read_prompts(prompts)
+    tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
+    encoded = [
+        tokenizer.encode_chat(one.turns[:1]) if chat else tokenizer.encode("\n\n".join(one.turns)) for one in given
+    ]
+    sequences = [torch.tensor(ids[:tokens]) for ids in encoded]
+    return sequences, CalibrationPrompts(sha256=file_digest(prompts), count=len(given), tokens=sum(map(len, sequences)))
 
 
 def calibrate(
     target: Checkpoint,
     config: TargetConfig,
     sequences: Sequence[torch.Tensor],
-    prompts: Prompts,
+    prompts: CalibrationPrompts,
     *,
     dtype: torch.dtype,
-    start: Between | None = None,
-    keep: Callable[[Between], None] = lambda between: None,
+    resume: CalibrationState | None = None,
+    keep: Callable[[CalibrationState], None] = lambda between: None,
     advance: Advance = lambda done, total: None,
-) -> Calibration:
+) -> TargetCalibration:
     """Return the largest magnitude at the input of each linear module of the decoder.
 
     Experts of a layer share theirs, as ModelOpt has it: one that met few tokens would have too small a scale.
@@ -48,7 +142,7 @@ def calibrate(
         sequences: token ids, [T] each.
         prompts: what these are, for the record.
         dtype: to compute in.
-        start: where an interrupted run of the same stood; None for the first layer.
+        resume: where an interrupted run of the same stood; None for the first layer.
         keep: called after each layer with what the next one starts from.
         advance: called with the layers done and their number.
 
@@ -66,11 +160,11 @@ def calibrate(
     model.config._experts_implementation = "eager"
     check_tensors(model, target, config, stored)
     rotary = DeepseekV3RotaryEmbedding(model.config)
-    if start is None:
+    if resume is None:
         embedding = target.tensors[config.embed_tokens]
-        start = Between(0, [read_rows(embedding, ids).to(dtype).unsqueeze(0) for ids in sequences], {})
-    hidden, found = list(start.hidden), dict(start.amaxes)
-    for i, layer in list(enumerate(model.model.layers))[start.layers :]:
+        resume = CalibrationState(0, [read_rows(embedding, ids).to(dtype).unsqueeze(0) for ids in sequences], {})
+    hidden, found = list(resume.hidden), dict(resume.amaxes)
+    for i, layer in list(enumerate(model.model.layers))[resume.layers :]:
         base = f"model.layers.{i}"
         with _resident(layer), torch.no_grad():
             state = layer.state_dict(prefix=f"{base}.")
@@ -80,9 +174,9 @@ def calibrate(
                 for j, states in enumerate(hidden):
                     hidden[j] = _run(layer, states, model.config, rotary)
         found |= watch.amaxes(base)
-        keep(Between(i + 1, hidden, found))
+        keep(CalibrationState(i + 1, hidden, found))
         advance(i + 1, config.layers)
-    return Calibration(target=identify(target, config), prompts=prompts, input_amax=found)
+    return TargetCalibration(target=identify(target, config), prompts=prompts, input_amax=found)
 
 
 @contextmanager
@@ -147,3 +241,80 @@ class _Watch(TorchFunctionMode):
                 fix="Give more prompts; if it stays, this transformers runs the layer in a way that is not known here.",
             )
         return {module: self._seen[group] for group, modules in self._groups.items() for module in modules}
+
+
+@dataclass(frozen=True)
+class CalibrationState:
+    """Where a calibration stands.
+
+    Attributes:
+        layers: how many are done.
+        hidden: what flows to the next one, [1, T, hidden] of each sequence.
+        amaxes: what was seen, by module.
+    """
+
+    layers: int
+    hidden: Sequence[torch.Tensor] = field(repr=False)
+    amaxes: Mapping[str, float] = field(repr=False)
+
+
+def partial_of(out: Path, target: Checkpoint, sequences: Sequence[torch.Tensor], dtype: torch.dtype) -> Path:
+    """Return where a calibration is kept while it runs; one of another target, text or dtype is kept elsewhere."""
+    facts = {
+        "config": target.config,
+        "stamps": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in target.files],
+        "sequences": [ids.tolist() for ids in sequences],
+        "dtype": str(dtype),
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return out.with_name(f".{out.name[:40]}-{key}.partial")
+
+
+def keep(file: Path, between: CalibrationState) -> None:
+    """Write where a calibration stands, in the place of what was written before.
+
+    Raises:
+        OutputFailed: it cannot be written; what was written before stays.
+    """
+    said = {"layers": str(between.layers), "amaxes": json.dumps(dict(between.amaxes))}
+    temporary = file.with_name(f"{file.name}.new")
+    try:
+        save_file({str(i): states.contiguous() for i, states in enumerate(between.hidden)}, temporary, metadata=said)
+        with temporary.open("rb") as whole:
+            os.fsync(whole.fileno())
+        temporary.replace(file)
+    except (OSError, SafetensorError) as fault:  # of a full disk safetensors tells in its own words
+        temporary.unlink(missing_ok=True)
+        raise OutputFailed(
+            f"{file.name} could not be written: {fault}",
+            where=file.parent,
+            fix="Free some space, or choose an output on another disk; then it goes on behind the last layer.",
+        ) from fault
+
+
+def find(file: Path, layers: int) -> CalibrationState | None:
+    """Read what `keep` wrote; None if there is nothing.
+
+    Args:
+        file: where it was written.
+        layers: of the target.
+
+    Raises:
+        InputScalesInvalid: it cannot be read, or stands behind more layers than there are.
+    """
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="pt") as held:
+            said, count = held.metadata(), len(held.keys())
+            hidden = [held.get_tensor(str(i)) for i in range(count)]
+        done = int(said["layers"])
+        if not 0 <= done <= layers:
+            raise ValueError(f"it stands behind layer {done} of {layers}")
+        return CalibrationState(done, hidden, json.loads(said["amaxes"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
+        raise InputScalesInvalid(
+            f"what an interrupted run left in {file.name} cannot be read: {fault}",
+            where=file,
+            fix="Delete it, and calibrate from the first layer on.",
+        ) from fault

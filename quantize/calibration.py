@@ -1,21 +1,30 @@
-"""What a calibration saw of each module's input."""
+"""What a calibration saw of each module's input, and the input scales that follow from it."""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.header import TensorInfo
+from ..checkpoint.manifest import Record
+from ..checkpoint.schema import load_json
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
 from ..targets.config import TargetConfig
+from .formats import fused_group, is_scale
+from .pack import scale_2
 
 
-class Identity(BaseModel):
+class TargetIdentity(Record):
     """A target, whatever form its weights are stored in.
 
     Attributes:
@@ -23,25 +32,21 @@ class Identity(BaseModel):
         norm: blake3 of the final norm's values in bf16: no form quantizes it, and no other training has it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     hidden: int
     layers: int
     vocab: int
     norm: str
 
 
-class Prompts(BaseModel):
+class CalibrationPrompts(Record):
     """What a calibration ran over: the file's sha256, prompts and tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: str
     count: int
     tokens: int
 
 
-class Calibration(BaseModel):
+class TargetCalibration(Record):
     """The largest magnitudes at the inputs of a target's linear modules; the schema of calibration.json.
 
     Attributes:
@@ -51,15 +56,13 @@ class Calibration(BaseModel):
             that no token was routed to is not in it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    target: Identity
-    prompts: Prompts
+    target: TargetIdentity
+    prompts: CalibrationPrompts
     input_amax: dict[str, float]
 
 
-def identify(target: Checkpoint, config: TargetConfig) -> Identity:
+def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
     """Return a target's identity.
 
     Raises:
@@ -74,30 +77,200 @@ def identify(target: Checkpoint, config: TargetConfig) -> Identity:
         )
     values = read_tensor(norm).bfloat16().contiguous()
     digest = blake3(values.view(torch.uint8).numpy().data).hexdigest()
-    return Identity(hidden=config.hidden, layers=config.layers, vocab=config.vocab, norm=digest)
+    return TargetIdentity(hidden=config.hidden, layers=config.layers, vocab=config.vocab, norm=digest)
 
 
-def read_calibration(file: Path) -> Calibration:
+def read_calibration(file: Path) -> TargetCalibration:
     """Read a calibration file.
 
     Raises:
         InputScalesInvalid: it cannot be read, or is not of the schema.
     """
-    try:
-        return Calibration.model_validate_json(file.read_bytes())
-    except OSError as fault:
-        raise InputScalesInvalid(
-            f"{file} cannot be read: {fault.strerror}", fix="Give a file that kconv calibrate wrote, or data-free."
-        ) from fault
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        raise InputScalesInvalid(
-            f"{file.name} is no calibration of kconv's: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            where=file,
-            fix="Give a file that kconv calibrate wrote, or data-free.",
-        ) from fault
+    return load_json(
+        TargetCalibration,
+        file,
+        InputScalesInvalid,
+        what="calibration of kconv's",
+        fix="Give a file that kconv calibrate wrote, or data-free.",
+    )
 
 
-def write_calibration(file: Path, calibration: Calibration) -> None:
+def write_calibration(file: Path, calibration: TargetCalibration) -> None:
     """Write a calibration file."""
     file.write_text(calibration.model_dump_json(indent=1, by_alias=True) + "\n")
+
+
+EXPERT = re.compile(r"(?P<layer>.*\.mlp\.experts)\.\d+\.(?P<part>\w+)")
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """The input_scale of each module, and where it comes from.
+
+    Attributes:
+        description: for the manifest and the output's reader.
+        amax: largest magnitude at each module's input, by its name in the text model; None if every scale is 1.0.
+        prefix: of the names on disk.
+    """
+
+    description: str
+    amax: Mapping[str, float] | None = field(default=None, repr=False)
+    prefix: str = ""
+
+    def scales(self, modules: Collection[str]) -> dict[str, float]:
+        """Return the input_scale of each module, equal among modules that an engine fuses.
+
+        An expert that no token was routed to takes the largest amax of its layer's experts, as ModelOpt has it.
+
+        Args:
+            modules: names on disk of all that become NVFP4.
+
+        Raises:
+            InputScalesInvalid: the calibration has no amax for a module, or one that cannot be.
+        """
+        if self.amax is None:
+            return dict.fromkeys(modules, 1.0)
+        layers: dict[str, float] = {}
+        for name, value in self.amax.items():
+            if expert := EXPERT.fullmatch(name):
+                key = f"{expert['layer']}.{expert['part']}"
+                layers[key] = max(layers.get(key, 0.0), value)
+        shared: dict[str, float] = {}
+        for module in modules:
+            found = self._amax_of(module.removeprefix(self.prefix), layers)
+            group = fused_group(module)
+            shared[group] = max(shared.get(group, 0.0), found)
+        return {module: float(scale_2(shared[fused_group(module)])) for module in modules}
+
+    def _amax_of(self, name: str, layers: Mapping[str, float]) -> float:
+        expert = EXPERT.fullmatch(name)
+        found = (self.amax or {}).get(name, layers.get(f"{expert['layer']}.{expert['part']}") if expert else None)
+        if found is None:
+            raise InputScalesInvalid(
+                f"the calibration has no amax of {name}",
+                where=name,
+                fix="Calibrate this target again, with more prompts.",
+            )
+        check_amax(name, found)
+        return found
+
+
+def data_free() -> InputScales:
+    """Return what ModelOpt's data-free recipes write: 1.0 for every module, whatever its activations are."""
+    return InputScales("data-free: every input_scale is 1.0")
+
+
+def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> InputScales:
+    """Return the scales that a calibration of this very target found.
+
+    Args:
+        file: as `kconv calibrate` wrote it.
+        target: the target that is quantized, in whatever form.
+        config: its config.
+
+    Raises:
+        InputScalesInvalid: the file cannot be read, is of another target, or has an amax that this target cannot reach.
+    """
+    calibration, own = read_calibration(file), identify(target, config)
+    differing = [name for name, value in own if getattr(calibration.target, name) != value]
+    if differing:
+        raise InputScalesInvalid(
+            f"{file.name} is a calibration of another target: its {', '.join(differing)} differ",
+            where=file,
+            fix="Calibrate this target, or give --input-scale data-free.",
+        )
+    check_norms(calibration.input_amax, target, config)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    prompts = calibration.prompts
+    return InputScales(
+        f"calibrated on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest[:16]})",
+        calibration.input_amax,
+        config.prefix,
+    )
+
+
+def check_amax(name: str, amax: float) -> None:
+    """Raise InputScalesInvalid unless an amax has an input_scale that engines can calculate with.
+
+    Args:
+        name: the module's.
+        amax: the largest magnitude that it was seen to read.
+    """
+    if not is_scale(float(scale_2(amax))):
+        raise InputScalesInvalid(
+            f"the amax of {name} is {amax:g}, and its input_scale nothing that float32 can calculate with",
+            where=name,
+            fix="Calibrate again, with other prompts.",
+        )
+
+
+def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetConfig) -> None:
+    """Raise InputScalesInvalid for an amax beyond what the norm before the module can put out.
+
+    Args:
+        amaxes: by module, in the text model.
+        target: the target that they are of.
+        config: its config.
+    """
+    named = {f"{config.prefix}{name}": amax for name, amax in amaxes.items()}
+    for beyond in beyond_norms(named, target.tensors):
+        name = beyond.module.removeprefix(config.prefix)
+        norm = beyond.norm.removeprefix(config.prefix)
+        raise InputScalesInvalid(
+            f"the amax of {name} is {beyond.amax:g}, and {norm}, which it reads, reaches {beyond.bound:g} at most",
+            where=name,
+            fix="The file was changed, or is of another target: calibrate this one again.",
+        )
+
+
+# The norm in the same layer whose output a module reads, by the last part of the module's name. Of o_proj and down_proj
+# there is none.
+NORMS = {
+    **dict.fromkeys(("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), "input_layernorm"),
+    "q_b_proj": "self_attn.q_a_layernorm",
+    "kv_b_proj": "self_attn.kv_a_layernorm",
+    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+}
+# Two roundings to bf16 on the way, of 2^-8 each.
+SLACK = 1.02
+MODULE = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\.(?:.*\.)?(?P<last>\w+)")
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A module that reads more than the norm before it can put out.
+
+    Attributes:
+        module: its name.
+        amax: the largest magnitude that it is said to read.
+        norm: the norm's name.
+        bound: the largest magnitude that the norm puts out.
+    """
+
+    module: str
+    amax: float
+    norm: str
+    bound: float
+
+
+def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo]) -> Iterator[Beyond]:
+    """Yield the modules whose amax is beyond what the norm before them can put out.
+
+    RMSNorm of n numbers puts out sqrt(n) times its largest weight, at most: where all but one are zero.
+
+    Args:
+        amaxes: largest magnitude read, by module, as the target names it.
+        tensors: the target's; a module whose norm is not among them is passed over.
+    """
+    bounds: dict[str, float] = {}
+    for module, amax in amaxes.items():
+        found = MODULE.fullmatch(module)
+        norm = f"{found['layer']}.{NORMS[found['last']]}" if found and found["last"] in NORMS else ""
+        info = tensors.get(f"{norm}.weight")
+        if info is None:
+            continue
+        if norm not in bounds:
+            weight = read_tensor(info).float()
+            bounds[norm] = float(weight.abs().max()) * weight.numel() ** 0.5
+        if amax > SLACK * bounds[norm]:
+            yield Beyond(module, amax, norm, bounds[norm])

@@ -1,15 +1,30 @@
-"""A weight packed as NVFP4, with the arithmetic of ModelOpt's NVFP4QTensor bit for bit."""
+"""A weight packed as NVFP4, with the arithmetic of ModelOpt's NVFP4QTensor bit for bit.
+
+The loops are pack.c's where there is a compiler, and torch's where there is none. What was compiled is trusted only
+after it agreed with torch.
+https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/quantization/qtensor/nvfp4_tensor.py
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..targets.nvfp4 import dequantize_nvfp4
+from ..targets.weights import dequantize_nvfp4
 from .formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
-from .pack_native import fastest
-from .pack_plain import Packed
 
 
 def amax(weight: torch.Tensor) -> float:
@@ -49,3 +64,170 @@ def _pack_with_modelopt(weight: torch.Tensor, weight_scale_2: float) -> Packed:
     shared = torch.tensor(weight_scale_2, dtype=torch.float32, device=weight.device)
     made: Any = NVFP4QTensor.quantize(weight, GROUP_SIZE, None, shared, try_tensorrt=False)
     return Packed(made[0]._quantized_data, made[1])
+
+
+# The smallest e4m3; a block scale that rounded to zero would make its block infinite.
+SMALLEST = 2.0**-9
+# Numbers that are packed at a time: what comes between stays in a core's cache.
+PART = 1 << 17
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [out, in] in NVFP4: two nibbles to a byte, U8 [out, in/2], and block scales, e4m3 [out, in/16]."""
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+
+
+def pack_plain(weight: torch.Tensor, weight_scale_2: float) -> Packed:
+    """Pack a weight in torch; see `pack.pack` for the arguments."""
+    rows, columns = weight.shape
+    nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // GROUP_SIZE, dtype=torch.float8_e4m3fn)
+    shared = torch.tensor(weight_scale_2, dtype=torch.float32)
+    step = max(PART // columns, 1)
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        # In float32, whatever the weight is in.
+        blocks = weight[part].float().unflatten(-1, (-1, GROUP_SIZE))
+        scales[part] = _scales(blocks, shared)
+        nibbles[part] = _nibbles((blocks / (scales[part].float() * shared).unsqueeze(-1)).flatten(-2))
+    return Packed(nibbles, scales)
+
+
+def _scales(blocks: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    largest = blocks.abs()
+    for half in (8, 4, 2, 1):  # several times as fast as a reduction over a short dim
+        largest = torch.maximum(largest[..., :half], largest[..., half:])
+    scale = largest.squeeze(-1) / (E2M1_MAX * shared)
+    scale[scale == 0] = 1.0
+    return scale.clamp_(min=SMALLEST, max=E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _nibbles(scaled: torch.Tensor) -> torch.Tensor:
+    """Round numbers [rows, in] to e2m1, two to a byte.
+
+    The codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4, 6: in steps of 0.5 up to 2, of 1 up to 4, of 2 from there. So a
+    magnitude's code is the least of what each of these steps would make of it, and a tie goes to the even one.
+    """
+    negative = (scaled < 0).view(torch.uint8)
+    sizes = scaled.abs_()
+    codes, ones, twos = (sizes * 2).round_(), sizes.round().add_(2), sizes.mul_(0.5).round_().add_(4)
+    torch.minimum(torch.minimum(codes, ones, out=codes), twos, out=codes)
+    # NaN (0 / 0, where a block scale times the shared one underflows) is above all bounds for ModelOpt too.
+    bytes_ = codes.nan_to_num_(7.0).clamp_(max=7.0).to(torch.uint8).add_(negative, alpha=8)
+    pairs = bytes_.view(torch.int16)
+    return (pairs | pairs >> 4).to(torch.uint8)
+
+
+Packer = Callable[[torch.Tensor, float], Packed]
+
+
+class NativePacker:
+    """The loops of pack.c, which let other threads run meanwhile.
+
+    Args:
+        library: pack.c, compiled.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._loops = {torch.bfloat16: library.nvfp4_pack_bf16, torch.float32: library.nvfp4_pack_f32}
+        for loop in self._loops.values():
+            loop.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_void_p, ctypes.c_void_p]
+            loop.restype = None
+
+    def __call__(self, weight: torch.Tensor, weight_scale_2: float) -> Packed:
+        """Pack a weight; see `pack.pack` for the arguments."""
+        # float16 and float64 become float32, in which ModelOpt divides too; of float64 it keeps more.
+        weight = (weight if weight.dtype in self._loops else weight.float()).contiguous()
+        rows, columns = weight.shape
+        nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(rows, columns // GROUP_SIZE, dtype=torch.uint8)
+        self._loops[weight.dtype](
+            weight.data_ptr(), scales.numel(), weight_scale_2, nibbles.data_ptr(), scales.data_ptr()
+        )
+        return Packed(nibbles, scales.view(torch.float8_e4m3fn))
+
+
+@cache
+def fastest() -> Packer:
+    """Return pack.c's loops, if there is a compiler and they agree with torch; else torch's arithmetic."""
+    library = load_native("pack.c")
+    if library is None:
+        return pack_plain
+    native = NativePacker(library)
+    return native if all(_agree(native, *case) for case in _trials()) else pack_plain
+
+
+def _agree(packer: Packer, weight: torch.Tensor, weight_scale_2: float) -> bool:
+    one, other = packer(weight, weight_scale_2), pack_plain(weight, weight_scale_2)
+    return torch.equal(one.weight, other.weight) and torch.equal(
+        one.weight_scale.view(torch.uint8), other.weight_scale.view(torch.uint8)
+    )
+
+
+def _trials() -> list[tuple[torch.Tensor, float]]:
+    """Return weights that meet every branch: each e4m3 scale, ties, zeros, what underflows and what is cut off."""
+    generator = torch.Generator().manual_seed(0)
+    # The blocks' sizes run from below 2^-9 of the largest to beyond 448.
+    sizes = torch.linspace(-12, 10, 320).exp2().unsqueeze(-1)
+    random = torch.randn(320, 5 * GROUP_SIZE, generator=generator) * sizes
+    random[::7, ::3] = 0.0
+    random[::11, :GROUP_SIZE] = -0.0
+    ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).repeat(2) * torch.tensor([1.0, -1.0]).repeat(8)
+    ties = torch.cat([ties.roll(i).index_put((torch.tensor([i]),), torch.tensor(6.0)) for i in range(16)]).view(1, -1)
+    weights = [random, random.bfloat16(), ties, ties.bfloat16()]
+    return [(weight, scale) for weight in weights for scale in (1.0, 2.0**-9 / 3, 2.0**-140)]
+
+
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+SECONDS = 120
+
+
+def load_native(source: str) -> ctypes.CDLL | None:
+    """Return a C source of this package as a library, compiled at its first use on this kind of machine.
+
+    Args:
+        source: the file's name, e.g. "int4.c".
+
+    Returns:
+        The library; None where there is no compiler, or the cache cannot be written, or KCONV_NATIVE=0.
+    """
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
+    if not compiler[0] or os.environ.get("KCONV_NATIVE") == "0":
+        return None
+    text = (Path(__file__).parent / source).read_text()
+    stamp = hashlib.sha256("\0".join([text, *compiler, *FLAGS, _machine()]).encode()).hexdigest()[:16]
+    library = _cache() / f"{source.removesuffix('.c')}-{stamp}.so"
+    try:
+        if not library.exists():
+            _compile(compiler, text, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compile(compiler: list[str], text: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        source, made = Path(folder, "source.c"), Path(folder, "made.so")
+        source.write_text(text)
+        subprocess.run(
+            [*compiler, *FLAGS, "-o", str(made), str(source)], check=True, capture_output=True, timeout=SECONDS
+        )
+        made.replace(library)  # whole or not at all, as another process may be at it too
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv") / "native"
+
+
+def _machine() -> str:
+    """Name the kind of processor: -march=native must not be run on another one that shares the cache."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {flags}"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TensorShape
 from ..targets.config import TargetConfig
-from ..targets.source_formats import read_form, stored_weights
-from ..targets.stored import Stored
-from .excludes import LAYER
-from .formats import GROUP_SIZE
-from .inputs import InputScales
+from ..targets.weights import Plain, StoredWeight, read_form, stored_weights
+from .calibration import InputScales
+from .formats import GROUP_SIZE, fused_group, weight_tensors
 from .recipe import Recipe
-from .units import Module, Unit, cut_units
 
 # Bytes of an output shard, about: what ranks share is whole files, so that these are many more than ranks; and one is
 # read twice, the second time from the page cache, where those of all ranks fit. Of 1 T parameters it makes 550.
@@ -111,12 +112,12 @@ def plan_quantize(
     return QuantizePlan(source, config, form, recipe, inputs, cut_units(stored, modules, shard), tuple(linear))
 
 
-def _is_linear(name: str, weight: Stored) -> bool:
+def _is_linear(name: str, weight: StoredWeight) -> bool:
     return name.endswith(".weight") and len(weight.shape) == 2 and not name.split(".")[-2].endswith(TABLES)
 
 
-def _choose(linear: dict[str, Stored], config: TargetConfig, recipe: Recipe) -> dict[str, Stored]:
-    chosen: dict[str, Stored] = {}
+def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recipe) -> dict[str, StoredWeight]:
+    chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
         inner, layer = name.removeprefix(config.prefix), LAYER.fullmatch(name)
         # Layers beyond the model's own predict further tokens (MTP); the published targets leave them out.
@@ -133,10 +134,206 @@ def _choose(linear: dict[str, Stored], config: TargetConfig, recipe: Recipe) -> 
     return chosen
 
 
-def _check_dims(weight: Stored) -> None:
+def _check_dims(weight: StoredWeight) -> None:
     if weight.shape[1] % GROUP_SIZE or not prod(weight.shape):
         raise TensorShape(
             f"{weight.name} is {list(weight.shape)}, and {weight.shape[1]} columns make no groups of {GROUP_SIZE}",
             where=weight.infos[0].file,
             fix="Keep this module out of the recipe (keep: ...).",
         )
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear module that becomes NVFP4.
+
+    Attributes:
+        name: on disk, e.g. "model.layers.1.mlp.experts.0.up_proj".
+        weight: as the source stores it.
+        input_scale: of its activations; None if they stay bf16.
+    """
+
+    name: str
+    weight: StoredWeight
+    input_scale: float | None
+
+    @cached_property
+    def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that it becomes, by name."""
+        found = weight_tensors(self.name, self.weight.shape)
+        return found if self.input_scale is not None else {n: t for n, t in found.items() if "input_scale" not in n}
+
+
+@dataclass(frozen=True)
+class FusedGroup:
+    """Modules that an engine fuses, and that share one weight_scale_2; most often one or two."""
+
+    modules: tuple[Module, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One file of the output, and all that it is made of.
+
+    Attributes:
+        file: its name.
+        groups: what becomes NVFP4.
+        dequantized: stored in a form that the output's config cannot name beside NVFP4, and written as it reads.
+        carried: tensors whose bytes stay.
+    """
+
+    file: str
+    groups: tuple[FusedGroup, ...]
+    dequantized: tuple[StoredWeight, ...]
+    carried: tuple[TensorInfo, ...]
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The modules of its groups."""
+        return tuple(module for group in self.groups for module in group.modules)
+
+    @property
+    def inputs(self) -> list[TensorInfo]:
+        """Every tensor that it is made of."""
+        weights = [*(module.weight for module in self.modules), *self.dequantized]
+        return [*self.carried, *(info for weight in weights for info in weight.infos)]
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of its inputs."""
+        return sum(info.size for info in self.inputs)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of its tensors."""
+        return sum(byte_size(dtype, shape) for _, dtype, shape in self.outputs())
+
+    def outputs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return name, dtype and shape of each of its tensors."""
+        packed = [(name, *kind) for module in self.modules for name, kind in module.outputs.items()]
+        plain = [(weight.name, weight.dtype, weight.shape) for weight in self.dequantized]
+        return [*packed, *plain, *((info.name, info.dtype, info.shape) for info in self.carried)]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What must stand in one file: a fused group, or one tensor that is not quantized."""
+
+    group: FusedGroup | None
+    plain: StoredWeight | None
+
+    @property
+    def size(self) -> int:
+        if self.plain is not None:
+            return byte_size(self.plain.dtype, self.plain.shape)
+        modules = self.group.modules if self.group else ()
+        return sum(byte_size(*kind) for module in modules for kind in module.outputs.values())
+
+
+def cut_units(stored: dict[str, StoredWeight], modules: dict[str, Module], shard: int) -> tuple[Unit, ...]:
+    """Cut the output into files of about equal sizes, in the order of the source's files and of the bytes in them."""
+    groups = _fuse(modules)
+    pieces: list[_Piece] = []
+    done: set[str] = set()
+    for weight in sorted(stored.values(), key=_place):
+        module = weight.name.removesuffix(".weight")
+        if module not in groups:
+            pieces.append(_Piece(None, weight))
+        elif module not in done:
+            pieces.append(_Piece(groups[module], None))
+            done |= {member.name for member in groups[module].modules}
+    cut = _cut(pieces, shard)
+    return tuple(_unit(f"model-{i:05d}-of-{len(cut):05d}.safetensors", part) for i, part in enumerate(cut, 1))
+
+
+def _cut(pieces: Sequence[_Piece], shard: int) -> list[list[_Piece]]:
+    """Cut pieces into runs of about equal sizes, near that of a shard: each goes where its middle falls."""
+    total = sum(piece.size for piece in pieces)
+    count = -(-total // shard)
+    runs: dict[int, list[_Piece]] = {}
+    before = 0
+    for piece in pieces:
+        middle = before + piece.size // 2
+        runs.setdefault(middle * count // max(total, 1), []).append(piece)
+        before += piece.size
+    return list(runs.values())
+
+
+def _place(weight: StoredWeight) -> tuple[str, int]:
+    return weight.infos[0].file.name, weight.infos[0].begin
+
+
+def _unit(file: str, pieces: Iterable[_Piece]) -> Unit:
+    pieces = list(pieces)
+    plain = [piece.plain for piece in pieces if piece.plain is not None]
+    return Unit(
+        file,
+        tuple(piece.group for piece in pieces if piece.group is not None),
+        tuple(weight for weight in plain if not isinstance(weight, Plain)),
+        tuple(weight.info for weight in plain if isinstance(weight, Plain)),
+    )
+
+
+def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
+    """Return the group of each module."""
+    together: dict[str, list[Module]] = {}
+    for name, module in modules.items():
+        together.setdefault(fused_group(name), []).append(module)
+    groups = [FusedGroup(tuple(members)) for members in together.values()]
+    return {module.name: group for group in groups for module in group.modules}
+
+
+# The modules that an engine must not take for quantized.
+#
+# vLLM tests each entry as a name, as a *part* of a name, and as a wildcard; TensorRT-LLM as a wildcard on the name and
+# on each of its parents, and it tests the bare `kv_b_proj` too:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222
+# So `model.layers.1*` would cover layer 10, and `*kv_b_proj` would make TensorRT-LLM look for FP8 scales. An entry here
+# is a module of one layer, in full, closed by `*` where all below it stays.
+
+# The parts of a decoder layer that engines build apart, each with the modules of which it may consist.
+PARTS = ("self_attn", "mlp.shared_experts", "mlp.experts", "mlp")
+LAYER = re.compile(r"(?P<layer>.*model\.layers\.(?P<index>\d+))\.(?P<rest>.+)")
+# Whole parts of a multimodal target that are no text.
+OTHERS = ("mm_projector", "vision_tower")
+
+
+def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[str]:
+    """Return the entries for `exclude_modules` and `ignore`.
+
+    Args:
+        linear: names on disk of every linear module, quantized or not.
+        quantized: those of them that are.
+
+    Returns:
+        Entries in order of layers, each of which covers unquantized modules only.
+    """
+    parts: dict[str, list[str]] = {}
+    entries: dict[str, None] = {}
+    for module in sorted(linear, key=_order):
+        found = LAYER.fullmatch(module)
+        if found:
+            part = next((p for p in PARTS if found["rest"].startswith(f"{p}.")), "")
+            # The router is a module of its own, which no engine looks up here.
+            if not found["rest"].endswith("mlp.gate"):
+                parts.setdefault(f"{found['layer']}.{part}" if part else module, []).append(module)
+        else:
+            entries[_root(module)] = None
+    for part, modules in parts.items():
+        kept = [module for module in modules if module not in quantized]
+        if len(kept) == len(modules):
+            entries[part if modules == [part] else f"{part}*"] = None
+        else:
+            entries |= dict.fromkeys(kept)
+    return list(entries)
+
+
+def _root(module: str) -> str:
+    """Return the entry of a module outside the decoder layers."""
+    top = module.split(".")[0]
+    return f"{top}*" if top in OTHERS else module
+
+
+def _order(module: str) -> tuple[int, str]:
+    found = LAYER.fullmatch(module)
+    return (int(found["index"]) if found else -1, module)

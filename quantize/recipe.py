@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from ..checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ..errors import RecipeInvalid
 
 KvCache = Literal["fp8", "none"]
@@ -55,40 +55,41 @@ def builtin_recipes() -> dict[str, str]:
     return {file.stem: file.read_text() for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 
 
-def load_recipe(name: str) -> Recipe:
+def load_recipe(name: str, *, kv_cache: KvCache | None = None) -> Recipe:
     """Read a recipe by its name in the package, or from a YAML file.
+
+    Args:
+        name: the name, or the file.
+        kv_cache: what engines keep the KV cache in, instead of what the recipe says.
 
     Raises:
         RecipeInvalid: there is none, or a key does not exist or has a value that cannot be.
     """
+    recipe = _read_recipe(name)
+    return recipe.model_copy(update={"kv_cache": kv_cache}) if kv_cache else recipe
+
+
+def _read_recipe(name: str) -> Recipe:
     known = builtin_recipes()
     if name in known:
         return parse_recipe(known[name], where=name)
-    try:
-        text = Path(name).read_text()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise RecipeInvalid(
-            f"there is no recipe {name!r}, and no file of that name that can be read",
-            fix=f"Give a YAML file, or one of {', '.join(known)}.",
-        ) from fault
+    known_or_file = f"Give a YAML file, or one of {', '.join(known)}."
+    missing = RecipeInvalid(
+        f"there is no recipe {name!r}, and no file of that name that can be read", fix=known_or_file
+    )
+    text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=known_or_file, missing=missing)
     return parse_recipe(text, where=name)
 
 
-def parse_recipe(text: str, *, where: str = "") -> Recipe:
+def parse_recipe(text: str | bytes, *, where: str = "") -> Recipe:
     """Read a recipe's YAML.
 
     Raises:
         RecipeInvalid: it is no YAML mapping, or a key does not exist or has a value that cannot be.
     """
     keys = f"The keys are {', '.join(Recipe.model_fields)}."
-    try:
-        return Recipe.model_validate(yaml.safe_load(text))
-    except yaml.YAMLError as fault:
-        raise RecipeInvalid(f"the recipe is no YAML: {fault}", where=where, fix=keys) from fault
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "its top"
-        raise RecipeInvalid(f"the recipe is wrong at {place}: {first['msg']}", where=where, fix=keys) from fault
+    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix=keys)
+    return check_values(Recipe, values, RecipeInvalid, where=where, what="recipe", fix=keys)
 
 
 def _any(module: str, patterns: tuple[str, ...]) -> bool:

@@ -1,27 +1,96 @@
-"""A quantization from plan to output."""
+"""A quantization from plan to output, shared by processes and ranks."""
 
 from __future__ import annotations
 
-import shutil
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, Literal
 
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.staging import keep_staging, publish, staging_of, writing
-from ..errors import KconvError, OutputFailed, WorkerFailed
-from .finish import copied_files, finish
-from .plan import QuantizePlan
-from .record import Workplace
-from .units import Unit
-from .workers import make_units
-from .world import ALONE, World
+from ..checkpoint.source import Source
+from ..checkpoint.staging import check_disk, keep_staging, publish, staging_of, writing
+from ..errors import KconvError, WorkerFailed
+from ..targets.config import parse_target_config
+from .calibration import CalibrationPrompts, data_free, from_calibration
+from .output import copied_files, finish
+from .plan import QuantizePlan, Unit, plan_quantize
+from .recipe import Recipe
+from .stream import Advance, Workplace, make_unit
 
 Say = Callable[[str], None]
+Backend = Literal["stream", "modelopt"]
 WAIT = 0.5  # seconds between two looks for other ranks' files
 # Seconds that other ranks have to start, and to take back what they said of an earlier run's fault.
 GRACE = 60
+
+
+def plan_target(
+    target: Source,
+    recipe: Recipe,
+    *,
+    input_scale: Path | None = None,
+    backend: Backend = "stream",
+    prompts: CalibrationPrompts | None = None,
+    headers_only: bool = False,
+) -> QuantizePlan:
+    """Decide what becomes of each tensor of a target.
+
+    Args:
+        target: the target; of a hub id it is downloaded, unless `headers_only`.
+        recipe: what is quantized.
+        input_scale: for "stream": a file that kconv calibrate wrote; None for 1.0 throughout (data-free).
+        backend: "stream", one tensor at a time from the disk, or "modelopt", with the whole target in memory.
+        prompts: for "modelopt": what it calibrates on; None if activations stay as they are.
+        headers_only: the plan is only shown, so that a hub id's weights need not be here.
+
+    Raises:
+        RecipeInvalid, SourceFormatUnknown, TensorShape: see `plan_quantize`, and `plan_in_memory` for "modelopt".
+        InputScalesInvalid: see `from_calibration`.
+    """
+    source = target.open_headers() if headers_only else target.open_weights()
+    config = parse_target_config(source.config, where=source.folder / "config.json")
+    if backend == "modelopt":
+        # Here, as it loads transformers.
+        from .modelopt_backend import plan_in_memory
+
+        return plan_in_memory(source, config, recipe, prompts)
+    inputs = from_calibration(input_scale, source, config) if input_scale else data_free()
+    return plan_quantize(source, config, recipe, inputs)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that share one job, as torchrun numbers them.
+
+    Attributes:
+        rank: 0 to size - 1; 0 finishes the output.
+        size: number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def own(self, units: tuple[Unit, ...]) -> list[Unit]:
+        """Return this rank's share: from the largest file on, each goes to the rank with the fewest bytes to read."""
+        loads = [0] * self.size
+        mine: set[str] = set()
+        for unit in sorted(units, key=lambda unit: -unit.bytes_in):
+            rank = loads.index(min(loads))
+            loads[rank] += unit.bytes_in
+            if rank == self.rank:
+                mine.add(unit.file)
+        return [unit for unit in units if unit.file in mine]
+
+
+ALONE = World()
 
 
 def quantize(
@@ -56,7 +125,7 @@ def quantize(
         return True
     place, begun = Workplace(staging_of(out, plan.key)), time.monotonic()
     if not world.rank:
-        check_disk(plan, out, place)
+        check_disk(out, bytes_needed(plan, place))
     keep_staging(out, plan.key)
     with writing(out):
         place.failure(world.rank).unlink(missing_ok=True)
@@ -78,22 +147,6 @@ def bytes_needed(plan: QuantizePlan, place: Workplace | None = None) -> int:
     """Return the bytes of disk that a plan still takes, all ranks together."""
     left = sum(unit.bytes_out for unit in plan.units if place is None or not place.is_done(unit.file))
     return left + sum(file.stat().st_size for file in copied_files(plan.source.folder))
-
-
-def free_bytes(out: Path) -> int:
-    """Return the bytes that are free where an output will be."""
-    return shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
-
-
-def check_disk(plan: QuantizePlan, out: Path, place: Workplace | None = None) -> None:
-    """Raise OutputFailed if the disk has no room for what is still to be written."""
-    free, needed = free_bytes(out), bytes_needed(plan, place)
-    if free < needed:
-        raise OutputFailed(
-            f"the output takes {needed / 1e9:.2f} GB more, and {free / 1e9:.2f} GB are free",
-            where=out.absolute().parent,
-            fix="Free some space, or choose an output on another disk.",
-        )
 
 
 def _make_own(
@@ -147,3 +200,104 @@ def _is_made(plan: QuantizePlan, out: Path) -> bool:
         return read_manifest(out).spec.get("plan") == plan.key
     except KconvError:
         return False
+
+
+POLL = 0.2  # seconds between two looks at what was done
+
+
+def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: int, advance: Advance) -> None:
+    """Make some files of the output, in this process or in several.
+
+    Args:
+        units: what is to be made.
+        place: where.
+        inputs: where the input scales come from, for the manifest.
+        jobs: processes; with 1 it is this one.
+        advance: called in this process with the number of source bytes dealt with since the last call.
+
+    Raises:
+        WorkerFailed: a process was killed.
+        TensorValue, CorruptHeader, NotACheckpoint, OSError: see `make_unit`.
+    """
+    for unit in units:
+        place.clear(unit.file)
+    if jobs == 1 or len(units) < 2:
+        for unit in units:
+            make_unit(unit, place, inputs=inputs, advance=advance)
+        return
+    context = get_context("spawn")  # a fork of a process with threads may hang
+    done = context.Value("Q", 0)
+    try:
+        with ProcessPoolExecutor(
+            min(jobs, len(units)), mp_context=context, initializer=_start, initargs=(done, os.getpid())
+        ) as pool:
+            futures = [pool.submit(_make, unit, place, inputs) for unit in units]
+            try:
+                _follow(futures, done, advance)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    except BrokenProcessPool as fault:
+        raise WorkerFailed(
+            "a process that packed one of the files was killed",
+            fix="It may have been out of memory: give fewer --jobs. Run the same command again to go on.",
+        ) from fault
+
+
+def _follow(futures: list[Future[None]], done: Any, advance: Advance) -> None:
+    seen, left = 0, set(futures)
+    while left:
+        ended, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+        now = done.value
+        advance(now - seen)
+        seen = now
+        for future in ended:
+            future.result()
+
+
+_done: Any = None
+
+
+def _start(done: Any, parent: int) -> None:
+    """Prepare a worker: one thread, and no life beyond its parent's."""
+    import torch
+
+    global _done
+    _done = done
+    torch.set_num_threads(1)
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL)
+    os._exit(1)
+
+
+def _make(unit: Unit, place: Workplace, inputs: str) -> None:
+    def advance(count: int) -> None:
+        with _done.get_lock():
+            _done.value += count
+
+    make_unit(unit, place, inputs=inputs, advance=advance)
+
+
+def read_world(environment: Mapping[str, str] = os.environ) -> World:
+    """Read RANK and WORLD_SIZE; without them this process is alone.
+
+    Raises:
+        WorkerFailed: only one of them is there, or they are no rank and size.
+    """
+    said = {name: environment.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if not any(said.values()):
+        return ALONE
+    try:
+        world = World(*(int(value or "") for value in said.values()))
+    except ValueError:
+        world = World(-1, 0)
+    if not 0 <= world.rank < world.size:
+        raise WorkerFailed(
+            "the environment has " + ", ".join(f"{name}={value}" for name, value in said.items()),
+            fix="Start the ranks with torchrun, or set both: RANK from 0 to WORLD_SIZE - 1.",
+        )
+    return world

@@ -6,26 +6,93 @@ stand at the front of the file. The second time it comes from the page cache, wh
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from blake3 import blake3
+from pydantic import ValidationError
 
 from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.manifest import FileRecord
+from ..checkpoint.manifest import Action, FileRecord, Record, StepRecord, TensorRecord
+from ..checkpoint.staging import files_of
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue
-from ..targets.int4 import Int4
-from ..targets.stored import Stored
-from .int4_road import Int4Packer, amax_int4, fits
+from ..targets.weights import Int4, StoredWeight
+from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
-from .record import UnitRecord, Workplace
-from .steps import steps
-from .units import Group, Module, Unit
+from .plan import FusedGroup, Module, QuantizePlan, Unit
+
+
+class UnitRecord(Record):
+    """A file that is whole: itself, and how each of its tensors came to be."""
+
+    file: FileRecord
+    tensors: tuple[StepRecord, ...]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The folder beside the output in which it comes to be.
+
+    Attributes:
+        root: as `checkpoint.staging.keep_staging` gives it.
+    """
+
+    root: Path
+
+    @property
+    def files(self) -> Path:
+        """What becomes the output."""
+        return files_of(self.root)
+
+    def record(self, file: str) -> Path:
+        """Return where the record of a file is."""
+        return self.root / f"{file}.json"
+
+    def write(self, record: UnitRecord) -> None:
+        """Write a record, whole, after what it records is on the disk."""
+        temporary = self.root / f"{record.file.name}.{os.getpid()}.tmp"
+        with temporary.open("w") as out:
+            out.write(record.model_dump_json(by_alias=True))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(self.record(record.file.name))
+
+    def read(self, file: str) -> UnitRecord | None:
+        """Return the record of a file that is whole; None if there is none, or the file is not of its size.
+
+        A record is written after its file was flushed, so a file of the recorded size holds the recorded bytes;
+        `kconv verify` hashes them again.
+        """
+        try:
+            record = UnitRecord.model_validate_json(self.record(file).read_bytes())
+            whole = (self.files / file).stat().st_size == record.file.size
+        except (OSError, ValidationError):
+            return None
+        return record if whole else None
+
+    def is_done(self, file: str) -> bool:
+        """Say whether a file is there and recorded, without reading the whole record."""
+        return self.record(file).exists() and (self.files / file).exists()
+
+    def clear(self, file: str) -> None:
+        """Remove what a killed process left of a file that is to be made."""
+        for folder in (self.root, self.files):
+            for left in folder.glob(f"{file}.*.tmp"):
+                left.unlink(missing_ok=True)
+
+    def failure(self, rank: int) -> Path:
+        """Return where a rank says that it failed."""
+        return self.root / f"rank-{rank}.failed"
+
 
 Advance = Callable[[int], None]
 
@@ -76,7 +143,7 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     return record
 
 
-def largest(weight: Stored) -> float:
+def largest(weight: StoredWeight) -> float:
     """Return a weight's amax, as the packer's scale_2 wants it.
 
     Raises:
@@ -100,7 +167,7 @@ def largest(weight: Stored) -> float:
     return found
 
 
-def shared_scale(group: Group) -> float:
+def shared_scale(group: FusedGroup) -> float:
     """Return the weight_scale_2 of a fused group, from the largest amax of its modules.
 
     Raises:
@@ -109,7 +176,7 @@ def shared_scale(group: Group) -> float:
     return float(scale_2(max(largest(module.weight) for module in group.modules)))
 
 
-def pack_stored(weight: Stored, weight_scale_2: float) -> Iterator[Packed]:
+def pack_stored(weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]:
     """Yield a stored weight as NVFP4, in consecutive blocks of rows."""
     if isinstance(weight, Int4) and fits(weight):
         packer = Int4Packer(weight_scale_2)
@@ -162,7 +229,7 @@ def _scalar(value: float | None) -> list[memoryview]:
     return [_bytes(torch.tensor([value], dtype=torch.float32))]
 
 
-def _dequantized(weight: Stored, advance: Advance) -> Entry:
+def _dequantized(weight: StoredWeight, advance: Advance) -> Entry:
     def chunks() -> Iterator[bytes | memoryview]:
         for block in weight.blocks():
             yield from entry(weight.name, block).chunks()
@@ -187,3 +254,92 @@ def _finite(name: str, values: Values) -> None:
             where=name,
             fix="Fetch the shard again; compare its sha256 with the publisher's.",
         )
+
+
+Origin = tuple[Action, tuple[TensorInfo, ...], str]
+
+
+def steps(unit: Unit, made: Mapping[str, str], taken: Mapping[str, str], inputs: str) -> Iterator[StepRecord]:
+    """Yield the record of each tensor of a file.
+
+    Args:
+        unit: the file, as it was planned.
+        made: the blake3 of each of its tensors.
+        taken: the blake3 of each tensor that it is made of.
+        inputs: where the input scales come from.
+    """
+    origins = _origins(unit, inputs)
+    for name, dtype, shape in unit.outputs():
+        action, sources, reason = origins[name]
+        yield StepRecord(
+            action=action,
+            output=TensorRecord(name=name, dtype=dtype, shape=shape, blake3=made[name]),
+            sources=tuple(
+                TensorRecord(name=i.name, dtype=i.dtype, shape=i.shape, blake3=taken[i.name]) for i in sources
+            ),
+            reason=reason,
+        )
+
+
+def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
+    found: dict[str, Origin] = {}
+    for module in unit.modules:
+        for name in module.outputs:
+            suffix = name.removeprefix(f"{module.name}.")
+            sources = module.weight.infos if suffix == "weight" else ()
+            reason = {"weight": f"NVFP4 of {module.weight.form}", "input_scale": inputs}.get(suffix, "with its weight")
+            found[name] = ("added" if suffix == "input_scale" else "quantized", sources, reason)
+    for weight in unit.dequantized:
+        found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot stand beside NVFP4")
+    for info in unit.carried:
+        found[info.name] = ("copied", (info,), "")
+    return found
+
+
+# Source bytes that are timed, about: a second's work.
+SAMPLE = 256 << 20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a sample of the work took.
+
+    Attributes:
+        rate: source bytes a second and process, reading, packing and hashing included, writing not.
+        seconds: for the whole plan on the processes that were asked for.
+    """
+
+    rate: float
+    seconds: float
+
+
+def estimate(plan: QuantizePlan, processes: int) -> Estimate:
+    """Pack a sample of a plan's modules into memory, and say how long all of it will take.
+
+    Raises:
+        TensorValue, CorruptHeader, NotACheckpoint: see `make_unit`.
+    """
+    begin, done = time.perf_counter(), 0
+    for unit in plan.units:
+        for group in unit.groups:
+            _make(group)
+            done += sum(info.size for module in group.modules for info in module.weight.infos)
+            if done >= SAMPLE:
+                break
+        if done >= SAMPLE:
+            break
+    rate = done / (time.perf_counter() - begin)
+    return Estimate(rate, plan.bytes_in / rate / processes)
+
+
+def _make(group: FusedGroup) -> None:
+    whole, tensor = hashlib.sha256(), blake3()
+    scale = shared_scale(group)
+    for module in group.modules:
+        for info in module.weight.infos:
+            tensor.update(bytes.fromhex(digest(info)))
+        for part in pack_stored(module.weight, scale):
+            for made in (part.weight, part.weight_scale):
+                view = made.contiguous().view(torch.uint8).numpy().data
+                whole.update(view)
+                tensor.update(view)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,10 +15,10 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.tensors import read_tensor
 from ..errors import TargetInvalid, TargetTooLarge
 from .config import TargetConfig, parse_target_config
-from .source_formats import stored_weights
-from .stored import Stored
+from .weights import StoredWeight, stored_weights
 
 TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 SOURCE_DTYPES = ("BF16", "F16", "F32")
@@ -92,7 +93,7 @@ def check_memory(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> 
     _check_memory(folder, stored_weights(checkpoint, config), dtype, instead)
 
 
-def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype, instead: str) -> None:
+def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dtype, instead: str) -> None:
     text = [weight for name, weight in stored.items() if not name.startswith(NOT_TEXT)]
     needed = sum(math.prod(weight.shape) for weight in text) * dtype.itemsize
     left = psutil.virtual_memory().available + psutil.swap_memory().free
@@ -106,14 +107,14 @@ def _check_memory(folder: Path, stored: dict[str, Stored], dtype: torch.dtype, i
 
 
 def check_tensors(
-    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, Stored]
+    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, StoredWeight]
 ) -> None:
     """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
     sources = (_sources(name, tensor.shape) for name, tensor in model.state_dict().items())
     _account(config, checkpoint, stored, {name: shape for parts in sources for name, shape in parts.items()})
 
 
-def fill(state: dict[str, torch.Tensor], stored: dict[str, Stored], prefix: str) -> None:
+def fill(state: dict[str, torch.Tensor], stored: dict[str, StoredWeight], prefix: str) -> None:
     """Read weights into a model's tensors.
 
     Args:
@@ -155,7 +156,7 @@ def _sources(name: str, shape: torch.Size) -> dict[str, tuple[int, ...]]:
 def _account(
     config: TargetConfig,
     checkpoint: Checkpoint,
-    stored: dict[str, Stored],
+    stored: dict[str, StoredWeight],
     wanted: dict[str, tuple[int, ...]],
 ) -> None:
     wanted = {config.prefix + name: shape for name, shape in wanted.items()}
@@ -180,3 +181,40 @@ def _account(
                 where=weight.infos[0].file,
                 fix="Check that config.json and the weights are of the same model, and not quantized.",
             )
+
+
+# A target's two ends: embedding, final norm, output matrix.
+#
+# Training from stored states needs no more of a target, whose layers may be a trillion parameters.
+
+
+def load_ends(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+    """Load a target's embedding, final norm and output matrix, in evaluation mode.
+
+    Args:
+        folder: a checkpoint folder. Its layers may be quantized; its ends may not, and no Kimi's are.
+        dtype: of the weights in memory.
+
+    Returns:
+        A model of no layers, whose config names the target's number of layers all the same.
+
+    Raises:
+        TargetInvalid: the target is of another family, or an end is missing, of a wrong shape, or quantized.
+        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = parse_target_config(checkpoint.config, where=folder / "config.json")
+    model = build_target(replace(config, text=config.text | {"num_hidden_layers": 0}), dtype)
+    for name, own in model.state_dict().items():
+        stored = config.lm_head if name == "lm_head.weight" else config.prefix + name
+        info = checkpoint.tensors.get(stored)
+        if info is None or info.shape != tuple(own.shape) or info.dtype not in SOURCE_DTYPES:
+            found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
+            raise TargetInvalid(
+                f"the target's {stored} should be {'/'.join(SOURCE_DTYPES)} {list(own.shape)}, and {found}",
+                where=folder,
+                fix="Check that config.json and the weights are of the same model.",
+            )
+        own.copy_(read_tensor(info))
+    model.config.num_hidden_layers = config.layers
+    return model

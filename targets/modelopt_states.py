@@ -16,8 +16,7 @@ import torch
 
 from ..errors import StatesInvalid
 from .config import TargetConfig
-from .states_record import SequenceRecord
-from .stored_states import MODELOPT, StoredSequence
+from .states import MODELOPT, SequenceRecord, StoredSequence
 
 KEYS = ("input_ids", "hidden_states", "aux_hidden_states")
 

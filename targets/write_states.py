@@ -6,26 +6,235 @@ its sha256; a run that was killed goes on behind them, and the folder gets its n
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from ..checkpoint.bytes import Entry, write_safetensors
-from ..checkpoint.folder import Checkpoint
-from ..checkpoint.staging import finish, refuse_existing
+from ..checkpoint.bytes import Entry, digest, file_digest, write_safetensors
+from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.source import Source
+from ..checkpoint.staging import PARTIAL, finish, refuse_existing
+from ..checkpoint.tensors import TORCH
 from ..checkpoint.values import Values
-from ..errors import TargetInvalid
-from .config import TargetConfig
-from .states_partial import PROGRESS, partial, read_finished
-from .states_plan import Planned, Wanted, plan_states
-from .states_record import RECORD, Kind, ShardRecord, StatesRecord, shard_name
-from .states_runner import Runner
-from .tokenizer import Tokenizer
+from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid
+from .config import TargetConfig, read_target_config
+from .forward import LocalRunner, check_captured
+from .model import load_target
+from .prompts import Prompt, read_prompts
+from .states import (
+    DTYPE_BYTES,
+    RECORD,
+    Kind,
+    PromptsRecord,
+    SequenceRecord,
+    ShardRecord,
+    StatesRecord,
+    TargetRecord,
+    config_sha256,
+    cut_shards,
+    shard_name,
+)
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What states are wanted.
+
+    Attributes:
+        prompts: a JSONL of prompts.
+        captured: layers, as outputs of 0-based decoder layers.
+        prompt_tokens: prompts are cut to this before they are continued; None for whole.
+        text_tokens: the prompts' own text is cut to this; None for whole.
+        sampled, greedy: tokens to continue each prompt by, at temperature 1 and at 0; 0 for no such sequences.
+        held_out: whether the prompts' own text is run as well.
+        chat: put prompts through the chat template.
+        seed: of the sampled continuations.
+    """
+
+    prompts: Path
+    captured: tuple[int, ...]
+    prompt_tokens: int | None = None
+    text_tokens: int | None = None
+    sampled: int = 0
+    greedy: int = 0
+    held_out: bool = True
+    chat: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedStates:
+    """The record without its shards, and each sequence's tokens as far as they are known."""
+
+    record: StatesRecord
+    starts: list[list[int]]
+    shards: list[range]
+
+
+def plan_states(
+    runner: Runner,
+    checkpoint: Checkpoint,
+    config: TargetConfig,
+    tokenizer: Tokenizer,
+    wanted: Wanted,
+    shard_bytes: int,
+) -> PlannedStates:
+    """Plan every sequence and shard, before anything is run.
+
+    Args as of `write_states.write_states`.
+
+    Raises:
+        PromptsInvalid: no prompt is left, or one is too long for the target.
+        TargetInvalid: a layer cannot be captured.
+    """
+    captured = check_captured(wanted.captured, config.layers)
+    dtype = runner.dtype
+    rows = list(_sequences(read_prompts(wanted.prompts), tokenizer, wanted, config.max_positions))
+    if not rows:
+        raise PromptsInvalid(
+            "no prompt gives a sequence of at least two tokens", where=wanted.prompts, fix="Give longer prompts."
+        )
+    record = StatesRecord(
+        target=TargetRecord(
+            source=checkpoint.source,
+            config_sha256=config_sha256(config.raw),
+            model_type=config.model_type,
+            layers=config.layers,
+            hidden=config.hidden,
+            vocab=config.vocab,
+            lm_head_blake3=digest(checkpoint.tensors[config.lm_head]),
+        ),
+        captured=tuple(captured),
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        prompts=PromptsRecord(
+            file=wanted.prompts.name,
+            sha256=hashlib.sha256(wanted.prompts.read_bytes()).hexdigest(),
+            chat=wanted.chat,
+            prompt_tokens=wanted.prompt_tokens,
+            text_tokens=wanted.text_tokens,
+        ),
+        tokenizer=tokenizer.identity,
+        seed=wanted.seed,
+        new_tokens={"sampled": wanted.sampled, "greedy": wanted.greedy},
+        sequences=tuple(sequence for sequence, _ in rows),
+    )
+    token_bytes = 8 + (len(captured) + 1) * config.hidden * DTYPE_BYTES[dtype]
+    cuts = cut_shards([s.length for s in record.sequences], token_bytes, shard_bytes)
+    return PlannedStates(record, [start for _, start in rows], cuts)
+
+
+def _sequences(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, wanted: Wanted, longest: int
+) -> Iterator[tuple[SequenceRecord, list[int]]]:
+    """Yield each sequence with its known tokens: all of held-out text, and the prompt of a continuation."""
+    for prompt in prompts:
+        ids = tokenizer.encode_chat(prompt.turns[:1]) if wanted.chat else tokenizer.encode(prompt.turns[0])
+        about = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
+        text = ids[: wanted.text_tokens]
+        if wanted.held_out and len(text) > 1:
+            _check_length(prompt, len(text), longest)
+            yield SequenceRecord(**about, kind="held-out", prompt_length=1, length=len(text)), text
+        start = ids[: wanted.prompt_tokens]
+        kinds: tuple[tuple[Kind, int], ...] = (("sampled", wanted.sampled), ("greedy", wanted.greedy))
+        for kind, added in kinds:
+            if added and start:
+                length = len(start) + added
+                _check_length(prompt, length, longest)
+                yield SequenceRecord(**about, kind=kind, prompt_length=len(start), length=length), start
+
+
+def _check_length(prompt: Prompt, length: int, longest: int) -> None:
+    if length > longest:
+        raise PromptsInvalid(
+            f"prompt {prompt.id} makes {length} tokens, and the target takes {longest}",
+            fix="Shorten it with --prompt-tokens and --text-tokens.",
+        )
+
+
+class Runner(Protocol):
+    """A target that runs, here or behind a server."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors name of the dtype that its states have."""
+        ...
+
+    def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run tokens `[1, T]`; see `target.states.capture`."""
+        ...
+
+    def extend(self, kind: Kind, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
+        """Return the new tokens of continuations, "sampled" at temperature 1 or "greedy"."""
+        ...
+
 
 SHARD_BYTES = 512 << 20
+
+
+def capture_states(
+    target: Source,
+    wanted: Callable[[TargetConfig], Wanted],
+    out: Path,
+    *,
+    connect: Callable[[TargetConfig, str], Runner] | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    trust_remote_code: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> StatesRecord:
+    """Write the hidden states of a target that a user names, run here or by a server.
+
+    Args:
+        target: the target; of a hub id the whole model is downloaded, or config, tokenizer and output matrix where a
+            server runs it.
+        wanted: gives what states are wanted, by the target's config.
+        out: the folder to make.
+        connect: gives the served target, by its config and the dtype of the states; None to load it here.
+        dtype: safetensors name of what is computed and stored in; None for the target's own.
+        shard_bytes: bound on a file's size.
+        trust_remote_code: run the tokenizer's own Python.
+        log: called with what is going on.
+
+    Raises:
+        OutputExists, OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid: see `write_states`.
+        TargetTooLarge, SourceFormatUnknown, TensorShape: see `load_target`.
+    """
+    refuse_existing(out)
+    folder = target.fetch_tokenizer() if connect else target.fetch_model()
+    config = read_target_config(folder)
+    chosen = dtype or config.dtype or "BF16"
+    # Of a target that is served elsewhere, only what its identity hangs on need be here.
+    checkpoint = (
+        Checkpoint(folder, config.raw, target.open_tensors({config.lm_head}), target.name)
+        if connect
+        else open_checkpoint(folder, source=target.name)
+    )
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if connect:
+        runner = connect(config, chosen)
+    else:
+        log("loading the target")
+        runner = LocalRunner(load_target(folder, TORCH[chosen]))
+    return write_states(
+        runner,
+        checkpoint,
+        config,
+        tokenizer,
+        wanted(config),
+        out,
+        shard_bytes=shard_bytes,
+        advance=lambda done, total: log(f"{done} of {total} sequences"),
+    )
 
 
 def write_states(
@@ -76,7 +285,7 @@ def write_states(
     return record
 
 
-def _continue(runner: Runner, planned: Planned, cut: range, seed: int) -> list[list[int]]:
+def _continue(runner: Runner, planned: PlannedStates, cut: range, seed: int) -> list[list[int]]:
     """Return the whole tokens of a shard's sequences; the draws hang on the shard alone, wherever a run begins."""
     sequences, tokens = planned.record.sequences, [planned.starts[i] for i in cut]
     kinds: tuple[Kind, ...] = ("sampled", "greedy")
@@ -147,3 +356,64 @@ def _check_finite(name: str, values: Values) -> None:
             where=name,
             fix="Run it in another dtype (--dtype), and check its weights.",
         )
+
+
+PROGRESS, PLAN, LOCK = "progress", "plan.json", "lock"
+
+
+def read_finished(folder: Path, name: str) -> ShardRecord | None:
+    """Return what an earlier run noted of a shard, if the file is still what it wrote."""
+    try:
+        done = ShardRecord.model_validate_json((folder / PROGRESS / f"{name}.json").read_bytes())
+        return done if file_digest(folder / name) == done.sha256 else None
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
+    """Give the hidden folder where a run of this plan writes, and hold it against other runs.
+
+    It outlives a fault, as what is finished in it counts; its lock goes with the process.
+    """
+    folder = out.parent / f"{PARTIAL}{out.name[:40]}-states"
+    try:
+        (folder / PROGRESS).mkdir(parents=True, exist_ok=True)
+        with (folder / PROGRESS / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as fault:
+                raise StatesInvalid(
+                    f"another run is writing {out}", where=folder, fix="Wait for it, or choose another name."
+                ) from fault
+            _hold_plan(folder, plan)
+            yield folder
+    except OSError as fault:
+        raise OutputFailed(
+            f"{out} could not be written: {fault.strerror or fault}",
+            where=fault.filename or folder,
+            fix="Free some space, or check that the folder is writable; then run again, and it goes on.",
+        ) from fault
+
+
+def _hold_plan(folder: Path, plan: StatesRecord) -> None:
+    file = folder / PROGRESS / PLAN
+    text = plan.to_json()
+    if not file.exists():
+        file.write_text(text)
+        return
+    before, now = _load_plan(file), json.loads(text)
+    other = [key for key in now if before.get(key) != now[key]]
+    if other:
+        raise StatesInvalid(
+            f"a run of other {', '.join(other)} was interrupted here",
+            where=folder,
+            fix="Run that one again to finish it, choose another name, or delete this folder.",
+        )
+
+
+def _load_plan(file: Path) -> dict[str, object]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError:  # killed while it was written; no shard can be there
+        return {}

@@ -15,8 +15,7 @@ os.environ.setdefault("KCONV_CACHE", str(Path(__file__).parent.parent / ".cache"
 @pytest.fixture(scope="session")
 def tiny_target() -> Path:
     """Return the folder of the trained TEST target; trained once, then found in the cache."""
-    from kconv.tiny.cache import cache_root
-    from kconv.tiny.recipe import TEST
+    from kconv.tiny.recipe import TEST, cache_root
     from kconv.tiny.target import make_target
 
     return make_target(TEST, cache_root())

@@ -1,8 +1,16 @@
-"""How a tiny target is made."""
+"""Recipes of tiny targets, and the cache that keeps what they make."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import os
+import platform
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,3 +65,28 @@ TEST = TinyRecipe(
     hidden_size=64, num_attention_heads=2, q_lora_rank=32, intermediate_size=128, moe_intermediate_size=32,
     steps=150, batch=4, warmup=10,
 )  # fmt: skip
+
+
+# What a recipe's outcome hangs on besides the recipe: the text is Python's, the numbers are the libraries'.
+LIBRARIES = ("torch", "transformers", "tokenizers")
+
+
+def cache_root() -> Path:
+    """Return the folder for what can be made again: $KCONV_CACHE, else ~/.cache/kconv."""
+    return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv")
+
+
+def recipe_key(recipe: Any, *, source: str) -> str:
+    """Return 16 hex digits that name what a recipe makes on this installation.
+
+    Args:
+        recipe: a dataclass of JSON values.
+        source: a constant that is raised when the code that follows the recipe changes its outcome.
+    """
+    parts = {
+        "recipe": dataclasses.asdict(recipe),
+        "source": source,
+        "python": platform.python_version(),
+        "libraries": {name: version(name) for name in LIBRARIES},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

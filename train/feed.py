@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import DeepseekV3ForCausalLM
 
-from ..targets.states import capture
-from ..targets.stored_states import StatesFolder
+from ..targets.forward import capture
+from ..targets.states import StatesFolder
 from .recipe import EagleRecipe
 
 Batch = dict[str, Any]
@@ -26,7 +26,7 @@ Batch = dict[str, Any]
 KEEP = 2 << 30
 
 
-class States(Protocol):
+class StatesSource(Protocol):
     """Where a row's states come from."""
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ class Online:
         return self._kept[key]
 
 
-def online_states(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> tuple[States, States]:
+def online_states(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
     """Return a target's states to train on and to look at, kept where they are read again.
 
     Args:
@@ -113,7 +113,7 @@ class Feed(Dataset[Batch]):
     """
 
     def __init__(
-        self, ids: Tensor, mask: Tensor, batch: int, states: States, dtype: torch.dtype = torch.float32
+        self, ids: Tensor, mask: Tensor, batch: int, states: StatesSource, dtype: torch.dtype = torch.float32
     ) -> None:
         self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
 

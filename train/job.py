@@ -5,21 +5,87 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from sys import maxsize
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.bytes import file_digest
+from ..checkpoint.source import Source
+from ..checkpoint.tensors import TORCH
+from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_slot
+from ..engines import by_name
+from ..engines.layout import Layout, Limit
+from ..errors import LayoutCannot, RecipeInvalid
+from ..head.spec import HeadSpec
 from ..head.vocab import Coverage, measure_coverage, target_ids
-from ..targets.config import read_target_config
-from .feed import States
-from .recipe import EagleRecipe
-from .windows import map_draft_vocab
+from ..targets.config import TargetConfig, read_target_config
+from ..targets.model import load_target
+from ..targets.prompts import KEPT
+from ..targets.states import StatesFolder, StatesRecord, open_states
+from ..targets.tokenizer import Tokenizer, load_tokenizer
+from .data import Rows, map_draft_vocab, place_sequences, prepare_dialogues
+from .evaluate import spec_of
+from .feed import Offline, StatesSource, online_states
+from .recipe import EagleRecipe, check_keys, complete
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a run is watched and kept; nothing in it changes the head that comes out.
+
+    Attributes:
+        save_every: steps between checkpoints.
+        eval_every: steps between evaluations on held-out text; the last step has one in any case.
+        shard: spread parameters and optimizer over the processes (FSDP2) instead of copying them to each.
+        tensorboard: write TensorBoard's event files.
+    """
+
+    save_every: int = 200
+    eval_every: int = 200
+    shard: bool = False
+    tensorboard: bool = False
+
+
+def check_processes(batch: int, pace: Pace) -> None:
+    """Raise RecipeInvalid where this process is one of those that cannot share a run.
+
+    Args:
+        batch: the recipe's, rows.
+        pace: whether the head is to be spread over them.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch % world:
+        raise RecipeInvalid(
+            f"a batch of {batch} rows cannot be shared by {world} processes",
+            fix="Make batch a multiple of the number of processes.",
+        )
+    if pace.shard and not can_shard():
+        refuse_sharding()
+
+
+def can_shard() -> bool:
+    """Say whether accelerate shards here: on CPUs it goes on without a word, each process with a copy of its own.
+
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/state.py#L986-L1016
+    """
+    return torch.cuda.is_available() and "RANK" in os.environ
+
+
+def refuse_sharding() -> NoReturn:
+    """Raise what --shard is refused with."""
+    raise RecipeInvalid(
+        "a head can only be spread over processes on GPUs, under torchrun",
+        fix="Leave --shard out: the processes then hold copies, and share the batches.",
+    )
+
 
 # Raise it with each change to train/ that alters what a recipe makes.
 SOURCE = "2"
@@ -27,15 +93,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "nvidia-modelopt")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool."""
-
-    ids: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True)
-class Job:
+class TrainJob:
     """What to train, on what.
 
     Attributes:
@@ -45,20 +103,20 @@ class Job:
         states: gives the target's states over the two, when training begins.
         data: what the rows were made of, as the manifest is to say it.
         specials: token ids that a reduced draft vocabulary keeps in any case.
-        start: a head to go on from, in any layout.
+        init_from: a head to go on from, in any layout.
     """
 
     target: Path
     recipe: EagleRecipe
     text: Rows
     unseen: Rows
-    states: Callable[[], tuple[States, States]]
+    states: Callable[[], tuple[StatesSource, StatesSource]]
     data: Mapping[str, Any] = field(default_factory=dict)
     specials: tuple[int, ...] = ()
-    start: Head | None = None
+    init_from: Head | None = None
 
 
-def draft_coverage(job: Job) -> Coverage | None:
+def draft_coverage(job: TrainJob) -> Coverage | None:
     """Return how much of what is trained on the head can draft; None where it drafts the whole vocabulary.
 
     Raises:
@@ -72,14 +130,14 @@ def draft_coverage(job: Job) -> Coverage | None:
     return measure_coverage(counts, target_ids(draft_map(job, job.recipe.draft_vocab, vocab)))
 
 
-def draft_map(job: Job, size: int, vocab: int) -> Tensor:
+def draft_map(job: TrainJob, size: int, vocab: int) -> Tensor:
     """Return `d2t` as offsets, [size] int64: that of the head to go on from, or the text's most frequent tokens."""
-    if job.start is not None:
-        return read_slot(job.start, "d2t")
+    if job.init_from is not None:
+        return read_slot(job.init_from, "d2t")
     return map_draft_vocab(job.text.ids[job.text.mask], size, vocab, job.specials)
 
 
-def job_key(job: Job) -> str:
+def job_key(job: TrainJob) -> str:
     """Return 16 hex digits that name what a job makes on this installation; all of the target's files are read."""
     files = sorted([job.target / "config.json", *job.target.glob("*.safetensors")])
     tensors = (job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask)
@@ -90,7 +148,215 @@ def job_key(job: Job) -> str:
         "rows": [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors],
         "data": dict(job.data),
         "specials": job.specials,
-        "start": {f.name: file_digest(f) for f in job.start.checkpoint.files} if job.start else None,
+        "start": {f.name: file_digest(f) for f in job.init_from.checkpoint.files} if job.init_from else None,
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+CPU = torch.device("cpu")
+DEFAULT_PACE = Pace()
+
+
+@dataclass(frozen=True)
+class Data:
+    """Dialogues or texts, and what is held out.
+
+    Attributes:
+        name: a JSONL file, or a dataset's id.
+        held_out: another one to look at; None for some of `name`.
+        split, revision: of a dataset.
+    """
+
+    name: str
+    held_out: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+def prepare_job(
+    target: Source,
+    values: Mapping[str, Any],
+    *,
+    data: Data | None = None,
+    states: Path | None = None,
+    init_from: Head | None = None,
+    pace: Pace = DEFAULT_PACE,
+    trust_remote_code: bool = False,
+) -> TrainJob:
+    """Return a job from what a user gives; what can be refused before the target is downloaded is refused then.
+
+    Args:
+        target: the target; of a hub id the whole model is downloaded.
+        values: the recipe, as `recipe.complete` takes it.
+        data: dialogues or texts to run the target over; either these or `states`.
+        states: a folder that kconv states wrote.
+        init_from: a head whose weights training starts from, in any layout.
+        pace: how the run is to be watched and kept.
+        trust_remote_code: run the tokenizer's own Python.
+
+    Raises:
+        ValueError: neither `data` nor `states` is given, or both.
+        RecipeInvalid, LayoutCannot, ConfigInvalid: see `check_job`.
+        TrainingDataInvalid, StatesInvalid: the data or the states cannot be.
+    """
+    if data is not None and states is not None:
+        raise ValueError("give either data or states")
+    check_keys(values)
+    check_job(values, read_target_config(target.fetch_config()), init_from, pace)
+    folder = target.fetch_model()
+    config = read_target_config(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if data is not None:
+        return online_job(folder, config, tokenizer, values, data, init_from)
+    if states is not None:
+        return offline_job(folder, config, tokenizer, values, states, init_from)
+    raise ValueError("give either data or states")
+
+
+def check_job(
+    values: Mapping[str, Any], config: TargetConfig, init_from: Head | None, pace: Pace = DEFAULT_PACE
+) -> None:
+    """Raise what a job must fail on whatever its data: these, and the target's weights, may take hours to come.
+
+    Args:
+        values: the recipe, as `recipe.complete` takes it.
+        config: the target's.
+        init_from: a head to go on from.
+        pace: how the run is to be watched and kept.
+
+    Raises:
+        RecipeInvalid: the recipe cannot be, is not the target's, or does not fit the processes.
+        LayoutCannot: no engine could load the head.
+        ConfigInvalid: the head to go on from does not state what the trained one's config would; see
+            `refuse_unstated`.
+    """
+    # Here, as convert.config cannot be imported before convert.read.
+    from ..convert.config import refuse_unstated
+
+    if init_from is not None:
+        refuse_unstated(init_from.read)
+    recipe = complete(values, config, maxsize, init_from.spec if init_from else None)
+    check_processes(recipe.batch, pace)
+    choose_layout(spec_of(recipe, config))
+
+
+def online_job(
+    target: Path,
+    config: TargetConfig,
+    tokenizer: Tokenizer,
+    values: Mapping[str, Any],
+    data: Data,
+    init_from: Head | None,
+) -> TrainJob:
+    """Return a job that runs the target over dialogues or texts.
+
+    Args:
+        target: its folder.
+        config: the target's.
+        tokenizer: the target's.
+        values: the recipe, as `recipe.complete` takes it.
+        data: what to train on.
+        init_from: a head to go on from.
+
+    Raises:
+        TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
+    """
+    check_job(values, config, init_from)
+    prepared = prepare_dialogues(
+        data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
+    )
+    recipe = complete(values, config, len(prepared.text.ids), init_from.spec if init_from else None)
+
+    def states() -> tuple[StatesSource, StatesSource]:
+        model: Any = load_target(target, TORCH[recipe.dtype])
+        model.to(_own_device())
+        return online_states(model, recipe)
+
+    facts = prepared.facts | {"prompts": record_prompts(prepared.prompts, init_from)}
+    job = TrainJob(target, recipe, prepared.text, prepared.unseen, states, facts, init_from=init_from)
+    return replace(job, specials=tuple(tokenizer.specials))
+
+
+def offline_job(
+    target: Path,
+    config: TargetConfig,
+    tokenizer: Tokenizer,
+    values: Mapping[str, Any],
+    folder: Path,
+    init_from: Head | None,
+) -> TrainJob:
+    """Return a job that reads the target's states from `folder`, where kconv states wrote them.
+
+    Other arguments and faults as of `online_job`.
+
+    Raises:
+        StatesInvalid: they are of another target, or lack a layer that the recipe captures.
+    """
+    check_job(values, config, init_from)
+    stored = open_states(folder, config=config)
+    text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
+    recipe = complete(values, config, len(text.rows.ids), init_from.spec if init_from else None)
+    # Now that the recipe is whole: the layers it wants, in its order.
+    wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
+    facts: dict[str, object] = {"name": folder.name, "states": stored.record.prompts.model_dump()}
+    facts |= {"sequences": len(stored.sequences), "dtype": stored.record.dtype, "sha256": _digest(stored.record)}
+    facts |= {"prompts": record_prompts(text.prompts, init_from)}
+
+    def states() -> tuple[StatesSource, StatesSource]:
+        return Offline(wanted, text.places), Offline(wanted, unseen.places)
+
+    job = TrainJob(target, recipe, text.rows, unseen.rows, states, facts, init_from=init_from)
+    return replace(job, specials=tuple(tokenizer.specials))
+
+
+def _digest(record: StatesRecord) -> str:
+    """Return a sha256 of the shards' own: of the states themselves, where the rows' digests are of their tokens."""
+    return hashlib.sha256("".join(shard.sha256 for shard in record.shards).encode()).hexdigest()
+
+
+def _own_device() -> torch.device:
+    """Return where transformers' Trainer will train, before there is one: the process's own GPU, if it has any."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
+
+
+def _seq(values: Mapping[str, Any]) -> int:
+    return values.get("seq", EagleRecipe.seq)
+
+
+def record_prompts(digests: Iterable[str], init_from: Head | None) -> list[str]:
+    """Return the beginnings of prompts' digests, for the manifest.
+
+    Args:
+        digests: of the prompts that are trained on; "" where a prompt's text is not known.
+        init_from: a head that training goes on from; what it was trained on counts too.
+    """
+    told = read_provenance(init_from.checkpoint.folder).training if init_from else None
+    before = told.get("data", {}).get("prompts", ()) if told else ()
+    return sorted({*before, *(digest[:KEPT] for digest in digests if digest)})
+
+
+# TensorRT-LLM's first: its names are ModelOpt's own.
+ORDER = ("trtllm", "vllm")
+
+
+def choose_layout(spec: HeadSpec) -> Layout:
+    """Return the layout that a head will be written in: TensorRT-LLM's, or vLLM's where only that engine can load it.
+
+    It is asked for before training, so that no head is trained that could not be written.
+
+    Args:
+        spec: what the head will be.
+
+    Raises:
+        LayoutCannot: neither can load it; vLLM's reason is given.
+    """
+    refused: list[Limit] = []
+    for name in ORDER:
+        layout = by_name(name)
+        found = next((limit for limit in layout.limits if limit.applies(spec, ())), None)
+        if found is None:
+            return layout
+        refused.append(found)
+    last = refused[-1]
+    raise LayoutCannot(last.what, where=last.source, fix=last.fix)

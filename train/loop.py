@@ -2,31 +2,32 @@
 
 The Trainer brings devices, processes, FSDP2, accumulation, schedules, logs and checkpoints that go on where they
 stopped (data position and random numbers included). What is not its own: the loss is ModelOpt's, a checkpoint holds
-the head and not its frozen target, and a look at unseen text is kconv's own chain.
+the head and not its frozen target, and evaluation on held-out text is kconv's own chain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from torch.utils.data import Sampler
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from ..errors import TrainingFailed
+from ..errors import RecipeInvalid, TrainingFailed
 from ..head.spec import HeadSpec
-from .arguments import Pace, make_arguments, refuse_sharding
 from .checkpoints import load_head, load_optimizer, write_head, write_optimizer
+from .evaluate import draft_head, evaluate, head_state
 from .feed import Batch, Feed
+from .job import Pace, refuse_sharding
 from .module import EagleModel, run_eagle
 from .optimizer import make_optimizer
-from .order import EpochOrder
 from .recipe import EagleRecipe
-from .watch import draft_head, head_state, look
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps in all, and the step's loss in nats."""
@@ -55,8 +56,8 @@ class EagleTrainer(Trainer):
         pace: Pace,
         progress: Progress,
     ) -> None:
-        self.recipe, self.spec, self.progress = recipe, spec, progress
-        # As the last look found it, and the loss of the step that is being taken.
+        self.recipe, self.spec, self.progress, self.feeds = recipe, spec, progress, feeds
+        # As the last evaluation found it, and the loss of the step that is being taken.
         self.head: dict[str, Tensor] = {}
         self.step_loss = 0.0
         super().__init__(
@@ -80,8 +81,7 @@ class EagleTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
-        assert isinstance(self.train_dataset, Feed), "it is what __init__ was given"
-        return EpochOrder(len(self.train_dataset), self.recipe.seed, lambda: int(self.state.epoch or 0))
+        return EpochOrder(len(self.feeds[0]), self.recipe.seed, lambda: int(self.state.epoch or 0))
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ModelOpt's loss over the draft steps: soft cross-entropy to the target, decayed."""
@@ -110,12 +110,11 @@ class EagleTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Look at unseen text, and log what was seen; every process takes part, and sees the same."""
+        """Measure the head on held-out text, and log the figures; every process takes part, and has the same."""
         model: Any = self.accelerator.unwrap_model(self.model)
         self.head = head_state(model)
         head = draft_head(self.head, model, self.spec)
-        assert isinstance(self.eval_dataset, Feed), "it is what __init__ was given"
-        figures = look(model, head, self.eval_dataset, self.recipe)
+        figures = evaluate(model, head, self.feeds[1], self.recipe)
         logged = {f"eval_{name}": value for name, value in figures.items()}
         self.log(logged)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
@@ -159,3 +158,86 @@ def _only(batches: list[Batch]) -> Batch:
     """Return the one batch that a feed gives at a time."""
     (batch,) = batches
     return batch
+
+
+class EpochOrder(Sampler[int]):
+    """Every batch once a pass, in an order that hangs on the seed and the pass alone.
+
+    So it is the same after a restart, and on each of several processes, which take turns in it. The pass is asked for:
+    accelerate would tell it, but not to a sampler behind the batches that a run of several processes skips when it goes
+    on (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/data_loader.py#L622-L640).
+
+    Args:
+        length: number of batches.
+        seed: of the orders.
+        epoch: gives the pass that begins, from 0.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: Callable[[], int]) -> None:
+        self._length, self._seed, self._epoch = length, seed, epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed)
+        orders = [torch.randperm(self._length, generator=generator) for _ in range(self._epoch() + 1)]
+        # Backwards, and drawn one after the other: so the loop before this one took them, of which the recorded heads
+        # and figures are. Another order is another head of every recipe of more than one pass.
+        yield from orders[-1].flip(0).tolist()
+
+
+# The layer of each decoder that FSDP2 shards as one.
+LAYERS = {"llama": "GqaLayer", "kimik2": "MlaLayer"}
+
+
+def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArguments:
+    """Return the Trainer's arguments.
+
+    Args:
+        recipe: the head's.
+        work: folder of the checkpoints and logs.
+        pace: how often.
+
+    Raises:
+        RecipeInvalid: the Trainer refuses a value.
+    """
+    cuda = torch.cuda.is_available()
+    # No precision is given: it is `run_module`'s, so that a head that is spread has the loss of one that is not.
+    sharding = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(work),
+            max_steps=recipe.steps,
+            per_device_train_batch_size=1,  # of batches
+            gradient_accumulation_steps=recipe.accumulate,
+            lr_scheduler_type=recipe.schedule,
+            warmup_steps=recipe.warmup,
+            max_grad_norm=1.0,
+            seed=recipe.seed,
+            save_strategy="steps",
+            save_steps=pace.save_every,
+            save_total_limit=2,
+            eval_strategy="steps",
+            eval_steps=pace.eval_every,
+            logging_steps=max(1, min(10, recipe.steps // 20)),
+            logging_nan_inf_filter=False,
+            report_to=["tensorboard"] if pace.tensorboard else [],
+            disable_tqdm=True,
+            log_level="error",
+            remove_unused_columns=False,
+            # Batches are put together in this process, where pinning is one copy more, and fails on online states.
+            dataloader_pin_memory=False,
+            use_cpu=not cuda,
+            ddp_backend="gloo" if "RANK" in os.environ and not cuda else None,
+            ddp_find_unused_parameters=False,
+            fsdp=pace.shard or None,  # pyright: ignore[reportArgumentType]
+            fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder]]} if pace.shard else None,
+        )
+    except ValueError as fault:
+        raise RecipeInvalid(
+            f"transformers' Trainer refuses this recipe: {fault}", fix="Put the value right that it speaks of."
+        ) from fault
+    # One process trains on one GPU; on several the Trainer would fall back to DataParallel. torchrun is for those.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments

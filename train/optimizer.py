@@ -42,7 +42,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Let both take a step."""
-        assert closure is None, "neither Muon nor a schedule asks for a closure"
+        if closure is not None:
+            raise NotImplementedError("neither Muon nor a schedule asks for a closure")
         for part in self._parts:
             part.step()
 

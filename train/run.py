@@ -1,8 +1,9 @@
-"""One training run from data to head, resumed where it stopped.
+"""A training run from data to head, resumed where it stopped.
 
 OUT holds the head in TensorRT-LLM's layout, which is ModelOpt's names under a config that says what was trained (or in
-vLLM's, see `written`), with kconv's manifest; and in `modelopt/` the same head as ModelOpt's own module, training.json,
-and the curves.
+vLLM's, see `job.choose_layout`), with kconv's manifest; and in `modelopt/` the same head as ModelOpt's own module,
+training.json, and the curves. The report stands in training.json with every evaluation and without the prompts'
+digests, and in the manifest the other way round.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ import dataclasses
 import json
 import os
 import shutil
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from ..checkpoint.folder import open_checkpoint
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from ..checkpoint.folder import open_checkpoint, read_json
 from ..checkpoint.staging import refuse_existing, staged
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
@@ -23,23 +31,21 @@ from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
 from ..engines.layout import stored
 from ..targets.config import read_target_config
-from ..targets.ends import load_ends
-from .arguments import Pace, check_processes
-from .checkpoints import claim, drop_unusable, newest
-from .feed import Feed
-from .job import Job, draft_map, job_key
+from ..targets.model import load_ends, load_target
+from .checkpoints import RUN, claim, drop_unusable, newest
+from .data import Rows, cut_windows
+from .evaluate import draw_curves, spec_of
+from .feed import Feed, StatesSource, online_states
+from .job import LIBRARIES, Pace, TrainJob, check_processes, choose_layout, draft_coverage, draft_map, job_key
 from .loop import EagleTrainer, Progress
-from .module import EagleModel, build_module, reduce_vocab
-from .outcome import MODULE, UNTRAINED, leave
-from .recipe import check_recipe
-from .watch import spec_of
-from .written import choose_layout
+from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
+from .recipe import EagleRecipe, check_recipe
 
 # Enough for a curve; kconv validate measures the head that comes out.
-LOOK_BATCHES = 16
+EVAL_BATCHES = 16
 
 
-def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
+def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
     """Train a head, or go on with a run that stopped.
 
     Under torchrun each process calls this with the same arguments; the first one writes.
@@ -64,7 +70,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
-    converted = read_provenance(job.start.checkpoint.folder).conversion(None) if job.start else None
+    converted = read_provenance(job.init_from.checkpoint.folder).conversion(None) if job.init_from else None
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:
@@ -83,7 +89,7 @@ def train(job: Job, out: Path, pace: Pace = Pace(), progress: Progress = lambda 
     return out
 
 
-def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
+def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     """Train to the last step, from the newest checkpoint before it in `work` if there is one."""
     recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
     if not int(os.environ.get("RANK", "0")):
@@ -91,12 +97,12 @@ def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
-    looked_at, dtype = LOOK_BATCHES * recipe.batch, TORCH[recipe.dtype]
+    evaluated, dtype = EVAL_BATCHES * recipe.batch, TORCH[recipe.dtype]
     # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
         Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype),
-        Feed(job.unseen.ids[:looked_at], job.unseen.mask[:looked_at], recipe.batch, unseen, dtype),
+        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)
@@ -110,15 +116,15 @@ def run(job: Job, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
         if trainer.accelerator.is_main_process:
             (work / UNTRAINED).write_text(json.dumps(untrained))
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    if recipe.steps % pace.look_every:
+    if recipe.steps % pace.eval_every:
         trainer.evaluate()
     return trainer
 
 
-def _start(job: Job) -> EagleModel:
+def _start(job: TrainJob) -> EagleModel:
     model = build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe)
-    if job.start is not None:
-        _take_over(model, job.start)
+    if job.init_from is not None:
+        _take_over(model, job.init_from)
     elif job.recipe.draft_vocab is not None:
         reduce_vocab(model, draft_map(job, job.recipe.draft_vocab, model.config.vocab_size))
     return model
@@ -130,3 +136,117 @@ def _take_over(model: EagleModel, head: Head) -> None:
     for name, row in stored(by_name("modelopt"), head.spec).items():
         if name in own:
             own[name].copy_(row.move.pack([read_slot(head, slot) for slot in row.slots]))
+
+
+MODULE, REPORT, CURVES, UNTRAINED = "modelopt", "training.json", "curves.png", "untrained.json"
+
+
+def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
+    """Write a trained head as ModelOpt exports it, its module, and what is known of the run; return the latter.
+
+    Args:
+        work: where the run's key and first look lie.
+        folder: the folder to make.
+    """
+    model = trainer.whole(lambda: build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe))
+    folder.mkdir(parents=True, exist_ok=True)
+    export_module(model, folder, job.recipe)
+    (folder / MODULE).mkdir()
+    save_module(model, folder / MODULE, job.recipe)
+    history = [read_json(work / UNTRAINED), *trainer.state.log_history]
+    evaluations = [{k.removeprefix("eval_"): v for k, v in row.items()} for row in history if "eval_loss" in row]
+    coverage = draft_coverage(job)
+    report = {
+        "key": read_json(work / RUN)["key"],
+        "recipe": dataclasses.asdict(job.recipe),
+        "data": dict(job.data),
+        "started_from": job.init_from.checkpoint.source if job.init_from else None,
+        "parameters": sum(p.numel() for p in model.eagle_module.parameters()),
+        "tokens": {"text": job.text.ids.numel(), "counted": int(job.text.mask.sum()), "unseen": job.unseen.ids.numel()},
+        "draft_vocab": {"share": coverage.share, **dataclasses.asdict(coverage)} if coverage else None,
+        "untrained": evaluations[0],
+        "trained": evaluations[-1],
+        "evaluations": evaluations,
+        "libraries": {name: version(name) for name in LIBRARIES},
+    }
+    data = {name: value for name, value in job.data.items() if name != "prompts"}
+    (folder / MODULE / REPORT).write_text(json.dumps(report | {"data": data}, indent=2) + "\n")
+    if find_spec("matplotlib"):
+        draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
+    return {key: value for key, value in report.items() if key != "evaluations"}
+
+
+def is_made(out: Path, key: str) -> bool:
+    """Say whether a folder holds what a job of this key makes."""
+    report = out / MODULE / REPORT
+    return report.exists() and read_json(report).get("key") == key
+
+
+# A head from plain text, kept by the hash of its recipe.
+#
+# The folder holds model.safetensors and config.json, exactly as ModelOpt exports them, and `modelopt/`: the same
+# head as ModelOpt's own module (`module.save_module`), and training.json, which says how it was made.
+
+HELD_OUT_BATCHES = 8
+
+
+def train_head(
+    target_folder: Path,
+    out: Path,
+    recipe: EagleRecipe,
+    text: Tensor,
+    held_out: Tensor,
+    progress: Progress = lambda *_: None,
+) -> Path:
+    """Train an Eagle3 head for a target with ModelOpt, or find the one that was made so before.
+
+    Args:
+        target_folder: the target; it is loaded whole.
+        out: the folder to make. If a head of the same recipe, target, text and libraries is there, it is kept.
+        recipe: what to make.
+        text: token ids to train on, documents one after the other: [N] int64.
+        held_out: token ids of other documents, [M] int64, on which the head is measured and never trained.
+        progress: called after each training step.
+
+    Returns:
+        `out`.
+
+    Raises:
+        RecipeInvalid: the recipe cannot be, or does not fit the target or the texts.
+        TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
+        TargetInvalid: the target cannot be loaded.
+        OutputExists: something else is at `out`.
+        OutputFailed: `out` is not writable.
+    """
+    job = _job(target_folder, recipe, text, held_out)
+    work = out.parent / f".{out.name}.training"
+    if is_made(out, job_key(job)):
+        return out
+    refuse_existing(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may be making the same head: it goes first, and then there is nothing left to do.
+    with FileLock(out.parent / f".{out.name}.lock"):
+        if is_made(out, job_key(job)):
+            return out
+        with staged(out) as folder:
+            trainer = run(job, work, Pace(save_every=recipe.steps, eval_every=recipe.steps), progress)
+            leave(job, trainer, work, folder)
+        shutil.rmtree(work)
+    return out
+
+
+def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> str:
+    """Return 16 hex digits that name what `train_head` makes of the same arguments on this installation."""
+    return job_key(_job(target_folder, recipe, text, held_out))
+
+
+def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> TrainJob:
+    check_recipe(recipe)
+    windows = cut_windows(text, recipe.seq, recipe.batches * recipe.batch, recipe.seed)
+    measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
+
+    def states() -> tuple[StatesSource, StatesSource]:
+        return online_states(load_target(target_folder, TORCH[recipe.dtype]), recipe)
+
+    text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
+    return TrainJob(target_folder, recipe, text_rows, unseen_rows, states)

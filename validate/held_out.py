@@ -15,7 +15,7 @@ from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
 from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts
-from ..targets.states_record import RECORD
+from ..targets.states import RECORD
 from ..targets.tokenizer import load_tokenizer
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")

@@ -23,7 +23,7 @@ from ..errors import TargetInvalid
 from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance, pool
 from ..head.drafters import Bigram, bigram_drafts, bigram_overlap, certain_overlap, distinct_ngrams, lookup_drafts
 from ..head.forward import DraftHead
-from ..targets.states import States, run_target
+from ..targets.forward import States, run_target
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
 from .parts import Parts
 from .texts import Batch, Text

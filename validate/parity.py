@@ -19,11 +19,10 @@ from ..convert.read import Head, read_weights
 from ..errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from ..head.forward import DraftHead
 from ..targets.config import TargetConfig, read_target_config
+from ..targets.forward import States
 from ..targets.model import load_target
 from ..targets.modelopt_states import open_modelopt_states
-from ..targets.states import States
-from ..targets.states_record import RECORD
-from ..targets.stored_states import StatesFolder, StoredStates, open_states
+from ..targets.states import RECORD, StatesFolder, StoredStates, open_states
 from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, head_drafter, measure, measure_states
 from .parts import Parts

@@ -21,8 +21,7 @@ from ..checkpoint.folder import Checkpoint
 from ..convert.rope import read_rope
 from ..errors import KconvError
 from ..targets.config import TargetConfig, parse_target_config
-from ..targets.source_formats import stored_weights
-from ..targets.stored import Plain, Stored
+from ..targets.weights import Plain, StoredWeight, stored_weights
 from .figures import NoiseFigures
 from .report import Finding
 from .rules.comparisons import AS_THE_SOURCE
@@ -145,7 +144,7 @@ def check_quantized(
     return findings, _figures(noise)
 
 
-def signal_to_noise(source: Stored, output: Stored) -> float:
+def signal_to_noise(source: StoredWeight, output: StoredWeight) -> float:
     """Return the power of a weight over that of its change, in dB; infinite if nothing changed.
 
     Args:
@@ -167,7 +166,7 @@ def decibels(signal: float, change: float) -> float:
     return 10 * math.log10(signal / change) if signal > 0 and math.isfinite(signal / change) else math.nan
 
 
-def _aligned(source: Stored, output: Stored) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _aligned(source: StoredWeight, output: StoredWeight) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield both weights in the same blocks of rows, though each is read in its own."""
     streams = (source.blocks(), output.blocks())
     held: list[torch.Tensor | None] = [None, None]
@@ -183,7 +182,7 @@ def _aligned(source: Stored, output: Stored) -> Iterator[tuple[torch.Tensor, tor
         held = [part[rows:] if len(part) > rows else None for part in (one, other)]
 
 
-def _same(mine: Stored, its: Stored) -> bool:
+def _same(mine: StoredWeight, its: StoredWeight) -> bool:
     if isinstance(mine, Plain) and isinstance(its, Plain):
         return mine.dtype == its.dtype and digest(mine.info) == digest(its.info)
     return all(torch.equal(a, b) for a, b in _aligned(its, mine)) and mine.dtype == its.dtype

@@ -20,9 +20,7 @@ from ..convert.quantized import SUFFIXES
 from ..convert.read import Head, read_slot
 from ..errors import KconvError
 from ..head.slots import needs
-from ..targets.fp8 import dequantize_fp8
-from ..targets.nvfp4 import dequantize_nvfp4
-from ..targets.stored import spans
+from ..targets.weights import dequantize_fp8, dequantize_nvfp4, spans
 from .quantized import FLOOR, decibels
 from .report import Finding
 from .rules.head import HeadSubject

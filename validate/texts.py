@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PromptsInvalid
-from ..targets.generate import generate_greedy, generate_sampled
-from ..targets.stored_states import StatesFolder
+from ..targets.forward import generate_greedy, generate_sampled
+from ..targets.states import StatesFolder
 from .figures import TextKind
 
 # Sequences measured side by side, and the bytes that their draft logits may take, which are in memory at once.

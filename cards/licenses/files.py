@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoint.licenses import LICENSE_TEXTS, in_any_case
+from ...checkpoint.folder import LICENSE_TEXTS, in_any_case
 from ...errors import LicenseUnknown
 from .license import License, attribution_in, copyright_in, recognise
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from huggingface_hub import constants, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
 
-from ...checkpoint.hub_faults import LOGIN, named
+from ...checkpoint.hub import LOGIN, named
 from ...errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishRefused
 
 

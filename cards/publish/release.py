@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...bench.acceptance import ACCEPTANCE, Acceptance, read_acceptance
 from ...checkpoint.bytes import file_digest
-from ...checkpoint.licenses import LICENSE_FILES, in_any_case
+from ...checkpoint.folder import LICENSE_FILES, in_any_case
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...errors import KconvError, NotACheckpoint
 from ...validate.report import REPORT, Report, read_report, report_file

@@ -29,7 +29,7 @@ from ...checkpoint.formats import StoredFormat
 from ...errors import TensorShape
 from ...head.slots import needs
 from ...head.spec import Gqa, HeadSpec
-from ...targets.nvfp4 import dequantize_nvfp4
+from ...targets.weights import dequantize_nvfp4
 from ..formats import fused_group
 from ..pack import pack
 

@@ -24,7 +24,7 @@ from ...errors import CalibrationInvalid, TensorValue
 from ...head.chain import count_chains
 from ...head.forward import DraftHead
 from ...head.spec import HeadSpec
-from ..bounds import check_amax
+from ..calibration import check_amax
 from ..pack import amax
 from .formats import LinearFormat, groups_of
 

@@ -20,18 +20,16 @@ from kconv.head.forward import DraftHead
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, Mla
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.tiny.cache import cache_root
-from kconv.tiny.recipe import DEMO, TinyRecipe
-from kconv.tiny.target import make_target
+from kconv.tiny.recipe import DEMO, TinyRecipe, cache_root
+from kconv.tiny.target import make_target, pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
+from kconv.train.data import cut_windows
+from kconv.train.evaluate import spec_of
 from kconv.train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
-from kconv.train.trainer import head_key, train_head
-from kconv.train.watch import spec_of
-from kconv.train.windows import cut_windows
+from kconv.train.run import head_key, train_head
 from kconv.validate.parity import load_head
 
 FITTED, MEASURED, SEQ, ROWS = 150, 12, 96, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kconv.charts import COLOURS, chart
-from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import cache_root
 
 from .attention_beds import BEDS
 from .attention_healing import describe_healing

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import cache_root
 
 from .machine import memory, processor
 

@@ -70,8 +70,8 @@ def packing_rates() -> dict[str, float]:
     import torch
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-    from kconv.quantize.int4_road import Int4Packer, fastest
-    from kconv.targets.int4 import dequantize_int4
+    from kconv.quantize.int4_to_nvfp4 import Int4Packer, fastest
+    from kconv.targets.weights import dequantize_int4
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)

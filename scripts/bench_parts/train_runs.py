@@ -12,15 +12,15 @@ from typing import Any
 
 from kconv.checkpoint.folder import read_json
 from kconv.targets.tokenizer import Tokenizer, load_tokenizer
+from kconv.tiny.target import BOS, EOS
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import BOS, EOS
 
 from .machine import KCONV, Spent, clock
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-eagle3-mla.yaml"
 CAPTURED = (1, 3, 5)
 TOKENS = 96  # of each row trained on, and of each text measured on
-MEASURED = 48  # held-out documents, as many as the demo drafts on; the looks during training are at others
+MEASURED = 48  # held-out documents, as many as the demo drafts on; the evaluations during training are on others
 ROWS = 440  # texts of one row
 TOGETHER = 24  # documents in a line of the training text, which are read as the target read them: end to end
 SHORT: dict[str, Any] = {

@@ -28,8 +28,8 @@ def check_parity(bench: Bench) -> dict[str, Any]:
     from kconv.head.chain import draft_logits, overlap
     from kconv.head.forward import DraftHead
     from kconv.targets.config import parse_target_config
-    from kconv.train.named import complete, read_recipe_file
-    from kconv.train.watch import spec_of
+    from kconv.train.evaluate import spec_of
+    from kconv.train.recipe import complete, read_recipe_file
 
     vocab, length = bench.size.parity_vocab, bench.size.parity_tokens
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

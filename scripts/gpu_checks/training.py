@@ -44,12 +44,12 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.checkpoint.tensors import TORCH
     from kconv.targets.config import parse_target_config
     from kconv.targets.model import build_target
-    from kconv.train.arguments import Pace
+    from kconv.train.evaluate import spec_of
     from kconv.train.feed import Feed
+    from kconv.train.job import Pace
     from kconv.train.loop import EagleTrainer
     from kconv.train.module import build_module
-    from kconv.train.named import complete, read_recipe_file
-    from kconv.train.watch import spec_of
+    from kconv.train.recipe import complete, read_recipe_file
 
     config = parse_target_config(bench.size.config)
     values = read_recipe_file("eagle3-mla") | {"batch": rows, "seq": seq, "steps": bench.size.steps, "batches": 4}

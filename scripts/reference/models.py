@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from kconv.bench.acceptance import Acceptance
 from kconv.checkpoint.manifest import Manifest
-from kconv.targets.states_record import StatesRecord
+from kconv.targets.states import StatesRecord
 from kconv.validate.markdown import table
 from kconv.validate.report import Report
 

@@ -18,10 +18,9 @@ from kconv.engines import by_name
 from kconv.errors import PromptsInvalid
 from kconv.head.chain import draft_tokens, greedy_acceptance, pool
 from kconv.targets.config import read_target_config
-from kconv.targets.generate import generate_greedy
+from kconv.targets.forward import generate_greedy, run_target
 from kconv.targets.model import load_target
 from kconv.targets.prompts import Prompt
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.parity import load_head
 

@@ -4,7 +4,7 @@ import pytest
 from support.hub_repos import Reply, refusal
 from support.published import SECRET, head, offline
 
-from kconv.checkpoint.hub_dataset import fetch_dataset_file
+from kconv.checkpoint.hub import fetch_dataset_file
 from kconv.checkpoint.source import resolve
 from kconv.errors import HubRefused, HubUnreachable, NotACheckpoint, OutputFailed
 

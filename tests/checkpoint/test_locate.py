@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load, save, save_file
 
-from kconv.checkpoint.folder import INDEX
-from kconv.checkpoint.locate import locate
+from kconv.checkpoint.folder import INDEX, locate
 from kconv.checkpoint.source import Folder, resolve
 from kconv.checkpoint.tensors import read_tensor
 from kconv.errors import ConfigInvalid, CorruptHeader, CorruptIndex

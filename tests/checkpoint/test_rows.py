@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.header import read_header
-from kconv.checkpoint.rows import read_rows, row_blocks
+from kconv.checkpoint.tensors import read_rows, row_blocks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float8_e4m3fn)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.checkpoint.strict_json import parse_object
+from kconv.checkpoint.schema import parse_object
 
 REFUSED = {
     "a list": (b"[1]", "not a JSON object"),

@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from support.heads import MLA, random_slots, write_head
 from support.spec_server import serving
 
-from kconv.bench import server as bench_server
 from kconv.bench.acceptance import read_acceptance
 from kconv.cli import main
 from kconv.engines import by_name
+from kconv.engines import client as bench_server
 from kconv.targets.config import read_target_config
 
 

@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 from kconv.checkpoint.hub import HubRepo
 from kconv.checkpoint.source import resolve
 from kconv.cli import main
-from kconv.targets.states_record import read_record
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import open_states, read_record
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Write a short text about the sea and its ships.", "Again."]},

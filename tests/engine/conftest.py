@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.pipeline.demo import RECIPE, run_demo
-from kconv.tiny.cache import cache_root
+from kconv.tiny.recipe import cache_root
 
 ROOT = Path(__file__).parent.parent.parent
 # The demo's own target and heads, on few prompts: a smaller target's greedy text runs in circles at once, which

@@ -19,11 +19,11 @@ from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
 from kconv.head.chain import draft_tokens, greedy_acceptance, pool
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
 from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

@@ -23,8 +23,8 @@ from kconv.head.chain import draft_logits
 from kconv.head.forward import DraftHead
 from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

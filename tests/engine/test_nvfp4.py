@@ -25,8 +25,8 @@ from kconv.cli import main
 from kconv.engines.base import Serving
 from kconv.engines.vllm import environment
 from kconv.targets.config import parse_target_config
-from kconv.targets.source_formats import stored_weights
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.targets.weights import stored_weights
 from kconv.tiny.text import read_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

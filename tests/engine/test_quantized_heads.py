@@ -25,11 +25,11 @@ from kconv.head.chain import Acceptance, draft_tokens, greedy_acceptance, pool
 from kconv.head.forward import DraftHead
 from kconv.quantize.head.formats import FORMATS
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
 from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

@@ -12,7 +12,7 @@ import pytest
 from kconv.engines.config import write_rope
 from kconv.engines.vllm import ENVIRONMENT
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
-from kconv.validate.rules.identity import IN_VLLM
+from kconv.validate.rules.captured import IN_VLLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

@@ -14,10 +14,9 @@ from kconv.engines.base import Serving
 from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
 from kconv.engines.vllm_states import CONNECTOR, states_options
-from kconv.targets.generate import generate_greedy
+from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
-from kconv.targets.states import capture
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import open_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

@@ -26,8 +26,8 @@ from kconv.errors import CountersMissing, EngineFailed
 from kconv.head.chain import Acceptance
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
+from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
 from kconv.validate.engines.judge import COUNTS
 from kconv.validate.engines.simulate import simulate, with_captured
 

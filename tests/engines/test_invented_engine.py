@@ -136,13 +136,13 @@ def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
     from kconv.convert.read import read_head
     from kconv.errors import LayoutCannot
     from kconv.validate.rules.table import find_rule
-    from kconv.validate.run import Wish, validate
+    from kconv.validate.run import Checks, validate
 
     spec = replace(GQA, mlp_bias=True)
     source = write_head(tmp_path / "head", registry.by_name("vllm"), spec, random_slots(spec))
     with pytest.raises(LayoutCannot, match="Otter has no biases"):
         plan(read_head(open_checkpoint(source)), registry.by_name("otter"))
-    report = validate(Folder(source), Wish(engines=registry.asked()["otter"]), say=lambda _: None)
+    report = validate(Folder(source), Checks(engines=registry.asked()["otter"]), say=lambda _: None)
     assert ("OTTER1", ("otter",)) in [(finding.rule, finding.engines) for finding in report.findings]
     assert find_rule("otter-mlp-bias").engines == ("otter",)
 

@@ -15,9 +15,8 @@ from kconv.engines.client import Client
 from kconv.engines.vllm_states import ServedRunner, states_options
 from kconv.errors import EngineFailed, StatesInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.generate import generate_greedy
+from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
-from kconv.targets.states import capture
 
 IDS = [5, 9, 17, 33, 2, 8, 90]
 CAPTURED = (1, 3, 5)

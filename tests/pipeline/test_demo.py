@@ -13,8 +13,7 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.errors import OutputExists
 from kconv.pipeline.demo import AFTER, BEFORE, RECIPE, DemoRecipe, Made, run_demo
-from kconv.tiny.cache import cache_root
-from kconv.tiny.recipe import TEST
+from kconv.tiny.recipe import TEST, cache_root
 from kconv.tiny.target import kept_at
 from kconv.train.recipe import TEST_GQA, TEST_MHA, TEST_MLA
 

@@ -6,7 +6,7 @@ import pytest
 from support.quantized_targets import make_form
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.quantize.inputs import data_free
+from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import QuantizePlan, plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize

@@ -10,11 +10,11 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.errors import InputScalesInvalid
 from kconv.quantize.calibrate import calibrate
-from kconv.quantize.calibration import Prompts, read_calibration
+from kconv.quantize.calibration import CalibrationPrompts, read_calibration
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import load_target
 
-PROMPTS = Prompts(sha256="0" * 64, count=2, tokens=0)
+PROMPTS = CalibrationPrompts(sha256="0" * 64, count=2, tokens=0)
 
 
 def sequences(count=3):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kconv.errors import InputScalesInvalid
-from kconv.quantize.calibrating import Between, find, keep
+from kconv.quantize.calibrate import CalibrationState, find, keep
 
 HIDDEN = [torch.arange(12.0).reshape(1, 3, 4), torch.ones(1, 2, 4)]
 AMAXES = {"model.layers.0.self_attn.o_proj": 0.1, "model.layers.0.mlp.up_proj": 3.0}
@@ -18,7 +18,7 @@ AMAXES = {"model.layers.0.self_attn.o_proj": 0.1, "model.layers.0.mlp.up_proj": 
 @pytest.fixture
 def kept(tmp_path):
     """Return what a calibration of seven layers keeps behind its second."""
-    keep(tmp_path / "c.partial", Between(2, HIDDEN, AMAXES))
+    keep(tmp_path / "c.partial", CalibrationState(2, HIDDEN, AMAXES))
     return tmp_path / "c.partial"
 
 
@@ -32,8 +32,8 @@ def test_what_was_kept_is_found(kept, tmp_path):
 BROKEN = {
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
     "of no calibration": lambda file: save_file(load_file(file), file),
-    "behind more layers than there are": lambda file: keep(file, Between(8, HIDDEN, AMAXES)),
-    "behind less than none": lambda file: keep(file, Between(-1, HIDDEN, AMAXES)),
+    "behind more layers than there are": lambda file: keep(file, CalibrationState(8, HIDDEN, AMAXES)),
+    "behind less than none": lambda file: keep(file, CalibrationState(-1, HIDDEN, AMAXES)),
 }
 
 
@@ -50,10 +50,10 @@ def test_on_a_full_disk_what_was_kept_before_stays(limit, kept, tmp_path):
     before = kept.read_bytes()
     code = (
         "import resource, signal, sys; from pathlib import Path; import torch;"
-        "from kconv.errors import OutputFailed; from kconv.quantize.calibrating import Between, keep;"
+        "from kconv.errors import OutputFailed; from kconv.quantize.calibrate import CalibrationState, keep;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
-        f"file, between = Path({str(kept)!r}), Between(3, [torch.zeros(1, 1000)], {{}})\n"
+        f"file, between = Path({str(kept)!r}), CalibrationState(3, [torch.zeros(1, 1000)], {{}})\n"
         "try: keep(file, between)\n"
         "except OutputFailed as fault: print(fault)"
     )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
 from kconv.errors import TensorMissing, TensorValue
-from kconv.quantize.exported import take_export
+from kconv.quantize.modelopt_backend import take_export
 
 NORM = "model.layers.2.input_layernorm.weight"
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
@@ -20,7 +20,7 @@ ATTENTION = "model.layers.2.self_attn.o_proj.weight"  # INT4 leaves it; in FP8 i
 
 @pytest.fixture
 def export(quantized, tmp_path):
-    """Return a function that makes an export of a form: the streaming road's tensors, changed, in one file."""
+    """Return a function that makes an export of a form: the streaming backend's tensors, changed, in one file."""
 
     def make(form, change=lambda tensors: None):
         streamed = quantized(form, "nvfp4-experts")
@@ -36,16 +36,16 @@ def export(quantized, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["int4", "fp8"])
-def test_what_is_the_plans_is_taken_and_the_road_recorded(form, export, forms, plan):
+def test_what_is_the_plans_is_taken_and_the_backend_recorded(form, export, forms, plan):
     folder = export(form)
     take_export(plan(forms(form), "nvfp4-experts"), folder)
     spec = verify(folder, open_checkpoint(forms(form))).spec
     versions = {"modelopt": version("nvidia-modelopt"), "torch": torch.__version__}
-    assert {name: spec[name] for name in ("road", *versions)} == {"road": "modelopt"} | versions
+    assert {name: spec[name] for name in ("backend", *versions)} == {"backend": "modelopt"} | versions
 
 
-def test_the_streaming_road_is_recorded_too(quantized):
-    assert json.loads((quantized("int4", "nvfp4-experts") / "kconv.json").read_text())["spec"]["road"] == "stream"
+def test_the_streaming_backend_is_recorded_too(quantized):
+    assert json.loads((quantized("int4", "nvfp4-experts") / "kconv.json").read_text())["spec"]["backend"] == "stream"
 
 
 def one_value(name, value):

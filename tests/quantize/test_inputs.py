@@ -12,8 +12,14 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest
 from kconv.checkpoint.tensors import read_tensor
 from kconv.errors import InputScalesInvalid
-from kconv.quantize.calibration import Calibration, Prompts, identify, write_calibration
-from kconv.quantize.inputs import data_free, from_calibration
+from kconv.quantize.calibration import (
+    CalibrationPrompts,
+    TargetCalibration,
+    data_free,
+    from_calibration,
+    identify,
+    write_calibration,
+)
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize
@@ -36,8 +42,8 @@ def calibrated(forms, tmp_path):
         names = [n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith("_proj.weight")]
         amax = {name: 1.0 + i / 64 for i, name in enumerate(sorted(names))}
         change(amax)
-        prompts = Prompts(sha256="0" * 64, count=3, tokens=99)
-        held = Calibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
+        prompts = CalibrationPrompts(sha256="0" * 64, count=3, tokens=99)
+        held = TargetCalibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
         write_calibration(tmp_path / "calibration.json", held)
         return tmp_path / "calibration.json", amax
 

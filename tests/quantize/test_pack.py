@@ -6,14 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from kconv.quantize import native, pack_native
-from kconv.quantize.pack import amax, pack, scale_2, unpack
-from kconv.quantize.pack_native import NativePacker, fastest
-from kconv.quantize.pack_plain import pack_plain
+from kconv.quantize import pack as packing
+from kconv.quantize.pack import NativePacker, amax, fastest, pack, pack_plain, scale_2, unpack
 
 
 def compiled(weight, weight_scale_2):
-    library = native.load_native("pack.c")
+    library = packing.load_native("pack.c")
     return (NativePacker(library) if library else pack_plain)(weight, weight_scale_2)
 
 
@@ -151,7 +149,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch):
 
 
 def test_with_a_compiler_the_compiled_loops_do_it():
-    if native.load_native("pack.c") is None:
+    if packing.load_native("pack.c") is None:
         assert fastest.__wrapped__() is pack_plain
     else:
         assert isinstance(fastest.__wrapped__(), NativePacker)
@@ -171,6 +169,6 @@ def test_compiled_loops_that_err_are_not_trusted(part, monkeypatch):
             part(made)[-1, -1] ^= 1
             return made
 
-    monkeypatch.setattr(pack_native, "NativePacker", Wrong)
-    monkeypatch.setattr(pack_native, "load_native", lambda _: object())
+    monkeypatch.setattr(packing, "NativePacker", Wrong)
+    monkeypatch.setattr(packing, "load_native", lambda _: object())
     assert fastest.__wrapped__() is pack_plain

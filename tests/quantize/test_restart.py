@@ -17,9 +17,8 @@ from kconv.checkpoint.manifest import verify
 from kconv.checkpoint.staging import keep_staging
 from kconv.errors import NotACheckpoint, OutputExists, WorkerFailed
 from kconv.quantize import run
-from kconv.quantize.record import Workplace
-from kconv.quantize.run import quantize
-from kconv.quantize.world import World, read_world
+from kconv.quantize.run import World, quantize, read_world
+from kconv.quantize.stream import Workplace
 
 SHARD = 100_000
 WORK = Path(__file__).parent.parent / "support" / "quantize_once.py"

@@ -11,12 +11,12 @@ from support.quantized_targets import make_form, write_shards
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import read_manifest, verify
 from kconv.errors import CorruptIndex, OutputFailed, RecipeInvalid, TensorShape, TensorValue
-from kconv.quantize.inputs import data_free
+from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import parse_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config
-from kconv.targets.source_formats import stored_weights
+from kconv.targets.weights import stored_weights
 
 FORMS = ("bf16", "int4", "fp8")
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kconv.quantize.world import World
+from kconv.quantize.run import World
 
 
 @pytest.mark.parametrize("shard", [60_000, 100_000, 250_000, 10_000_000])

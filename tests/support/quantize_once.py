@@ -12,11 +12,10 @@ from pathlib import Path
 from kconv.checkpoint.bytes import Written, write_safetensors
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.quantize import stream
-from kconv.quantize.inputs import data_free
+from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
-from kconv.quantize.run import quantize
-from kconv.quantize.world import read_world
+from kconv.quantize.run import quantize, read_world
 from kconv.targets.config import parse_target_config
 
 

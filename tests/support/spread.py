@@ -16,10 +16,10 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from kconv.targets.model import load_target
-from kconv.train import arguments
-from kconv.train.arguments import Pace
+from kconv.train import job as jobs
+from kconv.train.data import Rows
 from kconv.train.feed import online_states
-from kconv.train.job import Job, Rows
+from kconv.train.job import Pace, TrainJob
 from kconv.train.loop import Progress
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe
 from kconv.train.run import train
@@ -66,13 +66,13 @@ def stop(done: int, _steps: int, _loss: float) -> None:
         raise Stopped
 
 
-def make_job(target: Path, recipe: EagleRecipe) -> Job:
+def make_job(target: Path, recipe: EagleRecipe) -> TrainJob:
     ids = torch.randint(3, 512, (24, 24), generator=torch.Generator().manual_seed(0))
     text, unseen = (Rows(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.split([16, 8]))
-    return Job(target, recipe, text, unseen, lambda: online_states(load_target(target, torch.float32), recipe))
+    return TrainJob(target, recipe, text, unseen, lambda: online_states(load_target(target, torch.float32), recipe))
 
 
-def run(job: Job, out: Path, pace: Pace, progress: Progress = lambda *_: None) -> None:
+def run(job: TrainJob, out: Path, pace: Pace, progress: Progress = lambda *_: None) -> None:
     # What an earlier run of this process asked accelerate for.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     train(job, out, pace, progress)
@@ -80,7 +80,7 @@ def run(job: Job, out: Path, pace: Pace, progress: Progress = lambda *_: None) -
 
 def main(target: Path, folder: Path) -> None:
     AcceleratorState.__init__ = begin_spread
-    arguments.can_shard = lambda: True
+    jobs.can_shard = lambda: True
     for name, (recipe, before, after) in HEADS.items():
         if name in STOPPED:
             with suppress(Stopped):

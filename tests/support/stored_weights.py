@@ -9,10 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from kconv.checkpoint.header import TensorInfo, read_header
-from kconv.targets.fp8 import dequantize_fp8, fp8_of
-from kconv.targets.int4 import dequantize_int4, int4_of
-from kconv.targets.nvfp4 import dequantize_nvfp4, nvfp4_of
-from kconv.targets.stored import Plain, Stored
+from kconv.targets.weights import (
+    Plain,
+    StoredWeight,
+    dequantize_fp8,
+    dequantize_int4,
+    dequantize_nvfp4,
+    fp8_of,
+    int4_of,
+    nvfp4_of,
+)
 
 from .quantized_targets import quantize_fp8, quantize_int4
 
@@ -22,7 +28,7 @@ ROWS, COLUMNS = 300, 192
 BLOCK = (128, 128)
 
 
-def store_weight(form: str, folder: Path) -> tuple[Stored, torch.Tensor]:
+def store_weight(form: str, folder: Path) -> tuple[StoredWeight, torch.Tensor]:
     """Store a weight, and return it as it is found on disk beside the numbers that it stands for, all made at once.
 
     Its rows grow by two powers of ten from the first to the last: with another row's scale it is another weight.
@@ -56,7 +62,9 @@ def _store_nvfp4(plain: torch.Tensor) -> Tensors:
 STORES: dict[
     str,
     tuple[
-        Callable[[torch.Tensor], Tensors], Callable[[dict[str, TensorInfo]], Stored], Callable[[Tensors], torch.Tensor]
+        Callable[[torch.Tensor], Tensors],
+        Callable[[dict[str, TensorInfo]], StoredWeight],
+        Callable[[Tensors], torch.Tensor],
     ],
 ] = {
     "plain": (

@@ -12,11 +12,10 @@ from support.stored_states import CAPTURED, TEXTS
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
-from kconv.targets.states_plan import Wanted
-from kconv.targets.states_runner import LocalRunner
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import write_states
+from kconv.targets.write_states import Wanted, write_states
 
 
 @pytest.fixture(scope="session")

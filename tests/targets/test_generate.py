@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 from kconv.errors import PromptsInvalid, RecipeInvalid
-from kconv.targets.generate import BATCH, generate_greedy, generate_sampled
+from kconv.targets.forward import BATCH, generate_greedy, generate_sampled
 
 PROMPTS = [[40, 41], [50, 60, 70, 80, 90, 100, 110], [300], [42, 43, 44, 45]]
 

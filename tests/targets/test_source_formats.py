@@ -12,11 +12,8 @@ from support.quantized_targets import INT4_CONFIG, make_form, quantize_fp8, quan
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.errors import SourceFormatUnknown, TensorShape
 from kconv.targets.config import parse_target_config
-from kconv.targets.fp8 import dequantize_fp8
-from kconv.targets.int4 import dequantize_int4
 from kconv.targets.model import load_target
-from kconv.targets.nvfp4 import dequantize_nvfp4
-from kconv.targets.source_formats import stored_weights
+from kconv.targets.weights import dequantize_fp8, dequantize_int4, dequantize_nvfp4, stored_weights
 
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
 DENSE = "model.layers.0.mlp.down_proj"
@@ -126,7 +123,7 @@ def test_blocks_and_the_whole_agree_and_have_the_stated_shape(target, monkeypatc
         weight = stored(target)[name]
         [whole] = weight.blocks()
         with monkeypatch.context() as patch:
-            patch.setattr("kconv.targets.stored.BLOCK", 1000)
+            patch.setattr("kconv.targets.weights.BLOCK", 1000)
             blocks = list(weight.blocks())
         assert len(blocks) > 1 or weight.shape[0] <= 128  # FP8 is cut between its own blocks
         same_bits(torch.cat(blocks), whole)

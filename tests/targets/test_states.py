@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kconv.errors import TargetInvalid
-from kconv.targets.states import run_target
+from kconv.targets.forward import run_target
 
 
 @pytest.fixture(scope="module")

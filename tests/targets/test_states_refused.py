@@ -10,8 +10,7 @@ import pytest
 from kconv.checkpoint.header import read_header
 from kconv.errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.states_record import RECORD
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import RECORD, open_states
 
 
 @pytest.mark.parametrize("captured", [(), (1, 1), (1, 7)])
@@ -80,8 +79,8 @@ def test_a_changed_shard_is_found(copy):
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda record: record.pop("target"), "at target"),
-        (lambda record: record.update(schema=2), "at schema"),
+        (lambda record: record.pop("target"), "target: Field required"),
+        (lambda record: record.update(schema=2), "schema: Input should be 1"),
         (lambda record: record["shards"].pop(0), "do not make up"),
         (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not make up"),
         (lambda record: record["sequences"][0].update(length=3), "does not hold sequence 0"),

@@ -11,12 +11,11 @@ from safetensors import safe_open
 from support.stored_states import CAPTURED, TEXTS
 
 from kconv.errors import OutputExists, StatesInvalid
-from kconv.targets import states_runner as runners
+from kconv.targets import forward as runners
 from kconv.targets import write_states as writer
 from kconv.targets.config import read_target_config
 from kconv.targets.prompts import read_prompts
-from kconv.targets.states_record import RECORD, read_record
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import RECORD, open_states, read_record
 from kconv.targets.tokenizer import load_tokenizer
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from kconv.checkpoint.source import Folder
 from kconv.errors import PromptsInvalid, TargetInvalid
-from kconv.targets.vocabulary import read_vocabulary
+from kconv.targets.tokenizer import read_vocabulary
 
 TEXT = "Return the sum of a and b.\n\nRaise ValueError if either is negative."
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kconv.tiny.cache import cache_root, recipe_key
-from kconv.tiny.recipe import DEMO, TEST, TinyRecipe
+from kconv.tiny.recipe import DEMO, TEST, TinyRecipe, cache_root, recipe_key
 
 
 def test_the_environment_names_the_cache(monkeypatch, tmp_path):
@@ -30,5 +29,5 @@ def test_equal_recipes_share_a_key_until_the_code_changes():
 
 def test_another_version_of_a_library_counts(monkeypatch):
     before = recipe_key(TEST, source="1")
-    monkeypatch.setattr("kconv.tiny.cache.version", lambda name: "99.0")
+    monkeypatch.setattr("kconv.tiny.recipe.version", lambda name: "99.0")
     assert recipe_key(TEST, source="1") != before

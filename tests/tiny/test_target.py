@@ -17,11 +17,9 @@ from kconv.convert.captured import default_outputs
 from kconv.errors import TrainingFailed
 from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
-from kconv.tiny.cache import cache_root
-from kconv.tiny.recipe import DEMO, TEST
-from kconv.tiny.target import kimi_config, make_target
+from kconv.tiny.recipe import DEMO, TEST, cache_root
+from kconv.tiny.target import kimi_config, make_target, pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
 
 # A recipe of a few steps and two layers: what it learns does not matter, where it is written does.
 QUICK = dataclasses.replace(TEST, num_hidden_layers=2, steps=2, batch=1, seq=64, kv_lora_rank=32, qk_rope_head_dim=16)

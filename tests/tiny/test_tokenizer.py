@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from kconv.tiny.target import pack, train_tokenizer
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack, train_tokenizer
 
 VOCAB = 512
 trained = pytest.fixture(scope="module")(lambda: train_tokenizer(read_corpus().train, VOCAB, 4096))

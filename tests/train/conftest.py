@@ -11,10 +11,11 @@ import torch
 
 from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
+from kconv.train.data import Rows
 from kconv.train.feed import Online
-from kconv.train.job import Job, Rows
+from kconv.train.job import TrainJob
 from kconv.train.recipe import EagleRecipe
-from kconv.train.trainer import train_head
+from kconv.train.run import train_head
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
 RECIPES = {
@@ -64,12 +65,12 @@ def rows():
 def make_job(tiny_target, rows):
     """Return a function that gives a job of a recipe, on random tokens."""
 
-    def make(recipe: EagleRecipe, **changes) -> Job:
+    def make(recipe: EagleRecipe, **changes) -> TrainJob:
         def states():
             model = load_target(tiny_target, torch.float32)
             return Online(model, recipe.captured), Online(model, recipe.captured)
 
-        return Job(tiny_target, recipe, *rows, states, **changes)
+        return TrainJob(tiny_target, recipe, *rows, states, **changes)
 
     return make
 

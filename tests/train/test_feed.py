@@ -2,9 +2,9 @@ import dataclasses
 
 import torch
 
-from kconv.targets.states import run_target
+from kconv.targets.forward import run_target
 from kconv.train.feed import Feed, Online, online_states
-from kconv.train.order import EpochOrder
+from kconv.train.loop import EpochOrder
 from kconv.train.recipe import TEST_GQA
 
 CAPTURED = (1, 3, 5)

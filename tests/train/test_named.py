@@ -15,11 +15,9 @@ from kconv.errors import ConfigInvalid, RecipeInvalid
 from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Norms
 from kconv.targets.config import TargetConfig, parse_target_config, read_target_config
-from kconv.train.arguments import Pace
-from kconv.train.jobs import check_job
-from kconv.train.named import NAMES, complete, read_recipe_file
-from kconv.train.recipe import TINY_MLA
-from kconv.train.watch import spec_of
+from kconv.train.evaluate import spec_of
+from kconv.train.job import Pace, check_job
+from kconv.train.recipe import NAMES, TINY_MLA, complete, read_recipe_file
 
 ROWS = 100_000
 

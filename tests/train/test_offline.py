@@ -16,10 +16,9 @@ from kconv.targets.config import read_target_config
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
+from kconv.train.data import place_sequences
 from kconv.train.feed import Online
-from kconv.train.job import Job
-from kconv.train.jobs import offline_job
-from kconv.train.prepare import place_sequences
+from kconv.train.job import TrainJob, offline_job
 from kconv.train.run import train
 
 VALUES = {
@@ -50,7 +49,7 @@ def states(tiny_target, tmp_path_factory):
 
 
 @pytest.fixture
-def job(tiny_target, states) -> Job:
+def job(tiny_target, states) -> TrainJob:
     return offline_job(tiny_target, read_target_config(tiny_target), load_tokenizer(tiny_target), VALUES, states, None)
 
 
@@ -104,7 +103,7 @@ def test_over_the_same_rows_offline_and_online_end_with_the_same_weights(tiny_ta
 
 
 def test_no_prompt_is_both_trained_on_and_looked_at(states, job):
-    from kconv.targets.stored_states import open_states
+    from kconv.targets.states import open_states
 
     stored = open_states(states)
     parts = [place_sequences(stored, 24, held_out=held_out).places for held_out in (False, True)]
@@ -146,7 +145,7 @@ def test_a_run_is_not_gone_on_with_over_states_that_were_made_again(tiny_target,
     def stop(*_):
         raise KeyboardInterrupt
 
-    def stored_job() -> Job:
+    def stored_job() -> TrainJob:
         config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
         return offline_job(tiny_target, config, tokenizer, VALUES, tmp_path / "states", None)
 
@@ -179,7 +178,7 @@ def test_states_of_another_target_are_refused(tiny_target, states):
 
 
 def test_states_of_too_few_prompts_are_refused(states):
-    from kconv.targets.stored_states import open_states
+    from kconv.targets.states import open_states
 
     stored = open_states(states)
     few = stored.record.model_copy(update={"sequences": stored.record.sequences[:3]})

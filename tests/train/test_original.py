@@ -13,11 +13,10 @@ from kconv.convert.read import read_head, read_weights
 from kconv.errors import PromptsInvalid
 from kconv.head import chain
 from kconv.head.forward import DraftHead
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.train.decoder import served_decoders
-from kconv.train.module import eagle_settings, load_module, offline_inputs
-from kconv.train.original import draft_logits, run_module
+from kconv.train.module import draft_logits, eagle_settings, load_module, offline_inputs, run_module
 
 STEPS = 3
 

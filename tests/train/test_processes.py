@@ -71,7 +71,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def figures(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the looks before and after training found."""
+    """Return what the evaluations before and after training found."""
     training = verify(out).training
     assert training is not None
     return training["untrained"], training["trained"]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from kconv.errors import OutputExists, OutputFailed
 from kconv.train import run
-from kconv.train.arguments import Pace
 from kconv.train.checkpoints import newest
+from kconv.train.job import Pace
 from kconv.train.recipe import TEST_GQA
 from kconv.train.run import train
 

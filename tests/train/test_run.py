@@ -18,11 +18,11 @@ from kconv.engines import by_name
 from kconv.errors import LayoutCannot, RecipeInvalid, TrainingFailed
 from kconv.head.spec import Yarn
 from kconv.targets.config import read_target_config
-from kconv.train.arguments import Pace
 from kconv.train.checkpoints import newest
+from kconv.train.evaluate import spec_of
+from kconv.train.job import Pace
 from kconv.train.recipe import TEST_GQA, TEST_MLA
 from kconv.train.run import train
-from kconv.train.watch import spec_of
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
 GQA = dataclasses.replace(TEST_GQA, **FEW)
@@ -90,7 +90,7 @@ def test_products_in_bf16_move_weights_that_bf16_would_not(make_job, tmp_path):
 def test_training_goes_on_from_a_head_of_any_layout(make_job, unstopped, tmp_path, layout):
     execute(plan(read_head(open_checkpoint(unstopped)), by_name(layout)), tmp_path / "start")
     start = read_head(open_checkpoint(tmp_path / "start"))
-    out = train(make_job(dataclasses.replace(GQA, steps=4, lr=1e-3), start=start), tmp_path / "head")
+    out = train(make_job(dataclasses.replace(GQA, steps=4, lr=1e-3), init_from=start), tmp_path / "head")
     ended, began = (json.loads((folder / "kconv.json").read_text())["training"] for folder in (out, unstopped))
     assert began["trained"]["loss"] == pytest.approx(ended["untrained"]["loss"], rel=1e-5)
     assert ended["started_from"].endswith("start")
@@ -104,7 +104,7 @@ def test_what_a_head_was_calibrated_on_is_told_on_when_it_is_trained(make_job, u
     planned = plan(read_head(open_checkpoint(unstopped)), by_name("vllm"))
     execute(dataclasses.replace(planned, conversion=record), tmp_path / "start")
     start = read_head(open_checkpoint(tmp_path / "start"))
-    out = train(make_job(dataclasses.replace(GQA, steps=2), start=start), tmp_path / "head")
+    out = train(make_job(dataclasses.replace(GQA, steps=2), init_from=start), tmp_path / "head")
     assert verify(out).conversion == record
     assert verify(unstopped).conversion is None
 

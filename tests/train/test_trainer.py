@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from kconv.errors import OutputExists, RecipeInvalid, TrainingFailed
 from kconv.train.recipe import TEST_GQA
-from kconv.train.trainer import head_key, train_head
+from kconv.train.run import head_key, train_head
 
 SHORT = dataclasses.replace(TEST_GQA, batches=2, steps=4, batch=2, seq=16, warmup=1)
 

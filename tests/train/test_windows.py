@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconv.errors import RecipeInvalid
-from kconv.train.windows import cut_windows, map_draft_vocab
+from kconv.train.data import cut_windows, map_draft_vocab
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 20), st.integers(0, 5))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kconv.head.drafters import count_bigrams
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.validate.measure import Drafter, measure

@@ -12,9 +12,8 @@ from support.target_faults import FAULTS, K_SCALE, V_SCALE, block, both, exclude
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
-from kconv.quantize.excludes import exclude_modules
-from kconv.quantize.inputs import data_free
-from kconv.quantize.plan import plan_quantize
+from kconv.quantize.calibration import data_free
+from kconv.quantize.plan import exclude_modules, plan_quantize
 from kconv.quantize.recipe import builtin_recipes, load_recipe
 from kconv.quantize.run import quantize
 from kconv.targets.config import parse_target_config

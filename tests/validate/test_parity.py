@@ -22,13 +22,11 @@ from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.errors import PromptsInvalid, StatesInvalid
 from kconv.head.spec import Gqa, HeadSpec, Rope
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import LocalRunner
 from kconv.targets.model import load_target
-from kconv.targets.states_plan import Wanted
-from kconv.targets.states_record import RECORD
-from kconv.targets.states_runner import LocalRunner
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import RECORD, open_states
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.targets.write_states import write_states
+from kconv.targets.write_states import Wanted, write_states
 from kconv.tiny.text import read_corpus
 from kconv.validate.held_out import encode_held_out
 from kconv.validate.measure import Measured

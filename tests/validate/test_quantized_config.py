@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
-from kconv.quantize.inputs import data_free
+from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize

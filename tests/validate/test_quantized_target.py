@@ -18,7 +18,7 @@ from kconv.convert.provenance import Origin
 from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.errors import ComparisonUnfit
-from kconv.quantize.inputs import data_free
+from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize

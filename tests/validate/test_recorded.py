@@ -17,7 +17,7 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
-from kconv.quantize.inputs import data_free
+from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
 from kconv.quantize.recipe import load_recipe
 from kconv.quantize.run import quantize

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import kconv.validate
-from kconv.cli.validate import FOR
 from kconv.errors import ConfigInvalid, HubUnreachable, UnknownRule
 from kconv.validate.rules import limits
-from kconv.validate.rules.rule import ASKED, ENGINES
+from kconv.validate.rules.rule import ENGINES
 from kconv.validate.rules.table import EVERY_RULE, HEAD_RULES, all_rules, find_rule, of_error
 
 RULES = all_rules()
@@ -54,10 +53,6 @@ def test_a_rule_is_found_by_id_and_by_name():
     assert find_rule("K101") is find_rule("k101") is find_rule("lm-head-missing")
     with pytest.raises(UnknownRule, match="K999"):
         find_rule("K999")
-
-
-def test_the_command_offers_the_engines_that_rules_know():
-    assert set(FOR) == ASKED.keys()
 
 
 def test_an_error_of_the_hub_is_no_finding():

@@ -17,10 +17,11 @@ from support.heads import GQA, MLA, TARGET
 
 from kconv.checkpoint.source import Folder
 from kconv.engines import BY_NAME
+from kconv.engines.registry import asked
 from kconv.head.spec import Rope, Yarn
 from kconv.targets.config import parse_target_config
 from kconv.validate.report import Finding, Report
-from kconv.validate.rules.rule import ASKED, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
+from kconv.validate.rules.rule import SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 from kconv.validate.rules.table import HEAD_RULES, all_rules
 from kconv.validate.run import Checks, Hints, validate
 
@@ -56,7 +57,7 @@ def test_each_thing_that_a_flag_must_supply_is_said_of_a_good_head(tmp_path: Pat
     told = {
         finding.rule
         for name in ("mla, portable", "gqa, portable")
-        for finding in check(GOOD[name].write(tmp_path / name), Checks(ASKED["all"])).findings
+        for finding in check(GOOD[name].write(tmp_path / name), Checks(asked()["all"])).findings
     }
     assert told >= ALWAYS
 
@@ -112,10 +113,10 @@ def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):
         ((VLLM_V2,), "K140", False),
         ((SGLANG,), "K140", False),
         ((TRTLLM,), "K140", False),
-        (ASKED["vllm"], "K143", True),
+        (asked()["vllm"], "K143", True),
     ):
         assert bool(of(check(folder, Checks(engines)), rule)) is said
-    (finding,) = of(check(folder, Checks(ASKED["all"])), "K140")
+    (finding,) = of(check(folder, Checks(asked()["all"])), "K140")
     assert finding.engines == ("vllm-v1", "vllm-v2") and "v1 would feed it those of [0, 2, 4]" in finding.message
 
 
@@ -174,9 +175,9 @@ def test_a_list_that_the_user_explains_is_decided(tmp_path: Path):
     folder = write(tmp_path / "head", MODELOPT_GQA, nest(**ids))
     assert of(check(folder, Checks()), "K006")
     assert check(folder, Checks(hints=Hints(captured_are="outputs"))).clean
-    told = check(folder, Checks(ASKED["vllm-v1"], hints=Hints(captured_are="inputs")))
+    told = check(folder, Checks(asked()["vllm-v1"], hints=Hints(captured_are="inputs")))
     assert not of(told, "K140") and told.clean
-    misread = check(folder, Checks(ASKED["vllm-v1"], hints=Hints(captured_are="outputs")))
+    misread = check(folder, Checks(asked()["vllm-v1"], hints=Hints(captured_are="outputs")))
     assert of(misread, "K140")
 
 
@@ -220,7 +221,7 @@ def test_whatever_a_config_says_there_is_a_report_and_an_unreadable_head_is_not_
     config = json.loads(before) | data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
     try:
         file.write_text(json.dumps(config))
-        report = check(folder, Checks(ASKED["all"], headers_only=True))
+        report = check(folder, Checks(asked()["all"], headers_only=True))
         assert Report.model_validate_json(report.to_json()) == report
         from kconv.checkpoint.folder import open_checkpoint
         from kconv.convert.read import claim_tensors

@@ -24,7 +24,7 @@ from ...engines.serving import serve
 from ...errors import EngineFailed, PromptsInvalid
 from ...head.chain import Acceptance
 from ...targets.config import read_target_config
-from ...targets.generate import generate_greedy
+from ...targets.forward import generate_greedy
 from ...targets.model import load_target
 from ...targets.tokenizer import Tokenizer, load_tokenizer
 from ..figures import EngineFigures

@@ -169,7 +169,7 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
 
 
 def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
-    from ...targets.norms import beyond_norms
+    from ...quantize.calibration import beyond_norms
 
     scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
     amaxes = {

@@ -101,7 +101,7 @@ def norm_of_ones(subject: HeadSubject) -> Iterator[Found]:
 
 
 def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
-    from ...checkpoint.rows import read_rows
+    from ...checkpoint.tensors import read_rows
 
     info = subject.tensors.get("lm_head.weight")
     if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):
@@ -117,7 +117,7 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
 
 
 def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
-    from ...checkpoint.rows import row_blocks
+    from ...checkpoint.tensors import row_blocks
 
     info = subject.tensors.get("lm_head.weight")
     if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):

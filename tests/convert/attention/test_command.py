@@ -26,7 +26,7 @@ from kconv.errors import (
 )
 from kconv.head.spec import Gqa, Mla
 from kconv.targets.config import read_target_config
-from kconv.targets.stored_states import open_states
+from kconv.targets.states import open_states
 from kconv.validate.structure import check_source, check_values, is_identical
 
 

@@ -18,17 +18,15 @@ from kconv.convert.attention.to_mla import convert_to_mla
 from kconv.convert.read import read_head
 from kconv.head.spec import Gqa
 from kconv.targets.config import read_target_config
+from kconv.targets.forward import run_target
 from kconv.targets.model import load_target
-from kconv.targets.states import run_target
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.tiny.cache import cache_root
-from kconv.tiny.recipe import DEMO
-from kconv.tiny.target import make_target
+from kconv.tiny.recipe import DEMO, cache_root
+from kconv.tiny.target import make_target, pack
 from kconv.tiny.text import read_corpus
-from kconv.tiny.tokenizer import pack
+from kconv.train.data import cut_windows
 from kconv.train.recipe import TINY_GQA
-from kconv.train.trainer import head_key, train_head
-from kconv.train.windows import cut_windows
+from kconv.train.run import head_key, train_head
 from kconv.validate.parity import load_head
 
 pytestmark = pytest.mark.slow

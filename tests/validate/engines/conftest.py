@@ -19,7 +19,7 @@ from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import Head, read_head
 from kconv.engines import MODELOPT, TRTLLM, by_name
-from kconv.targets.generate import generate_greedy
+from kconv.targets.forward import generate_greedy
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus

@@ -1,4 +1,4 @@
-"""What stands beside the weights of the output."""
+"""What the output has beside its weights: config, index, copied files, manifest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
-from ..targets.source_formats import SIDE_CONFIG
-from .excludes import exclude_modules
+from ..targets.weights import SIDE_CONFIG
 from .formats import hf_quant_config, quantization_config
-from .plan import QuantizePlan
-from .record import Workplace
+from .plan import QuantizePlan, exclude_modules
+from .stream import Workplace
 
 # Written anew, or of the source's weights alone.
 NOT_COPIED = ("config.json", INDEX, SIDE_CONFIG, MANIFEST, "README.md", ".gitattributes")
@@ -41,7 +40,9 @@ def finish(plan: QuantizePlan, place: Workplace) -> Path:
     files = write_beside(plan, place.files, weight_map, plan.bytes_out)
     # The tensors of one file at a time: a large target has half a million of them.
     records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
-    return write_manifest(plan, place.files, [*records, *files], _tensor_texts(plan, place), made_by={"road": "stream"})
+    return write_manifest(
+        plan, place.files, [*records, *files], _tensor_texts(plan, place), made_by={"backend": "stream"}
+    )
 
 
 def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], size: int) -> list[FileRecord]:
@@ -112,7 +113,7 @@ def write_manifest(
         folder: the output.
         files: every file of it but this one.
         tensors: the step of each tensor, as JSON; taken one at a time.
-        made_by: the road, and the versions of what else decided its bytes.
+        made_by: the backend, and the versions of what else decided its bytes.
     """
     count = sum(prod(shape) for shape in _logical_shapes(plan))
     manifest = Manifest(
@@ -136,7 +137,8 @@ def write_manifest(
         files=tuple(files),
     )
     before, hole, after = manifest.model_dump_json(indent=1, by_alias=True).partition('"tensors": []')
-    assert hole
+    if not hole:
+        raise RuntimeError("the manifest's JSON has no empty list of tensors")
     file = folder / MANIFEST
     with file.open("w", encoding="utf-8") as out:
         out.write(f'{before}"tensors": [')

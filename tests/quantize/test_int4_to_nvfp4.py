@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.quantized_targets import quantize_int4
 
-from kconv.quantize import native
-from kconv.quantize.int4_road import Int4Packer, NativeLoops, NumpyLoops, amax_int4, fastest
-from kconv.quantize.pack import pack, scale_2
-from kconv.targets.int4 import Int4, dequantize_int4
+from kconv.quantize.int4_to_nvfp4 import Int4Packer, NativeLoops, NumpyLoops, amax_int4, fastest
+from kconv.quantize.pack import load_native, pack, scale_2
+from kconv.targets.weights import Int4, dequantize_int4
 
 
 def native_loops():
-    library = native.load_native("int4.c")
+    library = load_native("int4.c")
     return NativeLoops(library) if library else NumpyLoops()
 
 
@@ -57,7 +56,7 @@ def test_the_bits_are_those_of_dequantizing_and_packing(rows, groups, group, spr
 @pytest.mark.parametrize("loops", LOOPS.values(), ids=LOOPS)
 def test_amax_is_that_of_the_dequantized_values(loops, tmp_path, monkeypatch):
     weight = int4_weight(tmp_path, torch.randn(40, 96, generator=torch.Generator().manual_seed(1)))
-    monkeypatch.setattr("kconv.targets.stored.BLOCK", 1000)
+    monkeypatch.setattr("kconv.targets.weights.BLOCK", 1000)
     assert amax_int4(weight, loops()) == float(weight.read().abs().max())
 
 
@@ -85,7 +84,7 @@ def test_without_a_compiler_numpy_does_it(monkeypatch):
 def test_a_compiler_that_fails_is_as_good_as_none(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("KCONV_CACHE", str(tmp_path))
-    assert native.load_native("int4.c") is None
+    assert load_native("int4.c") is None
 
 
 def test_compiled_loops_that_err_are_not_trusted(monkeypatch):
@@ -93,7 +92,7 @@ def test_compiled_loops_that_err_are_not_trusted(monkeypatch):
         def tops(self, halves, bits):
             return super().tops(halves, bits) ^ 1
 
-    monkeypatch.setattr("kconv.quantize.int4_road.NativeLoops", Wrong)
+    monkeypatch.setattr("kconv.quantize.int4_to_nvfp4.NativeLoops", Wrong)
     fastest.cache_clear()
     try:
         assert isinstance(fastest(), NumpyLoops)
@@ -106,7 +105,7 @@ def int4_weight(folder, plain, spoil=lambda parts: None) -> Int4:
     from safetensors.torch import save_file
 
     from kconv.checkpoint.header import read_header
-    from kconv.targets.int4 import int4_of
+    from kconv.targets.weights import int4_of
 
     parts = quantize_int4(plain)
     spoil(parts)

@@ -15,10 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..targets.int4 import Int4
+from ..targets.weights import Int4
 from .formats import GROUP_SIZE
-from .native import load_native
-from .pack import Packed, pack
+from .pack import Packed, load_native, pack
 
 # The magnitude of each nibble's value, nibble - 8, and of the larger of both in a byte.
 MAGNITUDES = np.abs(np.arange(16) - 8).astype(np.uint8)
@@ -121,7 +120,7 @@ def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
 
 
 def fits(weight: Int4) -> bool:
-    """Say whether a weight can go this road."""
+    """Say whether a weight can be packed so."""
     return weight.dtype == "BF16" and weight.group % GROUP_SIZE == 0
 
 

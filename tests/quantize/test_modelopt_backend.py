@@ -12,14 +12,14 @@ from kconv.checkpoint.manifest import verify
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.errors import RecipeInvalid, TensorMissing
-from kconv.quantize.calibration import Prompts
-from kconv.quantize.modelopt_road import plan_in_memory, quantize_in_memory
+from kconv.quantize.calibration import CalibrationPrompts
+from kconv.quantize.modelopt_backend import plan_in_memory, quantize_in_memory
 from kconv.quantize.recipe import load_recipe, parse_recipe
 from kconv.targets.config import parse_target_config
 from kconv.validate.run import validate
 
 TEXTS = ("Return the sum of two numbers, of whatever type.", "A list of names and their places.", "def f(x): return x")
-PROMPTS = Prompts(sha256="0" * 64, count=4, tokens=160)
+PROMPTS = CalibrationPrompts(sha256="0" * 64, count=4, tokens=160)
 
 
 def batches():

@@ -1,4 +1,4 @@
-"""A head in training, looked at on text it never sees.
+"""A head in training, measured on text that it never sees.
 
 ModelOpt's own validation needs a GPU, and its trainer's hook reports nothing
 (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L950-L1010), so
@@ -7,13 +7,15 @@ acceptance is that of kconv's forward and chain, as `kconv validate` measures it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..charts import COLOURS, INK, chart
 from ..engines import by_name
 from ..engines.layout import stored
 from ..head.chain import draft_logits, overlap, overlap_acceptance, pool
@@ -70,7 +72,7 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
 
 
 @torch.no_grad()
-def look(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe) -> dict[str, float]:
+def evaluate(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe) -> dict[str, float]:
     """Measure a head on batches that it is never trained on.
 
     Args:
@@ -124,3 +126,32 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _to(part, device) for key, part in value.items()}
     return value.to(device)
+
+
+def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], steps: int) -> None:
+    """Draw the loss of each logged step, and what the evaluations found.
+
+    Args:
+        file: the PNG to write.
+        history: the Trainer's log.
+        steps: K, draft steps.
+
+    Raises:
+        ImportError: matplotlib, of kconv[plots], is not installed.
+    """
+
+    def series(key: str) -> tuple[list[int], list[float]]:
+        rows = [row for row in history if key in row]
+        return [row["step"] for row in rows], [row[key] for row in rows]
+
+    with chart(file, panels=2, width=9.0) as (_, [left, right]):
+        left.plot(*series("loss"), color=INK, linewidth=0.8, label="trained on")
+        left.plot(*series("eval_loss"), color=COLOURS[0], marker="o", markersize=3, label="held out")
+        left.set(xlabel="step", ylabel="loss, nats, over the draft steps")
+        right.plot(*series("eval_acceptance"), color=COLOURS[0], marker="o", markersize=3, label="acceptance length")
+        for k in range(1, steps + 1):
+            colour = COLOURS[k % len(COLOURS)]
+            right.plot(*series(f"eval_rate_{k}"), color=colour, linewidth=0.8, label=f"accepted up to place {k}")
+        right.set(xlabel="step", ylabel=f"sampled, held out, K = {steps}")
+        for axes in (left, right):
+            axes.legend()

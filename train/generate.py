@@ -1,4 +1,4 @@
-"""Answers of the served target itself, to train on.
+"""Responses of the served target itself, to train on.
 
 A head drafts what its target says, so it is trained on the target's own words: NVIDIA's and lightseek's Kimi heads
 were trained on regenerated answers.
@@ -6,11 +6,12 @@ were trained on regenerated answers.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ import httpx
 
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.prompts import Prompt
-from .reasoning import read_reasoning
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
 RETRIED = (408, 429, 500, 502, 503, 504)
@@ -28,7 +28,7 @@ LONGEST_PAUSE = 60.0  # seconds
 
 
 @dataclass(frozen=True)
-class Asking:
+class GenerateRequest:
     """How a server is asked.
 
     Attributes:
@@ -52,8 +52,11 @@ class Asking:
     seed: int = 0
 
 
-def synthesize(
-    prompts: Sequence[Prompt], asking: Asking, out: Path, advance: Callable[[Counter[str]], None] = lambda _: None
+def generate(
+    prompts: Sequence[Prompt],
+    request: GenerateRequest,
+    out: Path,
+    progress: Callable[[Counter[str]], None] = lambda _: None,
 ) -> Counter[str]:
     """Have a server answer prompts turn by turn, and write a line for each as it is done.
 
@@ -63,9 +66,9 @@ def synthesize(
 
     Args:
         prompts: what to ask.
-        asking: how.
+        request: how.
         out: a JSONL file, which is added to.
-        advance: called with the counts so far.
+        progress: called with the counts so far.
 
     Returns:
         How many prompts were answered, failed, or skipped; they add up to all of them.
@@ -83,15 +86,15 @@ def synthesize(
         out.parent.mkdir(parents=True, exist_ok=True)
         with (
             out.open("a", encoding="utf-8") as file,
-            httpx.Client(base_url=asking.url, timeout=asking.timeout) as client,
-            ThreadPoolExecutor(asking.concurrency) as workers,
+            httpx.Client(base_url=request.url, timeout=request.timeout) as client,
+            ThreadPoolExecutor(request.concurrency) as workers,
         ):
-            for future in as_completed([workers.submit(_ask, client, asking, prompt) for prompt in left]):
+            for future in as_completed([workers.submit(_ask, client, request, prompt) for prompt in left]):
                 line = future.result()
                 why = line.get("failed", why)
                 counts[FAILED if "failed" in line else ANSWERED] += 1
                 _write(file, line)
-                advance(counts)
+                progress(counts)
     except OSError as fault:
         raise OutputFailed(
             f"{out} could not be written: {fault.strerror}", where=out, fix="Free some space."
@@ -99,7 +102,7 @@ def synthesize(
     if left and not counts[ANSWERED]:
         raise EngineFailed(
             f"none of {len(left)} prompts was answered; the last one: {why}",
-            where=asking.url,
+            where=request.url,
             fix="Check the address and the model's name; the same command goes on where it stopped.",
         )
     return counts
@@ -128,7 +131,7 @@ def _answered(out: Path) -> set[str]:
         ) from fault
 
 
-def _ask(client: httpx.Client, asking: Asking, prompt: Prompt) -> dict[str, Any]:
+def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:
     line: dict[str, Any] = {"id": prompt.id, "digest": prompt.digest, "category": prompt.category}
     messages: list[dict[str, str]] = []
     reasons: list[str] = []
@@ -136,7 +139,7 @@ def _ask(client: httpx.Client, asking: Asking, prompt: Prompt) -> dict[str, Any]
         messages.append({"role": "user", "content": turn})
         try:
             # As a chat sends them: without the reasoning of earlier answers.
-            choice = _complete(client, asking, [{key: said[key] for key in ("role", "content")} for said in messages])
+            choice = _complete(client, request, [{key: said[key] for key in ("role", "content")} for said in messages])
             answer, reason = choice["message"], choice["finish_reason"]
             content = answer["content"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
@@ -148,29 +151,42 @@ def _ask(client: httpx.Client, asking: Asking, prompt: Prompt) -> dict[str, Any]
     return line | {"messages": messages, "finish_reasons": reasons}
 
 
-def _complete(client: httpx.Client, asking: Asking, messages: list[dict[str, str]]) -> dict[str, Any]:
+def _complete(client: httpx.Client, request: GenerateRequest, messages: list[dict[str, str]]) -> dict[str, Any]:
     """Return the server's choice, asked again where it is busy or the connection broke."""
     body = {
-        "model": asking.model,
+        "model": request.model,
         "messages": messages,
-        "max_tokens": asking.max_tokens,
-        "temperature": asking.temperature,
-        "seed": asking.seed,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
     }
-    for attempt in range(1, asking.attempts + 1):
+    for attempt in itertools.count(1):
+        last = attempt >= request.attempts
         try:
             answer = client.post("/v1/chat/completions", json=body)
-            if answer.status_code not in RETRIED or attempt == asking.attempts:
+            if answer.status_code not in RETRIED or last:
                 return answer.raise_for_status().json()["choices"][0]
             pause = _pause(answer.headers.get("Retry-After"), attempt)
         except httpx.TransportError:
-            if attempt == asking.attempts:
+            if last:
                 raise
             pause = _pause(None, attempt)
         time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError  # the count above has no end
 
 
 def _pause(asked_for: str | None, attempt: int) -> float:
     stated = float(asked_for) if asked_for and asked_for.isdigit() else 0.5 * 2**attempt
     return min(stated, LONGEST_PAUSE)
+
+
+# SGLang's and TensorRT-LLM's name of what a reasoning parser took out of an answer, and vLLM's:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/protocol.py#L79
+REASONING = "reasoning_content"
+NAMES = (REASONING, "reasoning")
+
+
+def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's reasoning under the one name that kconv writes; empty where it has none."""
+    found = next((message[name] for name in NAMES if message.get(name)), None)
+    return {} if found is None else {REASONING: found}

@@ -13,9 +13,9 @@ from support.loopback import serving
 
 from kconv.errors import EngineFailed, PromptsInvalid
 from kconv.targets.prompts import Prompt
-from kconv.train import synth
-from kconv.train.samples import read_rows
-from kconv.train.synth import Asking, synthesize
+from kconv.train import generate as generating
+from kconv.train.data import read_rows
+from kconv.train.generate import GenerateRequest, generate
 
 Answer = tuple[int, Any]
 
@@ -49,7 +49,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(synth, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(generating, "LONGEST_PAUSE", 0.0)
 
 
 PROMPTS = [Prompt("a", "math", ("one", "two")), Prompt("b", "", ("three",)), Prompt("c", "", ("four",))]
@@ -61,20 +61,20 @@ def lines(file) -> dict[str, dict]:
 
 def test_every_turn_is_answered_in_the_light_of_those_before(server, tmp_path):
     server.say = lambda messages, _: (200, f"{len(messages)}:{messages[0]['content']}")
-    assert synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
     said = [m["content"] for m in lines(tmp_path / "out.jsonl")["a"]["messages"]]
     assert said == ["one", "1:one", "two", "3:one"]
 
 
 def test_what_comes_out_is_training_data(server, tmp_path):
-    synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl")
+    generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
     assert all(row["messages"][-1]["role"] == "assistant" for _, row in read_rows(str(tmp_path / "out.jsonl")))
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_what_a_reasoning_parser_took_out_is_kept_and_not_sent_again(server, tmp_path, name):
     server.say = lambda messages, _: (200, {"content": "yes", name: f"thought {len(messages)}"})
-    synthesize(PROMPTS[:1], Asking(server.url, "m"), tmp_path / "out.jsonl")
+    generate(PROMPTS[:1], GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
     said = lines(tmp_path / "out.jsonl")["a"]["messages"]
     assert [turn.get("reasoning_content") for turn in said] == [None, "thought 1", None, "thought 3"]
     assert all(turn.keys() == {"role", "content"} for body in server.bodies for turn in body["messages"])
@@ -82,10 +82,10 @@ def test_what_a_reasoning_parser_took_out_is_kept_and_not_sent_again(server, tmp
 
 def test_a_stopped_run_goes_on_and_asks_only_what_is_left(server, tmp_path):
     out = tmp_path / "out.jsonl"
-    synthesize(PROMPTS[:2], Asking(server.url, "m"), out)
+    generate(PROMPTS[:2], GenerateRequest(server.url, "m"), out)
     # A kill in the middle of a line.
     out.write_text(out.read_text() + '{"id": "c", "digest": "')
-    assert synthesize(PROMPTS, Asking(server.url, "m"), out) == {"answered": 1, "skipped": 2}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"answered": 1, "skipped": 2}
     assert server.asked == {"one": 1, "two": 1, "three": 1, "four": 1}
     assert lines(out).keys() == {"a", "b", "c"}
 
@@ -93,16 +93,16 @@ def test_a_stopped_run_goes_on_and_asks_only_what_is_left(server, tmp_path):
 def test_a_failed_prompt_is_accounted_for_and_asked_again(server, tmp_path):
     out = tmp_path / "out.jsonl"
     server.say = lambda messages, _: (400, "no") if messages[-1]["content"] == "three" else (200, "yes")
-    assert synthesize(PROMPTS, Asking(server.url, "m"), out) == {"answered": 2, "failed": 1, "skipped": 0}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"answered": 2, "failed": 1, "skipped": 0}
     assert "400" in lines(out)["b"]["failed"]
     server.say = lambda *_: (200, "yes")
-    assert synthesize(PROMPTS, Asking(server.url, "m"), out) == {"answered": 1, "skipped": 2}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"answered": 1, "skipped": 2}
     assert "messages" in lines(out)["b"]
 
 
 def test_a_busy_server_is_asked_again(server, tmp_path):
     server.say = lambda _, times: (503, "busy") if times < 3 else (200, "yes")
-    assert synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
     assert set(server.asked.values()) == {3}
 
 
@@ -110,17 +110,17 @@ def test_a_busy_server_is_asked_again(server, tmp_path):
 def test_a_server_that_answers_nothing_is_a_fault(server, tmp_path, answer):
     server.say = lambda *_: answer
     with pytest.raises(EngineFailed, match="none of 3 prompts"):
-        synthesize(PROMPTS, Asking(server.url, "m"), tmp_path / "out.jsonl")
+        generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
 
 
 def test_a_server_that_is_not_there_is_a_fault(tmp_path):
     with pytest.raises(EngineFailed, match="ConnectError"):
-        synthesize(PROMPTS, Asking("http://127.0.0.1:9", "m"), tmp_path / "out.jsonl")
+        generate(PROMPTS, GenerateRequest("http://127.0.0.1:9", "m"), tmp_path / "out.jsonl")
 
 
 def test_a_file_of_something_else_is_not_written_to(server, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text('{"question": "?"}\n[]\n')
     with pytest.raises(PromptsInvalid, match="something else"):
-        synthesize(PROMPTS, Asking(server.url, "m"), out)
+        generate(PROMPTS, GenerateRequest(server.url, "m"), out)
     assert not server.asked

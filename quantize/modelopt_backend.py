@@ -1,0 +1,236 @@
+"""The backend for targets that fit into memory: ModelOpt calibrates, quantizes and exports.
+
+Its tensors are kept as they are and compared with the plan. Every value is looked at, as the streaming backend does
+while it writes, for an export that overflowed is whole to the eye. All beside the tensors is kconv's own, so that both
+backends write one format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from ..checkpoint.bytes import digest, file_digest, stream
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.header import TensorInfo, read_header
+from ..checkpoint.manifest import FileRecord
+from ..checkpoint.staging import check_disk, staged
+from ..checkpoint.tensors import TORCH, entry, read_tensor
+from ..checkpoint.values import Scan
+from ..errors import RecipeInvalid, TensorMissing, TensorValue
+from ..targets.config import TargetConfig
+from ..targets.model import load_target
+from ..targets.weights import StoredWeight
+from .calibration import CalibrationPrompts, InputScales
+from .formats import is_scale
+from .output import write_beside, write_manifest
+from .plan import QuantizePlan, plan_quantize
+from .recipe import NEVER, Recipe
+from .run import bytes_needed
+from .stream import steps
+
+Say = Callable[[str], None]
+# What ModelOpt says where none of its patterns met a quantizer.
+NOTHING = "no weight quantizer is enabled"
+# What to do with a target that is larger than the memory.
+INSTEAD = "Use --backend stream with a file of kconv calibrate; both hold a layer at a time at the most."
+# ModelOpt's own numbers of an NVFP4 quantizer.
+NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+
+
+def plan_in_memory(
+    source: Checkpoint, config: TargetConfig, recipe: Recipe, prompts: CalibrationPrompts | None
+) -> QuantizePlan:
+    """Decide what becomes of each tensor; its files are ModelOpt's to choose.
+
+    Args:
+        source: a text target, in any form that is read.
+        config: its config.
+        recipe: what is quantized. A KV cache in FP8 is stated and has no scales, as with the streaming backend.
+        prompts: what is calibrated on; None if activations stay as they are.
+
+    Raises:
+        RecipeInvalid: the target is wrapped or NVFP4 already, or a pattern matches no module.
+        SourceFormatUnknown, TensorShape: the target cannot be read.
+    """
+    if config.prefix:
+        raise RecipeInvalid(
+            "ModelOpt loads the text model alone, and this target is wrapped in another",
+            where=source.folder,
+            fix="Use kconv calibrate, and kconv quantize with its file.",
+        )
+    said = "none"
+    if prompts:
+        digest = prompts.sha256[:16]
+        said = f"calibrated by ModelOpt on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest})"
+    return plan_quantize(source, config, recipe, InputScales(said))
+
+
+def quantize_in_memory(
+    plan: QuantizePlan, out: Path, batches: Sequence[torch.Tensor], *, say: Say = lambda _: None
+) -> None:
+    """Quantize a target with ModelOpt, its input scales calibrated.
+
+    Args:
+        plan: as `plan_in_memory` makes it; the target is loaded whole, in its own dtype.
+        out: the folder to make.
+        batches: token ids to calibrate on, [batch, T] each.
+        say: told what is going on.
+
+    Raises:
+        RecipeInvalid: ModelOpt has no module for the recipe.
+        TensorMissing: ModelOpt exported other tensors than the plan has, as it does without a calibration, or if the
+            recipe cuts through what it quantizes as one.
+        TensorValue: it changed a tensor that the plan leaves as it is, or made NaN, Inf or a scale of zero.
+        TargetInvalid: the target cannot be built.
+        TargetTooLarge: it is larger than what memory is left.
+        OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
+    """
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    check_disk(out, bytes_needed(plan))
+    config, recipe = plan.config, plan.recipe
+    with staged(out) as folder:
+        say("loading the target")
+        model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"], instead=INSTEAD)
+        model.config.architectures = [config.architecture or "DeepseekV3ForCausalLM"]  # the exporter asks for it
+
+        def forward(calibrated: Any) -> None:
+            with torch.no_grad():
+                for i, batch in enumerate(batches, 1):
+                    say(f"calibrating, {i} of {len(batches)} prompts")
+                    calibrated(batch)
+
+        try:
+            mtq.quantize(model, quant_cfg(recipe), forward_loop=forward)
+        except RuntimeError as fault:
+            if NOTHING not in str(fault):
+                raise
+            raise RecipeInvalid(
+                f"ModelOpt finds no module for the recipe {recipe.name}: it takes the experts of a layer as one",
+                fix="Use kconv quantize, which takes each module by itself.",
+            ) from fault
+        say("exporting")
+        export_hf_checkpoint(model, export_dir=folder)
+        del model
+        say("comparing the export with the plan, and hashing it")
+        take_export(plan, folder)
+
+
+def quant_cfg(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as ModelOpt's config: all off, its patterns on, and what it keeps off again."""
+    kinds = ("weight_quantizer",) if recipe.weight_only else ("weight_quantizer", "input_quantizer")
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    entries += [
+        {"quantizer_name": f"{pattern}*{kind}", "cfg": NUMBERS} for pattern in recipe.quantize for kind in kinds
+    ]
+    entries += [{"quantizer_name": f"{pattern}.*", "enable": False} for pattern in (*recipe.keep, *NEVER)]
+    return {"quant_cfg": entries, "algorithm": "max"}
+
+
+WEIGHTS = "*.safetensors"
+ANOTHER_BACKEND = "Use the streaming backend."
+# Numbers that a kernel multiplies by, one per module.
+SCALARS = ("weight_scale_2", "input_scale")
+
+
+def take_export(plan: QuantizePlan, folder: Path) -> None:
+    """Check what ModelOpt exported into a folder, and write all that stands beside its weights anew.
+
+    Args:
+        plan: what was to be made.
+        folder: the export, which becomes the output.
+
+    Raises:
+        TensorMissing: it has other tensors than the plan, or of other shapes.
+        TensorValue: it holds NaN or Inf, a scale that cannot be multiplied by, or other values than the source's
+            where nothing is quantized.
+        CorruptHeader, NotACheckpoint: it cannot be read.
+        OSError: a file cannot be written.
+    """
+    made = {name: info for file in sorted(folder.glob(WEIGHTS)) for name, info in read_header(file).items()}
+    _check_names(plan, made)
+    digests = {name: _look(info) for name, info in made.items()}
+    _check_scales(plan, made)
+    taken = {name: digest(info) for name, info in plan.source.tensors.items()}
+    _check_kept(plan, digests, taken)
+    for file in folder.iterdir():
+        if not file.match(WEIGHTS):
+            file.unlink()  # ModelOpt's own config blocks and index are made anew
+    weight_map = {name: info.file.name for name, info in made.items()}
+    files = [
+        FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
+        for file in sorted(folder.glob(WEIGHTS))
+    ]
+    files += write_beside(plan, folder, weight_map, plan.bytes_out)
+    records = (step for unit in plan.units for step in steps(unit, digests, taken, plan.inputs.description))
+    made_by = {"backend": "modelopt", "modelopt": version("nvidia-modelopt"), "torch": torch.__version__}
+    write_manifest(plan, folder, files, (step.model_dump_json(by_alias=True) for step in records), made_by=made_by)
+
+
+def _check_names(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
+    wanted = {name: (dtype, shape) for unit in plan.units for name, dtype, shape in unit.outputs()}
+    odd = sorted(wanted.keys() ^ made.keys())
+    if odd:
+        raise TensorMissing(
+            f"ModelOpt's export and the plan differ in {len(odd)} tensors, among them {odd[0]}",
+            where=odd[0],
+            fix="Give prompts to calibrate on, or use the streaming backend, which needs none.",
+        )
+    for name, info in made.items():
+        if (info.dtype, info.shape) != wanted[name]:
+            raise TensorMissing(
+                f"ModelOpt made {name} {info.dtype} {list(info.shape)}, not {wanted[name][0]} {list(wanted[name][1])}",
+                where=name,
+                fix=ANOTHER_BACKEND,
+            )
+
+
+def _look(info: TensorInfo) -> str:
+    """Return a tensor's blake3, its values looked at on the way."""
+    hashed, scan = blake3(), Scan(info.dtype)
+    for chunk in stream(info):
+        hashed.update(chunk)
+        scan.update(chunk)
+    if count := scan.result().not_finite:
+        raise TensorValue(
+            f"{count:,} values of {info.name} are NaN or Inf in ModelOpt's export", where=info.name, fix=ANOTHER_BACKEND
+        )
+    return hashed.hexdigest()
+
+
+def _check_scales(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
+    for name in (name for module in plan.modules for name in module.outputs if name.endswith(SCALARS)):
+        found = float(read_tensor(made[name]))
+        if not is_scale(found):
+            raise TensorValue(
+                f"ModelOpt made {name} {found}, and a scale is a normal number that float32 can calculate with",
+                where=name,
+                fix="Give more prompts, keep this module out of the recipe (keep: ...), or use the streaming backend.",
+            )
+
+
+def _check_kept(plan: QuantizePlan, digests: dict[str, str], taken: dict[str, str]) -> None:
+    for unit in plan.units:
+        kept = {info.name: taken[info.name] for info in unit.carried}
+        kept |= {weight.name: _as_it_reads(weight) for weight in unit.dequantized}
+        for name, wanted in kept.items():
+            if digests[name] != wanted:
+                raise TensorValue(
+                    f"ModelOpt changed {name}, which the recipe leaves as it is", where=name, fix=ANOTHER_BACKEND
+                )
+
+
+def _as_it_reads(weight: StoredWeight) -> str:
+    """Return the blake3 of a weight dequantized, as the streaming backend writes it."""
+    hashed = blake3()
+    for block in weight.blocks():
+        for chunk in entry(weight.name, block).chunks():
+            hashed.update(chunk)
+    return hashed.hexdigest()
