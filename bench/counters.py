@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import CountersDisturbed, CountersMissing, CountersReset, DefinitionsMixed
 from ..validate.engines.counters import SAMPLE, parse_counters
-from .acceptance_stats import SAY_K, Counts
+from .stats import SAY_K, Counts
 
 VERIFY = "sglang:spec_verify_calls_total"
 GENERATED, REQUESTS = "sglang:generation_tokens_total", "sglang:num_requests_total"

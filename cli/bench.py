@@ -105,7 +105,7 @@ def bench(
 
 
 def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], say: Any) -> Any:
-    from ..bench.run import Wish, measure_server
+    from ..bench.measure import ServerRun, measure_server
     from ..checkpoint.bytes import file_digest
 
     # A folder's weights can be named by their digests; those of a hub id are named by its commit.
@@ -116,7 +116,7 @@ def _on_server(url: str, head: Source, suite: Suite, options: dict[str, Any], sa
         "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
         "engine_version", "baseline_url", "extra",
     )  # fmt: skip
-    wish = Wish(
+    wish = ServerRun(
         head=head.name,
         target=options["target_name"],
         weights={file.name: file_digest(file) for file in files},

@@ -51,7 +51,7 @@ def card(
     """
     from ..bench.acceptance import read_acceptance
     from ..cards.card import gather, make_card, write
-    from ..cards.licenses.checks import check_folder
+    from ..cards.license_checks import check_folder
     from ..validate.report import read_report
 
     facts = _facts(facts_file, base_model, license)
@@ -88,7 +88,7 @@ def _end_with(head: Path, found: Sequence[Finding], *, err: bool) -> NoReturn:
 def _facts(file: Path | None, base_model: str, license: str) -> Facts:
     """Return the facts of a file, with what the command line says put in their place."""
     from ..cards.facts import Facts, read_facts
-    from ..cards.licenses.license import by_id
+    from ..cards.licenses import by_id
 
     facts = read_facts(file) if file else Facts()
     if license != "unknown":

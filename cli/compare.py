@@ -24,8 +24,8 @@ def compare(files: tuple[Path, ...], chart: Path | None, as_json: bool) -> None:
       kconv compare mla/acceptance.json gqa/acceptance.json --chart heads.png
     """
     from ..bench.acceptance import read_acceptance
-    from ..cards.compare import compare as run
-    from ..cards.compare import draw
+    from ..bench.compare import compare as run
+    from ..bench.compare import draw
     from ..checkpoint.staging import refuse_existing
     from .tables import print_comparison
 

@@ -85,13 +85,11 @@ def publish(
     about = {"--suite": suite, "--draft-tokens": draft_tokens, "--prompts": prompts, "--max-loss": max_loss}
     stated = _floor(min_acceptance, metric, about, {"--target": target, "--temperature": temperature})
     from ..cards.facts import read_facts
-    from ..cards.publish.allow import Allowance
     from ..cards.publish.floor import read_floor, recipe_facts
-    from ..cards.publish.gate import allowable
+    from ..cards.publish.gate import Allowance, allowable
     from ..cards.publish.release import open_candidate, refuse_absent
-    from ..cards.publish.run import prepare, preview
+    from ..cards.publish.run import MAIN, Publication, prepare, preview, refuse_contradictions
     from ..cards.publish.run import publish as run
-    from ..cards.publish.wish import MAIN, Wish, refuse_contradictions
     from ..pipeline.proving import allowances_of, wish_of
     from ..pipeline.recipe import publications
     from .output import status
@@ -115,7 +113,7 @@ def publish(
         "tag": tag, "revision": revision, "private": private, "public": public, "create_pr": create_pr,
         "expect_parent": expect_parent,
     }  # fmt: skip
-    wish = wish_of(steps[0]) if steps else Wish(repo)
+    wish = wish_of(steps[0]) if steps else Publication(repo)
     if create_pr:
         # A pull request has none of these; the step's are for when it is merged.
         wish = replace(wish, tag="", revision=MAIN, public=False)

@@ -14,12 +14,12 @@ from rich.table import Table
 from .output import print_json, wide_console
 
 if TYPE_CHECKING:
-    from ..cards.publish.run import Published, Release
+    from ..cards.publish.run import ApprovedRelease, Published
     from ..pipeline.preview import Preview
     from ..pipeline.release import Outcome
 
 
-def print_published(release: Release, made: Published, *, dry_run: bool, as_json: bool) -> None:
+def print_published(release: ApprovedRelease, made: Published, *, dry_run: bool, as_json: bool) -> None:
     """Print what a publication did, or would do."""
     if as_json:
         passed = [{"rule": f.rule, "where": f.where, "found": f.message, "why": a.why} for f, a in release.passed]

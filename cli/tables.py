@@ -6,8 +6,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.acceptance import Acceptance, Row
-from ..cards.compare import Comparison
+from ..bench.acceptance import AcceptanceFile, AcceptanceRow
+from ..bench.compare import Comparison
 from .output import print_json
 
 WAYS = {
@@ -18,7 +18,7 @@ WAYS = {
 }
 
 
-def print_acceptance(acceptance: Acceptance, *, as_json: bool) -> None:
+def print_acceptance(acceptance: AcceptanceFile, *, as_json: bool) -> None:
     """Print what was measured: a line for each category, a column for each kind of mean."""
     if as_json:
         click.echo(acceptance.to_json(), nl=False)
@@ -41,7 +41,7 @@ def print_acceptance(acceptance: Acceptance, *, as_json: bool) -> None:
             break
 
 
-def _figure(row: Row) -> str:
+def _figure(row: AcceptanceRow) -> str:
     interval = f" [{row.interval.low:.2f}, {row.interval.high:.2f}]" if row.interval else ""
     return row.shown + interval.replace("[", "\\[")
 

@@ -23,9 +23,9 @@ from .kinds import Bench, Card, Publish, Validate
 from .making import find_shared
 
 if TYPE_CHECKING:
-    from ..cards.publish.allow import Allowance
+    from ..cards.publish.gate import Allowance
     from ..cards.publish.release import Candidate
-    from ..cards.publish.wish import Wish
+    from ..cards.publish.run import Publication
 
 PUBLISHED = "published.json"
 SHOWN = 5
@@ -90,10 +90,10 @@ def bench(step: Bench, job: Job) -> None:
     head, target, trusted = job.source("head"), job.maybe("target"), job.trusts(step.trust_remote_code)
     suite = load_suite(job.word("suite") or step.suite, limit=step.limit)
     if step.url:
-        from ..bench.run import Wish, measure_server
+        from ..bench.measure import ServerRun, measure_server
 
         opened = head.open_weights()
-        wish = Wish(
+        wish = ServerRun(
             draft_tokens=step.draft_tokens, head=head.name, concurrency=step.concurrency, max_tokens=step.max_tokens,
             temperature=step.temperature, target=step.target_name, precision=step.precision,
             weights=digests(opened), config=config_digest(opened), folder=opened.folder,
@@ -158,7 +158,7 @@ def publish(step: Publish, job: Job) -> None:
         (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n")
 
 
-def publication(step: Publish, job: Job) -> tuple[Candidate, list[Allowance], Wish]:
+def publication(step: Publish, job: Job) -> tuple[Candidate, list[Allowance], Publication]:
     """Return what a step publishes, what it lets pass, and where to."""
     from ..cards.publish.release import open_candidate
 
@@ -167,16 +167,18 @@ def publication(step: Publish, job: Job) -> tuple[Candidate, list[Allowance], Wi
     return candidate, allowances_of(step), wish_of(step)
 
 
-def wish_of(step: Publish) -> Wish:
+def wish_of(step: Publish) -> Publication:
     """Return how and where to a step publishes."""
-    from ..cards.publish.wish import Wish
+    from ..cards.publish.run import Publication
 
-    return Wish(step.repo, step.tag, step.revision, step.private, step.public, step.create_pr, step.expect_parent)
+    return Publication(
+        step.repo, step.tag, step.revision, step.private, step.public, step.create_pr, step.expect_parent
+    )
 
 
 def allowances_of(step: Publish) -> list[Allowance]:
     """Return what a step lets pass."""
-    from ..cards.publish.allow import Allowance
+    from ..cards.publish.gate import Allowance
 
     return [Allowance(one.rule, one.why) for one in step.allow]
 

@@ -11,9 +11,8 @@ import yaml
 from support.release_faults import ALONG, BROKEN, ERROR, alter_card, candidate, found, index_figure, said, set_floor
 from support.releases import FLOOR, SUITE, make_inexact, write_acceptance, write_report
 
-from kconv.cards.publish.allow import Allowance, record_exceptions
 from kconv.cards.publish.floor import Floor, read_floor
-from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, written_for
+from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, Allowance, record_exceptions, written_for
 from kconv.cards.publish.release import open_candidate
 from kconv.cards.publish.run import prepare
 from kconv.cards.sections import ENGINES as SERVED
@@ -71,7 +70,7 @@ def test_a_head_that_is_not_the_sources_must_have_been_measured(folder):
     assert found(folder) == ["P107", "P110"]
 
 
-@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENSE", "notice", "THIRD_PARTY_NOTICES.md"])
+@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENCE", "notice", "THIRD_PARTY_NOTICES.md"])
 def test_a_release_may_hold_what_licenses_and_notices_are_called(folder, name):
     (folder / name).write_text("terms")
     assert found(folder) == []

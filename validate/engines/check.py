@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from ...bench.acceptance_stats import Counts, check_possible
 from ...bench.counters import Engine
+from ...bench.measure import check_told
 from ...bench.server import ChatServer, connect
-from ...bench.told import check_told
+from ...bench.stats import Counts, check_possible
 from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...errors import EngineFailed, PromptsInvalid
