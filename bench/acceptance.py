@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..checkpoint.schema import first_wrong
 from ..errors import AcceptanceInvalid, NotACheckpoint
-from .acceptance_parts import Interval, Sanity, Speed
 
 ACCEPTANCE = "acceptance.json"
 OVERALL = ""  # the category of a figure over the whole of a dataset
@@ -38,11 +37,57 @@ SAID_BY_SELF = ("draft_tokens", "averaging", "engine", "engine_version", "prompt
 MAY_BE_UNSAID = {"prompts_sha256", "reasoning"}
 
 
-class _Record(BaseModel):
+class _AcceptancePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Row(_Record):
+class Interval(_AcceptancePart):
+    """A bootstrap confidence interval.
+
+    Attributes:
+        low, high: its ends, in the figure's unit.
+        level: e.g. 0.95.
+        over: what was drawn again and again: "prompts", or "groups of N prompts" where N ran side by side.
+        units: how many of them there are.
+    """
+
+    low: float
+    high: float
+    level: float = 0.95
+    over: str
+    units: int
+
+
+class Sanity(_AcceptancePart):
+    """What the target answered, as looping text flatters every drafter.
+
+    Attributes:
+        distinct_4grams: share of distinct 4-grams of words within an answer, mean over answers.
+        mean_tokens: tokens of an answer.
+        cut: share of answers that ended at `max_tokens`.
+    """
+
+    distinct_4grams: float
+    mean_tokens: float
+    cut: float
+
+
+class Speed(_AcceptancePart):
+    """Output tokens per second of wall clock, with and without speculation, on the same prompts.
+
+    Attributes:
+        tokens_per_second, baseline_tokens_per_second: of all requests together.
+        speedup: the first over the second.
+        same_answers: share of the answers that were the same text; greedy decoding should give nearly all.
+    """
+
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+    same_answers: float
+
+
+class AcceptanceRow(_AcceptancePart):
     """One figure with its full key.
 
     Attributes:
@@ -134,7 +179,7 @@ class Row(_Record):
         return getattr(self, name)
 
 
-class Suite(_Record):
+class SuiteRecord(_AcceptancePart):
     """What a dataset consists of, so that a table shows what is missing from it.
 
     Attributes:
@@ -148,7 +193,7 @@ class Suite(_Record):
     whole: bool | None = None
 
 
-class Acceptance(_Record):
+class AcceptanceFile(_AcceptancePart):
     """The figures about one head; the schema of acceptance.json.
 
     Attributes:
@@ -165,8 +210,8 @@ class Acceptance(_Record):
     head: str
     weights: dict[str, str] = {}
     config: str = ""
-    suites: tuple[Suite, ...] = ()
-    rows: tuple[Row, ...] = Field(min_length=1)
+    suites: tuple[SuiteRecord, ...] = ()
+    rows: tuple[AcceptanceRow, ...] = Field(min_length=1)
     kconv: str | None = None
     provenance: dict[str, Any] = {}
 
@@ -194,7 +239,7 @@ class Acceptance(_Record):
         return self.model_dump_json(indent=1, by_alias=True, exclude_none=True) + "\n"
 
 
-def read_acceptance(file: Path) -> Acceptance:
+def read_acceptance(file: Path) -> AcceptanceFile:
     """Read an acceptance.json.
 
     Raises:
@@ -202,7 +247,7 @@ def read_acceptance(file: Path) -> Acceptance:
         AcceptanceInvalid: it is not of the schema, repeats a row, or holds a figure that cannot be.
     """
     try:
-        return Acceptance.model_validate_json(file.read_bytes())
+        return AcceptanceFile.model_validate_json(file.read_bytes())
     except FileNotFoundError as fault:
         raise NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first.") from fault
     except (OSError, ValidationError) as fault:
@@ -212,7 +257,7 @@ def read_acceptance(file: Path) -> Acceptance:
         ) from fault
 
 
-def differences(one: Row, other: Row) -> Mapping[str, tuple[Any, Any]]:
+def differences(one: AcceptanceRow, other: AcceptanceRow) -> Mapping[str, tuple[Any, Any]]:
     """Return the key fields that keep two figures apart; those that neither states keep them apart too."""
     pairs = {name: (one[name], other[name]) for name in (*METHOD, *LINE)}
     return {

@@ -27,9 +27,8 @@ from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.parity import load_head
 from ..validate.report import config_digest, digests
 from ..validate.texts import Batch, Text
-from .acceptance import OVERALL, Acceptance, Averaging, Row
-from .acceptance import Suite as SuiteRecord
-from .acceptance_stats import Counts, interval, macro, micro, rates, sanity
+from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, SuiteRecord
+from .stats import Counts, make_rows
 from .suites import Suite
 
 Say = Callable[[str], None]
@@ -53,7 +52,7 @@ def measure_head(
     target_name: str | None = None,
     trust_remote_code: bool = False,
     say: Say = lambda _: None,
-) -> Acceptance:
+) -> AcceptanceFile:
     """Measure a head on a suite by kconv's own forward.
 
     Args:
@@ -89,7 +88,7 @@ def measure_head(
         "temperature": temperature, "dataset": suite.dataset, "revision": suite.revision, "max_tokens": max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
     }  # fmt: skip
-    rows: list[Row] = []
+    rows: list[AcceptanceRow] = []
     counted: dict[str, list[Counts]] = {}
     answers: dict[str, list[tuple[str, int, bool]]] = {}
     for category, prompts in suite.groups:
@@ -106,7 +105,7 @@ def measure_head(
         everything = [counts for groups in counted.values() for counts in groups]
         said = [answer for group in answers.values() for answer in group]
         rows += _rows(everything, said, averaging, shared | {"category": OVERALL}, suite.prompts)
-    return Acceptance(
+    return AcceptanceFile(
         head=name or head.checkpoint.source,
         weights=digests(head.checkpoint),
         config=config_digest(head.checkpoint),
@@ -123,7 +122,7 @@ def _rows(
     averaging: Averaging,
     shared: Mapping[str, object],
     prompts: Sequence[Prompt],
-) -> Iterator[Row]:
+) -> Iterator[AcceptanceRow]:
     # An answer of one token leaves nothing to draft: it has no length, and is none to average.
     counts = [group for group in counts if group.drafts]
     if not counts:
@@ -132,22 +131,8 @@ def _rows(
             where=shared["category"] or shared["dataset"],
             fix="Raise --max-tokens, or leave the category out.",
         )
-    told: dict[Averaging, float | None] = {averaging: micro(counts), "macro_request": macro(counts)}
-    for way, value in told.items():
-        if value is not None:
-            yield Row.model_validate(
-                dict(shared)
-                | {
-                    "averaging": way,
-                    "value": round(value, 6),
-                    "prompts": len(counts),
-                    "prompts_sha256": digest_prompts(tuple(prompts)),
-                    "drafts": sum(c.drafts for c in counts),
-                    "rates": rates(counts) if way == averaging else None,
-                    "interval": interval(counts, way),
-                    "sanity": sanity(answers),
-                }
-            )
+    digest = {"prompts_sha256": digest_prompts(tuple(prompts))}
+    return make_rows(counts, answers, dict(shared) | digest, averaging=averaging)
 
 
 def _dialogue(

@@ -20,7 +20,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Known:
+class NamedSuite:
     """A suite with a name.
 
     Attributes:
@@ -47,7 +47,7 @@ class Known:
 
 
 SUITES = {
-    "mt-bench": Known(
+    "mt-bench": NamedSuite(
         "MT-Bench",
         "philschmid/mt-bench",
         "question.jsonl",
@@ -57,7 +57,7 @@ SUITES = {
         # https://github.com/lm-sys/FastChat/blob/v0.2.36/fastchat/llm_judge/data/mt_bench/question.jsonl
         "f52d0d29fff83b9be4cbd0ee496024c9b64f1a120d3645e71659167a56b5761c",
     ),
-    "speed-bench": Known(
+    "speed-bench": NamedSuite(
         "SPEED-Bench",
         "nvidia/SPEED-Bench",
         "qualitative/test-00000-of-00001.parquet",
@@ -128,7 +128,7 @@ def load_suite(
 
 def _suite(
     prompts: Sequence[Prompt],
-    known: Known | None,
+    known: NamedSuite | None,
     dataset: str,
     revision: str,
     categories: Sequence[str],
@@ -156,7 +156,7 @@ def _suite(
     return suite
 
 
-def _fetch(known: Known, revision: str) -> tuple[tuple[Prompt, ...], str]:
+def _fetch(known: NamedSuite, revision: str) -> tuple[tuple[Prompt, ...], str]:
     # Here, as importing huggingface_hub takes some tenths of a second, which a file must not pay.
     from ..checkpoint.hub import fetch_dataset_file
 

@@ -6,24 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bench.acceptance import Acceptance
+from ..bench.acceptance import AcceptanceFile, read_acceptance
+from ..bench.tables import Table, draw_bars
 from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.source import Source
 from ..checkpoint.staging import refuse_existing
 from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
-from ..validate.report import Report
-from .about import Identity, foreign, identify
-from .evidence import Evidence, Said
+from ..validate.report import Report, read_report
+from .evidence import Evidence, HeadIdentity, Said, foreign, identify
 from .facts import SUBCARDS, Facts
-from .front_matter import front_matter
-from .licenses.files import SOURCE_LICENSE, find_texts, license_files, unstated_text
-from .plots import draw_bars
+from .front_matter import CARD, front_matter
+from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
 from .quickstart import starts
-from .rendering import CHART, figures, render
-from .sections import answer, attribution, changed, known
-from .tables import Table
+from .sections import CHART, answer, attribution, changed, figures, known, render
 
-CARD = "README.md"
 # A card has no other name; what a person wrote into it is not kconv's to replace.
 REWRITE = "Keep it (kconv card --check says whether it still holds), or delete it to have it written anew."
 STYLES = ("short", "compact", "nvidia")
@@ -33,7 +30,7 @@ SUBCARD_TITLES = {
 
 
 @dataclass(frozen=True)
-class Card:
+class RenderedCard:
     """A card, not yet written.
 
     Attributes:
@@ -53,7 +50,7 @@ def gather(
     folder: Path,
     report: Report | None,
     facts: Facts,
-    acceptance: Sequence[Acceptance] = (),
+    acceptance: Sequence[AcceptanceFile] = (),
     license_files: Sequence[Path] = (),
     target: Path | None = None,
     source: Path | None = None,
@@ -104,7 +101,43 @@ def gather(
     return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
 
 
-def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = False, chart: bool = True) -> Card:
+def gather_files(
+    folder: Path,
+    *,
+    report: Path | None = None,
+    acceptance: Sequence[Path] = (),
+    facts: Facts | None = None,
+    license_files: Sequence[Path] = (),
+    target: Source | None = None,
+    source: Source | None = None,
+) -> Evidence:
+    """Read what is known about a head, from the files that hold it.
+
+    Args:
+        folder: as of `gather`.
+        report: report.json, or its folder.
+        acceptance: acceptance.json files.
+        facts: what the user adds.
+        license_files: license texts, beside those of the source's and the target's.
+        target, source: folders or hub ids that hold licenses; of a hub id only these files are fetched.
+
+    Raises:
+        KconvError: see `gather`; or a file cannot be read, is not of its schema, or cannot be fetched.
+    """
+    return gather(
+        folder,
+        read_report(report) if report else None,
+        facts or Facts(),
+        [read_acceptance(file) for file in acceptance],
+        license_files,
+        target.fetch_license() if target else None,
+        source.fetch_license() if source else None,
+    )
+
+
+def make_card(
+    evidence: Evidence, style: str = "short", *, model_index: bool = False, chart: bool = True
+) -> RenderedCard:
     """Make a card, and write nothing.
 
     Args:
@@ -146,18 +179,23 @@ def make_card(evidence: Evidence, style: str = "short", *, model_index: bool = F
         **repeated,
     }
     text = render(f"{style}.md.jinja", values)
-    return Card("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated["table"])
+    return RenderedCard("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated["table"])
 
 
 def write_card(
-    folder: Path, report: Report | None, facts: Facts, *, style: str = "short", acceptance: Sequence[Acceptance] = ()
+    folder: Path,
+    report: Report | None,
+    facts: Facts,
+    *,
+    style: str = "short",
+    acceptance: Sequence[AcceptanceFile] = (),
 ) -> Path:
     """Write a head's README.md with what is known; see `gather` and `write` for what can go wrong."""
     evidence = gather(folder, report, facts, acceptance)
     return write(folder, make_card(evidence, style, chart=bool(acceptance)))
 
 
-def write(folder: Path, card: Card) -> Path:
+def write(folder: Path, card: RenderedCard) -> Path:
     """Write a card and what goes with it into a folder.
 
     Returns:
@@ -205,7 +243,7 @@ def _refuse_unfit(report: Report) -> None:
         )
 
 
-def _refuse_foreign(evidence: Report | Acceptance, head: Identity) -> None:
+def _refuse_foreign(evidence: Report | AcceptanceFile, head: HeadIdentity) -> None:
     what, of = ("report", evidence.subject) if isinstance(evidence, Report) else ("acceptance", evidence.head)
     if other := foreign(evidence, head):
         raise ReportInvalid(

@@ -1,4 +1,4 @@
-"""What a card is made from."""
+"""What a card is made from, and which head that evidence is about."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.acceptance import Acceptance
+from ..bench.acceptance import AcceptanceFile
+from ..bench.tables import NOT_STATED
+from ..checkpoint.bytes import file_digest
 from ..checkpoint.manifest import Manifest
 from ..validate.report import Report
 from .facts import Facts, question
-from .licenses.files import Text
-from .licenses.license import LICENSES, UNNAMED, License
+from .licenses import LICENSES, UNNAMED, License, LicenseText
 
-NOT_STATED = "not stated"
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Evidence:
     facts: Facts = field(default_factory=Facts)
     manifest: Manifest | None = None
     report: Report | None = None
-    acceptance: tuple[Acceptance, ...] = ()
-    texts: tuple[Text, ...] = ()
+    acceptance: tuple[AcceptanceFile, ...] = ()
+    texts: tuple[LicenseText, ...] = ()
     source_license: str = ""
 
     @property
@@ -104,3 +105,27 @@ class Said:
 def cell(value: object) -> str:
     """Return a text as one line that neither ends a table's cell nor its line."""
     return " ".join(str(value).replace("|", "\\|").split())
+
+
+@dataclass(frozen=True)
+class HeadIdentity:
+    """What names a head: the sha256 of each weight file by name, and of its config.json ("" where it has none)."""
+
+    weights: Mapping[str, str]
+    config: str
+
+
+def identify(folder: Path, manifest: Manifest | None) -> HeadIdentity:
+    """Return what names a folder's head: as the manifest has it, or, where kconv did not make it, by its bytes."""
+    if manifest is not None:
+        return HeadIdentity(manifest.weight_files, {file.name: file.sha256 for file in manifest.files}.get(CONFIG, ""))
+    weights = {file.name: file_digest(file) for file in sorted(folder.glob("*.safetensors"))}
+    return HeadIdentity(weights, file_digest(folder / CONFIG) if (folder / CONFIG).is_file() else "")
+
+
+def foreign(evidence: Report | AcceptanceFile, head: HeadIdentity) -> str:
+    """Say what evidence is of that a head is not, e.g. "other weights than this folder's"; "" where it is of it."""
+    if evidence.weights != head.weights:
+        return "other weights than this folder's"
+    # The same weights under another config, e.g. of other captured layers, draft otherwise.
+    return "" if evidence.config == head.config else "another config.json than this folder's"

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..engines.registry import engines
 from ..errors import FactsInvalid
-from .licenses.license import LICENSES
+from .licenses import LICENSES
 
 
 def _known_engine(value: str) -> str:
@@ -64,18 +64,18 @@ SUBCARDS = {"explainability": EXPLAINABILITY, "bias": BIAS, "safety": SAFETY, "p
 NOT_OURS = {"quality_standards"}
 
 
-class _Part(BaseModel):
+class _FactsPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Link(_Part):
+class Link(_FactsPart):
     """A title and where it leads."""
 
     title: Words
     url: Words
 
 
-class LicenseFacts(_Part):
+class LicenseFacts(_FactsPart):
     """Under which terms the head stands."""
 
     id: Words | None = Field(default=None, description="its license, by kconv's id for it")
@@ -92,7 +92,7 @@ class LicenseFacts(_Part):
         return value
 
 
-class Architecture(_Part):
+class Architecture(_FactsPart):
     """What the head is, as far as its files are not at hand."""
 
     type: Words | None = Field(default=None, description="e.g. Transformers")
@@ -101,7 +101,7 @@ class Architecture(_Part):
     parameters: Words | None = Field(default=None, description="their number, as published")
 
 
-class Channel(_Part):
+class Channel(_FactsPart):
     """What goes in, or comes out."""
 
     types: Words | None = Field(default=None, description="e.g. Text")
@@ -110,7 +110,7 @@ class Channel(_Part):
     other: Words | None = Field(default=None, description="e.g. the context length")
 
 
-class Runtime(_Part):
+class Runtime(_FactsPart):
     """What it runs on."""
 
     engines: Words | None = Field(default=None, description="engines that it was published for")
@@ -119,7 +119,7 @@ class Runtime(_Part):
     tested_on: Words | None = Field(default=None, description="hardware that it was tested on")
 
 
-class Dataset(_Part):
+class Dataset(_FactsPart):
     """A data set, for training or for evaluation."""
 
     name: Words
@@ -132,7 +132,7 @@ class Dataset(_Part):
     properties: Words | None = None
 
 
-class Training(_Part):
+class Training(_FactsPart):
     """How it was trained."""
 
     framework: Words | None = Field(default=None, description="what trained it, with its version")
@@ -151,7 +151,7 @@ class Training(_Part):
     duration: Words | None = Field(default=None, description="how long")
 
 
-class Serve(_Part):
+class Serve(_FactsPart):
     """How an engine is told about it, beside what every head needs."""
 
     requires: Words | None = Field(default=None, description="the engine's version")
@@ -159,7 +159,7 @@ class Serve(_Part):
     unsupported: Words | None = Field(default=None, description="why it cannot be served there")
 
 
-class Facts(_Part):
+class Facts(_FactsPart):
     """A facts file.
 
     Attributes:

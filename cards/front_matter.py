@@ -1,22 +1,87 @@
-"""The YAML at a card's top.
+"""The YAML at a card's top, written and read with huggingface_hub's own ModelCard.
 
 https://github.com/huggingface/hub-docs/blob/242f4a1eeb867daf4ac3f44026a5df4a68908a3d/modelcard.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from ..bench.acceptance import Row
 from ..checkpoint.source import HUB_ID
 from .evidence import Evidence
 
+CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
 LIBRARY = "kconv"
 INDEX = "model-index"
+ORDER = (
+    "language", "license", "license_name", "license_link", "library_name", "pipeline_tag", "base_model",
+    "base_model_relation", "datasets", "tags", INDEX,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FrontMatter:
+    """What kconv reads of a card's front matter; "" or empty where it does not say.
+
+    Attributes:
+        results: the figures of its model index.
+        problem: why it cannot be read, one sentence; "" where it can.
+    """
+
+    license: str = ""
+    license_name: str = ""
+    license_link: str = ""
+    library_name: str = ""
+    pipeline_tag: str = ""
+    base_models: tuple[str, ...] = ()
+    results: tuple[EvalResult, ...] = ()
+    problem: str = ""
+
+
+def read_front_matter(card: str) -> FrontMatter:
+    """Read a card's front matter; of one that cannot be read only `problem` is filled in.
+
+    Args:
+        card: README.md's text, whoever wrote it.
+    """
+    # Of such a card huggingface_hub logs a warning and reads nothing.
+    if not card.lstrip().startswith("---"):
+        return FrontMatter(problem="the card has no front matter")
+    try:
+        # A key of the front matter becomes an attribute of `data`, and may hide its methods.
+        held = vars(ModelCard(card).data)
+        return FrontMatter(
+            base_models=_texts(held, "base_model"),
+            results=tuple(held["eval_results"] or ()),
+            **{key: _text(held, key) for key in ("license", "license_name", "license_link", "library_name")},
+            pipeline_tag=_text(held, "pipeline_tag"),
+        )
+    # A hostile card makes PyYAML raise what is no YAMLError (a date that cannot be: ValueError; nesting:
+    # RecursionError; a number too large: OverflowError), and huggingface_hub KeyError, TypeError and AttributeError.
+    except Exception as fault:
+        said = " ".join(str(fault).split()) or type(fault).__name__
+        return FrontMatter(problem=f"the card's front matter cannot be read: {said[:200]}")
+
+
+def _text(held: Mapping[str, Any], key: str) -> str:
+    value = held.get(key)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{key} is a {type(value).__name__}, not a text")
+    return value or ""
+
+
+def _texts(held: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = held.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for one in values:
+        _text({key: one}, key)
+    return tuple(one for one in values if one)
 
 
 def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
@@ -28,23 +93,24 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         model_index: whether figures go in as evaluation results too.
     """
     facts = evidence.facts
-    found: dict[str, Any] = {}
-    if facts.languages:
-        found["language"] = list(facts.languages)
-    found |= _license(evidence, link)
-    library = facts.library or (LIBRARY if evidence.manifest else None)
-    found |= ({"library_name": library} if library else {}) | {"pipeline_tag": facts.pipeline_tag}
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
-    if bases:
+    data = ModelCardData(
+        language=list(facts.languages) or None,
+        library_name=facts.library or (LIBRARY if evidence.manifest else None),
+        pipeline_tag=facts.pipeline_tag,
+        base_model=bases or None,
         # A conversion has no value of its own among adapter, merge, quantized and finetune.
-        found |= {"base_model": bases, "base_model_relation": "finetune"}
-    datasets = [dataset.id for dataset in facts.training.datasets if dataset.id]
-    if datasets:
-        found["datasets"] = datasets
-    found["tags"] = list(dict.fromkeys((*TAGS, *facts.tags)))
+        base_model_relation="finetune" if bases else None,
+        datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
+        tags=[*TAGS, *facts.tags],
+        **_license(evidence, link),
+    )
     if model_index and (figures := results(evidence)):
-        found[INDEX] = [{"name": evidence.name, "results": figures}]
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+        # Each by itself: of several figures on one data set the library would keep one name and one source, and so
+        # show one category's figure, or one publisher's, under another's name.
+        single = [eval_results_to_model_index(evidence.name, [figure])[0]["results"][0] for figure in figures]
+        data[INDEX] = [{"name": evidence.name, "results": single}]
+    return data.to_yaml(original_order=list(ORDER)) + "\n"
 
 
 def source_head(evidence: Evidence) -> str | None:
@@ -56,13 +122,13 @@ def source_head(evidence: Evidence) -> str | None:
     return found["repo"] if found and found["revision"] else None
 
 
-def _license(evidence: Evidence, link: str) -> dict[str, str]:
+def _license(evidence: Evidence, link: str) -> dict[str, Any]:
     if not evidence.facts.license.id:
         return {"license": "unknown"}
     license = evidence.licenses[0]
     if license.identifier != "other":
         return {"license": license.identifier}
-    found = {"license": "other"}
+    found: dict[str, Any] = {"license": "other"}
     if evidence.license_is_named:
         found["license_name"] = license.id
     if link:
@@ -70,21 +136,20 @@ def _license(evidence: Evidence, link: str) -> dict[str, str]:
     return found
 
 
-def results(evidence: Evidence) -> list[dict[str, Any]]:
+def results(evidence: Evidence) -> list[EvalResult]:
     """Return the acceptance lengths as the Hub's evaluation results."""
-    rows = [row for file in evidence.acceptance for row in file.rows if row.metric == "al_incl_bonus"]
-    return list(_results(rows))
-
-
-def _results(rows: Iterable[Row]) -> Iterable[dict[str, Any]]:
-    for row in rows:
-        name = f"{row.dataset} ({row.category})" if row.category else row.dataset
-        metric = {"type": "acceptance_length", "name": f"acceptance length, K={row.draft_tokens}", "value": row.value}
-        result: dict[str, Any] = {
-            "task": {"type": "text-generation"},
-            "dataset": {"type": row.dataset.lower(), "name": name},
-            "metrics": [metric],
-        }
-        if row.url:
-            result["source"] = {"name": "published figures", "url": row.url}
-        yield result
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row.dataset.lower(),
+            dataset_name=f"{row.dataset} ({row.category})" if row.category else row.dataset,
+            metric_type="acceptance_length",
+            metric_name=f"acceptance length, K={row.draft_tokens}",
+            metric_value=row.value,
+            source_name="published figures" if row.url else None,
+            source_url=row.url,
+        )
+        for file in evidence.acceptance
+        for row in file.rows
+        if row.metric == "al_incl_bonus"
+    ]

@@ -1,18 +1,25 @@
-"""What the evidence says, for a card's sections."""
+"""A card's sections: what the evidence says, and the templates that say it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..bench.acceptance import Row
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..bench.acceptance import AcceptanceRow
+from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
 from ..engines.registry import describe
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
-from .evidence import NOT_STATED, Evidence, Said
+from .evidence import Evidence, Said, cell
 from .facts import NOT_OURS
-from .licenses.license import attribution_in
+from .licenses import attribution_in
+
+CHART = "acceptance.png"
+# What every style says of manifest, report and acceptance.json, in these very words.
+REPEATED = ("made.jinja", "measured.jinja", "performance.jinja")
 
 
 def known(manifest: Manifest | None) -> dict[str, str]:
@@ -116,7 +123,7 @@ def answer(said: Said, card: str, row: str) -> str:
     return "Not evaluated by kconv" if row in NOT_OURS else said.subcard(card, row)
 
 
-def sanity(rows: Sequence[Row]) -> list[str]:
+def sanity(rows: Sequence[AcceptanceRow]) -> list[str]:
     """Say what the answers were like that figures were measured on."""
     for row in rows:
         if row.sanity and not row.category:
@@ -133,3 +140,58 @@ def _rows(acceptance: Sequence[AcceptanceFigures]) -> list[tuple[str, list[str]]
         error = f" ± {figure.standard_error:.3f}" if figure.standard_error is not None else ""
         rows.setdefault(figure.drafter, []).append(f"{figure.length:.3f}{error}")
     return list(rows.items())
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """Return a template's text."""
+    environment = Environment(
+        loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["cell"] = cell
+    return environment.get_template(template).render(values)
+
+
+def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
+    """Return what manifest, report and acceptance.json say, for the templates.
+
+    Args:
+        evidence: about the head.
+        chart: whether a chart goes with the figures.
+    """
+    table = table_of(evidence.acceptance, evidence.facts.expected)
+    return {
+        "manifest": evidence.manifest,
+        "table": table,
+        "chart": CHART if chart and table and table.bars else "",
+        "sane": [line for file in evidence.acceptance for line in sanity(file.rows)],
+        **conversion(evidence.manifest),
+        **measured(evidence.report),
+    }
+
+
+def not_repeated(evidence: Evidence, card: str) -> list[str]:
+    """Return what a card should repeat of its evidence and does not: of each part, the first line that differs.
+
+    Args:
+        evidence: what it was made from.
+        card: README.md's text.
+    """
+    held, values = _lines(card), figures(evidence, chart=f"]({CHART})" in card)
+    lost = []
+    for part in REPEATED:
+        wanted = _lines(render(part, values))
+        places = [at for at, line in enumerate(held) if wanted and line == wanted[0]] or [0]
+        # Where the part begins more than once, the place where most of it stands.
+        same = max(_common(wanted, held[at:]) for at in places)
+        lost += wanted[same : same + 1]
+    return lost
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    """Return how many lines two texts begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.split("\n") if line.strip()]

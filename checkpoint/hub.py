@@ -185,13 +185,13 @@ def resolve_repo(repo: str, revision: str | None) -> HubRepo:
         HubRefused, HubUnreachable: see `hub_faults`.
     """
     with named(repo, revision):
-        _refuse_garbled(get_token())
+        refuse_garbled(get_token())
         commit = HfApi().resolve_revision(repo, revision=revision).resolved
         return HubRepo(repo, commit, pinned=revision == commit)
 
 
-def _refuse_garbled(token: str | None) -> None:
-    # The HTTP library would say so too, and repeat the token where huggingface_hub logs it.
+def refuse_garbled(token: str | None) -> None:
+    """Refuse a token that no header can hold: the HTTP library would say so too, and repeat it, and so would logs."""
     if token and not (token.isascii() and token.isprintable()):
         raise HubRefused(
             "the token holds characters that no token has", where="HF_TOKEN, or the token's file", fix=f"Run: {LOGIN}"

@@ -20,15 +20,15 @@ from ..operations.base import Operation
 from .progress import duration
 
 if TYPE_CHECKING:
-    from ..bench.acceptance import Acceptance, Row
-    from ..cards.compare import Comparison
+    from ..bench.acceptance import AcceptanceFile, AcceptanceRow
+    from ..bench.compare import Comparison
     from ..convert.plan import Plan
     from ..convert.read import Head
     from ..operations.bench import Compared
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
     from ..operations.generate import Generated
-    from ..operations.publish import Publication
+    from ..operations.publish import PublishResult
     from ..operations.quantize import Calibrated, Quantized
     from ..operations.states import StatesWritten
     from ..operations.train import Trained
@@ -350,7 +350,7 @@ def _length(row: Any) -> str:
     return f"{row.length:.3f}{error}"
 
 
-def _show_acceptance(_: Operation, acceptance: Acceptance) -> None:
+def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
     """Print a line for each category, a column for each kind of mean."""
     rows, console = acceptance.rows, Console()
     ways = list(dict.fromkeys(row.averaging or "" for row in rows))
@@ -371,7 +371,7 @@ def _show_acceptance(_: Operation, acceptance: Acceptance) -> None:
             break
 
 
-def _figure(row: Row) -> str:
+def _figure(row: AcceptanceRow) -> str:
     interval = f" [{row.interval.low:.2f}, {row.interval.high:.2f}]" if row.interval else ""
     return row.shown + interval.replace("[", "\\[")
 
@@ -578,7 +578,7 @@ def _show_card(_: Operation, result: CardWritten) -> None:
     click.echo(f"{result.folder}: {found}", err=err)
 
 
-def _show_published(_: Operation, result: Publication) -> None:
+def _show_published(_: Operation, result: PublishResult) -> None:
     release, made = result.release, result.made
     for finding, allowance in release.passed:
         click.echo(f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})")

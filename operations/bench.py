@@ -14,9 +14,9 @@ from .base import Context, Name, Operation, Words, argument, option
 from .reading import Count, Reading, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
-    from ..bench.acceptance import Acceptance
+    from ..bench.acceptance import AcceptanceFile
+    from ..bench.compare import Comparison
     from ..bench.suites import Suite
-    from ..cards.compare import Comparison
 
 # What the other way of measuring would pass over.
 OF_SERVERS = (
@@ -92,7 +92,7 @@ class Bench(Reading):
         self.refuse(*(OFFLINE if self.url else OF_SERVERS), unless=f"{'without' if self.url else 'with'} --url")
         return self
 
-    def run(self, context: Context) -> Acceptance:
+    def run(self, context: Context) -> AcceptanceFile:
         """Return what was measured, which is also written.
 
         Raises:
@@ -114,31 +114,17 @@ class Bench(Reading):
         out.write_text(found.to_json())
         return found
 
-    def _on_server(self, context: Context, suite: Suite, say: Any) -> Acceptance:
-        from ..bench.run import Wish, measure_server
-        from ..checkpoint.bytes import file_digest
-        from ..checkpoint.source import Folder
+    def _on_server(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
+        from ..bench.measure import ServerRun, measure_served
 
-        # A folder's weights can be named by their digests; those of a hub id are named by its commit.
-        head = context.source(self.head)
-        folder = head.path if isinstance(head, Folder) and head.path.is_dir() else None
-        files = sorted(folder.glob("*.safetensors")) if folder else []
-        config = folder / "config.json" if folder else None
         fields = (
             "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
             "engine_version", "baseline_url", "extra",
         )  # fmt: skip
-        wish = Wish(
-            head=head.name,
-            target=self.target_name,
-            weights={file.name: file_digest(file) for file in files},
-            config=file_digest(config) if config and config.is_file() else "",
-            folder=folder,
-            **{name: getattr(self, name) for name in fields},
-        )
-        return measure_server(self.url or "", suite, wish, say)
+        run = ServerRun(target=self.target_name, **{name: getattr(self, name) for name in fields})
+        return measure_served(self.url or "", suite, context.source(self.head), run, say=say)
 
-    def _offline(self, context: Context, suite: Suite, say: Any) -> Acceptance:
+    def _offline(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         from ..bench.offline import measure_head
 
         target = context.source(self.target or "")
@@ -194,7 +180,7 @@ class Compare(Operation):
             AcceptanceInvalid: a file cannot be read.
         """
         from ..bench.acceptance import read_acceptance
-        from ..cards.compare import compare, draw
+        from ..bench.compare import compare, draw
 
         refuse_existing_output(self.chart)
         comparison = compare([read_acceptance(context.path(file)) for file in self.files])

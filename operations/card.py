@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,34 +98,36 @@ class Card(Operation):
             ManifestMismatch: the head is not the one that its manifest records.
             OutputExists, OutputFailed: the folder is there, or cannot be written.
         """
-        from ..cards.card import make_card, write
-        from ..cards.licenses.checks import check_folder
-        from ..checkpoint.staging import staged
+        from ..cards.card import gather_files, make_card, write
+        from ..cards.license_checks import check_folder
+        from ..cards.publish.release import write_release
 
-        head, facts = (
-            context.source(self.head).open_weights().folder if self.out else context.path(self.head),
-            (self._facts(context)),
-        )
+        facts = self._facts(context)
+        about: dict[str, Any] = {
+            "report": context.path(self.report) if self.report else None,
+            "acceptance": [context.path(file) for file in self.acceptance],
+            "facts": facts,
+            "license_files": [context.path(file) for file in self.license_file],
+            "target": context.maybe(self.target),
+            "source": context.maybe(self.source),
+        }
+        style: dict[str, Any] = {"style": self.style, "model_index": self.model_index, "chart": self.chart}
+        if self.out is not None:
+            out, release = Path(self.out), context.release
+            refuse_existing_output(self.out)
+            head = context.source(self.head).open_weights().folder
+            write_release(
+                head, out, recipe=release.text if release else "", title=release.title if release else "",
+                **style, **about,
+            )  # fmt: skip
+            return CardWritten(out, out / "README.md", findings=tuple(check_folder(out, facts)))
+        head = context.path(self.head)
         if self.check:
             return CardWritten(head, findings=tuple(check_folder(head, facts)), checked=True)
-        if self.out is None:
-            made = make_card(self._evidence(context, head, facts), self.style, model_index=self.model_index,
-                             chart=self.chart)  # fmt: skip
-            if self.missing:
-                return CardWritten(head, missing=made.missing)
-            file = write(head, made)
-            return CardWritten(head, file, findings=tuple(check_folder(head, facts)))
-        refuse_existing_output(self.out)
-        with staged(Path(self.out)) as folder:
-            self._gather(context, head, folder)
-            # A card is named after its folder otherwise, which has a name of chance while it is made.
-            if not facts.name:
-                title = context.release.title if context.release else Path(self.out).name
-                facts = facts.model_copy(update={"name": title})
-            evidence = self._evidence(context, folder, facts)
-            write(folder, make_card(evidence, self.style, model_index=self.model_index, chart=self.chart))
-            findings = tuple(check_folder(folder, facts))
-        return CardWritten(Path(self.out), Path(self.out) / "README.md", findings=findings)
+        made = make_card(gather_files(head, **about), **style)
+        if self.missing:
+            return CardWritten(head, missing=made.missing)
+        return CardWritten(head, write(head, made), findings=tuple(check_folder(head, facts)))
 
     def passed(self, result: CardWritten) -> bool:
         """Say whether nothing is missing, and nothing found is an error."""
@@ -138,7 +138,7 @@ class Card(Operation):
     def _facts(self, context: Context) -> Facts:
         """Return the facts of a file or of the release, with what the options say put in their place."""
         from ..cards.facts import Facts, read_facts
-        from ..cards.licenses.license import by_id
+        from ..cards.licenses import by_id
 
         facts = read_facts(context.path(self.facts)) if self.facts else Facts()
         if not self.facts and context.release:
@@ -148,47 +148,3 @@ class Card(Operation):
                 update={"license": facts.license.model_copy(update={"id": by_id(self.license).id})}
             )
         return facts.model_copy(update={"base_model": self.base_model}) if self.base_model else facts
-
-    def _evidence(self, context: Context, folder: Path, facts: Facts) -> Any:
-        from ..bench.acceptance import read_acceptance
-        from ..cards.card import gather
-        from ..validate.report import read_report
-
-        target, source = context.maybe(self.target), context.maybe(self.source)
-        return gather(
-            folder,
-            read_report(context.path(self.report)) if self.report else None,
-            facts,
-            [read_acceptance(context.path(file)) for file in self.acceptance],
-            [context.path(file) for file in self.license_file],
-            target.fetch_license() if target else None,
-            source.fetch_license() if source else None,
-        )
-
-    def _gather(self, context: Context, head: Path, folder: Path) -> None:
-        """Put a head's files and the evidence about it into a folder; nothing changes the head in place."""
-        from ..cards.publish.floor import RECIPE
-        from ..cards.publish.release import acceptance_name
-        from ..checkpoint.manifest import MANIFEST, verify
-        from ..validate.report import REPORT, report_file
-
-        for record in verify(head).files:
-            _link(head / record.name, folder / record.name)
-        _link(head / MANIFEST, folder / MANIFEST)
-        if self.report:
-            shutil.copyfile(report_file(context.path(self.report)), folder / REPORT)
-        for number, file in enumerate(self.acceptance):
-            shutil.copyfile(context.path(file), folder / acceptance_name(number))
-        if context.release:
-            (folder / RECIPE).write_text(context.release.text, encoding="utf-8")
-
-
-def _link(file: Path, to: Path) -> None:
-    """Give a file a second name, or a copy where the disk cannot; what is there is never written over."""
-    try:
-        os.link(file, to)
-    except FileExistsError:
-        raise
-    except OSError:
-        with file.open("rb") as source, to.open("xb") as copy:
-            shutil.copyfileobj(source, copy)

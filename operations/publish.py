@@ -17,8 +17,7 @@ from .reading import Count
 
 if TYPE_CHECKING:
     from ..cards.publish.floor import Floor
-    from ..cards.publish.run import Published, Release
-    from ..cards.publish.wish import Wish
+    from ..cards.publish.run import ApprovedRelease, Publication, Published
 
 PUBLISHED = "published.json"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -46,7 +45,7 @@ def _allowed(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Publication:
+class PublishResult:
     """What was published, or would be.
 
     Attributes:
@@ -55,7 +54,7 @@ class Publication:
         dry_run: whether nothing was done.
     """
 
-    release: Release
+    release: ApprovedRelease
     made: Published
     dry_run: bool = False
 
@@ -131,7 +130,7 @@ class Publish(Operation):
             raise ValueError(f"--min-acceptance needs {named} too, without which it says nothing")
         return self
 
-    def run(self, context: Context) -> Publication:
+    def run(self, context: Context) -> PublishResult:
         """Publish the folder.
 
         Raises:
@@ -142,31 +141,16 @@ class Publish(Operation):
         """
         return self._run(context, dry_run=False)
 
-    def preview(self, context: Context) -> Publication:
+    def preview(self, context: Context) -> PublishResult:
         """Run the gate and look at the repository; change nothing."""
         return self._run(context, dry_run=True)
 
-    def _run(self, context: Context, *, dry_run: bool) -> Publication:
-        from ..cards.publish.run import prepare, preview, publish
-
-        with context.status("publishing") as say:
-            say("checking every byte")
-            candidate, allowances, wish = self._candidate(context)
-            release = prepare(candidate, allowances)
-            made = (preview if dry_run else publish)(release, wish, say)
-        done = Publication(release, made, dry_run)
-        if self.out is not None and not dry_run:
-            _write(done, Path(self.out))
-        return done
-
-    def _candidate(self, context: Context) -> tuple[Any, list[Any], Wish]:
-        """Return what is published, what is let pass, and where to."""
+    def _run(self, context: Context, *, dry_run: bool) -> PublishResult:
         from ..cards.facts import read_facts
-        from ..cards.publish.allow import Allowance
-        from ..cards.publish.floor import read_floor, recipe_facts
-        from ..cards.publish.gate import allowable
-        from ..cards.publish.release import open_candidate, refuse_absent
-        from ..cards.publish.wish import refuse_contradictions
+        from ..cards.publish.floor import read_floor
+        from ..cards.publish.gate import Allowance, allowable
+        from ..cards.publish.release import refuse_absent
+        from ..cards.publish.run import publish_folder
 
         if unknown := set(self.allow) - allowable():
             raise RequestInvalid(
@@ -175,18 +159,26 @@ class Publish(Operation):
             )
         folder, stated = context.path(self.folder), self._floor()
         refuse_absent(folder)
-        floor = read_floor(folder)
-        if stated and floor:
+        if stated and read_floor(folder):
             raise RequestInvalid(f"{folder}'s recipe states the floor", fix="Leave out --min-acceptance.")
         step = self if context.release else self._step(folder)
-        wish = self._wish(step)
-        refuse_contradictions(wish)
         allowed = (step.allow if step else {}) | self.allow
-        facts = read_facts(context.path(self.facts)) if self.facts else recipe_facts(folder)
-        report = context.path(self.report) if self.report else None
-        files = tuple(context.path(file) for file in self.acceptance)
-        candidate = open_candidate(folder, report, files, stated or floor, facts)
-        return candidate, [Allowance(rule, why) for rule, why in allowed.items()], wish
+        with context.status("publishing") as say:
+            release, made = publish_folder(
+                folder,
+                self._publication(step),
+                report=context.path(self.report) if self.report else None,
+                acceptance=[context.path(file) for file in self.acceptance],
+                facts=read_facts(context.path(self.facts)) if self.facts else None,
+                floor=stated,
+                allowances=[Allowance(rule, why) for rule, why in allowed.items()],
+                dry_run=dry_run,
+                say=say,
+            )
+        done = PublishResult(release, made, dry_run)
+        if self.out is not None and not dry_run:
+            _write(done, Path(self.out))
+        return done
 
     def _step(self, folder: Path) -> Publish | None:
         """Return the step of the folder's own recipe that publishes to the repository, or the only one."""
@@ -200,11 +192,13 @@ class Publish(Operation):
             )
         return steps[0] if steps else None
 
-    def _wish(self, step: Publish | None) -> Wish:
-        from ..cards.publish.wish import MAIN, Wish
+    def _publication(self, step: Publish | None) -> Publication:
+        from dataclasses import replace
+
+        from ..cards.publish.run import MAIN, Publication
 
         said = step or self
-        wish = Wish(
+        to = Publication(
             said.repo or self.repo, said.tag, said.revision or MAIN, said.private, said.public, said.create_pr,
             said.expect_parent,
         )  # fmt: skip
@@ -215,9 +209,7 @@ class Publish(Operation):
         }
         # A pull request has none of these; the step's are for when it is merged.
         later = {"tag": "", "revision": MAIN, "public": False} if self.create_pr and step is not self else {}
-        from dataclasses import replace
-
-        return replace(wish, **(later | own))
+        return replace(to, **(later | own))
 
     def _floor(self) -> Floor | None:
         """Return the floor that the options state."""
@@ -265,7 +257,7 @@ def recorded_steps(folder: Path) -> list[Publish]:
         raise RecipeInvalid(f"{RECIPE} cannot be read: {error.what}", where=file, fix="Correct it there.") from error
 
 
-def _write(done: Publication, out: Path) -> None:
+def _write(done: PublishResult, out: Path) -> None:
     from ..checkpoint.staging import staged
 
     with staged(out) as folder:

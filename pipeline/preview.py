@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cards.licenses.checks import check_folder
-from ..cards.licenses.files import find_texts
-from ..cards.licenses.license import LICENSES
+from ..cards.license_checks import check_folder
+from ..cards.licenses import LICENSES, find_texts
 from ..checkpoint.folder import LICENSE_TEXTS
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation

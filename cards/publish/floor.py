@@ -10,7 +10,7 @@ from typing import Self, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...bench.acceptance import OVERALL, Acceptance, Metric, Row
+from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric
 from ...checkpoint.schema import first_wrong
 from ...errors import RecipeInvalid
 from ...validate.figures import TextKind
@@ -115,7 +115,9 @@ def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
         ) from fault
 
 
-def find_measurements(floor: Floor, report: Report | None, acceptance: Mapping[str, Acceptance]) -> list[Measurement]:
+def find_measurements(
+    floor: Floor, report: Report | None, acceptance: Mapping[str, AcceptanceFile]
+) -> list[Measurement]:
     """Return every figure about the head that the floor speaks of.
 
     What is quoted from elsewhere does not count, nor what was measured on a part of the suite, for another target or
@@ -136,7 +138,7 @@ def find_measurements(floor: Floor, report: Report | None, acceptance: Mapping[s
     ]
 
 
-def _speaks_of(floor: Floor, row: Row) -> bool:
+def _speaks_of(floor: Floor, row: AcceptanceRow) -> bool:
     wanted = (floor.metric, floor.suite, floor.category, floor.target, floor.temperature, floor.draft_tokens)
     measured = (row.metric, row.dataset, row.category, row.target, row.temperature, row.draft_tokens)
     return measured == wanted and row.measured_by == "self" and (row.prompts or 0) >= floor.prompts
@@ -154,7 +156,7 @@ def _on_text(floor: Floor, report: Report) -> list[Measurement]:
     ]
 
 
-def list_measured(report: Report | None, acceptance: Mapping[str, Acceptance]) -> list[str]:
+def list_measured(report: Report | None, acceptance: Mapping[str, AcceptanceFile]) -> list[str]:
     """Return what was measured of the head, whatever a floor speaks of.
 
     E.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target, 80 prompts, whole".

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
 from ...validate.report import REPORT, Finding
-from ..about import foreign
-from ..licenses.checks import CHECKS as LICENSE_CHECKS
-from ..licenses.checks import check_folder
-from .allow import Allowance
-from .card_check import check_card
+from ..evidence import Evidence, cell, foreign
+from ..front_matter import CARD, INDEX, read_front_matter, results
+from ..license_checks import CHECKS as LICENSE_CHECKS
+from ..license_checks import check_folder
+from ..sections import not_repeated
 from .floor import find_measurements, largest_loss, list_measured
-from .release import Candidate
+from .release import IMAGES, Candidate
+
+# Of the card's front matter; the license checks see to the license and the base models.
+NEEDED = ("library_name", "pipeline_tag")
+# What stands on a card around its exceptions.
+BEGIN, END = "<!-- kconv: exceptions -->", "<!-- kconv: end of exceptions -->"
+TITLE = "## Published with exceptions"
 
 # What tokens of the Hub and of the places that keep code look like.
 SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
@@ -30,6 +36,14 @@ def written_for(layout: str) -> tuple[str, ...]:
     """Return whom a report on a layout must be for, as kconv validate names them."""
     # Of a layout that is not known, nothing can have been checked.
     return runners_of(layout) or (layout,)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """A rule that is let pass, and the reason that the card gives."""
+
+    rule: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class Check:
 
 def _manifest(candidate: Candidate) -> Iterator[tuple[str, str]]:
     try:
-        assert candidate.manifest
+        _ = candidate.manifest  # Reads every byte, and raises.
     except KconvError as fault:
         yield fault.where or str(candidate.folder), fault.what
 
@@ -148,6 +162,30 @@ def _acceptance_says(candidate: Candidate) -> Iterator[tuple[str, str]]:
             yield name, "it does not say which weights the acceptance was measured on"
 
 
+def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    # A card's prose is its owner's. What kconv wrote there of the manifest, the report and acceptance.json is rendered
+    # again and must stand in it, so that no figure was put in by hand, nor is left from an earlier head.
+    if not candidate.card:
+        yield CARD, "there is no card"
+        return
+    front = read_front_matter(candidate.card)
+    if front.problem:
+        yield CARD, front.problem
+        return
+    for key in NEEDED:
+        if not getattr(front, key):
+            yield f"{CARD}: {key}", f"the card does not say its {key}"
+    for image in IMAGES.findall(candidate.card):
+        if "://" not in image and image not in candidate.files:
+            yield CARD, f"the card shows {image}, which is not in the folder"
+    acceptance = tuple(candidate.acceptance.values())
+    evidence = Evidence(candidate.folder, candidate.facts, candidate.manifest, candidate.report, acceptance)
+    for line in not_repeated(evidence, candidate.card):
+        yield CARD, f"the card does not say what its evidence does: {line}"
+    if front.results and list(front.results) != results(evidence):
+        yield f"{CARD}: {INDEX}", "the figures in the front matter are not those of acceptance.json"
+
+
 def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name, file in candidate.files.items():
         if file.suffix in TEXT and file.is_file() and SECRET.search(file.read_bytes()):
@@ -185,7 +223,7 @@ CHECKS = (
     Check("P112", "The acceptance says on which weights.", "Run kconv bench with the head at hand.", _acceptance_says),
     Check(
         "P113", "The card is complete, and says what manifest, report and acceptance say.",
-        "Write it again: kconv card with this very evidence; give its --facts here too.", check_card,
+        "Write it again: kconv card with this very evidence; give its --facts here too.", _card,
     ),
     Check("P114", "No file holds an access token.", "Take it out, and revoke the token.", _secrets, allowable=False),
 )  # fmt: skip
@@ -225,3 +263,20 @@ def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> li
             else "Mend these; no reason overrides them.",
         )
     return [(finding, by_rule[finding.rule]) for finding in errors]
+
+
+def record_exceptions(card: str, passed: Sequence[tuple[Finding, Allowance]]) -> str:
+    """Return the card with what was let pass, and why; with nothing of an earlier publication's.
+
+    Args:
+        card: README.md's text.
+        passed: each finding that an allowance has let pass.
+    """
+    head, _, rest = card.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    plain = head.rstrip("\n") + ("\n" + tail.lstrip("\n") if tail.strip() else "\n") if rest else card
+    if not passed:
+        return plain
+    rows = [f"| {f.rule} | {cell(f.message)} | {cell(a.why)} |" for f, a in passed]
+    table = ["| check | what it found | why it was let pass |", "|---|---|---|", *rows]
+    return plain.rstrip("\n") + "\n\n" + "\n".join([BEGIN, TITLE, "", *table, END]) + "\n"

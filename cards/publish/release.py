@@ -1,4 +1,4 @@
-"""A folder as it is to be published.
+"""A folder as it is to be published: put together, opened with its evidence, and listed for upload.
 
 The Hub knows a weight file by its sha256, and a small one by git's id of its content.
 """
@@ -6,24 +6,29 @@ The Hub knows a weight file by its sha256, and a small one by git's id of its co
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-from ...bench.acceptance import ACCEPTANCE, Acceptance, read_acceptance
+from ...bench.acceptance import ACCEPTANCE, AcceptanceFile, read_acceptance
 from ...checkpoint.bytes import file_digest
 from ...checkpoint.folder import LICENSE_FILES, in_any_case
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
+from ...checkpoint.source import Source
+from ...checkpoint.staging import staged
 from ...errors import KconvError, NotACheckpoint
 from ...validate.report import REPORT, Report, read_report, report_file
-from ..about import Identity, identify
+from ..card import gather_files, make_card, write
+from ..evidence import HeadIdentity, identify
 from ..facts import Facts
+from ..front_matter import CARD
 from .floor import RECIPE, Floor
 
-CARD = "README.md"
 # What may lie beside a head's own files: the card and its pictures, licenses, and the evidence.
 FURTHER = "acceptance-*.json"
 BESIDE = (
@@ -70,18 +75,18 @@ class Candidate:
 
     folder: Path
     report: Report | None
-    acceptance: Mapping[str, Acceptance]
+    acceptance: Mapping[str, AcceptanceFile]
     floor: Floor | None
     beside: Mapping[str, Path] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, after every byte was held against it; see `verify` for its faults."""
+        """The manifest, after every byte was compared with it; see `verify` for what it raises."""
         return verify(self.folder)
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> HeadIdentity:
         """What evidence must be about, as the manifest has it."""
         return identify(self.folder, self.manifest)
 
@@ -113,6 +118,73 @@ def refuse_absent(folder: Path) -> None:
     """Raise NotACheckpoint where there is no such folder."""
     if not folder.is_dir():
         raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card has written to.")
+
+
+def write_release(
+    head: Path,
+    out: Path,
+    *,
+    recipe: str = "",
+    title: str = "",
+    style: str = "short",
+    model_index: bool = False,
+    chart: bool = True,
+    report: Path | None = None,
+    acceptance: Sequence[Path] = (),
+    facts: Facts | None = None,
+    license_files: Sequence[Path] = (),
+    target: Source | None = None,
+    source: Source | None = None,
+) -> None:
+    """Put a head, its evidence, its licenses and its card into one folder, which can be published.
+
+    Args:
+        head: an output of kconv. Its files get a second name in `out`, or are copied where the disk cannot.
+        out: the folder to make, whole or not at all.
+        recipe: text of the recipe that made it, which goes along; empty where none did.
+        title: names the head where the facts do not; the name of `out` if empty.
+        style, model_index, chart: see `make_card`.
+        report, acceptance, facts, license_files, target, source: see `gather_files`; report and figures go along.
+
+    Raises:
+        OutputExists: `out` is already there.
+        ManifestMismatch: the head's bytes are not those that its manifest records.
+        KconvError: see `gather_files` and `write`.
+    """
+    facts = facts or Facts()
+    manifest = verify(head)
+    with staged(out) as folder:
+        for record in manifest.files:
+            _link(head / record.name, folder / record.name)
+        _link(head / MANIFEST, folder / MANIFEST)
+        if report:
+            shutil.copyfile(report_file(report), folder / REPORT)
+        for number, file in enumerate(acceptance):
+            shutil.copyfile(file, folder / acceptance_name(number))
+        if recipe:
+            (folder / RECIPE).write_text(recipe, encoding="utf-8")
+        evidence = gather_files(
+            folder,
+            report=report,
+            acceptance=acceptance,
+            # A card is named after its folder otherwise, which has a name of chance while it is made.
+            facts=facts if facts.name else facts.model_copy(update={"name": title or out.name}),
+            license_files=license_files,
+            target=target,
+            source=source,
+        )
+        write(folder, make_card(evidence, style, model_index=model_index, chart=chart))
+
+
+def _link(file: Path, to: Path) -> None:
+    """Give a file a second name, or a copy where the disk cannot; nothing changes an output in place."""
+    try:
+        os.link(file, to)
+    except FileExistsError:
+        raise
+    except OSError:
+        with file.open("rb") as source, to.open("xb") as copy:
+            shutil.copyfileobj(source, copy)
 
 
 def open_candidate(

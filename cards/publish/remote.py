@@ -1,25 +1,38 @@
-"""A repository on the Hub, to be written to.
+"""A repository on the Hub: written to, its errors by kconv's names, and read back.
 
 huggingface_hub tries uploads again by itself; the calls that it makes once (looking, committing, tagging, settings)
 are tried again here. Its own warnings are held back, as they repeat addresses that are signed.
+
+Reading has its own words for the same answers, in `checkpoint.hub_faults`; connections and disks are named there.
+
+A listing repeats what was announced; what is stored is known from the bytes alone, and these are read in a stream.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_url,
+    is_offline_mode,
+)
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import httpx
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
 
-from ...errors import HubMoved
-from .faults import written
+from ...checkpoint.hub import LOGIN, named, refuse_garbled
+from ...errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishRefused, ReadBackFailed
 from .release import Upload
 
 Got = TypeVar("Got")
@@ -28,10 +41,12 @@ WAITS = (1.0, 2.0, 4.0, 8.0)
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 # What one waits at most for a Hub that asks for patience; CI jobs end at some time too.
 LONGEST_WAIT = 600.0
+# The Hub's own, which tells git what is large.
+NOT_OURS = (".gitattributes",)
 
 
 @dataclass(frozen=True)
-class Seen:
+class RepositoryState:
     """What a repository is like.
 
     Attributes:
@@ -46,7 +61,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ListedFile:
     """A file as the Hub lists it.
 
     Attributes:
@@ -73,7 +88,7 @@ class Remote:
         self._api = HfApi()
         self._say = say
 
-    def look(self) -> Seen | None:
+    def look(self) -> RepositoryState | None:
         """Return what the repository is like; None where there is none, or this account is not shown it."""
         try:
             info = self._try(lambda: self._api.model_info(self.repo))
@@ -86,15 +101,15 @@ class Remote:
                 return None
             raise
         heads = {branch.name: branch.target_commit for branch in refs.branches}
-        return Seen(bool(info.private), heads, {tag.name: tag.target_commit for tag in refs.tags})
+        return RepositoryState(bool(info.private), heads, {tag.name: tag.target_commit for tag in refs.tags})
 
-    def list(self, revision: str) -> dict[str, Stored]:
+    def list(self, revision: str) -> dict[str, ListedFile]:
         """Return the files of a revision by path."""
 
-        def fetch() -> dict[str, Stored]:
+        def fetch() -> dict[str, ListedFile]:
             tree = self._api.list_repo_tree(self.repo, recursive=True, revision=revision)
             files = (entry for entry in tree if isinstance(entry, RepoFile))
-            return {f.path: Stored(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in files}
+            return {f.path: ListedFile(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in files}
 
         return self._try(fetch)
 
@@ -186,22 +201,27 @@ class Remote:
             ) from fault
 
     def _try(self, call: Callable[[], Got]) -> Got:
-        """Call, and again where the Hub is busy or the connection broke."""
-        for wait in WAITS:
-            try:
-                return call()
-            except HfHubHTTPError as fault:
-                if fault.response.status_code not in TRANSIENT:
-                    raise
-                pause = _asked_wait(fault.response.headers.get("retry-after", ""), wait)
-                if pause > LONGEST_WAIT:
-                    raise
-                self._say(f"the Hub answered {fault.response.status_code}; trying again in {pause:g} s")
-            except httpx.TransportError:
-                pause = wait
-                self._say(f"the connection broke; trying again in {pause:g} s")
-            time.sleep(pause)
-        return call()
+        return _retry(call, self._say)
+
+
+def _retry(call: Callable[[], Got], say: Callable[[str], None], statuses: Collection[int] = TRANSIENT) -> Got:
+    """Call, and again where the connection broke or the Hub answers with one of some statuses."""
+    for wait in WAITS:
+        try:
+            return call()
+        except HfHubHTTPError as fault:
+            if fault.response.status_code not in statuses:
+                raise
+            asked = fault.response.headers.get("retry-after", "")
+            pause = float(asked) if asked.isdecimal() else wait
+            if pause > LONGEST_WAIT:
+                raise
+            say(f"the Hub answered {fault.response.status_code}; trying again in {pause:g} s")
+        except httpx.TransportError:
+            pause = wait
+            say(f"the connection broke; trying again in {pause:g} s")
+        time.sleep(pause)
+    return call()
 
 
 @contextmanager
@@ -217,11 +237,131 @@ def writing(repo: str, say: Callable[[str], None]) -> Iterator[Remote]:
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with written(repo):
+        with _named_faults(repo):
             yield Remote(repo, say)
     finally:
         logger.setLevel(before)
 
 
-def _asked_wait(header: str, otherwise: float) -> float:
-    return float(header) if header.isdecimal() else otherwise
+@contextmanager
+def _named_faults(repo: str) -> Iterator[None]:
+    """Raise what huggingface_hub raises inside as a fault of kconv's; no text of an exception is repeated."""
+    if is_offline_mode():
+        raise HubUnreachable(
+            f"HF_HUB_OFFLINE is set, and publishing {repo} takes the Hub", fix="Unset it, and run the command again."
+        )
+    with named(repo, None):
+        try:
+            refuse_garbled(get_token())
+            yield
+        except HfHubHTTPError as fault:
+            raise _name(fault, repo) from None
+        except ValueError as fault:
+            # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/hf_api.py (_validate_yaml)
+            if not str(fault).startswith("Invalid metadata in README.md"):
+                raise
+            raise PublishRefused(
+                f"the Hub refuses the card: {' '.join(str(fault).split())}",
+                where="README.md",
+                fix="Put the card's metadata right (kconv card), and run the command again.",
+            ) from None
+
+
+def _name(fault: HfHubHTTPError, repo: str) -> KconvError:
+    status, page = fault.response.status_code, f"{constants.ENDPOINT}/{repo}"
+    shown = "authorization" in fault.response.request.headers
+    match status:
+        case 401 if not shown:
+            return HubRefused(
+                f"{repo} cannot be written to without a token", where=page, fix=f"Set HF_TOKEN, or run: {LOGIN}"
+            )
+        case 401:
+            return HubRefused(
+                "the Hub does not accept the token; it may have expired",
+                where=page,
+                fix=f"Set HF_TOKEN to a new one, or run: {LOGIN}; then run the command again, which goes on.",
+            )
+        case 403:
+            return HubRefused(
+                f"the token may not write to {repo}, or not create it",
+                where=page,
+                fix="Give it write access there. A trusted publisher's token cannot create a repository: do that once.",
+            )
+        case 404:
+            return HubRefused(
+                f"the Hub shows no {repo}, or not this revision of it", where=page, fix="Check the spelling."
+            )
+        case 409:
+            return HubMoved(
+                f"something else is being done to {repo} at this moment", where=page, fix="Run the command again."
+            )
+        case 429:
+            return HubUnreachable(
+                "the Hub has had too many requests from here", where=page, fix="Wait, then run the command again."
+            )
+    return HubUnreachable(
+        f"the Hub answered {status} for {repo}", where=page, fix="Run the command again in some minutes; it goes on."
+    )
+
+
+def differing(files: Iterable[Upload], listed: Mapping[str, ListedFile]) -> list[str]:
+    """Return the names of files that a listing lacks, or shows with another size or hash."""
+    return [file.name for file in files if not _is(file, listed.get(file.name))]
+
+
+def surplus(files: Iterable[Upload], listed: Mapping[str, ListedFile]) -> list[str]:
+    """Return the names that a listing holds and a release does not."""
+    return sorted(listed.keys() - {file.name for file in files} - set(NOT_OURS))
+
+
+def same(files: tuple[Upload, ...], listed: Mapping[str, ListedFile]) -> bool:
+    """Say whether a listing is of these very files."""
+    return not differing(files, listed) and not surplus(files, listed)
+
+
+def read_back(repo: str, commit: str, files: Iterable[Upload], say: Callable[[str], None]) -> None:
+    """Download every file of a release and compare it, without keeping any.
+
+    Raises:
+        ReadBackFailed: a file's bytes are not the ones that were uploaded.
+    """
+    for file in files:
+        say(f"reading back {file.name}")
+        size, sha256 = _digest(repo, commit, file.name, say)
+        if (size, sha256) != (file.size, file.sha256):
+            raise ReadBackFailed(
+                f"the Hub gives back {file.name} with other bytes than were uploaded: "
+                f"sha256 {sha256[:16]} in place of {file.sha256[:16]}, {size:,} bytes of {file.size:,}",
+                where=f"{repo}@{commit}",
+                fix="Nothing was tagged. Delete the file on the Hub with its stored object, then run this again.",
+            )
+
+
+def _is(file: Upload, stored: ListedFile | None) -> bool:
+    if stored is None or stored.size != file.size:
+        return False
+    return stored.sha256 == file.sha256 if stored.sha256 else stored.blob_id == file.blob_id
+
+
+def _digest(repo: str, commit: str, name: str, say: Callable[[str], None]) -> tuple[int, str]:
+    """Return the size and sha256 of what the Hub gives for a file."""
+    # Statuses are tried again by `http_stream_backoff` itself.
+    return _retry(lambda: _stream(repo, commit, name), say, statuses=())
+
+
+def _stream(repo: str, commit: str, name: str) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    with http_stream_backoff(
+        "GET",
+        hf_hub_url(repo, name, revision=commit),
+        headers=headers,
+        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        # Not tried again once bytes flow, as for headers (see checkpoint.hub_range); the caller does so.
+        retry_on_exceptions=(),
+    ) as response:
+        hf_raise_for_status(response)
+        for chunk in response.iter_bytes():
+            digest.update(chunk)
+            size += len(chunk)
+    return size, digest.hexdigest()

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kconv.bench.acceptance import Acceptance
+from kconv.bench.acceptance import AcceptanceFile
 from kconv.checkpoint.manifest import Manifest
 from kconv.targets.states import StatesRecord
 from kconv.validate.markdown import table
@@ -27,7 +27,7 @@ def schemas() -> Iterator[str]:
 
 
 FILES: Mapping[str, type[BaseModel]] = {
-    "kconv.json": Manifest, "report.json": Report, "acceptance.json": Acceptance, "states.json": StatesRecord,
+    "kconv.json": Manifest, "report.json": Report, "acceptance.json": AcceptanceFile, "states.json": StatesRecord,
 }  # fmt: skip
 
 

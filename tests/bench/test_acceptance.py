@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.acceptance_rows import FULL, row
 
-from kconv.bench.acceptance import LINE, METHOD, Acceptance, differences, read_acceptance
-from kconv.bench.acceptance_stats import mean_of_categories
+from kconv.bench.acceptance import LINE, METHOD, AcceptanceFile, differences, read_acceptance
+from kconv.bench.stats import mean_of_categories
 from kconv.errors import AcceptanceInvalid, DefinitionsMixed, NotACheckpoint
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -25,7 +25,7 @@ OTHER = {
 
 
 def test_the_schema_in_the_docs_is_the_codes():
-    assert json.loads((DOCS / "acceptance.schema.json").read_text()) == Acceptance.model_json_schema()
+    assert json.loads((DOCS / "acceptance.schema.json").read_text()) == AcceptanceFile.model_json_schema()
 
 
 @pytest.mark.parametrize("name", [*METHOD, *LINE])
@@ -49,7 +49,7 @@ def test_what_neither_states_keeps_them_apart_too(name):
     rates=st.none() | st.tuples(*[st.floats(0, 1)] * 3),
 )
 def test_a_file_says_what_was_written(tmp_path_factory, value, decimals, category, rates):
-    written = Acceptance(head="h", rows=(row(value=value, decimals=decimals, category=category, rates=rates),))
+    written = AcceptanceFile(head="h", rows=(row(value=value, decimals=decimals, category=category, rates=rates),))
     file = tmp_path_factory.mktemp("acceptance") / "acceptance.json"
     file.write_text(written.to_json())
     assert read_acceptance(file) == written

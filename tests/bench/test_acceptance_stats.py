@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kconv.bench.acceptance_stats import (
+from kconv.bench.stats import (
     Counts,
     add_up,
     check_possible,

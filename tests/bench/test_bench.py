@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.spec_server import K, serving, steps_of
 
-from kconv.bench.run import Wish, measure_server
+from kconv.bench.measure import ServerRun, measure_server
 from kconv.bench.suites import Suite
 from kconv.engines import client as client
 from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
@@ -29,7 +29,7 @@ NAMES = ["vllm", "sglang", "trtllm"]
 WRITING = tuple(Prompt(f"w{i}", "writing", (f"Write {i}.", f"Shorter, {i}.")) for i in range(5))
 CODING = tuple(Prompt(f"c{i}", "coding", (f"Code {i}.",)) for i in range(4))
 SUITE = Suite("tiny-suite", "sha256:00", (("writing", WRITING), ("coding", CODING)))
-WISH = Wish(draft_tokens=K, head="my-head")
+WISH = ServerRun(draft_tokens=K, head="my-head")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def figure(acceptance, averaging: str, category: str = ""):
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_figures_are_those_of_the_drafts_whichever_engine_counted(engine, concurrency):
     with serving(engine) as server:
-        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="my-head", concurrency=concurrency))
+        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="my-head", concurrency=concurrency))
     for category, prompts in (*SUITE.groups, ("", SUITE.prompts)):
         row = figure(found, "micro_steps", category)
         together = [step for prompt in prompts for step in steps(prompt)]
@@ -91,14 +91,15 @@ def test_a_mean_over_requests_is_told_where_one_runs_at_a_time(engine):
 
 def test_and_not_where_several_do():
     with serving("vllm") as server:
-        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", concurrency=2))
+        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", concurrency=2))
     assert {row.averaging for row in found.rows} == {"micro_steps", "macro_category"}
     assert {row.interval.over for row in found.rows if row.interval} == {"groups of up to 2 prompts"}
 
 
 def test_the_second_turn_follows_the_answer_to_the_first():
     with serving("vllm") as server:
-        measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", max_tokens=200, extra={"ignore_eos": True}))
+        run = ServerRun(draft_tokens=K, head="h", max_tokens=200, extra={"ignore_eos": True})
+        measure_server(server.url, SUITE, run)
         asked = server.asked
     assert len(asked) == sum(len(prompt.turns) for prompt in SUITE.prompts)
     second = next(body for body in asked if len(body["messages"]) == 3)
@@ -154,7 +155,7 @@ def test_a_head_whose_tokens_were_never_accepted_has_a_length_of_one():
 @pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
 def test_speed_up_is_against_the_same_prompts_without_speculation(plain):
     with serving("vllm") as server, serving(plain) as baseline:
-        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
+        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", baseline_url=baseline.url))
         assert [body["messages"] for body in baseline.asked] == [body["messages"] for body in server.asked]
     speed = found.rows[0].speed
     assert speed is not None and speed.same_answers == 1.0
@@ -166,7 +167,7 @@ def test_a_baseline_that_speculates_is_refused(engine):
     with serving("vllm") as server, serving(engine) as baseline:
         measure_server(baseline.url, SUITE, WISH)
         with pytest.raises(DefinitionsMixed, match="baseline"):
-            measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", baseline_url=baseline.url))
+            measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", baseline_url=baseline.url))
 
 
 @pytest.mark.parametrize("plain", [None, "plain sglang", "plain trtllm"])
@@ -209,12 +210,12 @@ def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions(
 @pytest.mark.parametrize("engine", NAMES)
 def test_another_k_than_the_servers_is_refused(engine):
     with serving(engine) as server, pytest.raises((DefinitionsMixed, AcceptanceInvalid, CountersDisturbed)):
-        measure_server(server.url, SUITE, Wish(draft_tokens=1, head="h"))
+        measure_server(server.url, SUITE, ServerRun(draft_tokens=1, head="h"))
 
 
 def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
     with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 places .* K is 5"):
-        measure_server(server.url, SUITE, Wish(draft_tokens=5, head="h"))
+        measure_server(server.url, SUITE, ServerRun(draft_tokens=5, head="h"))
 
 
 INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_draft_model_path": "/heads/mine"}
@@ -222,14 +223,15 @@ INFO = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_dr
 
 def test_what_sglang_says_of_its_drafting_is_kept():
     with serving("sglang", info=INFO) as server:
-        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", weights={"model.safetensors": "00"}))
+        run = ServerRun(draft_tokens=K, head="h", weights={"model.safetensors": "00"})
+        found = measure_server(server.url, SUITE, run)
     assert found.provenance["server"] == INFO
     assert "as told" in found.provenance["weights"]
 
 
 def test_a_tree_that_is_the_servers_is_measured():
     with serving("sglang", info=INFO | {"speculative_eagle_topk": 4}) as server:
-        found = measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", tree="topk=4"))
+        found = measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", tree="topk=4"))
     assert {row.tree for row in found.rows} == {"topk=4"}
 
 
@@ -245,7 +247,7 @@ def test_a_tree_that_is_the_servers_is_measured():
 def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
     with serving("sglang", info=INFO | info) as server:
         with pytest.raises(DefinitionsMixed, match=message):
-            measure_server(server.url, SUITE, Wish(draft_tokens=K, head="h", tree=tree))
+            measure_server(server.url, SUITE, ServerRun(draft_tokens=K, head="h", tree=tree))
         assert server.asked == []
 
 
@@ -253,7 +255,7 @@ def test_prompts_that_the_head_was_trained_on_are_refused_before_a_server_is_ask
     seen = [WRITING[2].digest[:16]]
     (tmp_path / "kconv.json").write_text(json.dumps({"training": {"data": {"prompts": seen}}}))
     with pytest.raises(PromptsInvalid, match="1 of 9 prompts"):
-        measure_server("http://127.0.0.1:9", SUITE, Wish(draft_tokens=K, head="h", folder=tmp_path))
+        measure_server("http://127.0.0.1:9", SUITE, ServerRun(draft_tokens=K, head="h", folder=tmp_path))
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path):

@@ -24,5 +24,4 @@ def waits(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     hub.tokens = {TOKEN}
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("time.sleep", waited.append)
-    monkeypatch.setattr("kconv.cards.publish.readback.sleep", waited.append)
     return waited

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from kconv.cards.facts import EXPLAINABILITY, SUBCARDS, read_facts
-from kconv.cards.licenses.checks import check_folder
+from kconv.cards.license_checks import check_folder
 
 ROOT = Path(__file__).parent.parent.parent
 CARDS = ROOT / "docs" / "cards"

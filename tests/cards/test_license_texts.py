@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 from support.license_texts import APACHE, KIMI, MIT, NVIDIA, TEXTS
 
-from kconv.cards.licenses.files import find_texts, unstated_text
-from kconv.cards.licenses.license import LICENSES, attribution_in, by_id, copyright_in, digest_text, recognise
+from kconv.cards.licenses import (
+    LICENSES,
+    attribution_in,
+    by_id,
+    copyright_in,
+    digest_text,
+    find_texts,
+    recognise,
+    unstated_text,
+)
 from kconv.errors import LicenseUnknown
 
 

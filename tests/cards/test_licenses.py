@@ -10,7 +10,7 @@ from support.license_texts import APACHE, KIMI, MIT, NVIDIA
 
 from kconv.cards.card import gather, make_card, write
 from kconv.cards.facts import Facts, LicenseFacts
-from kconv.cards.licenses.checks import check_folder
+from kconv.cards.license_checks import check_folder
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import Parameters, read_manifest, write_manifest
 from kconv.convert.execute import execute

@@ -11,8 +11,7 @@ import pytest
 import yaml
 from support.heads import MLA, random_slots, write_head
 
-from kconv.bench.acceptance import Acceptance, Row, Suite, read_acceptance
-from kconv.bench.acceptance_parts import Interval, Sanity
+from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, Interval, Sanity, SuiteRecord, read_acceptance
 from kconv.cards.card import STYLES, gather, make_card
 from kconv.cards.facts import read_facts
 from kconv.checkpoint.folder import open_checkpoint
@@ -98,10 +97,11 @@ def evidence(folder: Path):
     )  # fmt: skip
     write_manifest(folder, read_manifest(folder).model_copy(update={"training": trained, "conversion": made}))
     rows = (
-        Row(averaging="macro_request", value=2.903, category="math", interval=band, **common),
-        Row(averaging="macro_request", value=2.864, interval=band, **common),
+        AcceptanceRow(averaging="macro_request", value=2.903, category="math", interval=band, **common),
+        AcceptanceRow(averaging="macro_request", value=2.864, interval=band, **common),
     )
-    figures = Acceptance(head="my-head", suites=(Suite(dataset="MT-Bench", categories=("math", "stem")),), rows=rows)
+    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"))
+    figures = AcceptanceFile(head="my-head", suites=(suite,), rows=rows)
     facts = folder.parent / "facts.yaml"
     facts.write_text(
         "name: org/head\nbase_model: moonshotai/Kimi-K2.6\ntraining: {samples: 48K, iterations: '9,279'}\n"

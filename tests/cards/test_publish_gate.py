@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from support.release_faults import ALONG, BROKEN, ERROR, alter_card, candidate, found, index_figure, said, set_floor
+from support.release_faults import (
+    ALONG,
+    BROKEN,
+    ERROR,
+    alter_card,
+    candidate,
+    flip,
+    found,
+    index_figure,
+    said,
+    set_floor,
+)
 from support.releases import FLOOR, SUITE, make_inexact, write_acceptance, write_report
+from support.releases import write_release as write_named
 
-from kconv.cards.publish.allow import Allowance, record_exceptions
 from kconv.cards.publish.floor import Floor, read_floor
-from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, written_for
-from kconv.cards.publish.release import open_candidate
-from kconv.cards.publish.run import prepare
+from kconv.cards.publish.gate import CHECKS, MANIFEST_HOLDS, Allowance, judge, record_exceptions, written_for
+from kconv.cards.publish.release import open_candidate, write_release
+from kconv.cards.publish.run import Publication, prepare, publish_folder
 from kconv.engines import by_name
 from kconv.engines.registry import writable
 from kconv.errors import KconvError, NotACheckpoint, PublishRefused, RecipeInvalid
@@ -71,7 +84,7 @@ def test_a_head_that_is_not_the_sources_must_have_been_measured(folder):
     assert found(folder) == ["P107", "P110"]
 
 
-@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENSE", "notice", "THIRD_PARTY_NOTICES.md"])
+@pytest.mark.parametrize("name", ["COPYING", "License.txt", "LICENCE", "notice", "THIRD_PARTY_NOTICES.md"])
 def test_a_release_may_hold_what_licenses_and_notices_are_called(folder, name):
     (folder / name).write_text("terms")
     assert found(folder) == []
@@ -246,3 +259,60 @@ def test_a_folder_or_a_report_that_is_not_there_is_named(folder):
         open_candidate(folder / "nowhere", None, (), None)
     with pytest.raises(KconvError, match=r"no nowhere\.json"):
         open_candidate(folder, folder / "nowhere.json", (), None)
+
+
+OPTIMIZED = """
+import sys
+from pathlib import Path
+from kconv.cards.publish.gate import judge
+from kconv.cards.publish.release import open_candidate
+assert False, "python -O runs no assert"
+for folder in map(Path, sys.argv[1:]):
+    print(*sorted({one.rule for one in judge(open_candidate(folder, None, (), None)) if one.severity == "error"}))
+"""
+
+
+def refused(folder: Path) -> list[str]:
+    return sorted({one.rule for one in judge(open_candidate(folder, None, (), None)) if one.severity == "error"})
+
+
+def test_the_gate_refuses_the_same_under_python_o(tmp_path):
+    kinds = ["a weight's byte", "no manifest", "a manifest of another schema", "no report", "no card"]
+    folders = [write_named(tmp_path / f"broken-{number}") for number in range(len(kinds))]
+    for kind, broken in zip(kinds, folders, strict=True):
+        BROKEN[kind][1](broken)
+    command = [sys.executable, "-O", "-c", OPTIMIZED, *map(str, folders)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    expected = [refused(broken) for broken in folders]
+    assert [line.split() for line in ran.stdout.splitlines()] == expected
+    assert expected[:3] == [["P101"]] * 3
+
+
+def test_a_release_folder_is_the_head_with_its_evidence(folder, tmp_path):
+    out = tmp_path / "released"
+    write_release(folder, out, recipe="name: test\n", report=folder, title="org/head", chart=False)
+    assert (out / "release.yaml").read_text() == "name: test\n"
+    assert (out / "model.safetensors").samefile(folder / "model.safetensors")
+    assert (out / "report.json").read_bytes() == (folder / "report.json").read_bytes()
+    assert "# org/head" in (out / "README.md").read_text()
+    assert not {"P101", "P102", "P105", "P113"} & set(refused(out))
+
+
+def test_a_release_folder_is_not_made_of_a_head_whose_bytes_changed(folder, tmp_path):
+    flip(folder / "model.safetensors")
+    with pytest.raises(KconvError):
+        write_release(folder, tmp_path / "released", recipe="")
+    assert not (tmp_path / "released").exists()
+
+
+def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
+    to = Publication("org/head")
+    with pytest.raises(PublishRefused, match="P999: no check"):
+        publish_folder(folder, to, allowances=[Allowance("P999", "why")])
+    with pytest.raises(PublishRefused, match="another floor"):
+        publish_folder(folder, to, floor=Floor.model_validate(FLOOR | {"at_least": 1.0}))
+    with pytest.raises(PublishRefused, match="both private and public"):
+        publish_folder(folder, Publication("org/head", private=True, public=True))
+    (folder / "README.md").unlink()
+    with pytest.raises(PublishRefused, match="P113"):
+        publish_folder(folder, to)

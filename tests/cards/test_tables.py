@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.acceptance_rows import FULL, row
 
-from kconv.bench.acceptance import METHOD, Acceptance, Row, Suite
-from kconv.bench.acceptance_parts import Interval
+from kconv.bench.acceptance import METHOD, AcceptanceFile, AcceptanceRow, Interval, SuiteRecord
+from kconv.bench.compare import compare, draw
+from kconv.bench.tables import describe, table_of
 from kconv.cards.card import draw_chart
-from kconv.cards.compare import compare, draw
-from kconv.cards.tables import describe, table_of
 from kconv.errors import AcceptanceInvalid, MissingExtra
 
 OTHER = {
@@ -23,8 +22,8 @@ OTHER = {
 }  # fmt: skip
 
 
-def head(name: str, *rows: Row) -> Acceptance:
-    return Acceptance(head=name, rows=rows)
+def head(name: str, *rows: AcceptanceRow) -> AcceptanceFile:
+    return AcceptanceFile(head=name, rows=rows)
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(OTHER)), st.sampled_from(["math", "coding"])), max_size=8, unique=True))
@@ -89,7 +88,7 @@ def test_another_number_of_prompts_is_another_line_and_another_bar():
 
 
 def test_what_a_source_leaves_unsaid_is_the_same_within_that_source_alone():
-    def quoted(url: str, **changes) -> Row:
+    def quoted(url: str, **changes) -> AcceptanceRow:
         return row(measured_by="quoted", url=url, date=None, revision=None, **changes)
 
     one = head("h", quoted("https://x"), quoted("https://x", draft_tokens=4, value=2.8))
@@ -104,9 +103,9 @@ def test_what_a_source_leaves_unsaid_is_the_same_within_that_source_alone():
 
 
 def test_a_category_is_missing_only_where_the_column_has_it_on_no_prompts():
-    suite = Suite(dataset="MT-Bench", categories=("math", "stem"))
+    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"))
     quoted = row(measured_by="quoted", url="https://x", revision=None)
-    measured = Acceptance(head="h", suites=(suite,), rows=(row(), row(category="stem", value=2.1)))
+    measured = AcceptanceFile(head="h", suites=(suite,), rows=(row(), row(category="stem", value=2.1)))
     table = table_of([measured, head("h", quoted)], {})
     assert table is not None
     assert [(line.category, line.cells) for line in table.lines] == [
@@ -126,9 +125,9 @@ def test_what_was_measured_again_has_a_column_of_its_own_and_a_file_given_twice_
 
 def test_missing_categories_stand_in_their_lines():
     quoted = row(measured_by="quoted", url="https://example.org", decimals=2)
-    suite = Suite(dataset="MT-Bench", categories=("math", "stem"))
+    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"))
     whole = row(measured_by="quoted", url="https://example.org", category="", value=2.6, decimals=2)
-    table = table_of([Acceptance(head="h", suites=(suite,), rows=(quoted, whole))], {"SPEED-Bench": ()})
+    table = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(quoted, whole))], {"SPEED-Bench": ()})
     assert table is not None
     assert [(line.category, line.benchmark, line.cells) for line in table.lines] == [
         ("math", "MT-Bench", ("2.50",)),
@@ -136,7 +135,7 @@ def test_missing_categories_stand_in_their_lines():
         ("all", "MT-Bench", ("2.60",)),
         ("all", "SPEED-Bench", ("not published",)),
     ]
-    measured = table_of([Acceptance(head="h", suites=(suite,), rows=(row(),))], {})
+    measured = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(row(),))], {})
     assert measured is not None and measured.lines[1].cells == ("not measured",)
 
 
@@ -197,7 +196,7 @@ def test_three_heads_two_of_which_compare():
 
 
 def test_a_second_figure_of_one_key_is_not_lost():
-    def quoted(url: str, value: float) -> Row:
+    def quoted(url: str, value: float) -> AcceptanceRow:
         return row(measured_by="quoted", url=url, value=value)
 
     found = compare(

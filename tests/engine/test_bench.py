@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kconv.bench.acceptance import Acceptance, Row
+from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow
+from kconv.bench.measure import ServerRun, measure_server
 from kconv.bench.offline import measure_head
-from kconv.bench.run import Wish, measure_server
 from kconv.bench.suites import Suite
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
@@ -30,7 +30,7 @@ def suite() -> Suite:
     return Suite("held-out", "corpus", (("first", tuple(prompts[:4])), ("second", tuple(prompts[4:]))))
 
 
-def figure(acceptance: Acceptance, averaging: str, category: str) -> Row:
+def figure(acceptance: AcceptanceFile, averaging: str, category: str) -> AcceptanceRow:
     [row] = [r for r in acceptance.rows if r.averaging == averaging and r.category == category]
     return row
 
@@ -39,11 +39,11 @@ def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suit
     head = read_head(open_checkpoint(demo / "mla" / "vllm"))
     with serve(Serving(engine_python, demo / "target", head.checkpoint.folder), ENGINE) as served:
         before = served.client.read_counters()
-        found = measure_server(served.client.url, suite, Wish(draft_tokens=STEPS, head="demo", max_tokens=LIMIT))
+        found = measure_server(served.client.url, suite, ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT))
         counted = served.client.read_counters().since(before)
         # Several at a time share a batch, and are told together.
         together = measure_server(
-            served.client.url, suite, Wish(draft_tokens=STEPS, head="demo", max_tokens=LIMIT, concurrency=4)
+            served.client.url, suite, ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT, concurrency=4)
         )
 
     whole = figure(found, "micro_steps", "")

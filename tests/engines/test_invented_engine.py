@@ -170,7 +170,7 @@ def test_it_stands_on_a_card(heads):
 
 @installed
 def test_its_counters_are_read_by_bench():
-    from kconv.bench.run import Wish, measure_server
+    from kconv.bench.measure import measure_server
     from kconv.bench.suites import Suite
     from kconv.targets.prompts import Prompt
 
@@ -190,7 +190,7 @@ def test_its_counters_are_read_by_bench():
 
     prompts = tuple(Prompt(f"p{i}", "", (f"Say {i}.",)) for i in range(3))
     with serving(answer) as url:
-        found = measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), Wish(3, "my-head"))
+        found = measure_server(url, Suite("tiny", "sha256:00", (("", prompts),)), ServerRun(3, "my-head"))
     row = found.rows[0]
     assert (row.engine, row.engine_version, row.value, row.drafts) == ("otter", "1.0", 2.5, 6)
 

@@ -1,6 +1,6 @@
 """A published figure with everything that it can state."""
 
-from kconv.bench.acceptance import Row
+from kconv.bench.acceptance import AcceptanceRow
 
 FULL = {
     "metric": "al_incl_bonus", "value": 2.5, "draft_tokens": 3, "tree": "chain", "averaging": "macro_request",
@@ -10,5 +10,5 @@ FULL = {
 }  # fmt: skip
 
 
-def row(**changes) -> Row:
-    return Row.model_validate(FULL | changes)
+def row(**changes) -> AcceptanceRow:
+    return AcceptanceRow.model_validate(FULL | changes)

@@ -28,7 +28,7 @@ MAY_IMPORT["cli"] = MAY_IMPORT.keys() | set()
 # Third party: the only rooms or modules that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "modelopt": ("quantize", "train"),
-    "huggingface_hub": ("checkpoint", "cards.publish"),
+    "huggingface_hub": ("checkpoint", "cards.publish", "cards.front_matter"),
 }
 NOT_PRODUCT = {"tests", "scripts", "docs", "build", "dist", "demo", "__pycache__"}
 

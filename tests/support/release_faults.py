@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import yaml
+from huggingface_hub import ModelCardData
 from support.releases import FLOOR, FRONT, SUITE, write_acceptance, write_card, write_release, write_report
 
-from kconv.bench.acceptance import Acceptance, read_acceptance
+from kconv.bench.acceptance import AcceptanceFile, read_acceptance
 from kconv.cards.evidence import Evidence
 from kconv.cards.front_matter import results
 from kconv.cards.publish.floor import Floor, read_floor
@@ -74,8 +75,9 @@ def alter_card(folder: Path, old: str, new: str) -> None:
 def index_figure(folder: Path, value: float) -> None:
     write_acceptance(folder)
     row = read_acceptance(folder / "acceptance.json").rows[0].model_copy(update={"value": value})
-    held = Acceptance(head="h", rows=(row,))
-    write_card(folder, FRONT | {"model-index": [{"name": "h", "results": results(Evidence(acceptance=(held,)))}]})
+    held = AcceptanceFile(head="h", rows=(row,))
+    indexed = ModelCardData(model_name="h", eval_results=results(Evidence(acceptance=(held,)))).to_dict()
+    write_card(folder, FRONT | {"model-index": indexed["model-index"]})
 
 
 def measure_twice(folder: Path) -> None:

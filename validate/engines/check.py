@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ...bench.acceptance_stats import check_possible
-from ...bench.told import check_told
+from ...bench.measure import check_told
+from ...bench.stats import check_possible
 from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...engines.base import Engine, Serving

@@ -7,14 +7,14 @@ side. Steps of one prompt depend on each other, so intervals draw whole groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..engines.counters import SAY_K, Counts
 from ..errors import AcceptanceInvalid, CountersMissing, DefinitionsMixed
-from .acceptance import METHOD, Row
-from .acceptance_parts import Interval, Sanity
+from .acceptance import METHOD, AcceptanceRow, Averaging, Interval, Sanity, Speed
 
 DRAWS = 2000
 LEVEL = 0.95
@@ -91,7 +91,7 @@ def rates(groups: Sequence[Counts]) -> tuple[float, ...] | None:
     return None if total.per_position is None else tuple(count / total.drafts for count in total.per_position)
 
 
-def mean_of_categories(rows: Iterable[Row], categories: Iterable[str]) -> float:
+def mean_of_categories(rows: Iterable[AcceptanceRow], categories: Iterable[str]) -> float:
     """Return the mean over the categories of one dataset, each weighing the same.
 
     Raises:
@@ -117,6 +117,41 @@ def mean_of_categories(rows: Iterable[Row], categories: Iterable[str]) -> float:
             fix="Measure the missing categories; kconv fills in nothing.",
         )
     return sum(by_category[name].value for name in categories) / len(by_category)
+
+
+def make_rows(
+    counts: Sequence[Counts],
+    answers: Sequence[tuple[str, int, bool]],
+    shared: Mapping[str, Any],
+    *,
+    averaging: Averaging = "micro_steps",
+    speed: Speed | None = None,
+) -> Iterator[AcceptanceRow]:
+    """Yield the figures of some groups: one over `averaging`, and one over requests where each group is one prompt.
+
+    Args:
+        counts: of groups in which something was drafted; one at least.
+        answers: as of `sanity`.
+        shared: the fields that are the same in all rows.
+        averaging: what the first figure is a mean over.
+        speed: where it was measured.
+    """
+    means: dict[Averaging, float | None] = {averaging: micro(counts), "macro_request": macro(counts)}
+    for way, value in means.items():
+        if value is not None:
+            yield AcceptanceRow.model_validate(
+                dict(shared)
+                | {
+                    "averaging": way,
+                    "value": round(value, 6),
+                    "prompts": sum(group.prompts for group in counts),
+                    "drafts": sum(group.drafts for group in counts),
+                    "rates": rates(counts) if way == averaging else None,
+                    "interval": interval(counts, way),
+                    "sanity": sanity(answers),
+                    "speed": speed,
+                }
+            )
 
 
 def interval(groups: Sequence[Counts], averaging: str, seed: int = 0) -> Interval | None:

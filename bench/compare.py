@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.acceptance import Acceptance, Row, differences
 from ..errors import AcceptanceInvalid
-from .evidence import NOT_STATED
-from .plots import draw_bars
-from .spots import Spot, tell_apart
-from .tables import describe_method
+from .acceptance import AcceptanceFile, AcceptanceRow, differences
+from .tables import NOT_STATED, Benchmark, describe_method, draw_bars, tell_apart
 
 
 @dataclass(frozen=True)
-class Shared:
+class ComparedFigures:
     """Figures of one method.
 
     Attributes:
@@ -25,11 +22,11 @@ class Shared:
     """
 
     method: str
-    lines: tuple[tuple[str, tuple[Row | None, ...]], ...]
+    lines: tuple[tuple[str, tuple[AcceptanceRow | None, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Apart:
+class Incomparable:
     """A figure that stands in no table: whose it is, what it is about, and why."""
 
     head: str
@@ -49,8 +46,8 @@ class Comparison:
     """
 
     heads: tuple[str, ...]
-    tables: tuple[Shared, ...]
-    apart: tuple[Apart, ...]
+    tables: tuple[ComparedFigures, ...]
+    apart: tuple[Incomparable, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as one JSON object."""
@@ -69,7 +66,7 @@ class Comparison:
         }
 
 
-def compare(files: Sequence[Acceptance]) -> Comparison:
+def compare(files: Sequence[AcceptanceFile]) -> Comparison:
     """Put the figures of several heads side by side where their keys are equal.
 
     Raises:
@@ -81,31 +78,31 @@ def compare(files: Sequence[Acceptance]) -> Comparison:
             f"{len(set(heads))} head(s) in {len(heads)} file(s) are nothing to compare",
             fix="Give one acceptance.json for each of two heads or more.",
         )
-    groups: dict[tuple, dict[Spot, list[Row | None]]] = {}
-    apart: list[Apart] = []
+    groups: dict[tuple, dict[Benchmark, list[AcceptanceRow | None]]] = {}
+    apart: list[Incomparable] = []
     for place, file in enumerate(files):
         others = [row for at, other in enumerate(files) if at != place for row in other.rows]
         for row in file.rows:
             if all(differences(row, other) for other in others):
-                apart.append(Apart(file.head, Spot.of(row).name, row.shown, _reason(row, others)))
+                apart.append(Incomparable(file.head, Benchmark.of(row).name, row.shown, _reason(row, others)))
                 continue
             # Nothing of its key is unsaid here; and domains are a card's, not a key's.
-            spot = Spot(**row.line)
-            figures = groups.setdefault(tuple(row.method.values()), {}).setdefault(spot, [None] * len(files))
+            about = Benchmark(**row.line)
+            figures = groups.setdefault(tuple(row.method.values()), {}).setdefault(about, [None] * len(files))
             if first := figures[place]:
                 told = f"the table has {first.shown}, of the same key, from {first.url}; this one is from {row.url}"
-                apart.append(Apart(file.head, spot.name, row.shown, told))
+                apart.append(Incomparable(file.head, about.name, row.shown, told))
             else:
                 figures[place] = row
     return Comparison(heads, tuple(_shared(lines) for lines in groups.values()), tuple(apart))
 
 
-def _shared(lines: Mapping[Spot, Sequence[Row | None]]) -> Shared:
-    spots, names = list(lines), [spot.name for spot in lines]
-    abouts = [name + told for name, told in zip(names, tell_apart(names, spots), strict=True)]
+def _shared(lines: Mapping[Benchmark, Sequence[AcceptanceRow | None]]) -> ComparedFigures:
+    benchmarks, names = list(lines), [about.name for about in lines]
+    abouts = [name + told for name, told in zip(names, tell_apart(names, benchmarks), strict=True)]
     held = [row for rows in lines.values() for row in rows if row]
     figures = zip(abouts, map(tuple, lines.values()), strict=True)
-    return Shared(describe_method(*held), tuple(figures))
+    return ComparedFigures(describe_method(*held), tuple(figures))
 
 
 def draw(comparison: Comparison, file: Path) -> None:
@@ -127,11 +124,11 @@ def draw(comparison: Comparison, file: Path) -> None:
     draw_bars(file, "Acceptance length (bonus token included)", labels, series, max(tops, default=None))
 
 
-def _reason(row: Row, others: Sequence[Row]) -> str:
+def _reason(row: AcceptanceRow, others: Sequence[AcceptanceRow]) -> str:
     """Say what keeps a figure from the nearest of another head's."""
     same = [other for other in others if (other.dataset, other.category) == (row.dataset, row.category)]
     if not same:
-        return f"no other head has a figure on {Spot.of(row).name}"
+        return f"no other head has a figure on {Benchmark.of(row).name}"
     nearest: Mapping[str, tuple[Any, Any]] = min((differences(row, other) for other in same), key=len)
     told = []
     for name, (own, theirs) in nearest.items():

@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoint.manifest import MANIFEST
-from ...errors import Severity
-from ...validate.report import Finding
-from ..facts import Facts
-from .files import NOTICE, SOURCE_LICENSE
-from .folder import CARD, Folder, read_folder
-from .license import LICENSES, UNNAMED, attribution_in, copyright_in, digest_text, recognise
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ..errors import Severity
+from ..validate.report import Finding
+from .evidence import Evidence
+from .facts import Facts
+from .front_matter import CARD, FrontMatter, read_front_matter, source_head
+from .licenses import (
+    LICENSES,
+    NOTICE,
+    SOURCE_LICENSE,
+    UNNAMED,
+    License,
+    LicenseText,
+    attribution_in,
+    copyright_in,
+    digest_text,
+    find_texts,
+    recognise,
+)
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
 MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
@@ -28,13 +41,80 @@ ENDORSED = (
     r"official (nvidia|moonshot( ai)?) (release|model|head)",
     r"in partnership with (nvidia|moonshot)",
 )
-
-
-Found = tuple[Severity, str, str, str]
+LicenseFinding = tuple[Severity, str, str, str]
 """Severity, where, message, fix."""
 
 
-def _nvidia(folder: Folder) -> Iterator[Found]:
+@dataclass(frozen=True)
+class LicensedFolder:
+    """A folder as the checks see it.
+
+    Attributes:
+        path: where it lies.
+        card: README.md's text, "" where there is none.
+        front: its front matter.
+        notice: NOTICE's text.
+        texts: license texts in it.
+        source_license: the source's, where it went along as one that was not stated.
+        manifest: how kconv made it; None where it did not.
+        facts: what its owner says.
+    """
+
+    path: Path
+    card: str
+    front: FrontMatter
+    notice: str
+    texts: tuple[LicenseText, ...]
+    source_license: str
+    manifest: Manifest | None
+    facts: Facts
+
+    @property
+    def source(self) -> str:
+        """The hub id of the head it was made from, or is; "" where none is known."""
+        evidence = Evidence(self.path, self.facts, self.manifest)
+        return source_head(evidence) or ("" if self.manifest else self.facts.name or "")
+
+    @property
+    def license(self) -> str:
+        """The head's license by kconv's id, as its owner or its card states it; "" where neither does."""
+        stated = self.facts.license.id or self.front.license_name or self.front.license
+        return stated if stated in LICENSES else ""
+
+    @property
+    def target(self) -> str:
+        """The hub id of the target, "" where none is known."""
+        return self.facts.base_model or next((base for base in self.front.base_models if base != self.source), "")
+
+    def text_of(self, license: License) -> LicenseText | None:
+        """Return the text of a license that lies in the folder."""
+        return next((text for text in self.texts if text.license.id == license.id), None)
+
+
+def read_folder(path: Path, facts: Facts) -> LicensedFolder:
+    """Read what a folder says.
+
+    Raises:
+        ManifestMismatch: kconv.json is there and not of the schema.
+    """
+    card = _read(path / CARD)
+    return LicensedFolder(
+        path=path,
+        card=card,
+        front=read_front_matter(card),
+        notice=_read(path / NOTICE),
+        texts=find_texts([path]),
+        source_license=_read(path / SOURCE_LICENSE),
+        manifest=read_manifest(path) if (path / MANIFEST).exists() else None,
+        facts=facts,
+    )
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+def _nvidia(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     license = LICENSES["nvidia-open-model-license"]
     if not (NVIDIA_HEAD.fullmatch(folder.source) or folder.license == license.id):
         return
@@ -49,20 +129,22 @@ def _nvidia(folder: Folder) -> Iterator[Found]:
         yield "error", NOTICE, f'it lacks the line "{license.notice}"', "Write it with kconv card."
 
 
-def _front(folder: Folder) -> Iterator[Found]:
-    stated = folder.front.get("license")
-    if not stated or stated == "unknown":
+def _front(folder: LicensedFolder) -> Iterator[LicenseFinding]:
+    front = folder.front
+    if front.problem:
+        yield "error", CARD, f"no license is stated: {front.problem}", "Write it with kconv card."
+    elif front.license in ("", "unknown"):
         yield "error", CARD, "its front matter states no license", "State it: kconv card DIR --license ID."
-    elif stated == "other":
+    elif front.license == "other":
         for key in ("license_name", "license_link"):
-            if not folder.front.get(key):
+            if not getattr(front, key):
                 yield "error", CARD, f"license: other without {key}", "Name the license and give its text."
-    link = str(folder.front.get("license_link") or "")
+    link = front.license_link
     if link and "://" not in link and not (folder.path / link).is_file():
         yield "error", CARD, f"license_link leads to {link}, which is not there", "Put the license's text there."
 
 
-def _target(folder: Folder) -> Iterator[Found]:
+def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     stated = LICENSES.get(folder.facts.license.target or "")
     license = stated or (LICENSES["modified-mit"] if MOONSHOT.fullmatch(folder.target) else None)
     if license is None or not license.text or license.id == UNNAMED:
@@ -76,7 +158,7 @@ def _target(folder: Folder) -> Iterator[Found]:
             severity,
             license.file,
             f"the head {why}, and the target's license is not in the folder",
-            ("Give it: kconv card DIR --target TARGET, or --license-file FILE."),
+            "Give it: kconv card DIR --target TARGET, or --license-file FILE.",
         )
     elif copyright_in(text.text) is None:
         yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the file whole."
@@ -86,17 +168,17 @@ def _target(folder: Folder) -> Iterator[Found]:
         yield severity, NOTICE, f"it does not say that large products show {said}", "Write it with kconv card."
 
 
-def _unnamed(folder: Folder) -> Iterator[Found]:
+def _unnamed(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if folder.license == UNNAMED and not (folder.texts or folder.facts.license.acknowledged):
         yield (
             "error",
             CARD,
             "the head's publisher names no license, so what may be done with it is not known",
-            ("Ask the publisher and give the text with --license-file, or say so in the facts: license.acknowledged."),
+            "Ask the publisher and give the text with --license-file, or say so in the facts: license.acknowledged.",
         )
 
 
-def _notice_kept(folder: Folder) -> Iterator[Found]:
+def _notice_kept(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     license = LICENSES.get(folder.license)
     if license is None or license.id not in ("mit", "apache-2.0"):
         return
@@ -112,7 +194,7 @@ def _notice_kept(folder: Folder) -> Iterator[Found]:
         yield "error", text.origin.name, "the license lacks its copyright line", "Copy the file whole."
 
 
-def _changes(folder: Folder) -> Iterator[Found]:
+def _changes(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     manifest = folder.manifest
     if manifest is None:
         return
@@ -122,11 +204,11 @@ def _changes(folder: Folder) -> Iterator[Found]:
                 "error",
                 CARD,
                 f"it does not say that the files were changed: {what} is not named",
-                ("Write it with kconv card."),
+                "Write it with kconv card.",
             )
 
 
-def _prompts(folder: Folder) -> Iterator[Found]:
+def _prompts(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if KEPT_PROMPTS not in folder.card:
         return
     for file in sorted(folder.path.rglob("*")):
@@ -135,27 +217,27 @@ def _prompts(folder: Folder) -> Iterator[Found]:
                 "error",
                 str(file.relative_to(folder.path)),
                 f"{KEPT_PROMPTS}'s license keeps prompts in",
-                ("Take the file out of the folder."),
+                "Take the file out of the folder.",
             )
 
 
-def _bases(folder: Folder) -> Iterator[Found]:
+def _bases(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     # A head that kconv did not make has no source but itself.
     for what, name in (("target", folder.facts.base_model), ("source", folder.source if folder.manifest else None)):
-        if name and name not in folder.bases:
+        if name and name not in folder.front.base_models:
             yield "error", CARD, f"base_model does not list the {what}, {name}", "Write it with kconv card."
-    if not folder.bases:
+    if not folder.front.base_models:
         yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID."
 
 
-def _endorsement(folder: Folder) -> Iterator[Found]:
+def _endorsement(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     for pattern in ENDORSED:
         found = re.search(pattern, folder.card, re.IGNORECASE)
         if found:
             yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Say what you did yourself."
 
 
-def _source_license(folder: Folder) -> Iterator[Found]:
+def _source_license(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if not folder.source_license:
         return
     license = recognise(folder.source_license)
@@ -171,7 +253,7 @@ def _source_license(folder: Folder) -> Iterator[Found]:
     )
 
 
-CHECKS: Mapping[str, Callable[[Folder], Iterator[Found]]] = {
+CHECKS: Mapping[str, Callable[[LicensedFolder], Iterator[LicenseFinding]]] = {
     "L1": _nvidia, "L2": _front, "L3": _target, "L4": _unnamed, "L5": _notice_kept, "L6": _changes, "L7": _prompts,
     "L8": _bases, "L9": _endorsement, "L10": _source_license,
 }  # fmt: skip

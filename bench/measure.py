@@ -6,6 +6,7 @@ time each prompt has counters of its own, and a mean over requests can be told b
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,32 +15,33 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.source import Source
 from ..engines.client import Answer, Client, connect
-from ..engines.counters import Counters, Totals
+from ..engines.counters import Counters, Counts, Totals
+from ..engines.registry import engines
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
 from ..targets.prompts import Prompt, digest_prompts
 from ..validate.held_out import refuse_overlap
-from .acceptance import OVERALL, Acceptance, Averaging, Row
-from .acceptance import Suite as SuiteRecord
-from .acceptance_parts import Speed
-from .acceptance_stats import Counts, check_possible, interval, macro, mean_of_categories, micro, rates, sanity
+from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
+from .stats import check_possible, make_rows, mean_of_categories
 from .suites import Suite
-from .told import check_told
 
 Say = Callable[[str], None]
+CONFIG = "config.json"
 AS_TOLD = "as told: no engine says which weights it serves"
 
 
 @dataclass(frozen=True)
-class Wish:
-    """How to measure, and what the server cannot say of itself.
+class ServerRun:
+    """How a server is measured, and what it cannot say of itself.
 
     Attributes:
         draft_tokens: K, as the server was started with.
         concurrency: prompts side by side.
         max_tokens: an answer's limit.
         temperature: 0 is greedy.
-        head: what is measured, hub id or folder name.
+        head: hub id or folder name of what is measured.
         target, precision: what is served; the server's model name where `target` is None.
         reasoning: the target's mode, where it has one.
         model: the server's name for the target, where it serves several.
@@ -54,7 +56,7 @@ class Wish:
     """
 
     draft_tokens: int
-    head: str
+    head: str = ""
     concurrency: int = 1
     max_tokens: int = 1024
     temperature: float = 0.0
@@ -73,7 +75,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """What came of a group of prompts: counts, answers, and seconds with and without speculation."""
 
     counts: Counts
@@ -83,13 +85,43 @@ class Group:
     baseline_seconds: float = 0.0
 
 
-def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None) -> Acceptance:
+def measure_served(
+    url: str, suite: Suite, head: Source, run: ServerRun, *, fetch: bool = False, say: Say = lambda _: None
+) -> AcceptanceFile:
+    """Measure a head that a server drafts with, and record which weights and config it is.
+
+    Args:
+        url: the engine's own address.
+        suite: what to ask.
+        head: what is served.
+        run: how to measure; its `head`, `weights`, `config` and `folder` are filled in from `head`.
+        fetch: whether a hub id's weights are downloaded, so that the figures name their digests. Otherwise only the
+            commit in its name tells them.
+        say: receives progress messages.
+
+    Raises:
+        KconvError: see `measure_server`; or the head's files cannot be read or fetched.
+    """
+    folder = head.open_weights().folder if fetch else Path(head.name)
+    run = replace(run, head=head.name)
+    if folder.is_dir():
+        weights, config = sorted(folder.glob("*.safetensors")), folder / CONFIG
+        run = replace(
+            run,
+            weights={file.name: file_digest(file) for file in weights},
+            config=file_digest(config) if config.is_file() else "",
+            folder=folder,
+        )
+    return measure_server(url, suite, run, say)
+
+
+def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: None) -> AcceptanceFile:
     """Drive a server through a suite.
 
     Args:
         url: the engine's own address.
         suite: what to ask.
-        wish: how.
+        run: how.
         say: told what is going on.
 
     Returns:
@@ -105,50 +137,88 @@ def measure_server(url: str, suite: Suite, wish: Wish, say: Say = lambda _: None
         AcceptanceInvalid: it counts more than K drafted tokens allow.
         PromptsInvalid: the head was trained on one of the prompts.
     """
-    if wish.folder is not None:
-        refuse_overlap((prompt.digest for prompt in suite.prompts), wish.folder)
-    server = connect(url, wish.model, wish.extra, wish.timeout)
-    (engine, counters), told = server.recognize(), check_told(server, wish.draft_tokens, wish.tree)
-    baseline = _connect_baseline(wish)
+    if run.folder is not None:
+        refuse_overlap((prompt.digest for prompt in suite.prompts), run.folder)
+    server = connect(url, run.model, run.extra, run.timeout)
+    (engine, counters), told = server.recognize(), check_told(server, run.draft_tokens, run.tree)
+    baseline = _connect_baseline(run)
     shared = {
-        "metric": "al_incl_bonus", "draft_tokens": wish.draft_tokens, "tree": wish.tree, "engine": engine.name,
-        "engine_version": wish.engine_version or server.version(counters), "target": wish.target or server.model,
-        "precision": wish.precision, "temperature": wish.temperature, "reasoning": wish.reasoning,
-        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": wish.max_tokens,
+        "metric": "al_incl_bonus", "draft_tokens": run.draft_tokens, "tree": run.tree, "engine": engine.name,
+        "engine_version": run.engine_version or server.version(counters), "target": run.target or server.model,
+        "precision": run.precision, "temperature": run.temperature, "reasoning": run.reasoning,
+        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": run.max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self", "note": counters.note,
     }  # fmt: skip
-    by_category: dict[str, list[Group]] = {}
+    by_category: dict[str, list[PromptGroup]] = {}
     totals = server.rest(counters)
-    rows: list[Row] = []
+    rows: list[AcceptanceRow] = []
     for category, prompts in suite.groups:
         by_category[category] = groups = []
-        for done, part in _parts(prompts, wish.concurrency):
+        for done, part in _parts(prompts, run.concurrency):
             say(f"{category or suite.dataset} {done}/{len(prompts)}")
-            group, totals = _run(server, counters, totals, part, wish)
-            groups.append(_with_baseline(group, baseline, part, wish))
-        rows += make_rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
+            group, totals = _ask(server, counters, totals, part, run)
+            groups.append(_with_baseline(group, baseline, part, run))
+        rows += _rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
     everything = [group for groups in by_category.values() for group in groups]
     if list(by_category) != [OVERALL]:
         shared |= {"category": OVERALL, "prompts_sha256": suite.digest}
         steps = [row for row in rows if row.averaging == "micro_steps"]
         mean = mean_of_categories(steps, by_category)
-        rows += make_rows(everything, shared)
-        rows.append(Row(averaging="macro_category", value=round(mean, 6), prompts=len(suite.prompts), **shared))
-    return Acceptance(
-        head=wish.head,
-        weights=dict(wish.weights),
-        config=wish.config,
+        rows += _rows(everything, shared)
+        shared |= {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
+        rows.append(AcceptanceRow.model_validate(shared))
+    return AcceptanceFile(
+        head=run.head,
+        weights=dict(run.weights),
+        config=run.config,
         suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category), whole=suite.whole),),
         rows=tuple(rows),
         kconv=version("kconv"),
-        provenance={"model": server.model, "concurrency": wish.concurrency, "extra": dict(wish.extra)}
+        provenance={"model": server.model, "concurrency": run.concurrency, "extra": dict(run.extra)}
         | {"weights": AS_TOLD, "server": told}
         | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
 
 
-def make_rows(groups: Sequence[Group], shared: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield what groups show: a row over verify steps, and one over requests where that can be told."""
+def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
+    """Hold K and the tree against what a server says of itself, and return what it says; empty where it says nothing.
+
+    Args:
+        server: which is measured.
+        draft_tokens: K, as the user says it.
+        tree: "chain", or "topk=N" where drafts branch, as the user says it.
+
+    Raises:
+        DefinitionsMixed: the server says otherwise.
+    """
+    told: dict[str, Any] = {}
+    for drafting in (engine.drafting for engine in engines() if engine.drafting):
+        try:
+            said = json.loads(server.page(drafting.path))
+        except ValueError:
+            continue
+        own = (
+            {name: said[name] for name in drafting.keys if said.get(name) is not None} if isinstance(said, dict) else {}
+        )
+        told |= own
+        steps, branches = own.get(drafting.steps, draft_tokens), own.get(drafting.branches)
+        if steps != draft_tokens:
+            raise DefinitionsMixed(
+                f"the server drafts {steps} tokens in a chain, and K is said to be {draft_tokens}",
+                where=server.url,
+                fix=f"Say K = {steps} (--draft-tokens).",
+            )
+        drafted = "chain" if branches == 1 else f"topk={branches}"
+        if branches is not None and tree != drafted:
+            raise DefinitionsMixed(
+                f"the server drafts with top-k {branches}, and the tree is said to be {tree!r}",
+                where=server.url,
+                fix=f"Say so (bench: --tree {drafted}), or, for validate, start the server with top-k 1.",
+            )
+    return told
+
+
+def _rows(groups: Sequence[PromptGroup], shared: Mapping[str, Any]) -> Iterator[AcceptanceRow]:
     # An answer of one token leaves nothing to draft: it has no length, and is none to average.
     counts = [group.counts for group in groups if group.counts.drafts]
     if not counts:
@@ -157,36 +227,23 @@ def make_rows(groups: Sequence[Group], shared: Mapping[str, Any]) -> Iterator[Ro
             where=shared["category"] or shared["dataset"],
             fix="Raise --max-tokens, or leave the category out.",
         )
-    told: dict[Averaging, float | None] = {"micro_steps": micro(counts), "macro_request": macro(counts)}
-    for averaging, value in told.items():
-        if value is None:
-            continue
-        yield Row(
-            averaging=averaging,
-            value=round(value, 6),
-            prompts=sum(c.prompts for c in counts),
-            drafts=sum(c.drafts for c in counts),
-            rates=rates(counts) if averaging == "micro_steps" else None,
-            interval=interval(counts, averaging),
-            sanity=sanity([(a.text, a.tokens, a.cut) for g in groups for a in g.answers]),
-            speed=_speed(groups),
-            **shared,
-        )
+    answers = [(answer.text, answer.tokens, answer.cut) for group in groups for answer in group.answers]
+    return make_rows(counts, answers, shared, speed=_speed(groups))
 
 
 def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, Sequence[Prompt]]]:
     return ((begin, prompts[begin : begin + size]) for begin in range(0, len(prompts), size))
 
 
-def _run(
-    server: Client, counters: Counters, before: Totals, prompts: Sequence[Prompt], wish: Wish
-) -> tuple[Group, Totals]:
-    answers, seconds = _timed(server, prompts, wish)
+def _ask(
+    server: Client, counters: Counters, before: Totals, prompts: Sequence[Prompt], run: ServerRun
+) -> tuple[PromptGroup, Totals]:
+    answers, seconds = _timed(server, prompts, run)
     where = f"{prompts[0].category} {prompts[0].id}".strip()
     asked, received = len(answers), sum(answer.tokens for answer in answers)
 
     def count(totals: Totals) -> Counts:
-        return counters.count(totals.since(before, server.url), wish.draft_tokens, asked, len(prompts))
+        return counters.count(totals.since(before, server.url), run.draft_tokens, asked, len(prompts))
 
     def enough(totals: Totals) -> bool:
         # All but each request's first token come from verify steps, unless the context's end leaves no room to draft.
@@ -199,31 +256,33 @@ def _run(
     after = server.rest(counters, enough)
     counts = count(after)
     if counts.drafts or received > asked:
-        check_possible(counts, wish.draft_tokens, where)
-    emitted, most = counts.drafts + counts.accepted, received + asked * wish.draft_tokens
+        check_possible(counts, run.draft_tokens, where)
+    emitted, most = counts.drafts + counts.accepted, received + asked * run.draft_tokens
     if emitted > most:
         raise CountersDisturbed(
             f"the server counts {emitted:g} tokens of verify steps, where {received} answered make {most} at most",
             where=where,
             fix="Let no one else use the server meanwhile, and give --draft-tokens as it was started with.",
         )
-    return Group(counts, answers, seconds), after
+    return PromptGroup(counts, answers, seconds), after
 
 
-def _with_baseline(group: Group, baseline: Client | None, prompts: Sequence[Prompt], wish: Wish) -> Group:
+def _with_baseline(
+    group: PromptGroup, baseline: Client | None, prompts: Sequence[Prompt], run: ServerRun
+) -> PromptGroup:
     if baseline is None:
         return group
-    answers, seconds = _timed(baseline, prompts, wish)
+    answers, seconds = _timed(baseline, prompts, run)
     return replace(group, baseline=answers, baseline_seconds=seconds)
 
 
-def _timed(server: Client, prompts: Sequence[Prompt], wish: Wish) -> tuple[tuple[Answer, ...], float]:
+def _timed(server: Client, prompts: Sequence[Prompt], run: ServerRun) -> tuple[tuple[Answer, ...], float]:
     start = time.monotonic()
-    dialogues = server.converse(prompts, wish.max_tokens, wish.temperature)
+    dialogues = server.converse(prompts, run.max_tokens, run.temperature)
     return tuple(answer for dialogue in dialogues for answer in dialogue), time.monotonic() - start
 
 
-def _speed(groups: Sequence[Group]) -> Speed | None:
+def _speed(groups: Sequence[PromptGroup]) -> Speed | None:
     if not all(group.baseline for group in groups):
         return None
     pairs = [pair for g in groups for pair in zip(g.answers, g.baseline, strict=True)]
@@ -233,10 +292,10 @@ def _speed(groups: Sequence[Group]) -> Speed | None:
     return Speed(tokens_per_second=own, baseline_tokens_per_second=other, speedup=own / other, same_answers=same)
 
 
-def _connect_baseline(wish: Wish) -> Client | None:
-    if not wish.baseline_url:
+def _connect_baseline(run: ServerRun) -> Client | None:
+    if not run.baseline_url:
         return None
-    server = connect(wish.baseline_url, wish.model, wish.extra, wish.timeout)
+    server = connect(run.baseline_url, run.model, run.extra, run.timeout)
     try:
         _, counters = server.recognize()
         counted = counters.read(server.page(counters.metrics)).totals
@@ -244,6 +303,6 @@ def _connect_baseline(wish: Wish) -> Client | None:
         return server
     if counters.speculates(counted):
         raise DefinitionsMixed(
-            "the baseline server speculates itself", where=wish.baseline_url, fix="Start it without a draft head."
+            "the baseline server speculates itself", where=run.baseline_url, fix="Start it without a draft head."
         )
     return server

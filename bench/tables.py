@@ -1,0 +1,309 @@
+"""Acceptance figures as tables.
+
+A column holds figures of one method and one source, a line those about the same prompts (`Benchmark`); what nobody
+published or measured stands in its line as that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ..charts import chart
+from ..errors import MissingExtra
+from .acceptance import LINE, MAY_BE_UNSAID, METHOD, OVERALL, AcceptanceFile, AcceptanceRow
+
+NOT_STATED = "not stated"
+METRICS = {
+    "al_incl_bonus": "acceptance length, tokens per verify step with the bonus token",
+    "draft_accept_rate": "share of drafted tokens that were accepted",
+    "teacher_forced_accuracy": "teacher-forced accuracy, which is no acceptance",
+}
+HEADS = {
+    "al_incl_bonus": "Acceptance length",
+    "draft_accept_rate": "Acceptance rate",
+    "teacher_forced_accuracy": "Accuracy",
+}
+WAYS = {
+    "micro_steps": "mean over verify steps",
+    "macro_request": "mean over requests",
+    "macro_category": "mean of the categories",
+    "micro_positions": "mean over positions",
+    None: "kind of mean not stated",
+}
+ABSENT = {"quoted": "not published", "self": "not measured"}
+
+
+# What tells lines apart that read alike, in this order.
+FURTHER = {"prompts": "N = {}", "revision": "revision {}", "prompts_sha256": "prompts' sha256 {}", "source": "of {}"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What figures of one line are about.
+
+    Attributes:
+        dataset, category, revision, prompts, prompts_sha256, domain: as of `AcceptanceRow`.
+        source: URL and date of the figures, where their source leaves the revision or the number of prompts unsaid;
+            None where it says both.
+    """
+
+    dataset: str
+    category: str
+    revision: str | None = None
+    prompts: int | None = None
+    prompts_sha256: str | None = None
+    domain: str = ""
+    source: str | None = None
+
+    @classmethod
+    def of(cls, row: AcceptanceRow) -> Self:
+        """Return what a figure is about."""
+        unsaid = any(row[name] is None for name in LINE if name not in MAY_BE_UNSAID)
+        source = ", ".join(filter(None, (row.url, row.date))) if unsaid else None
+        return cls(**row.line, domain=row.domain, source=source)
+
+    @property
+    def name(self) -> str:
+        """Data set and category, e.g. "MT-Bench (math)"."""
+        return f"{self.dataset} ({self.category})" if self.category else self.dataset
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table.
+
+    Attributes:
+        about: what it is about.
+        category, benchmark, prompts: the same as it is shown.
+        rows: a figure for each column, None where there is none.
+        cells: the same as it is shown.
+    """
+
+    about: Benchmark
+    category: str
+    benchmark: str
+    prompts: str
+    rows: tuple[AcceptanceRow | None, ...]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of figures.
+
+    Attributes:
+        columns: heads of the figures' columns.
+        keys: for each column, what its figures were measured with.
+        lines: in the order of the rows.
+    """
+
+    columns: tuple[str, ...]
+    keys: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def bars(self) -> dict[str, dict[str, float]]:
+        """What a chart shows: of each column of acceptance lengths, the figures by what they are about."""
+        held = [line for line in self.lines if any(line.rows)]
+        shown = [line.about for line in held]
+        several = len({about.dataset for about in shown}) > 1
+        names = [" ".join(filter(None, (b.dataset if several or not b.category else "", b.category))) for b in shown]
+        labels = [name + told for name, told in zip(names, tell_apart(names, shown), strict=True)]
+        drawn: dict[str, dict[str, float]] = {}
+        for place, column in enumerate(self.columns):
+            for label, line in zip(labels, held, strict=True):
+                if (row := line.rows[place]) and row.metric == "al_incl_bonus":
+                    drawn.setdefault(column, {})[label] = row.value
+        return drawn
+
+
+def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Sequence[str]]) -> Table | None:
+    """Lay out all figures about one head.
+
+    Args:
+        acceptances: files about it.
+        expected: categories of data sets that were looked for, beside those that the files name.
+
+    Returns:
+        The table, None where there is nothing to show, nor anything that is missing.
+    """
+    files = tuple(acceptances)
+    rows = [row for file in files for row in file.rows]
+    wanted = {suite.dataset: tuple(suite.categories) for file in files for suite in file.suites}
+    wanted |= {dataset: tuple(categories) for dataset, categories in expected.items()}
+    columns = _columns(rows)
+    benchmarks = list(dict.fromkeys(Benchmark.of(row) for row in rows))
+    for dataset, categories in wanted.items():
+        held = {about.category for about in benchmarks if about.dataset == dataset}
+        lacking = [c for c in (*categories, *([] if held or categories else [OVERALL])) if c not in held]
+        # Beside their like, and the whole of a data set behind its parts.
+        whole = (i for i, b in enumerate(benchmarks) if (b.dataset, b.category) == (dataset, OVERALL))
+        at = next(whole, len(benchmarks))
+        benchmarks[at:at] = [Benchmark(dataset, category) for category in lacking]
+    if not benchmarks:
+        return None
+    absent = {(d, c) for d, categories in wanted.items() for c in (*categories, OVERALL)}
+    named = [(s.domain or s.category or "all", s.name if s.domain else s.dataset, _or(s.prompts)) for s in benchmarks]
+    lines = [
+        Line(
+            about=about,
+            category=category,
+            benchmark=benchmark + told,
+            prompts=prompts,
+            rows=tuple(own.get(about) for own in columns),
+            cells=tuple(_cell(own, about, absent) for own in columns) or ("not published",),
+        )
+        for about, (category, benchmark, prompts), told in zip(
+            benchmarks, named, tell_apart(named, benchmarks), strict=True
+        )
+    ]
+    return Table(
+        columns=tuple(_heads([next(iter(own.values())) for own in columns])) or ("Acceptance length",),
+        keys=tuple(describe(*own.values()) for own in columns),
+        lines=tuple(lines),
+    )
+
+
+def _columns(rows: Iterable[AcceptanceRow]) -> list[dict[Benchmark, AcceptanceRow]]:
+    """Return the figures of each column by what they are about; one measured again has a column of its own."""
+    columns: dict[tuple, dict[Benchmark, AcceptanceRow]] = {}
+    often: Counter[tuple] = Counter()
+    for row in dict.fromkeys(rows):
+        key, about = (*row.method.values(), row.url, row.date), Benchmark.of(row)
+        often[key, about] += 1
+        columns.setdefault((*key, often[key, about]), {})[about] = row
+    return list(columns.values())
+
+
+def describe(*rows: AcceptanceRow) -> str:
+    """Return what figures of one column were measured with and by whom; what is not known stands as that."""
+    row = rows[0]
+    source = (
+        f"quoted from {row.url}, date {_or(row.date)}"
+        if row.measured_by == "quoted"
+        else f"measured by kconv, {row.date}"
+    )
+    called = f', there called "{row.published_as}"' if row.published_as else ""
+    note = f" {row.note[0].upper()}{row.note[1:]}." if row.note else ""
+    return f"{describe_method(*rows)}; {source}{called}.{note}"
+
+
+def describe_method(*rows: AcceptanceRow) -> str:
+    """Return what figures of one method were measured with, and at which revision each data set."""
+    row = rows[0]
+    revisions = dict.fromkeys((each.dataset, _or(each.revision)) for each in rows)
+    one = len({revision for _, revision in revisions}) == 1
+    parts = [
+        METRICS[row.metric],
+        f"K = {_or(row.draft_tokens)}",
+        f"tree: {_or(row.tree)}",
+        WAYS[row.averaging],
+        f"engine: {_or(row.engine)}, version {_or(row.engine_version)}",
+        f"target: {_or(row.target)}, precision {_or(row.precision)}",
+        f"temperature: {_or(row.temperature, '{:g}')}",
+        f"reasoning: {_or(row.reasoning)}",
+        f"answers of at most {row.max_tokens} tokens" if row.max_tokens else f"answers' limit: {NOT_STATED}",
+        f"revision: {_or(row.revision)}" if one else f"revisions: {', '.join(map(' '.join, revisions))}",
+    ]
+    return "; ".join(parts)
+
+
+def _or(value: object, form: str = "{}") -> str:
+    return NOT_STATED if value is None else form.format(value)
+
+
+def _heads(firsts: Sequence[AcceptanceRow]) -> Iterator[str]:
+    """Yield the heads of columns by their first figures: what tells each from the others, and only that."""
+    apart = [n for n in METHOD if n != "metric" and len({str(row[n]) for row in firsts}) > 1]
+    sources = {(row.url, row.date) for row in firsts}
+    dates = {date for _, date in sources}
+    often: Counter[str] = Counter()
+    for row in firsts:
+        told = [WAYS[row.averaging] if n == "averaging" else f"{n.replace('_', ' ')} {_or(row[n])}" for n in apart]
+        if len(sources) > 1:
+            told.append(_or(row.date))
+        if len(dates) < len(sources) and row.url:
+            told.append(row.url)
+        head = f"{HEADS[row.metric]} ({', '.join(told)})" if told else HEADS[row.metric]
+        often[head] += 1
+        yield f"{head}, no. {often[head]}" if often[head] > 1 else head
+
+
+def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: set[tuple[str, str]]) -> str:
+    if row := own.get(about):
+        interval = row.interval
+        return row.shown + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
+    prompts = (about.dataset, about.category)
+    # On other prompts there may be one, in a line of its own.
+    lacks = prompts in absent and prompts not in {(held.dataset, held.category) for held in own}
+    return ABSENT[next(iter(own.values())).measured_by] if lacks else ""
+
+
+def tell_apart(names: Sequence[Hashable], benchmarks: Sequence[Benchmark]) -> list[str]:
+    """Return what to add to names of lines, so that no two read alike.
+
+    Args:
+        names: what is shown of each line.
+        benchmarks: what each is about; no two are equal.
+
+    Returns:
+        For each line e.g. ", revision main", and "" where its name is its own.
+    """
+    told = [""] * len(names)
+    for field, words in FURTHER.items():
+        values = [getattr(about, field) for about in benchmarks]
+        held: dict[tuple[Hashable, str], set[object]] = defaultdict(set)
+        for name, before, value in zip(names, told, values, strict=True):
+            held[name, before].add(value)
+        told = [
+            f"{before}, {words.format(NOT_STATED if value is None else value)}"
+            if len(held[name, before]) > 1
+            else before
+            for name, before, value in zip(names, told, values, strict=True)
+        ]
+    return told
+
+
+def draw_bars(
+    file: Path,
+    title: str,
+    labels: Sequence[str],
+    series: Sequence[tuple[str, Sequence[float | None]]],
+    top: float | None,
+) -> None:
+    """Draw a group of bars for each label.
+
+    Args:
+        file: the PNG to write.
+        title: what is shown.
+        labels: of the groups.
+        series: a name and a value for each label, None where there is none.
+        top: where the axis ends; K + 1 for acceptance lengths.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    width = 0.8 / len(series)
+    try:
+        with chart(file, width=max(6.0, 0.45 * len(labels) * len(series) + 2.0), height=3.6) as (figure, [axes]):
+            for number, (name, values) in enumerate(series):
+                places = [at + (number - (len(series) - 1) / 2) * width for at, v in enumerate(values) if v is not None]
+                heights = [value for value in values if value is not None]
+                bars = axes.bar(places, heights, 0.92 * width, label=name)
+                axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+            slanted = {"rotation": 30, "ha": "right"} if len(labels) > 4 else {}
+            axes.set_xticks(range(len(labels)), labels, **slanted)
+            axes.set_ylabel("tokens per verify step")
+            axes.set_title(title, loc="left")
+            axes.set_ylim(1.0, top)
+            axes.grid(False, axis="x")
+            if len(series) > 1:
+                figure.legend(loc="outside lower left", ncols=min(3, len(series)))
+    except ImportError as fault:
+        raise MissingExtra(
+            "drawing a chart takes matplotlib", fix="pip install 'kconv[plots]', or add --no-chart."
+        ) from fault
