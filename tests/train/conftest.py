@@ -11,9 +11,11 @@ import torch
 
 from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
+from kconv.train.arguments import Pace
 from kconv.train.feed import Online
 from kconv.train.job import Job, Rows
 from kconv.train.recipe import EagleRecipe
+from kconv.train.run import train
 from kconv.train.trainer import train_head
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
@@ -75,14 +77,20 @@ def make_job(tiny_target, rows):
 
 
 @pytest.fixture(scope="session")
-def train_few(tiny_target, text, held_out, tmp_path_factory):
-    """Return a function that trains a head of a kind once per session."""
+def unstopped(make_job, once) -> Path:
+    """Return a GQA head of a run that was not stopped, of checkpoints after five steps and figures after six."""
+    pace = Pace(save_every=5, look_every=6)
+    return once("unstopped", lambda out: train(make_job(RECIPES["gqa"]), out, pace))
+
+
+@pytest.fixture(scope="session")
+def train_few(tiny_target, text, held_out, once):
+    """Return a function that trains a head of a kind once for all workers."""
     made: dict[str, Trained] = {}
 
     def train(kind: str) -> Trained:
         if kind not in made:
-            out = tmp_path_factory.mktemp("heads") / "head"
-            train_head(tiny_target, out, RECIPES[kind], text, held_out)
+            out = once(f"few {kind}", lambda out: train_head(tiny_target, out, RECIPES[kind], text, held_out))
             report = json.loads((out / "modelopt" / "training.json").read_text())
             made[kind] = Trained(RECIPES[kind], out, report)
         return made[kind]
