@@ -19,18 +19,23 @@ os.environ.setdefault("KCONV_CACHE", str(ROOT.parent / ".cache"))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put what takes longest first, and keep the tests of a file on one worker, where its fixtures are made once.
 
-    The order is also that in which `--dist loadgroup --no-loadscope-reorder` hands the groups out: the tutorial, whose
-    demo the engine tests find in the cache; the other slow tests; those of engines; and the quick ones, whose small
-    groups even out the end.
+    The order is also that in which `--dist loadgroup --no-loadscope-reorder` hands the groups out: the demo, which the
+    engine tests find in the cache; the other slow tests; those of engines; and the quick ones, whose small groups even
+    out the end.
     """
     items.sort(key=_turn)
-    for item in items:
-        slow = " slow" if item.get_closest_marker("slow") else ""
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).as_posix() + slow))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("demo"):
+        return "demo"
+    return item.path.relative_to(ROOT).as_posix() + (" slow" if item.get_closest_marker("slow") else "")
 
 
 def _turn(item: pytest.Item) -> int:

@@ -113,6 +113,7 @@ def test_an_existing_folder_is_refused_before_anything_is_trained(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.demo
 def test_the_demos_heads_beat_drafters_without_a_network(tmp_path, demo_lock):
     with demo_lock:
         made = run_demo(tmp_path / "demo", cache_root(), quiet, RECIPE)

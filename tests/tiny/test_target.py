@@ -55,8 +55,10 @@ def test_it_predicts_held_out_text_far_better_than_token_frequencies(tiny_target
 
 
 @pytest.mark.slow
-def test_the_demos_target_predicts_better_than_pairs_of_tokens_and_reads_far_back():
-    folder = make_target(DEMO, cache_root())
+@pytest.mark.demo
+def test_the_demos_target_predicts_better_than_pairs_of_tokens_and_reads_far_back(demo_lock):
+    with demo_lock:
+        folder = make_target(DEMO, cache_root())
     tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
     trained, held_out = (pack(tokenizer, part).tolist() for part in (read_corpus().train, read_corpus().held_out))
     pairs, singles = Counter(itertools.pairwise(trained)), Counter(trained)
