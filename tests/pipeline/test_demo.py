@@ -97,8 +97,8 @@ def test_a_stage_says_training_only_where_something_is_trained(tiny_target, tmp_
 
 
 @pytest.mark.slow
-def test_a_stage_says_where_all_was_kept(tmp_path):
-    run_demo(tmp_path / "first", cache_root(), quiet, SMALL)
+@pytest.mark.parametrize("small", [SMALL], indirect=True, ids=["all kinds"])
+def test_a_stage_says_where_all_was_kept(small, tmp_path):
     heads = [f"{name} head: kept from before" for name, _ in SMALL.heads]
     kept = ["tiny Kimi-K2: kept from before", *heads]
     assert titles(tmp_path / "out", cache_root(), "prompts")[:-1] == kept
