@@ -15,6 +15,7 @@ is wrong and `where`, and how to `fix` it.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -59,26 +60,23 @@ def _callable(name: str) -> None:
     sys.modules[name].__class__ = _OperationPackage
 
 
-def _function(name: str) -> Any:
-    from .operations import load
-    from .operations.base import function
+def _operations(module: str = "") -> Any:
+    """Import the operations when one is asked for; by its name, as every package of kconv imports this one."""
+    return import_module(f".operations{module}", __name__)
 
-    return function(load(name), name)
+
+def _function(name: str) -> Any:
+    return _operations(".base").function(_operations().load(name), name)
 
 
 def __getattr__(name: str) -> Any:
     """Return an operation, when it is asked for: `import kconv` imports nothing heavy."""
-    from importlib import import_module
     from importlib.util import find_spec
 
-    from .operations import WHERE
-
-    if name not in WHERE:
+    if name not in _operations().WHERE:
         raise AttributeError(f"module 'kconv' has no attribute {name!r}")
     return import_module(f".{name}", __name__) if find_spec(f"{__name__}.{name}") else _function(name)
 
 
 def __dir__() -> list[str]:
-    from .operations import WHERE
-
-    return sorted([*__all__, *WHERE])
+    return sorted([*__all__, *_operations().WHERE])

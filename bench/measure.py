@@ -6,7 +6,6 @@ time each prompt has counters of its own, and a mean over requests can be told b
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,14 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.source import Source
-from ..engines.client import Answer, Client, connect
-from ..engines.counters import Counters, Counts, Totals
-from ..engines.registry import engines
+from ..engines.client import Answer, Client, check_told, connect
+from ..engines.counters import Counters, Counts, Totals, check_possible
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
 from ..targets.prompts import Prompt, digest_prompts
+from ..targets.suites import Suite
 from ..validate.held_out import refuse_overlap
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
-from .stats import check_possible, make_rows, mean_of_categories
-from .suites import Suite
+from .stats import make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
@@ -178,44 +176,6 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         | {"weights": AS_TOLD, "server": told}
         | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
-
-
-def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
-    """Hold K and the tree against what a server says of itself, and return what it says; empty where it says nothing.
-
-    Args:
-        server: which is measured.
-        draft_tokens: K, as the user says it.
-        tree: "chain", or "topk=N" where drafts branch, as the user says it.
-
-    Raises:
-        DefinitionsMixed: the server says otherwise.
-    """
-    told: dict[str, Any] = {}
-    for drafting in (engine.drafting for engine in engines() if engine.drafting):
-        try:
-            said = json.loads(server.page(drafting.path))
-        except ValueError:
-            continue
-        own = (
-            {name: said[name] for name in drafting.keys if said.get(name) is not None} if isinstance(said, dict) else {}
-        )
-        told |= own
-        steps, branches = own.get(drafting.steps, draft_tokens), own.get(drafting.branches)
-        if steps != draft_tokens:
-            raise DefinitionsMixed(
-                f"the server drafts {steps} tokens in a chain, and K is said to be {draft_tokens}",
-                where=server.url,
-                fix=f"Say K = {steps} (--draft-tokens).",
-            )
-        drafted = "chain" if branches == 1 else f"topk={branches}"
-        if branches is not None and tree != drafted:
-            raise DefinitionsMixed(
-                f"the server drafts with top-k {branches}, and the tree is said to be {tree!r}",
-                where=server.url,
-                fix=f"Say so (bench: --tree {drafted}), or, for validate, start the server with top-k 1.",
-            )
-    return told
 
 
 def _rows(groups: Sequence[PromptGroup], shared: Mapping[str, Any]) -> Iterator[AcceptanceRow]:

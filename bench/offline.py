@@ -20,6 +20,7 @@ from ..targets.config import read_target_config
 from ..targets.forward import generate_greedy, generate_sampled
 from ..targets.model import load_target
 from ..targets.prompts import Prompt, digest_prompts
+from ..targets.suites import Suite
 from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..validate.figures import TextKind
 from ..validate.held_out import refuse_overlap
@@ -29,7 +30,6 @@ from ..validate.report import config_digest, digests
 from ..validate.texts import Batch, Text
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, SuiteRecord
 from .stats import Counts, make_rows
-from .suites import Suite
 
 Say = Callable[[str], None]
 # How a sampled text is measured is no mean over verify steps: every position counts.

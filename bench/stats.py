@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..engines.counters import SAY_K, Counts
-from ..errors import AcceptanceInvalid, CountersMissing, DefinitionsMixed
+from ..engines.counters import Counts
+from ..errors import AcceptanceInvalid, DefinitionsMixed
 from .acceptance import METHOD, AcceptanceRow, Averaging, Interval, Sanity, Speed
 
 DRAWS = 2000
@@ -22,37 +22,6 @@ NGRAM = 4
 TOKENS_A_WORD = 4  # more than any language takes
 # Words, and every sign of a script that has no spaces by itself.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
-
-
-def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
-    """Refuse counts that no chain of K drafted tokens can give.
-
-    Raises:
-        CountersMissing: nothing was drafted.
-        AcceptanceInvalid: the acceptance length is above K + 1.
-        DefinitionsMixed: the places do not add up, or are not K: an engine that counts places counts all of them.
-    """
-    if counts.drafts <= 0:
-        raise CountersMissing(
-            f"nothing was drafted for {where}", fix="Check that the server speculates, and that answers are not empty."
-        )
-    length = 1 + counts.accepted / counts.drafts
-    if length > draft_tokens + 1 + 1e-9:
-        raise AcceptanceInvalid(
-            f"an acceptance length of {length:.3f} is above the {draft_tokens + 1} of K = {draft_tokens}",
-            where=where,
-            fix=f"{SAY_K}, and let no one else use the server meanwhile.",
-        )
-    places = counts.per_position
-    if places is None:
-        return
-    if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
-        raise DefinitionsMixed(
-            f"the {len(places)} places count {sum(places):g} accepted tokens, the total {counts.accepted:g}, K is "
-            f"{draft_tokens}",
-            where=where,
-            fix=f"{SAY_K}; these counters are not of one chain.",
-        )
 
 
 def add_up(groups: Sequence[Counts]) -> Counts:

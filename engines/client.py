@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ..errors import CountersDisturbed, CountersMissing, EngineFailed
+from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
 from .base import Engine
 from .counters import Counters, Totals, recognize
 from .registry import engines
@@ -321,3 +321,41 @@ def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
         if time.monotonic() > deadline:
             raise EngineFailed("the server's answer takes too long", where=url, fix="Look into the server's log.")
     return bytes(data)
+
+
+def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
+    """Hold K and the tree against what a server says of itself, and return what it says; empty where it says nothing.
+
+    Args:
+        server: which is measured.
+        draft_tokens: K, as the user says it.
+        tree: "chain", or "topk=N" where drafts branch, as the user says it.
+
+    Raises:
+        DefinitionsMixed: the server says otherwise.
+    """
+    told: dict[str, Any] = {}
+    for drafting in (engine.drafting for engine in engines() if engine.drafting):
+        try:
+            said = json.loads(server.page(drafting.path))
+        except ValueError:
+            continue
+        own = (
+            {name: said[name] for name in drafting.keys if said.get(name) is not None} if isinstance(said, dict) else {}
+        )
+        told |= own
+        steps, branches = own.get(drafting.steps, draft_tokens), own.get(drafting.branches)
+        if steps != draft_tokens:
+            raise DefinitionsMixed(
+                f"the server drafts {steps} tokens in a chain, and K is said to be {draft_tokens}",
+                where=server.url,
+                fix=f"Say K = {steps} (--draft-tokens).",
+            )
+        drafted = "chain" if branches == 1 else f"topk={branches}"
+        if branches is not None and tree != drafted:
+            raise DefinitionsMixed(
+                f"the server drafts with top-k {branches}, and the tree is said to be {tree!r}",
+                where=server.url,
+                fix=f"Say so (bench: --tree {drafted}), or, for validate, start the server with top-k 1.",
+            )
+    return told

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import CountersMissing, CountersReset, DefinitionsMixed
+from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
 
 if TYPE_CHECKING:
     from .base import Engine
@@ -175,3 +175,34 @@ def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -
             fix="Give the address of one engine, not of a router before several.",
         )
     return found[0]
+
+
+def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
+    """Refuse counts that no chain of K drafted tokens can give.
+
+    Raises:
+        CountersMissing: nothing was drafted.
+        AcceptanceInvalid: the acceptance length is above K + 1.
+        DefinitionsMixed: the places do not add up, or are not K: an engine that counts places counts all of them.
+    """
+    if counts.drafts <= 0:
+        raise CountersMissing(
+            f"nothing was drafted for {where}", fix="Check that the server speculates, and that answers are not empty."
+        )
+    length = 1 + counts.accepted / counts.drafts
+    if length > draft_tokens + 1 + 1e-9:
+        raise AcceptanceInvalid(
+            f"an acceptance length of {length:.3f} is above the {draft_tokens + 1} of K = {draft_tokens}",
+            where=where,
+            fix=f"{SAY_K}, and let no one else use the server meanwhile.",
+        )
+    places = counts.per_position
+    if places is None:
+        return
+    if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
+        raise DefinitionsMixed(
+            f"the {len(places)} places count {sum(places):g} accepted tokens, the total {counts.accepted:g}, K is "
+            f"{draft_tokens}",
+            where=where,
+            fix=f"{SAY_K}; these counters are not of one chain.",
+        )

@@ -16,7 +16,7 @@ from .reading import Count, Reading, check_trusted, refuse_existing_output
 if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile
     from ..bench.compare import Comparison
-    from ..bench.suites import Suite
+    from ..targets.suites import Suite
 
 # What the other way of measuring would pass over.
 OF_SERVERS = (
@@ -100,7 +100,7 @@ class Bench(Reading):
             SuiteInvalid: the suite cannot be read.
             KconvError: the head or the target cannot be read, or the server's counters do not tell.
         """
-        from ..bench.suites import load_suite
+        from ..targets.suites import load_suite
 
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)

@@ -1,21 +1,96 @@
-"""What several rooms' tests stand on: a cache inside the repository, and a tiny target that was really trained."""
+"""What the tests of several packages stand on: a cache in the repository, a trained tiny target, and two workers."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
+
+ROOT = Path(__file__).parent
 
 # A machine that is slow for a moment is no fault of the example that it was at.
 settings.register_profile("kconv", deadline=None)
 settings.load_profile("kconv")
-os.environ.setdefault("KCONV_CACHE", str(Path(__file__).parent.parent / ".cache"))
+os.environ.setdefault("KCONV_CACHE", str(ROOT.parent / ".cache"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put what takes longest first, and keep the tests of a file on one worker, where its fixtures are made once.
+
+    The order is also that in which `--dist loadgroup --no-loadscope-reorder` hands the groups out: the demo, which the
+    engine tests find in the cache; the other slow tests; those of engines; and the quick ones, whose small groups even
+    out the end.
+    """
+    items.sort(key=_turn)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("demo"):
+        return "demo"
+    return item.path.relative_to(ROOT).as_posix() + (" slow" if item.get_closest_marker("slow") else "")
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.get_closest_marker("demo"):
+        return 0
+    if item.get_closest_marker("engine"):
+        return 2
+    if item.get_closest_marker("slow"):
+        return 1
+    return 3 if item.path.parent.name in ("train", "pipeline") else 4
 
 
 @pytest.fixture(scope="session")
-def tiny_target() -> Path:
+def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def once(run_root: Path) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Return a function that makes a folder by its name, once for all workers; tests must not change what it holds."""
+
+    def once(name: str, make: Callable[[Path], object]) -> Path:
+        out = run_root / name
+        # Not the name of the lock that `train_head` takes for the same folder.
+        with FileLock(run_root / f".{name}.once"):
+            if not out.exists():
+                make(out)
+        return out
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def cache() -> Path:
+    """Return where trained targets and heads are kept between runs."""
+    from kconv.tiny.recipe import cache_root
+
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_target(cache: Path) -> Path:
     """Return the folder of the trained TEST target; trained once, then found in the cache."""
-    from kconv.tiny.recipe import TEST, cache_root
+    from kconv.tiny.recipe import TEST
     from kconv.tiny.target import make_target
 
-    return make_target(TEST, cache_root())
+    with FileLock(cache / ".tiny-target.lock"):
+        return make_target(TEST, cache)
+
+
+@pytest.fixture(scope="session")
+def demo_lock(cache: Path) -> FileLock:
+    """Return the lock under which the demo's target and heads are trained: it takes minutes, so one test does it."""
+    return FileLock(cache / ".demo.lock")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.suites import SUITES, load_suite
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import read_json
 from ..checkpoint.manifest import MANIFEST
@@ -16,6 +15,7 @@ from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
 from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts
 from ..targets.states import RECORD
+from ..targets.suites import SUITES, load_suite
 from ..targets.tokenizer import load_tokenizer
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")

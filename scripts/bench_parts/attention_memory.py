@@ -20,13 +20,13 @@ from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec
 
 from .attention_store import load, save
-from .heads import FULL
+from .heads import KIMI_MLA
 from .machine import apart
 
 NAME, TEXT = "memory", 512
 # A vocabulary that dwarfs all else, in a head that is small otherwise.
 SPEC = replace(
-    FULL, attention=Gqa(2, 2, 16), hidden=32, target_hidden=32, intermediate=32, vocab=60_000, draft_vocab=60_000
+    KIMI_MLA, attention=Gqa(2, 2, 16), hidden=32, target_hidden=32, intermediate=32, vocab=60_000, draft_vocab=60_000
 )
 
 
@@ -97,7 +97,7 @@ def make_states(spec: HeadSpec, batches: int, length: int) -> Calibration:
     return Calibration(found, torch.randn(spec.vocab, spec.target_hidden, generator=generator), "random")
 
 
-def describe_memory(spec: HeadSpec = FULL) -> list[str]:
+def describe_memory(spec: HeadSpec = KIMI_MLA) -> list[str]:
     """Return the arithmetic as Markdown: by the dims of a head, and by the counts that were measured."""
     inputs, logits = 2 * spec.hidden, logits_bytes(spec)
     widths = [

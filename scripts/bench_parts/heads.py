@@ -8,30 +8,21 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from kconv.head.spec import HeadSpec, Mla, Rope, Yarn
+from kconv.head.spec import HeadSpec
 
 from .machine import BLOCK
 
-FULL = HeadSpec(
-    attention=Mla(64, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    hidden=7168,
-    target_hidden=7168,
-    intermediate=18432,
-    layers=1,
-    vocab=163840,
-    draft_vocab=163840,
-    rope=Rope(50000.0, Yarn(64.0, 4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)),
-    captured=(1, 29, 57),
-    eps=1e-5,
-    dtype="BF16",
-    max_positions=262144,
-)
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from support.kimi import KIMI_MLA as KIMI_MLA
+from support.kimi import small
+
 SIZES = {
-    "full": FULL,
-    "small": replace(FULL, hidden=1024, target_hidden=1024, intermediate=2560, vocab=40960, draft_vocab=40960),
+    "full": KIMI_MLA,
+    "small": small(KIMI_MLA, 1024, 40960, intermediate=2560, captured=KIMI_MLA.captured),
 }
 
 

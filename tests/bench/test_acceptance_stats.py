@@ -7,17 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kconv.bench.stats import (
-    Counts,
-    add_up,
-    check_possible,
-    distinct_ngrams,
-    interval,
-    macro,
-    micro,
-    rates,
-    sanity,
-)
+from kconv.bench.stats import Counts, add_up, distinct_ngrams, interval, macro, micro, rates, sanity
+from kconv.engines.counters import check_possible
 from kconv.errors import AcceptanceInvalid, CountersMissing, DefinitionsMixed
 
 K = 3

@@ -10,7 +10,6 @@ import pytest
 from support.spec_server import K, serving, steps_of
 
 from kconv.bench.measure import ServerRun, measure_server
-from kconv.bench.suites import Suite
 from kconv.engines import client as client
 from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
 from kconv.engines.trtllm import ENGINE as TRTLLM
@@ -24,6 +23,7 @@ from kconv.errors import (
     PromptsInvalid,
 )
 from kconv.targets.prompts import Prompt
+from kconv.targets.suites import Suite
 
 NAMES = ["vllm", "sglang", "trtllm"]
 WRITING = tuple(Prompt(f"w{i}", "writing", (f"Write {i}.", f"Shorter, {i}.")) for i in range(5))

@@ -11,7 +11,6 @@ import torch
 from support.heads import MLA, random_slots, write_head
 
 from kconv.bench.offline import measure_head
-from kconv.bench.suites import Suite
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import Head, read_head
 from kconv.engines import by_name
@@ -21,6 +20,7 @@ from kconv.targets.config import read_target_config
 from kconv.targets.forward import generate_greedy, run_target
 from kconv.targets.model import load_target
 from kconv.targets.prompts import Prompt
+from kconv.targets.suites import Suite
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.parity import load_head
 

@@ -40,14 +40,21 @@ def run(*words: object, settings: dict[str, str] = SETTINGS) -> Result:
     return CliRunner().invoke(main, ["train", *map(str, words), "--recipe", "eagle3-gqa", *given])
 
 
-def test_a_head_is_trained_and_the_next_command_is_named(tiny_target, data, tmp_path):
-    done = run(tiny_target, tmp_path / "head", "--data", data)
+@pytest.fixture(scope="module")
+def head(tiny_target, data, tmp_path_factory) -> tuple[Path, Result]:
+    """Return a head that the command trained, and what it printed."""
+    out = tmp_path_factory.mktemp("trained") / "head"
+    return out, run(tiny_target, out, "--data", data)
+
+
+def test_a_head_is_trained_and_the_next_command_is_named(head, tiny_target, data, tmp_path):
+    out, done = head
     assert done.exit_code == 0, done.output
     assert "acceptance length" in done.stdout
     assert "next: kconv to-vllm" in done.stdout
-    following = CliRunner().invoke(main, ["to-vllm", str(tmp_path / "head"), str(tmp_path / "vllm")])
+    following = CliRunner().invoke(main, ["to-vllm", str(out), str(tmp_path / "vllm")])
     assert following.exit_code == 0, following.output
-    training = json.loads((tmp_path / "head" / "kconv.json").read_text())["training"]
+    training = json.loads((out / "kconv.json").read_text())["training"]
     assert training["recipe"]["lr"] == 3e-3
     assert training["data"]["name"] == str(data)
     # What it was trained on is no held-out text, whichever command reads it, nor after a conversion.
@@ -58,16 +65,15 @@ def test_a_head_is_trained_and_the_next_command_is_named(tiny_target, data, tmp_
     for command in (
         ["validate", tmp_path / "vllm", "--prompts", seen, "--target", tiny_target],
         ["bench", "--head", tmp_path / "vllm", "--suite", suite, "--out", tmp_path / "a.json", "--target", tiny_target],
-        ["bench", "--head", tmp_path / "head", "--suite", suite, "--out", tmp_path / "a.json",
+        ["bench", "--head", out, "--suite", suite, "--out", tmp_path / "a.json",
          "--url", "http://127.0.0.1:9"],
     ):  # fmt: skip
         refused = CliRunner().invoke(main, [str(word) for word in command])
         assert refused.exit_code == 1 and "was trained or calibrated on" in refused.stderr, refused.output
 
 
-def test_a_head_is_trained_on_from_another_layout(tiny_target, data, tmp_path):
-    assert run(tiny_target, tmp_path / "one", "--data", data).exit_code == 0
-    assert CliRunner().invoke(main, ["to-vllm", str(tmp_path / "one"), str(tmp_path / "vllm")]).exit_code == 0
+def test_a_head_is_trained_on_from_another_layout(head, tiny_target, data, tmp_path):
+    assert CliRunner().invoke(main, ["to-vllm", str(head[0]), str(tmp_path / "vllm")]).exit_code == 0
     few = {key: SETTINGS[key] for key in ("batch", "seq", "batches", "steps", "lr")}
     done = run(tiny_target, tmp_path / "two", "--data", data, "--init-from", tmp_path / "vllm", settings=few)
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""Plans: what each engine has no place for is refused before a byte is written, with what to do instead."""
+"""Plans: each tensor is used once, nothing is invented, and nothing is written."""
 
 from dataclasses import replace
 

@@ -1,16 +1,11 @@
-"""A head carried from layout to layout: the source's bytes under the engine's names, and the whole of it back."""
+"""A head from layout to layout beyond what every pair of layouts is held to in tests/engines/test_layouts_pairs.py."""
 
 import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.configs import MODELOPT_KIMIK2, MODELOPT_LLAMA, TORCHSPEC_MLA, cut
-from support.heads import GQA, MLA, PORTABLE, random_slots, read_bytes, write_head
-from support.strategies import portable_specs
+from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, verify
@@ -33,32 +28,6 @@ def convert(source, out, layout, **hints):
 
 def read_spec(folder):
     return read_head(open_checkpoint(folder)).spec
-
-
-def there_and_back(root, spec, first, second, seed=0, without=()):
-    """Convert a head of the first layout into the second and back, and compare all that both ends hold."""
-    source = write_head(root / "source", first, spec, random_slots(spec, seed, without))
-    convert(source, root / "there", second)
-    convert(root / "there", root / "back", first)
-    assert read_bytes(root / "back") == read_bytes(source)
-    assert read_spec(source) == read_spec(root / "there") == read_spec(root / "back") == spec
-    config = json.loads((source / "config.json").read_text())
-    assert json.loads((root / "back" / "config.json").read_text()) == config
-
-
-@pytest.mark.parametrize("spec", PORTABLE.values(), ids=PORTABLE)
-@pytest.mark.parametrize("first, second", [(TRTLLM, VLLM), (VLLM, TRTLLM)], ids=["trtllm", "vllm"])
-def test_there_and_back(tmp_path, spec, first, second):
-    there_and_back(tmp_path, spec, first, second)
-
-
-@settings(max_examples=25, deadline=None)
-@given(portable_specs(), st.booleans(), st.integers(0, 2**32), st.booleans())
-def test_there_and_back_at_any_dims(spec, from_vllm, seed, lean):
-    may_be_absent = ("embed_tokens",) if spec.hidden == spec.target_hidden else ()
-    with tempfile.TemporaryDirectory() as root:
-        ends = (VLLM, TRTLLM) if from_vllm else (TRTLLM, VLLM)
-        there_and_back(Path(root), spec, *ends, seed, (*may_be_absent, "t2d") if lean else ())
 
 
 @pytest.mark.parametrize("spec", [MLA, GQA], ids=["mla", "gqa"])

@@ -45,9 +45,11 @@ def test_the_page_of_training_says_what_its_script_writes_around_its_figures():
 
 
 @pytest.mark.slow
-def test_the_tutorial_prints_what_it_says():
+@pytest.mark.demo
+def test_the_tutorial_prints_what_it_says(demo_lock):
     script = [sys.executable, ROOT / "scripts" / "docs-tutorial", "--check"]
-    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    with demo_lock:
+        ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"run scripts/docs-tutorial: {ran.stdout}{ran.stderr}"
 
 

@@ -1,4 +1,4 @@
-"""The guide to quantizing: its sizes are those of the shapes and of what is packed, and its guard is the library's."""
+"""The guide to quantizing: its sizes are those of the shapes and of what is packed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ import pytest
 import torch
 from support.configs import KIMI_MHA, KIMI_MLA
 from support.good_heads import LATENT_QUANTIZABLE, QUANTIZABLE
-from support.prose import pattern_of
 
-from kconv.calibrate.batches import KEPT_BACK, PARTS
-from kconv.calibrate.retention import MIN_RETENTION
 from kconv.quantize.head.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "docs-sizes"
-PAGE = ROOT / "docs" / "guides" / "quantize.md"
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +62,3 @@ def test_a_linear_takes_the_bytes_that_are_packed(sizes, spec, format_):
         packed += sum(tensor.nbytes for tensor in tensors.values())
     left = sizes.step_bytes(spec) - sizes.linear_bytes(spec)
     assert packed > 0 and sizes.quantized_bytes(spec, format_) == left + packed
-
-
-def test_the_guard_and_the_share_that_is_held_out_are_the_librarys():
-    text = PAGE.read_text()
-    assert pattern_of(f"What keeps less than {MIN_RETENTION:.0%} of the sampled acceptance").search(text)
-    assert (list(KEPT_BACK.values()).count("held-out"), PARTS) == (1, 10)
-    assert pattern_of("on one in ten of the prompts, which the scales are not of").search(text)

@@ -57,11 +57,10 @@ def random_target(tiny_target, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory) -> Path:
+def demo(once, demo_lock) -> Path:
     """Return the demo's folder: target, mla/vllm and gqa/vllm; trained once, then found in the cache."""
-    out = tmp_path_factory.mktemp("demo") / "out"
-    run_demo(out, cache_root(), _quiet, SERVED)
-    return out
+    with demo_lock:
+        return once("demo", lambda out: run_demo(out, cache_root(), _quiet, SERVED))
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import pytest
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow
 from kconv.bench.measure import ServerRun, measure_server
 from kconv.bench.offline import measure_head
-from kconv.bench.suites import Suite
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
 from kconv.engines.base import Serving
 from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
 from kconv.targets.prompts import Prompt
+from kconv.targets.suites import Suite
 from kconv.tiny.text import read_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.heads import random_slots, write_head
+from support.kimi import KIMI_MLA, small
 from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -34,18 +35,15 @@ STEPS, NEW_TOKENS, PROMPT_LENGTHS = 3, 24, (5, 9, 17, 30)
 TIE = 2e-3
 
 KIMI = Yarn(64.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-MLA = HeadSpec(
+MLA = small(
+    KIMI_MLA,
+    64,
+    512,
     # 512 + 64 is the only latent width that vLLM's MLA takes on CPU.
     attention=Mla(2, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32),
-    hidden=64,
-    target_hidden=64,
     intermediate=96,
-    layers=1,
-    vocab=512,
-    draft_vocab=512,
     rope=Rope(50000.0, KIMI),
     captured=(1, 2, 3),
-    eps=1e-5,
     dtype="F32",
     max_positions=4096,
 )

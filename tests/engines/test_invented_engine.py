@@ -170,9 +170,9 @@ def test_it_stands_on_a_card(heads):
 
 @installed
 def test_its_counters_are_read_by_bench():
-    from kconv.bench.measure import measure_server
-    from kconv.bench.suites import Suite
+    from kconv.bench.measure import ServerRun, measure_server
     from kconv.targets.prompts import Prompt
+    from kconv.targets.suites import Suite
 
     counted = {DRAFTS: 0, ACCEPTED: 0}
 

@@ -1,7 +1,10 @@
 """Random heads for the tests of this room."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.kimi import KIMI_MLA, small
 
 from kconv.head.forward import DraftHead
 from kconv.head.slots import needs
@@ -10,21 +13,18 @@ from kconv.head.spec import Gqa, HeadSpec, Rope
 
 def _spec(**changes) -> HeadSpec:
     """Return a small spec with the given fields changed."""
-    fields = {
-        "attention": Gqa(heads=4, kv_heads=2, head_dim=8),
-        "hidden": 24,
-        "target_hidden": 20,
-        "intermediate": 40,
-        "layers": 1,
-        "vocab": 11,
-        "draft_vocab": 11,
-        "rope": Rope(theta=50.0),
-        "captured": (1, 3, 5),
-        "eps": 1e-5,
-        "dtype": "F32",
-        "max_positions": 64,
-    }
-    return HeadSpec(**(fields | changes))
+    base = small(
+        KIMI_MLA,
+        24,
+        11,
+        attention=Gqa(heads=4, kv_heads=2, head_dim=8),
+        target_hidden=20,
+        intermediate=40,
+        rope=Rope(theta=50.0),
+        dtype="F32",
+        max_positions=64,
+    )
+    return replace(base, **changes)
 
 
 def _weights(spec: HeadSpec, seed: int) -> dict[str, torch.Tensor]:

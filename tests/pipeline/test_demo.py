@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,13 @@ def quiet(_: str) -> Iterator:
     yield lambda *_: None
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> tuple[Path, list[Made]]:
+ONE = replace(SMALL, heads=SMALL.heads[:1], prompts=4)
+
+
+@pytest.fixture(scope="module", params=[ONE, pytest.param(SMALL, marks=pytest.mark.slow)], ids=["mla", "all kinds"])
+def small(request, tmp_path_factory) -> tuple[Path, list[Made]]:
     out = tmp_path_factory.mktemp("demo") / "out"
-    return out, run_demo(out, cache_root(), quiet, SMALL)
+    return out, run_demo(out, cache_root(), quiet, request.param)
 
 
 def proven(made: list[Made]) -> None:
@@ -57,7 +61,7 @@ def test_there_is_everything_it_speaks_of(small):
         assert manifest.source == f"{head.name}/trained"
         assert (head.folder / "vllm" / "README.md").exists()
     prompts = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
-    assert len(prompts) == SMALL.prompts
+    assert len(prompts) == (ONE if len(made) == 1 else SMALL).prompts
     assert str(out.parent) not in "".join(p.read_text() for p in out.rglob("*.json"))
 
 
@@ -81,15 +85,22 @@ def titles(out: Path, cache: Path, until: str) -> list[str]:
     return seen
 
 
-def test_a_stage_says_training_only_where_something_is_trained(small, tmp_path):
+def test_a_stage_says_training_only_where_something_is_trained(tiny_target, tmp_path):
     assert titles(tmp_path / "out", tmp_path / "empty", "") == ["tiny Kimi-K2: training"]
     target = kept_at(TEST, cache_root())
+    assert target == tiny_target
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / target.name).symlink_to(target)
     before = "tiny Kimi-K2: kept from before"
     assert titles(tmp_path / "out", tmp_path / "cache", "head") == [before, "mla head: training with ModelOpt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small", [SMALL], indirect=True, ids=["all kinds"])
+def test_a_stage_says_where_all_was_kept(small, tmp_path):
     heads = [f"{name} head: kept from before" for name, _ in SMALL.heads]
-    assert titles(tmp_path / "out", cache_root(), "prompts")[:-1] == [before, *heads]
+    kept = ["tiny Kimi-K2: kept from before", *heads]
+    assert titles(tmp_path / "out", cache_root(), "prompts")[:-1] == kept
 
 
 def test_an_existing_folder_is_refused_before_anything_is_trained(tmp_path):
@@ -101,8 +112,10 @@ def test_an_existing_folder_is_refused_before_anything_is_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demos_heads_beat_drafters_without_a_network(tmp_path):
-    made = run_demo(tmp_path / "demo", cache_root(), quiet, RECIPE)
+@pytest.mark.demo
+def test_the_demos_heads_beat_drafters_without_a_network(tmp_path, demo_lock):
+    with demo_lock:
+        made = run_demo(tmp_path / "demo", cache_root(), quiet, RECIPE)
     proven(made)
     for head in made:
         for text in ("held-out", "sampled"):

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kconv.convert.captured import Hints
 from kconv.convert.config import ReadConfig, read_config
 from kconv.engines import by_name
-from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
+from kconv.head.spec import HeadSpec, Mla
 
-KIMI_YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-KIMI_MLA = HeadSpec(
-    attention=Mla(64, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    hidden=7168,
-    target_hidden=7168,
-    intermediate=18432,
-    layers=1,
-    vocab=163840,
-    draft_vocab=163840,
-    rope=Rope(50000.0, KIMI_YARN),
-    captured=(1, 29, 57),
-    eps=1e-5,
-    dtype="BF16",
-    max_positions=262144,
-)
-KIMI_MHA = replace(
-    KIMI_MLA,
-    attention=Gqa(64, 64, 128),
-    intermediate=12288,
-    eps=1e-6,
-    rope=Rope(50000.0, replace(KIMI_YARN, beta_fast=32.0)),
-)
+from .kimi import KIMI_MHA as KIMI_MHA
+from .kimi import KIMI_MLA as KIMI_MLA
 
 _EAGLE = {
     "eagle_aux_hidden_state_layer_ids": [1, 29, 57],

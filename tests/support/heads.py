@@ -14,29 +14,16 @@ from kconv.checkpoint.header import byte_size
 from kconv.checkpoint.tensors import TORCH
 from kconv.engines.layout import Layout, stored
 from kconv.head.slots import needs
-from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
+from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens
 
+from .kimi import KIMI_MLA, YARN, small
 from .safetensors_bytes import entry, write_raw
 
-YARN = Yarn(factor=64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-MLA = HeadSpec(
-    attention=Mla(4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16),
-    hidden=48,
-    target_hidden=48,
-    intermediate=40,
-    layers=1,
-    vocab=64,
-    draft_vocab=64,
-    rope=Rope(50000.0, YARN),
-    captured=(1, 3, 5),
-    eps=1e-5,
-    dtype="BF16",
-    max_positions=1024,
-)
+MLA = small(KIMI_MLA, 48, 64, attention=Mla(4, 24, 32, 12, 8, 16), intermediate=40, max_positions=1024)
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0))
 MHA = replace(GQA, attention=Gqa(4, kv_heads=4, head_dim=8))
 # Heads that fit the tests' trained target.
-FITTING_GQA = replace(GQA, hidden=64, target_hidden=64, intermediate=96, vocab=512, draft_vocab=512)
+FITTING_GQA = small(GQA, 64, 512, intermediate=96)
 FITTING_MLA = replace(FITTING_GQA, attention=Mla(2, 32, 32, 32, 16, 32), rope=Rope(50000.0))
 # The config of a target that the others are for.
 TARGET = {

@@ -53,8 +53,10 @@ def test_it_predicts_held_out_text_far_better_than_token_frequencies(tiny_target
 
 
 @pytest.mark.slow
-def test_the_demos_target_predicts_better_than_pairs_of_tokens_and_reads_far_back():
-    folder = make_target(DEMO, cache_root())
+@pytest.mark.demo
+def test_the_demos_target_predicts_better_than_pairs_of_tokens_and_reads_far_back(demo_lock):
+    with demo_lock:
+        folder = make_target(DEMO, cache_root())
     tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
     trained, held_out = (pack(tokenizer, part).tolist() for part in (read_corpus().train, read_corpus().held_out))
     pairs, singles = Counter(itertools.pairwise(trained)), Counter(trained)
@@ -127,29 +129,36 @@ def test_no_expert_lies_idle(tiny_target, held_out):
     assert torch.stack(shares).min() > 0.05
 
 
-def test_the_same_recipe_is_not_made_twice(tmp_path):
-    steps = []
-    first = make_target(QUICK, tmp_path, lambda *step: steps.append(step))
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Return a quick target, the cache that it is in, and the steps that were told."""
+    steps, cache = [], tmp_path_factory.mktemp("quick")
+    torch.manual_seed(5)
+    return make_target(QUICK, cache, lambda *step: steps.append(step)), cache, steps
+
+
+def test_the_same_recipe_is_not_made_twice(quick):
+    first, cache, steps = quick
     assert [(done, of) for done, of, _ in steps] == [(1, 2), (2, 2)]
     before = {file: file.stat().st_mtime_ns for file in first.iterdir()}
-    again = make_target(dataclasses.replace(QUICK), tmp_path, lambda *step: steps.append(step))
+    again = make_target(dataclasses.replace(QUICK), cache, lambda *step: steps.append(step))
     assert again == first
     assert len(steps) == 2
     assert {file: file.stat().st_mtime_ns for file in first.iterdir()} == before
-    assert make_target(dataclasses.replace(QUICK, seed=1), tmp_path) != first
 
 
-def test_the_same_recipe_gives_the_same_target_elsewhere(tmp_path):
-    torch.manual_seed(5)
-    first = make_target(QUICK, tmp_path / "a")
+def test_the_same_recipe_gives_the_same_target_elsewhere_and_another_one_another(quick, tmp_path):
+    first = quick[0]
     torch.manual_seed(6)
     state = torch.get_rng_state()
-    second = make_target(QUICK, tmp_path / "b")
+    second = make_target(QUICK, tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
     assert first.name == second.name
     assert sorted(f.name for f in first.iterdir()) == sorted(f.name for f in second.iterdir())
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+    other = make_target(dataclasses.replace(QUICK, seed=1), tmp_path)
+    assert other != second and other.parent == second.parent
 
 
 def _make(cache, barrier, queue):

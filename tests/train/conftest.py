@@ -13,9 +13,9 @@ from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
 from kconv.train.data import Rows
 from kconv.train.feed import Online
-from kconv.train.job import TrainJob
+from kconv.train.job import Pace, TrainJob
 from kconv.train.recipe import EagleRecipe
-from kconv.train.run import train_head
+from kconv.train.run import train, train_head
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
 RECIPES = {
@@ -76,14 +76,20 @@ def make_job(tiny_target, rows):
 
 
 @pytest.fixture(scope="session")
-def train_few(tiny_target, text, held_out, tmp_path_factory):
-    """Return a function that trains a head of a kind once per session."""
+def unstopped(make_job, once) -> Path:
+    """Return a GQA head of a run that was not stopped, of checkpoints after five steps and figures after six."""
+    pace = Pace(save_every=5, eval_every=6)
+    return once("unstopped", lambda out: train(make_job(RECIPES["gqa"]), out, pace))
+
+
+@pytest.fixture(scope="session")
+def train_few(tiny_target, text, held_out, once):
+    """Return a function that trains a head of a kind once for all workers."""
     made: dict[str, Trained] = {}
 
     def train(kind: str) -> Trained:
         if kind not in made:
-            out = tmp_path_factory.mktemp("heads") / "head"
-            train_head(tiny_target, out, RECIPES[kind], text, held_out)
+            out = once(f"few {kind}", lambda out: train_head(tiny_target, out, RECIPES[kind], text, held_out))
             report = json.loads((out / "modelopt" / "training.json").read_text())
             made[kind] = Trained(RECIPES[kind], out, report)
         return made[kind]

@@ -140,8 +140,10 @@ MADE_AGAIN = {
 }
 
 
-@pytest.mark.parametrize("target_of, dtype", MADE_AGAIN.values(), ids=MADE_AGAIN)
-def test_a_run_is_not_gone_on_with_over_states_that_were_made_again(tiny_target, tmp_path, target_of, dtype):
+@pytest.mark.parametrize("how", [pytest.param("in another dtype", marks=pytest.mark.slow), "from other weights"])
+def test_a_run_is_not_gone_on_with_over_states_that_were_made_again(tiny_target, tmp_path, how):
+    target_of, dtype = MADE_AGAIN[how]
+
     def stop(*_):
         raise KeyboardInterrupt
 

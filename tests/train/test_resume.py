@@ -25,12 +25,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.fixture(scope="module")
-def unstopped(make_job, tmp_path_factory) -> Path:
-    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, eval_every=6))
+# Before the first checkpoint, at one, between two, and behind the last.
+STOPS = [4, 6, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5, 11))]
 
 
-@pytest.mark.parametrize("step", [1, 4, 5, 6, 11])
+@pytest.mark.parametrize("step", STOPS)
 def test_a_run_that_stopped_ends_with_the_same_weights(make_job, unstopped, tmp_path, step):
     class Stopped(Exception):
         pass
@@ -60,7 +59,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(make_job, unstopped
     assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
 
 
-@pytest.mark.parametrize("save_every", [5, 10])
+@pytest.mark.parametrize("save_every", [pytest.param(5, marks=pytest.mark.slow), 10])
 def test_a_run_that_stopped_behind_its_last_step_takes_no_further_one(make_job, tmp_path, monkeypatch, save_every):
     # Under a rate that does not end at 0 a further step would show; the last one is within a pass.
     recipe, pace = dataclasses.replace(GQA, steps=10, schedule="constant_with_warmup"), Pace(save_every=save_every)

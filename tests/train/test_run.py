@@ -33,19 +33,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def unstopped(make_job, tmp_path_factory) -> Path:
-    return train(make_job(GQA), tmp_path_factory.mktemp("run") / "head", Pace(save_every=5, eval_every=6))
-
-
 REDUCED_GQA, REDUCED_MLA = (dataclasses.replace(recipe, draft_vocab=96) for recipe in (GQA, MLA))
 
 
 # TensorRT-LLM cannot load an MLA head of a reduced vocabulary.
 @pytest.mark.parametrize(
     ("recipe", "layout"),
-    [(GQA, "trtllm"), (MLA, "trtllm"), (REDUCED_GQA, "trtllm"), (REDUCED_MLA, "vllm")],
-    ids=["gqa", "mla", "reduced gqa", "reduced mla"],
+    [
+        pytest.param(GQA, "trtllm", id="gqa"),
+        pytest.param(MLA, "trtllm", id="mla", marks=pytest.mark.slow),
+        pytest.param(REDUCED_GQA, "trtllm", id="reduced gqa", marks=pytest.mark.slow),
+        pytest.param(REDUCED_MLA, "vllm", id="reduced mla"),
+    ],
 )
 def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tmp_path, recipe, layout):
     out = train(make_job(recipe), tmp_path / "head")
@@ -86,7 +85,7 @@ def test_products_in_bf16_move_weights_that_bf16_would_not(make_job, tmp_path):
     assert (gain.bfloat16() == 1).any()
 
 
-@pytest.mark.parametrize("layout", ["vllm", "sglang"])
+@pytest.mark.parametrize("layout", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_training_goes_on_from_a_head_of_any_layout(make_job, unstopped, tmp_path, layout):
     execute(plan(read_head(open_checkpoint(unstopped)), by_name(layout)), tmp_path / "start")
     start = read_head(open_checkpoint(tmp_path / "start"))

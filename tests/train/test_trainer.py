@@ -23,32 +23,36 @@ def test_the_untrained_loss_is_that_of_a_guess(train_few):
     assert train_few("gqa").report["untrained"]["loss"] == pytest.approx(float(guess), rel=0.15)
 
 
-def test_progress_is_told_after_each_step(tiny_target, text, held_out, tmp_path):
+@pytest.fixture(scope="module")
+def short(tiny_target, text, held_out, tmp_path_factory):
+    """Return a head of a few steps, and what was told of them."""
     told = []
-    train_head(tiny_target, tmp_path / "head", SHORT, text, held_out, lambda *step: told.append(step))
+    out = tmp_path_factory.mktemp("short") / "head"
+    return train_head(tiny_target, out, SHORT, text, held_out, lambda *step: told.append(step)), told
+
+
+def test_progress_is_told_after_each_step(short):
+    _, told = short
     assert [step[:2] for step in told] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert all(loss > 0 for _, _, loss in told)
 
 
-def test_a_head_that_was_made_before_is_found_again(tiny_target, text, held_out, tmp_path):
-    out, told = tmp_path / "head", []
-    train_head(tiny_target, out, SHORT, text, held_out)
+def test_a_head_that_was_made_before_is_found_again(short, tiny_target, text, held_out):
+    out, told = short[0], []
     assert train_head(tiny_target, out, SHORT, text, held_out, lambda *step: told.append(step)) == out
     assert not told
 
 
-def test_another_recipe_or_text_does_not_take_the_place_of_a_head(tiny_target, text, held_out, tmp_path):
-    out = train_head(tiny_target, tmp_path / "head", SHORT, text, held_out)
+def test_another_recipe_or_text_does_not_take_the_place_of_a_head(short, tiny_target, text, held_out):
     with pytest.raises(OutputExists):
-        train_head(tiny_target, out, dataclasses.replace(SHORT, seed=1), text, held_out)
+        train_head(tiny_target, short[0], dataclasses.replace(SHORT, seed=1), text, held_out)
     with pytest.raises(OutputExists):
-        train_head(tiny_target, out, SHORT, text.flip(0), held_out)
+        train_head(tiny_target, short[0], SHORT, text.flip(0), held_out)
 
 
-def test_the_same_recipe_makes_the_same_head(tiny_target, text, held_out, tmp_path):
-    one, two = (train_head(tiny_target, tmp_path / name, SHORT, text, held_out) for name in ("one", "two"))
-    weights = load_file(two / "model.safetensors")
-    for name, tensor in load_file(one / "model.safetensors").items():
+def test_the_same_recipe_makes_the_same_head(short, tiny_target, text, held_out, tmp_path):
+    weights = load_file(train_head(tiny_target, tmp_path / "two", SHORT, text, held_out) / "model.safetensors")
+    for name, tensor in load_file(short[0] / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[name])
 
 

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import torch
 
-from ...bench.measure import check_told
-from ...bench.stats import check_possible
 from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...engines.base import Engine, Serving
-from ...engines.client import Client, connect
-from ...engines.counters import Counters
+from ...engines.client import Client, check_told, connect
+from ...engines.counters import Counters, check_possible
 from ...engines.registry import engine, startable
 from ...engines.serving import serve
 from ...errors import EngineFailed, PromptsInvalid

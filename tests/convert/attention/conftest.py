@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.kimi import KIMI_MLA, small
 
 from kconv.calibrate.batches import Batch, Calibration
 from kconv.head.forward import DraftHead
@@ -11,17 +12,14 @@ from kconv.head.slots import needs
 from kconv.head.spec import Gqa, HeadSpec, Mla, Rope, Yarn
 
 YARN = Yarn(32.0, 64, beta_fast=4.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.8)
-MLA = HeadSpec(
+MLA = small(
+    KIMI_MLA,
+    16,
+    23,
     attention=Mla(4, q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=7),
-    hidden=16,
     target_hidden=12,
     intermediate=20,
-    layers=1,
-    vocab=23,
-    draft_vocab=23,
     rope=Rope(100.0, YARN),
-    captured=(1, 3, 5),
-    eps=1e-5,
     dtype="F32",
     max_positions=64,
 )

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..errors import MissingExtra, SuiteInvalid
-from ..targets.prompts import Prompt, digest_prompts, read_prompts
+from .prompts import Prompt, digest_prompts, read_prompts
 
 # Rows whose text is another owner's stand for it until NVIDIA's prepare_data.py of examples/specdec_bench fills them:
 # https://huggingface.co/datasets/nvidia/SPEED-Bench. Drafting the sentence itself would measure nothing.

@@ -13,9 +13,9 @@ import pytest
 from pyarrow import parquet
 from support.hub import hub
 
-from kconv.bench.suites import PLACEHOLDER, SUITES, load_suite
 from kconv.errors import HubRefused, MissingExtra, PromptsInvalid, SuiteInvalid
 from kconv.targets.prompts import digest_prompts, read_prompts
+from kconv.targets.suites import PLACEHOLDER, SUITES, load_suite
 
 __all__ = ["hub"]
 
