@@ -73,10 +73,10 @@ def __getattr__(name: str) -> Any:
     """Return an operation, when it is asked for: `import kconv` imports nothing heavy."""
     from importlib.util import find_spec
 
-    if name not in _operations().WHERE:
+    if name not in _operations().OPERATIONS:
         raise AttributeError(f"module 'kconv' has no attribute {name!r}")
     return import_module(f".{name}", __name__) if find_spec(f"{__name__}.{name}") else _function(name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_operations().WHERE])
+    return sorted([*__all__, *_operations().OPERATIONS])

@@ -192,7 +192,8 @@ def read_manifest(folder: Path) -> Manifest:
         ManifestMismatch: it is not of the schema.
     """
     file = folder / MANIFEST
-    if not file.is_file() or not os.access(file, os.R_OK):
+    # os.path says False of a name that is too long; pathlib raises.
+    if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
         raise NotACheckpoint(
             f"{folder} has no {MANIFEST} that can be read; kconv did not make it",
             where=folder,

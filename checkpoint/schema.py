@@ -132,7 +132,8 @@ def read_bounded(
         if found.st_size > limit:
             raise error(f"{file.name} is {found.st_size:,} bytes, more than {limit:,}", where=file, fix=fix)
         with file.open("rb") as held:
-            return held.read(limit)
+            # Not `limit`: Python makes room for as much as is asked for.
+            return held.read(found.st_size)
     except (OSError, ValueError) as fault:  # ValueError: a name with a NUL in it
         if missing is not None and isinstance(fault, FileNotFoundError):
             raise missing from fault

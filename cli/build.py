@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from ..engines import registry
 from ..errors import RequestInvalid
-from ..operations.base import Operation, extras, first_wrong, flag, marks
+from ..operations.base import Operation, first_wrong, flag, marks
 from .progress import Terminal
 
 
@@ -45,12 +45,13 @@ EXTRA: dict[str, tuple[click.Parameter, ...]] = {
 PATHS = ("checkpoint", "file", "output")
 
 
-def make_command(name: str, cls: type[Operation], **fixed: Any) -> click.Command:
+def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) -> click.Command:
     """Return the command of an operation.
 
     Args:
         name: of the command.
         cls: the operation.
+        summary: what it does, in a line.
         fixed: fields that the command's name states.
     """
     fields = {field: info for field, info in _in_order(cls) if field not in fixed}
@@ -73,7 +74,6 @@ def make_command(name: str, cls: type[Operation], **fixed: Any) -> click.Command
         except RequestInvalid as error:
             raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
-    summary = cls.SUMMARY.replace("an engine's layout", _described(name))
     return click.Command(name, params=params, callback=call, help=_help(name, cls), short_help=summary)
 
 
@@ -99,11 +99,11 @@ def _request(cls: type[Operation], values: dict[str, Any]) -> Operation:
 def _carry_out(request: Operation, *, as_json: bool, dry_run: bool) -> None:
     from .show import show, show_plan
 
-    with Terminal() as context, extras():
-        if dry_run:
-            show_plan(request, request.preview(context), as_json=as_json)
-            return
-        result = request.run(context)
+    context = Terminal()
+    if dry_run:
+        show_plan(request, request.preview(context), as_json=as_json)
+        return
+    result = request.run(context)
     show(request, result, as_json=as_json)
     if not request.passed(result):
         raise SystemExit(1)

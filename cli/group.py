@@ -11,9 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from ..errors import KconvError, OutputFailed
-from ..operations import WHERE, load
-from ..operations.base import extras
-from .build import make_command
+from ..operations import OPERATIONS, load
 
 # The headings of help, in the order in which one meets them, each with the commands that are no single operation.
 JOBS: dict[str, tuple[str, ...]] = {
@@ -70,10 +68,13 @@ class Kconv(click.Group):
         if os.environ.get("NO_COLOR"):  # rich looks by itself, click does not: https://no-color.org
             ctx.color = False
         try:
-            with extras():
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except KconvError as error:
             _end_with(error)
+        except ModuleNotFoundError as error:
+            from ..operations.base import missing_extra
+
+            _end_with(missing_extra(error))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*operation_commands(), *self.commands]
@@ -85,8 +86,10 @@ class Kconv(click.Group):
         operation = operation_commands().get(cmd_name)
         if operation is None:
             return None
+        from .build import make_command
+
         fixed = {"to": cmd_name.removeprefix("to-")} if operation == "convert" else {}
-        return make_command(cmd_name, load(operation), **fixed)
+        return make_command(cmd_name, load(operation), summary(cmd_name, operation), **fixed)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -100,12 +103,9 @@ class Kconv(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = (ctx.max_content_width or 80) * 2
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        shown = {
-            name: command.get_short_help_str(limit)
-            for name, command in commands.items()
-            if command is not None and not command.hidden
-        }
+        # Of operations as the table has them: help imports none.
+        shown = {name: summary(name, operation) for name, operation in operation_commands().items()}
+        shown |= {name: command.get_short_help_str(limit) for name, command in self.commands.items()}
         column = max((len(name) for name in shown), default=0)
         for job, names in sections(list(shown)).items():
             with formatter.section(job):
@@ -117,10 +117,18 @@ def operation_commands() -> dict[str, str]:
     from ..engines.registry import writable
 
     found: dict[str, str] = {}
-    for operation in WHERE:
+    for operation in OPERATIONS:
         names = [f"to-{layout}" for layout in writable()] if operation == "convert" else [operation.replace("_", "-")]
         found |= dict.fromkeys(names, operation)
     return found
+
+
+def summary(name: str, operation: str) -> str:
+    """Return what a command does, in a line."""
+    from ..engines.registry import describe
+
+    text = OPERATIONS[operation].summary
+    return text.replace("an engine's layout", describe(name.removeprefix("to-"))) if operation == "convert" else text
 
 
 def _end_with(fault: KconvError) -> NoReturn:
@@ -149,7 +157,7 @@ def _full(fault: OSError) -> KconvError:
 def sections(names: list[str]) -> dict[str, list[str]]:
     """Return the commands by the job they do, in the order of `JOBS`; those of no job come last."""
     jobs = {name: job for job, members in JOBS.items() for name in members}
-    jobs |= {name: load(operation).JOB for name, operation in operation_commands().items()}
+    jobs |= {name: OPERATIONS[operation].job for name, operation in operation_commands().items()}
     found: dict[str, list[str]] = {job: [] for job in (*JOBS, REST)}
     for name in names:
         found.get(jobs.get(name, REST), found[REST]).append(name)

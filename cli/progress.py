@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
 
 import click
 
@@ -18,12 +17,6 @@ EVERY = 30.0
 
 class Terminal(Context):
     """An operation's context on the command line."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        return None
 
     def log(self, text: str) -> None:
         """Print a line."""

@@ -111,7 +111,7 @@ def _show_head(_: Operation, head: Head) -> None:
         "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
         "weights": f"{len(infos)} tensors, {_parameters(head):,} parameters, {spec.dtype}",
     }
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(Column(), _name(""), padding=(0, 2))
     for name, fact in facts.items():
         grid.add_row(f"[bold]{name}", escape(fact))
     tensors = Table(_name("tensor"), "dtype", "shape", "bytes", box=None, header_style="bold")

@@ -179,8 +179,6 @@ class Operation(BaseModel):
     """A request: its fields are the operation's options.
 
     Attributes:
-        JOB: under which heading help lists it.
-        SUMMARY: what it does, in a line.
         EXAMPLES: command lines.
         OUTPUT: of an output that is a file, what it is called inside a step of a recipe; empty for a folder.
         HEAVY: whether it needs more than a hosted CI machine has.
@@ -191,8 +189,6 @@ class Operation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=plain_name, populate_by_name=True)
 
-    JOB: ClassVar[str] = ""
-    SUMMARY: ClassVar[str] = ""
     EXAMPLES: ClassVar[tuple[str, ...]] = ()
     OUTPUT: ClassVar[str] = ""
     HEAVY: ClassVar[bool] = False
@@ -303,11 +299,15 @@ def extras() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
-        fix = f"pip install 'kconv[{EXTRAS[package]}]'"
-        raise MissingExtra(f"this takes {package}, which is not installed", fix=fix) from error
+        raise missing_extra(error) from error
+
+
+def missing_extra(error: ModuleNotFoundError) -> MissingExtra:
+    """Return the error of a package that an extra of kconv brings; any other missing module is a bug, and raised."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        raise error
+    return MissingExtra(f"this takes {package}, which is not installed", fix=f"pip install 'kconv[{EXTRAS[package]}]'")
 
 
 # Packages that only some operations take, and the extra that brings them.

@@ -47,8 +47,6 @@ class Bench(Reading):
     server. Without, with --head and --target, by kconv's own forward.
     """
 
-    JOB = "Check and measure"
-    SUMMARY = "Measure acceptance length, on a server or by kconv's own forward."
     EXAMPLES = (
         "kconv bench --url http://127.0.0.1:8000 --suite mt-bench --head my-head --precision NVFP4 --out a.json",
         "kconv bench --head my-head --target my-target --suite prompts.jsonl --out acceptance.json",
@@ -159,8 +157,6 @@ class Compare(Operation):
     with what keeps them apart. Exit 1 if nothing compares.
     """
 
-    JOB = "Check and measure"
-    SUMMARY = "Put acceptance figures of several heads side by side."
     EXAMPLES = ("kconv compare mla/acceptance.json gqa/acceptance.json --chart heads.png",)
 
     files: tuple[Name, ...] = argument("The acceptance.json files.", kind="file")

@@ -54,8 +54,6 @@ class Card(Operation):
     evidence go into a new folder, which can be published.
     """
 
-    JOB = "Release"
-    SUMMARY = "Write a head's README.md, its licenses and its notice."
     EXAMPLES = (
         "kconv card my-head-vllm --report report/report.json --base-model moonshotai/Kimi-K2.6",
         "kconv card my-head-vllm --style nvidia --facts facts.yaml --acceptance acceptance.json --license-file LICENSE",

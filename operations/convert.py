@@ -46,8 +46,6 @@ class Convert(Reading):
     measured on held-out text. The manifest states what it kept.
     """
 
-    JOB = "Convert"
-    SUMMARY = "Write a head in an engine's layout."
     EXAMPLES = (
         "kconv to-vllm my-head my-head-vllm",
         "kconv to-vllm my-head my-head-vllm --target my-target --drop-shared",

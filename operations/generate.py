@@ -33,8 +33,6 @@ class Generate(Operation):
     same command goes on where a run was stopped, and asks failed prompts again. Exit 1 if any failed.
     """
 
-    JOB = "Make"
-    SUMMARY = "Have the served target answer prompts, to train a head on."
     EXAMPLES = (
         "kconv generate --url http://127.0.0.1:8000 --model my-target --prompts prompts.jsonl --out dialogues.jsonl",
     )

@@ -17,8 +17,6 @@ class Inspect(Reading):
     Reads the config and the headers, no weights; those of a hub id are read where they are.
     """
 
-    JOB = "Look"
-    SUMMARY = "Say what a head is, from its config and headers."
     EXAMPLES = ("kconv inspect my-head", "kconv inspect nvidia/Kimi-K2.6-Eagle3")
 
     head: Name = argument("The head: a folder or a hub id.", kind="checkpoint")

@@ -78,8 +78,6 @@ class Publish(Operation):
     and --public are left for when the pull request is merged.
     """
 
-    JOB = "Release"
-    SUMMARY = "Put a finished folder on the Hub, if all checks pass."
     EXAMPLES = (
         "kconv publish my-release my-org/my-head --tag v1 --dry-run",
         "kconv publish my-release --min-acceptance 2.5 --suite sampled --draft-tokens 3 --min-prompts 80 "

@@ -58,8 +58,6 @@ class Calibrate(Prompted):
     that was interrupted goes on behind its last layer when the same command is given again.
     """
 
-    JOB = "Make"
-    SUMMARY = "Find what a target's activations reach, for kconv quantize."
     EXAMPLES = (
         "kconv calibrate my-target calibration.json --prompts calibration.jsonl --chat",
         "kconv quantize my-target my-target-nvfp4 --recipe nvfp4-mlp --input-scale calibration.json",
@@ -93,7 +91,8 @@ class Calibrate(Prompted):
                 tokens=self.tokens,
                 chat=self.chat,
                 trust_remote_code=self.trust_remote_code,
-                log=say,
+                log=context.log,
+                progress=lambda done, total: say(f"{done} of {total} layers"),
             )
         return Calibrated(self.out, found)
 
@@ -124,8 +123,6 @@ class Quantize(Prompted):
     too), nvfp4-weight-only (activations stay bf16), or a YAML file.
     """
 
-    JOB = "Make"
-    SUMMARY = "Write a target in NVFP4, shard by shard."
     EXAMPLES = (
         "kconv quantize moonshotai/Kimi-K2.5 Kimi-K2.5-NVFP4 --recipe nvfp4-experts --input-scale data-free --dry-run",
         "kconv quantize my-target my-target-nvfp4 --recipe nvfp4-mlp --input-scale calibration.json --jobs 8",
@@ -270,8 +267,6 @@ class QuantizeHead(Reading):
     in memory, in fp32.
     """
 
-    JOB = "Make"
-    SUMMARY = "Write a draft head's linears in FP8 or NVFP4."
     EXAMPLES = (
         "kconv states my-target my-states --prompts prompts.jsonl --captured 1,29,57",
         "kconv quantize-head my-head my-head-fp8 --format fp8 --states my-states --target my-target",

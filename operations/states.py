@@ -50,8 +50,6 @@ class States(Operation):
         "kv_connector_extra_config": {"shared_storage_path": "/shared"}}'
     """
 
-    JOB = "Make"
-    SUMMARY = "Write a target's hidden states, for calibration, training and validation without it."
     EXAMPLES = (
         "kconv states my-target my-states --prompts held-out.jsonl --prompt-tokens 32 --sampled 64 --greedy 64",
         "kconv states my-target my-states --prompts held-out.jsonl --url http://host:8000 --shared /shared",

@@ -30,8 +30,6 @@ class Tiny(Operation):
     holds `target/`, `train.jsonl`, `eval.jsonl` and `held-out.jsonl`.
     """
 
-    JOB = "Try it"
-    SUMMARY = "A tiny Kimi-K2 that is really trained, and texts for it."
     EXAMPLES = ("kconv tiny my-tiny",)
 
     out: Name = argument("The folder to write; nothing may be there.", kind="output")

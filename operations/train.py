@@ -75,8 +75,6 @@ class Train(Operation):
     says what it was trained on and how; its modelopt folder has the head as ModelOpt's module, and the curves.
     """
 
-    JOB = "Make"
-    SUMMARY = "Train an Eagle3 head with ModelOpt, or train one on."
     EXAMPLES = (
         "kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4",
         "kconv train my-target my-better-head --recipe eagle3-mla --data more.jsonl --init-from my-head",

@@ -47,8 +47,6 @@ class Validate(Reading):
     --source, the noise of every tensor, and with --prompts the perplexity of both.
     """
 
-    JOB = "Check and measure"
-    SUMMARY = "Check a head or a target before it is served: files, config, values, engines."
     EXAMPLES = (
         "kconv validate my-head --for all",
         "kconv validate org/head --for sglang --headers-only --strict",

@@ -23,8 +23,6 @@ class Verified:
 class Verify(Operation):
     """Re-check OUT against its kconv.json, byte by byte, and SOURCE's tensors too if it is given."""
 
-    JOB = "Convert"
-    SUMMARY = "Re-check every byte of an output against its manifest."
     EXAMPLES = ("kconv verify my-head-vllm my-head",)
 
     head: Name = argument("The output of kconv to check.", kind="file", metavar="OUT")

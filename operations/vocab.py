@@ -58,8 +58,6 @@ class Vocab(Reading):
     head can draft.
     """
 
-    JOB = "Look"
-    SUMMARY = "Examine a head's draft vocabulary, or write the head with another."
     EXAMPLES = (
         "kconv vocab my-head --target my-target --text prompts.jsonl",
         "kconv vocab my-head --rebuild-t2d my-head-marked",

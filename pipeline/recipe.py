@@ -19,7 +19,7 @@ from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
 from ..checkpoint.schema import first_wrong
 from ..errors import RecipeInvalid, RequestInvalid
-from ..operations import WHERE, load
+from ..operations import OPERATIONS, load
 from ..operations.base import Operation
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
@@ -58,7 +58,7 @@ class Step:
 
 def kinds() -> tuple[str, ...]:
     """Return what a step's `do` may say."""
-    return tuple(name.replace("_", "-") for name in WHERE)
+    return tuple(name.replace("_", "-") for name in OPERATIONS)
 
 
 def read_step(values: Any) -> Step:

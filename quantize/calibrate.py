@@ -53,6 +53,7 @@ def calibrate_target(
     chat: bool = False,
     trust_remote_code: bool = False,
     log: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TargetCalibration:
     """Run a target over prompts and write its calibration; go on where an interrupted run stopped.
 
@@ -62,7 +63,8 @@ def calibrate_target(
         out: the file to make.
         dtype: safetensors name of what is computed in; None for the target's own.
         tokens, chat, trust_remote_code: see `read_sequences`.
-        log: called with what is going on.
+        log: called where an interrupted run is gone on with.
+        progress: called with the layers that are done, and all.
 
     Raises:
         OutputExists, OutputFailed: there is something at `out`, or it cannot be written.
@@ -88,7 +90,7 @@ def calibrate_target(
             dtype=chosen,
             resume=before,
             keep=partial(keep, place),
-            advance=lambda done, total: log(f"{done} of {total} layers"),
+            advance=progress,
         )
         temporary = out.with_name(f".{out.name}.partial")
         write_calibration(temporary, found)

@@ -50,7 +50,7 @@ def test_the_attentions_memory_is_what_kimi_k2s_dims_come_to(monkeypatch, tmp_pa
 
 
 def test_a_turn_of_its_latents_leaves_a_head_as_it_was():
-    dims = replace(heads.FULL.attention, heads=2, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=4, v_head_dim=3)
+    dims = replace(heads.KIMI_MLA.attention, heads=2, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=4, v_head_dim=3)
     spec = replace(memory.SPEC, attention=dims, vocab=40, draft_vocab=40)
     drawn = memory.make_head(spec, 0)
     with pytest.raises(ValueError, match="has gains"):

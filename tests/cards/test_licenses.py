@@ -78,7 +78,7 @@ def test_texts_are_copied_whole_and_the_notice_follows(output):
 
 def test_a_file_of_the_users_comes_first(output, tmp_path):
     (tmp_path / "agreement.txt").write_text(NVIDIA)
-    evidence = gather(output, None, FACTS, license_file=[tmp_path / "agreement.txt"])
+    evidence = gather(output, None, FACTS, license_files=[tmp_path / "agreement.txt"])
     assert make_card(evidence).files["LICENSE"] == NVIDIA
 
 
@@ -205,7 +205,7 @@ def test_l10_the_sources_license_is_not_replaced_by_another(output, tmp_path, te
     facts = FACTS.model_copy(update={"source_head": "AQ-MedAI/head", "license": LicenseFacts(id=stated)})
     (output.parent / "source" / "LICENSE").write_text(text)
     (tmp_path / "mine").write_text(MIT)
-    write(output, make_card(gather(output, None, facts, license_file=[tmp_path / "mine"])))
+    write(output, make_card(gather(output, None, facts, license_files=[tmp_path / "mine"])))
     assert (output / "LICENSE-SOURCE").read_text() == text
     # The source's folder is not needed to see it: the folder may be published elsewhere, and without these facts.
     for known in (facts, Facts()):

@@ -23,7 +23,10 @@ def assert_described(format_, found):
         assert info.dtype in one.dtypes and info.shape in one.shapes(ROWS, COLUMNS), suffix
 
 
-@pytest.mark.parametrize("form, format_", {"int4": int4(32), "fp8": fp8_blocks(), "nvfp4": NVFP4}.items(), ids=lambda one: getattr(one, "name", str(one)))
+STORED = {"int4": int4(32), "fp8": fp8_blocks(), "nvfp4": NVFP4}
+
+
+@pytest.mark.parametrize("form, format_", STORED.items(), ids=STORED)
 def test_what_compressed_tensors_and_modelopt_store_is_described(tmp_path, form, format_):
     store_weight(form, tmp_path)
     infos = read_header(tmp_path / "x.safetensors")

@@ -15,13 +15,14 @@ from support.releasing import carry_out
 import kconv
 from kconv.checkpoint.manifest import MANIFEST
 from kconv.cli import main
+from kconv.cli.group import JOBS
 from kconv.engines import by_name, writable
 from kconv.errors import KconvError, RequestInvalid
-from kconv.operations import WHERE, load
+from kconv.operations import OPERATIONS, load
 from kconv.operations.base import flag, marks, plain_name
 from kconv.pipeline.recipe import kinds, read_step
 
-COMMANDS = {name: name.replace("_", "-") for name in WHERE} | {"convert": "to-vllm"}
+COMMANDS = {name: name.replace("_", "-") for name in OPERATIONS} | {"convert": "to-vllm"}
 # What each command has beside its operation's options.
 BESIDE = {"as_json", "dry_run", "explain"}
 
@@ -32,7 +33,7 @@ def command(name: str) -> click.Command:
     return found
 
 
-@pytest.mark.parametrize("name", WHERE)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_the_three_ways_take_the_same_with_the_same_defaults(name):
     cls = load(name)
     fixed = {"to"} if name == "convert" else set()
@@ -51,7 +52,7 @@ def test_the_three_ways_take_the_same_with_the_same_defaults(name):
                 assert params[field].opts == [flag(field, info)]
 
 
-@pytest.mark.parametrize("name", WHERE)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_a_recipe_takes_each_option_but_the_output(name):
     cls, known = load(name), set()
     for field in cls.model_fields:
@@ -64,10 +65,10 @@ def test_a_recipe_takes_each_option_but_the_output(name):
     assert known == set(cls.model_fields) - {cls.output()}
 
 
-@pytest.mark.parametrize("name", WHERE)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_every_option_has_a_sentence_and_every_command_an_example_and_json(name):
     cls = load(name)
-    assert cls.SUMMARY and cls.EXAMPLES and cls.JOB
+    assert OPERATIONS[name].summary.endswith(".") and cls.EXAMPLES and OPERATIONS[name].job in JOBS
     assert all((info.description or "").endswith(".") for info in cls.model_fields.values())
     assert {param.name for param in command(COMMANDS[name]).params} >= {"as_json"}
 
@@ -113,4 +114,4 @@ def test_a_wrong_request_is_a_named_error_under_the_options_own_name(name, args,
 
 
 def test_a_step_is_any_operation():
-    assert set(kinds()) == {name.replace("_", "-") for name in WHERE}
+    assert set(kinds()) == {name.replace("_", "-") for name in OPERATIONS}

@@ -128,7 +128,7 @@ def test_validation_finds_nothing_against_the_source(quantized, kind, name):
     report = validate(
         Folder(quantized / f"{kind}-{name}"),
         Checks(),
-        source=read_head(open_checkpoint(quantized / kind)),
+        source=Origin(*[read_head(open_checkpoint(quantized / kind))] * 2),
         say=lambda _: None,
     )
     assert [finding for finding in report.findings if finding.severity != "note"] == []
@@ -215,7 +215,7 @@ def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, tmp_path
 def test_a_target_must_be_said(quantized, states, tmp_path):
     words = ["quantize-head", quantized / "gqa", tmp_path / "out", "--format", "fp8", "--states", states]
     result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == 2 and "--target must be said" in result.output
+    assert result.exit_code == 2 and "--target is required" in result.output
 
 
 def test_json_prints_the_manifest(quantized, states, tiny_target, tmp_path):

@@ -144,18 +144,21 @@ def test_prompts_are_read_before_the_weights_are_fetched(forms, kconv, tmp_path,
 
 
 USAGE = {
-    "modelopt without prompts": (["nvfp4", "--backend", "modelopt"], "--prompts must be said: a JSONL file"),
+    "modelopt without prompts": (["nvfp4", "--backend", "modelopt"], "--prompts is required. Give a JSONL file"),
     "modelopt with an input scale": (
         ["nvfp4", "--backend", "modelopt", "--prompts", "p", "--input-scale", "data-free"],
-        "--input-scale is of --backend stream",
+        "--input-scale: only with --backend stream",
     ),
     "modelopt with jobs": (
         ["nvfp4", "--backend", "modelopt", "--prompts", "p", "--jobs", "2"],
-        "--jobs is of --backend",
+        "--jobs: only with --backend",
     ),
-    "streaming with prompts": (["nvfp4", "--prompts", "p"], "--prompts is of --backend modelopt"),
-    "streaming with a chat template": (["nvfp4", "--input-scale", "data-free", "--chat"], "--chat is of --backend"),
-    "streaming without input scales": (["nvfp4"], "--input-scale must be said: a calibration file, or data-free"),
+    "streaming with prompts": (["nvfp4", "--prompts", "p"], "--prompts: only with --backend modelopt"),
+    "streaming with a chat template": (
+        ["nvfp4", "--input-scale", "data-free", "--chat"],
+        "--chat: only with --backend",
+    ),
+    "streaming without input scales": (["nvfp4"], "--input-scale is required. Give a calibration file, or data-free"),
     "weights alone with prompts": (
         ["nvfp4-weight-only", "--backend", "modelopt", "--prompts", "p"],
         "--prompts has no use",

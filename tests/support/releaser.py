@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from kconv.operations import WHERE, load
+from kconv.operations import OPERATIONS, load
 from kconv.pipeline.recipe import read_release
 from kconv.pipeline.run import Selection, run_release
 
@@ -19,7 +19,7 @@ from kconv.pipeline.run import Selection, run_release
 def main(recipe: Path, root: Path) -> None:
     """Carry the release out once for each line on stdin."""
     release, text = read_release(recipe)
-    for operation in WHERE:  # loaded before the forks
+    for operation in OPERATIONS:  # loaded before the forks
         load(operation)
     for _ in sys.stdin:
         child = os.fork()

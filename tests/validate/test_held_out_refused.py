@@ -69,7 +69,7 @@ def test_a_target_that_does_not_fit_and_what_to_do_about_it(refuse, prompts, mon
     assert "Leave --prompts out" in refuse(TargetTooLarge, "in memory as float32", prompts).fix
 
 
-@pytest.mark.parametrize("words", [("--engine", "vllm", "--url", "http://x"), ("--steps", "4"), ("--seed", "1")])
+@pytest.mark.parametrize("words", [("--engine", "vllm", "--url", "http://x"), ("--draft-tokens", "4"), ("--seed", "1")])
 def test_wrong_usage_is_named_before_weights_are_fetched(words, pair, prompts, monkeypatch):
     fetched = []
     monkeypatch.setattr(Folder, "open_weights", fetched.append)

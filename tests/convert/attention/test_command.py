@@ -150,7 +150,7 @@ def test_a_theta_that_the_config_lost_is_refused_before_the_target_is_run(prompt
 @pytest.mark.parametrize("option", [("--device", "cpu"), ("--min-retention", "0.5"), ("--context", 64), ("--heal", 0)])
 def test_what_goes_with_another_attention_is_not_passed_over_without(heads, tmp_path, option):
     result = CliRunner().invoke(main, [str(a) for a in ("to-vllm", heads / "gqa", tmp_path / "out", *option)])
-    assert result.exit_code == 2 and "go with --attention" in result.output
+    assert result.exit_code == 2 and "only with --attention" in result.output
     assert not (tmp_path / "out").exists()
 
 
