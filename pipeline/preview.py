@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from ..cards.license_checks import check_folder
 from ..cards.licenses import LICENSES, find_texts
 from ..checkpoint.folder import LICENSE_TEXTS
+from ..checkpoint.staging import free_bytes
 from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation
 from ..operations.card import Card
@@ -103,12 +103,6 @@ def check_disk(preview: Preview, root: Path) -> None:
             where=root.absolute().parent,
             fix="Free some space, or choose an --out on another disk.",
         )
-
-
-def free_bytes(root: Path) -> int:
-    """Return the bytes that are free where a release will be."""
-    at = root.absolute()
-    return shutil.disk_usage(next(parent for parent in (at, *at.parents) if parent.exists())).free
 
 
 def _plan(
