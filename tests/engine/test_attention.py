@@ -61,9 +61,9 @@ def test_vllm_accepts_what_kconv_says_of_a_converted_head(
     stream = pack(load_tokenizer(folder).inner, read_corpus().held_out)
     prompts = stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
     with serve(Serving(engine_python, folder, head.checkpoint.folder), ENGINE) as served:
-        before = served.client.read_counters()
+        before = served.client.read_counters(ENGINE.counters)
         outputs = [served.client.complete(prompt, NEW_TOKENS) for prompt in prompts]
-        counted = served.client.read_counters().since(before)
+        counted = served.client.read_counters(ENGINE.counters).since(before)
         # The simulation looks ahead of the last token by as much as a draft does.
         ahead = [served.client.complete(prompt, NEW_TOKENS + STEPS - 1) for prompt in prompts]
     assert [row[:NEW_TOKENS] for row in ahead] == outputs

@@ -38,9 +38,9 @@ def figure(acceptance: AcceptanceFile, averaging: str, category: str) -> Accepta
 def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suite):
     head = read_head(open_checkpoint(demo / "mla" / "vllm"))
     with serve(Serving(engine_python, demo / "target", head.checkpoint.folder), ENGINE) as served:
-        before = served.client.read_counters()
+        before = served.client.read_counters(ENGINE.counters)
         found = measure_server(served.client.url, suite, ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT))
-        counted = served.client.read_counters().since(before)
+        counted = served.client.read_counters(ENGINE.counters).since(before)
         # Several at a time share a batch, and are told together.
         together = measure_server(
             served.client.url, suite, ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT, concurrency=4)

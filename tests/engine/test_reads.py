@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from kconv.engines.config import write_rope
-from kconv.engines.vllm import ENVIRONMENT
+from kconv.engines.vllm import ENGINE, ENVIRONMENT
 from kconv.head.spec import Gqa, Mla, Rope, Yarn
-from kconv.validate.rules.captured import IN_VLLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 READER = Path(__file__).parent.parent / "support" / "vllm_reads.py"
+CLASSES = ENGINE.architectures
 MODULES = {Gqa: "vllm.model_executor.models.llama_eagle3", Mla: "vllm.model_executor.models.deepseek_eagle3"}
 # The first two stand in vLLM's registry, and it puts Eagle3 before them; the third, speculators', does not stand there.
 NOT_FOUND = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "Eagle3DraftModel")
@@ -31,7 +32,7 @@ def read(engine_python: Path, tmp_path_factory) -> dict:
     # vLLM's MLA asks for DeepSeek's class by this name.
     ropes += [rope | {"rope_type": "deepseek_yarn"} for rope in ropes if rope["rope_type"] == "yarn"]
     request = {
-        "names": [*IN_VLLM[Gqa], *IN_VLLM[Mla], *NOT_FOUND],
+        "names": [*itertools.chain(*CLASSES.values()), *NOT_FOUND],
         "angles": [{"rows": length, "rope": rope} for length in LENGTHS for rope in ropes],
     }
     (folder / "request.json").write_text(json.dumps(request))
@@ -41,9 +42,9 @@ def read(engine_python: Path, tmp_path_factory) -> dict:
     return json.loads((folder / "answer.json").read_text())
 
 
-@pytest.mark.parametrize("attention", IN_VLLM)
+@pytest.mark.parametrize("attention", CLASSES)
 def test_vllm_builds_the_class_of_the_heads_attention(read: dict, attention: type):
-    for name in IN_VLLM[attention]:
+    for name in CLASSES[attention]:
         assert read["classes"][name] and read["classes"][name][0] == MODULES[attention], name
 
 

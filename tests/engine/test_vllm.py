@@ -172,22 +172,26 @@ def test_vllm_accepts_what_the_simulated_chain_accepts(answers, folders, target,
 
 @pytest.mark.parametrize("layout", UNTRANSLATED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_untranslated_layers_cost_acceptance_in_silence(
-    answers, folders, target, demo, prompts, own, kind, layout, capsys
-):
+def test_untranslated_layers_are_served_in_silence(answers, folders, target, demo, prompts, own, kind, layout):
     """vLLM serves them without a word, and accepts what kconv says of a head that reads one layer too early."""
     right, silent = counted(answers[kind]["vllm"]), counted(answers[kind][layout])
     assert silent.outputs == right.outputs
     expected = simulated(folders[kind][layout], target, demo, prompts, own, untranslated=True)
     assert silent.per_position == expected.accepted
-    assert silent.length < right.length - 0.03
-    with capsys.disabled():
-        print(f"\n{kind}: acceptance length {right.length:.3f}, untranslated ({layout}) {silent.length:.3f}")
     # Before anything is served a rule says so.
     done = CliRunner().invoke(main, ["validate", str(folders[kind][layout]), "--for", "vllm-v1", "--json"])
     [found] = [f for f in json.loads(done.stdout)["findings"] if f["rule"] == "K140"]
     assert (done.exit_code, found["severity"]) == (1, "error")
     assert "[0, 2, 4]" in found["message"]
+
+
+@pytest.mark.parametrize("layout", UNTRANSLATED)
+def test_untranslated_layers_cost_acceptance(answers, layout):
+    # Over the heads together: the few hundred steps of one of them tell less than the loss is.
+    right = [counted(answers[kind]["vllm"]) for kind in KINDS]
+    silent = [counted(answers[kind][layout]) for kind in KINDS]
+    lengths = [1 + sum(sum(c.per_position) for c in one) / sum(c.drafts for c in one) for one in (right, silent)]
+    assert lengths[1] < lengths[0] - 0.03
 
 
 @pytest.mark.parametrize("layout", UNTRANSLATED)
@@ -237,7 +241,7 @@ def test_the_command_finds_that_the_engine_reads_other_layers(engine_python, dem
 
 def test_without_a_head_nothing_is_counted_and_a_complaint_is_told(engine_python, demo, tmp_path):
     with serve(Serving(engine_python, demo / "target"), ENGINE) as served, pytest.raises(CountersMissing):
-        served.client.read_counters()
+        served.client.read_counters(ENGINE.counters)
     folder = tmp_path / "head"
     shutil.copytree(demo / "gqa" / "vllm", folder)
     weights = load_file(folder / "model.safetensors")

@@ -43,7 +43,7 @@ def files_under_the_tag(hub: Hub, repo: str, tag: str) -> dict[str, bytes]:
 def test_the_example_goes_from_nothing_to_the_hub_in_one_command(hub, tmp_path):
     hub.tokens = {TOKEN}
     root, recipe = tmp_path / "tiny-release", read_release(EXAMPLE)[0]
-    publish = recipe.steps["publish"].model_dump()
+    publish = recipe.steps["publish"].plain()
 
     assert set(kconv(root).values()) == {"made"}
     for layout in ("vllm", "trtllm", "sglang"):
