@@ -5,7 +5,7 @@ import shutil
 import pytest
 from blake3 import blake3
 from support.hub_repos import Reply
-from support.published import SECRET, head, offline, weights
+from support.hub_head import SECRET, head, offline, weights
 
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.source import resolve

@@ -2,7 +2,7 @@
 
 import pytest
 from support.hub_repos import Reply, refusal
-from support.published import SECRET, head, offline
+from support.hub_head import SECRET, head, offline
 
 from kconv.checkpoint.hub import fetch_dataset_file
 from kconv.checkpoint.source import resolve
