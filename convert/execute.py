@@ -18,6 +18,7 @@ from ..checkpoint.manifest import (
     Manifest,
     StepRecord,
     TensorRecord,
+    UnverifiedRecord,
     write_manifest,
 )
 from ..checkpoint.staging import staged
@@ -180,6 +181,7 @@ def _manifest(
         hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
+        unverified=tuple(UnverifiedRecord(**asdict(one)) for one in head.read.unverified),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),
