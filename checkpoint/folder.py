@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
 from .header import IMPOSTORS, MAX_HEADER_BYTES, TensorInfo, read_header
+from .pickles import PICKLE, read_pickle_header
 from .schema import parse_object
 from .staging import is_partial
 
@@ -55,7 +57,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
     """Read a folder's config and headers.
 
     Args:
-        folder: a folder with config.json and either an index or *.safetensors.
+        folder: a folder with config.json and either an index or *.safetensors; pytorch_model*.bin where it has none.
         source: how the user named it, for messages and the manifest; the folder's path if empty.
 
     Raises:
@@ -154,6 +156,8 @@ def _without_config(folder: Path) -> NotACheckpoint:
 
 def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, TensorInfo]:
     files = [folder / name for name in sorted(names) if name.endswith(".safetensors")]
+    if not files and read is read_header and (pickled := fnmatch.filter(sorted(names), PICKLE)):
+        files, read = [folder / name for name in pickled], read_pickle_header
     if not files:
         for mark, (what, fix) in OTHERS.items():
             if any(name.endswith(mark) for name in names):

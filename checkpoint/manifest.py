@@ -150,6 +150,7 @@ class Manifest(Record):
         exact: whether every weight's bytes are the source's, or the target's where one was added from it.
         source: how the user named the source.
         source_config: sha256 of its config.json.
+        source_pickles: the files of the source that were pickles, read with weights_only; empty for safetensors.
         source_layout, layout: from and to.
         hints: what the user said of the source, by which it is read again to be compared.
         spec: the head, as `HeadSpec` names it.
@@ -170,6 +171,7 @@ class Manifest(Record):
     exact: bool
     source: str
     source_config: str
+    source_pickles: tuple[str, ...] = ()
     source_layout: str
     layout: str
     hints: HintsRecord = HintsRecord()

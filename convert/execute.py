@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from ..checkpoint.manifest import (
     UnverifiedRecord,
     write_manifest,
 )
+from ..checkpoint.pickles import PICKLE
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
 from ..engines.registry import launch_files
@@ -176,6 +178,7 @@ def _manifest(
         ),
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
+        source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),
         source_layout=head.layout.name,
         layout=plan.layout.name,
         hints=HintsRecord(**asdict(head.hints)),
