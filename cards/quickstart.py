@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checkpoint.schema import read_text
 from ..engines.base import HEAD, TARGET, Launch
 from ..engines.registry import engine, engines_of
+from ..errors import KconvError
 from .evidence import Evidence
 
 
@@ -43,7 +45,7 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     # What a conversion writes beside the weights.
     written = evidence.folder / launch.file if evidence.folder else None
     if written is not None and written.is_file():
-        lines = written.read_text().splitlines()
+        lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()
         comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
         notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
         if launch.is_config:
