@@ -14,8 +14,9 @@ from pathlib import Path
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.schema import read_text
 from ..errors import KconvError, Severity
+from ..escape import code
 from ..validate.report import Finding
-from .evidence import Evidence
+from .evidence import Evidence, cell
 from .facts import Facts
 from .front_matter import CARD, FrontMatter, read_card, read_front_matter, source_head
 from .licenses import (
@@ -202,7 +203,7 @@ def _changes(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if manifest is None:
         return
     for what in (f"kconv {manifest.kconv}", manifest.source, MANIFEST):
-        if what not in folder.card:
+        if not any(form in folder.card for form in (what, code(what), cell(what))):
             yield (
                 "error",
                 CARD,
