@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
 from .header import IMPOSTORS, MAX_HEADER_BYTES, TensorInfo, read_header
 from .pickles import PICKLE, read_pickle_header
-from .schema import parse_object
+from .schema import parse_object, read_bounded
 from .staging import is_partial
 
 INDEX = "model.safetensors.index.json"
@@ -111,29 +111,27 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        NotACheckpoint: the file is missing.
-        ConfigInvalid: it holds something else than one JSON object.
+        NotACheckpoint: the file is missing, or no regular file.
+        ConfigInvalid: it is too large for a config or an index, or holds something else than one JSON object.
     """
+    missing = NotACheckpoint(
+        f"{file.parent} has no {file.name}",
+        where=file.parent,
+        fix="A checkpoint is a folder with config.json and *.safetensors; check the path.",
+    )
+    text = read_bounded(
+        file,
+        NotACheckpoint,
+        limit=MAX_HEADER_BYTES,
+        fix="Check the path and its links.",
+        missing=missing,
+        large=ConfigInvalid,
+    )
+    for mark, (what, fix) in IMPOSTORS.items():
+        if text.startswith(mark):
+            raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
     try:
-        if file.stat().st_size > MAX_HEADER_BYTES:
-            raise ConfigInvalid(
-                f"{file.name} is too large for a config or an index", where=file, fix="Export it again."
-            )
-        text = file.read_bytes()
-        for mark, (what, fix) in IMPOSTORS.items():
-            if text.startswith(mark):
-                raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
         return parse_object(text)
-    except FileNotFoundError as fault:
-        raise NotACheckpoint(
-            f"{file.parent} has no {file.name}",
-            where=file.parent,
-            fix="A checkpoint is a folder with config.json and *.safetensors; check the path.",
-        ) from fault
-    except OSError as fault:
-        raise NotACheckpoint(
-            f"{file.name} cannot be read: {fault.strerror}", where=file, fix="Check the path and its links."
-        ) from fault
     except ValueError as fault:
         raise ConfigInvalid(f"{file.name} cannot be read: {fault}", where=file, fix="Export it again.") from fault
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ..escape import command
 from ..operations.base import Operation
 from .progress import duration
+from .terminal import echo, make_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..bench.acceptance import AcceptanceFile, AcceptanceRow
     from ..bench.compare import Comparison
     from ..convert.plan import Plan
@@ -69,18 +71,18 @@ def show_plan(request: Operation, plan: Any, *, as_json: bool) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON object on stdout."""
-    click.echo(value if isinstance(value, str) else json.dumps(value, indent=2), nl=not str(value).endswith("\n"))
+    echo(value if isinstance(value, str) else json.dumps(value, indent=2), nl=not str(value).endswith("\n"))
 
 
 def print_next(*words: str | Path) -> None:
     """Print the kconv command to go on with, quoted for a shell."""
-    click.echo(f"next: kconv {shlex.join(click.format_filename(word) for word in words)}")
+    echo(f"next: kconv {command([click.format_filename(word) for word in words])}")
 
 
 def wide_console() -> Console:
     """Return a console on stdout whose lines are not folded where no terminal limits them, so that grep finds names."""
-    console = Console()
-    return console if console.is_terminal else Console(width=UNFOLDED)
+    console = make_console()
+    return console if console.is_terminal else make_console(width=UNFOLDED)
 
 
 def _plain(request: Operation, result: Any) -> Any:
@@ -163,7 +165,7 @@ STATED = (
 
 def _plan_of_head(_: Operation, plan: Plan | None) -> None:
     if plan is None:
-        click.echo("another attention is not planned: it is fitted, measured, and written if it keeps enough")
+        echo("another attention is not planned: it is fitted, measured, and written if it keeps enough")
         return
     table = Table(_name("from"), _name("to"), "action", box=None, header_style="bold")
     for step in plan.steps:
@@ -172,8 +174,8 @@ def _plan_of_head(_: Operation, plan: Plan | None) -> None:
     for name, why in plan.dropped.items():
         table.add_row(escape(name), "", escape(f"dropped: {why}"))
     wide_console().print(table)
-    click.echo(f"captured layers: {plan.source.read.captured.how}")
-    click.echo("nothing was written; leave --dry-run out to write it")
+    echo(f"captured layers: {plan.source.read.captured.how}")
+    echo("nothing was written; leave --dry-run out to write it")
 
 
 def _plan_of_head_json(_: Operation, plan: Plan | None) -> Any:
@@ -188,14 +190,14 @@ def _show_converted(_: Operation, result: Converted) -> None:
     actions = [step.action for step in manifest.tensors]
     counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
     shown = click.format_filename(out)
-    click.echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
+    echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
     _show_changes(manifest)
     if manifest.config_copied:
-        click.echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
-    click.echo(f"captured layers: {manifest.captured_by}")
+        echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
+    echo(f"captured layers: {manifest.captured_by}")
     _show_unverified(manifest)
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
-    click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
+    echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
     print_next("validate", out, "--source", manifest.source)
 
 
@@ -213,7 +215,7 @@ def _show_unverified(manifest: Any) -> None:
 def _show_quantized_head(request: Operation, result: Converted) -> None:
     _show_converted(request, result)
     files = [file for file in result.manifest.files if file.name in result.manifest.weight_files]
-    click.echo(f"bytes: {sum(file.size for file in files):,}")
+    echo(f"bytes: {sum(file.size for file in files):,}")
     _show_kept(result)
 
 
@@ -226,7 +228,7 @@ def _show_kept(result: Converted) -> None:
     """Print what an approximation keeps of the acceptance length."""
     if (figures := result.retention) is None:
         return
-    click.echo(
+    echo(
         f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
         f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
         f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
@@ -236,28 +238,28 @@ def _show_kept(result: Converted) -> None:
 def _show_changes(manifest: Any) -> None:
     for step in manifest.tensors:
         if step.reason:
-            click.echo(f"{step.output.name} {step.action}: {step.reason}")
+            echo(f"{step.output.name} {step.action}: {step.reason}")
     for record in manifest.dropped:
-        click.echo(f"{record.name} dropped: {record.reason}")
+        echo(f"{record.name} dropped: {record.reason}")
 
 
 def _show_verified(_: Operation, result: Verified) -> None:
     sides = "both sides" if result.with_source else "the output"
     shown, manifest = click.format_filename(result.out), result.manifest
-    click.echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
+    echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
 
 
 def _show_vocab(_: Operation, result: VocabChanged | VocabExamined) -> None:
     from ..operations.vocab import VocabExamined
 
     if isinstance(result, VocabExamined):
-        click.echo("\n".join(_vocab_lines(result.report)))
+        echo("\n".join(_vocab_lines(result.report)))
         return
     shown = click.format_filename(result.out)
-    click.echo(f"{shown}: {result.draft_vocab} of {result.vocab} tokens, {len(result.manifest.tensors)} tensors")
+    echo(f"{shown}: {result.draft_vocab} of {result.vocab} tokens, {len(result.manifest.tensors)} tensors")
     _show_changes(result.manifest)
     exact = result.manifest.exact
-    click.echo("weights: " + ("the source's, byte for byte" if exact else "lm_head is not the source's"))
+    echo("weights: " + ("the source's, byte for byte" if exact else "lm_head is not the source's"))
     print_next("vocab", result.out)
 
 
@@ -365,12 +367,12 @@ def _measured(figures: Any) -> list[str]:
 
 def show_rule(rule: Rule) -> None:
     """Print what a rule is about."""
-    click.echo(f"{rule.id} {rule.name} ({rule.severity})")
-    click.echo(f"  {rule.sentence}")
+    echo(f"{rule.id} {rule.name} ({rule.severity})")
+    echo(f"  {rule.sentence}")
     facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
     for name, fact in facts.items():
         if fact:
-            click.echo(f"  {name}: {fact}")
+            echo(f"  {name}: {fact}")
 
 
 def show_rules(rules: Mapping[str, Rule]) -> None:
@@ -405,7 +407,7 @@ def _length(row: Any) -> str:
 
 def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
     """Print a line for each category, a column for each kind of mean."""
-    rows, console = acceptance.rows, Console()
+    rows, console = acceptance.rows, make_console()
     ways = list(dict.fromkeys(row.averaging or "" for row in rows))
     first, last = rows[0], rows[-1]
     title = f"acceptance length, K={first.draft_tokens}, bonus token included, by {first.engine}; mean over"
@@ -432,7 +434,7 @@ def _figure(row: AcceptanceRow) -> str:
 def _show_comparison(_: Operation, result: Compared) -> None:
     """Print tables of what compares, then what does not, with the reason."""
     comparison: Comparison = result.comparison
-    console = Console()
+    console = make_console()
     for shared in comparison.tables:
         console.print(shared.method, highlight=False)
         table = Table("", *comparison.heads, box=None, header_style="bold")
@@ -456,29 +458,27 @@ def _show_states(_: Operation, result: StatesWritten) -> None:
     kinds = [sequence.kind for sequence in record.sequences]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     size = sum(shard.size for shard in record.shards) / 1e6
-    click.echo(
-        f"{result.out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}"
-    )
-    click.echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
+    echo(f"{result.out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}")
+    echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
 
 
 def _show_generated(_: Operation, result: Generated) -> None:
     counts = ", ".join(f"{count} {what}" for what, count in result.counts.items())
-    click.echo(f"{result.out}: {counts} of {result.prompts} prompts")
+    echo(f"{result.out}: {counts} of {result.prompts} prompts")
 
 
 def _show_trained(_: Operation, result: Trained) -> None:
     training = result.training
     if result.coverage is not None:
-        click.echo(result.coverage_line)
+        echo(result.coverage_line)
     if not training:
         return
     before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
     table = Table("held out", "untrained", "trained", box=None, header_style="bold")
     for key, name in (("loss", "loss, nats"), ("acceptance", f"acceptance length, sampled, K={steps}")):
         table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
-    Console().print(table)
-    click.echo()
+    make_console().print(table)
+    echo()
     print_next(
         *(("validate", result.out) if result.layout == "vllm" else ("to-vllm", result.out, f"{result.out}-vllm"))
     )
@@ -486,7 +486,7 @@ def _show_trained(_: Operation, result: Trained) -> None:
 
 def _show_calibrated(_: Operation, result: Calibrated) -> None:
     found = result.calibration
-    click.echo(
+    echo(
         f"{result.out}: {len(found.input_amax):,} modules, {found.prompts.tokens:,} tokens of "
         f"{found.prompts.count} prompts"
     )
@@ -496,11 +496,11 @@ def _show_quantized(_: Operation, result: Quantized) -> None:
     if not result.written:
         return
     plan = result.plan
-    click.echo(
+    echo(
         f"{result.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
         f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {_weight_files(result)} files"
     )
-    click.echo(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}")
+    echo(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}")
     print_next("validate", result.out, "--source", plan.source.source)
 
 
@@ -517,7 +517,7 @@ def _plan_of_target(_: Operation, planned: Quantized) -> None:
     for (part, action), (count, before, after) in _parts(plan).items():
         table.add_row(part, action, f"{count:,}", f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB")
     table.add_row("all", "", "", f"{plan.bytes_in / 1e9:.3f} GB", f"{plan.bytes_out / 1e9:.3f} GB")
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}", highlight=False)
     weights = "ModelOpt's" if processes is None else len(plan.units)
@@ -618,23 +618,21 @@ def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
 def _show_card(_: Operation, result: CardWritten) -> None:
     if result.missing is not None:
         for name, asked in result.missing.items():
-            click.echo(f"{name}: {asked}" if asked else name)
+            echo(f"{name}: {asked}" if asked else name)
         return
     if result.file is not None:
-        click.echo(result.file)
+        echo(result.file)
     err = not result.checked
     for finding in result.findings:
-        click.echo(
-            f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err
-        )
+        echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err)
     found = f"{len(result.findings)} finding(s)" if result.findings else "nothing found"
-    click.echo(f"{result.folder}: {found}", err=err)
+    echo(f"{result.folder}: {found}", err=err)
 
 
 def _show_published(_: Operation, result: PublishResult) -> None:
     release, made = result.release, result.made
     for finding, allowance in release.passed:
-        click.echo(f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})")
+        echo(f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})")
     sizes = {file.name: file.size for file in release.files}
     table = Table("file", "bytes", "sha256", "", box=None, header_style="bold")
     for name, size in sizes.items():
@@ -644,16 +642,16 @@ def _show_published(_: Operation, result: PublishResult) -> None:
     wide_console().print(table)
     at = f"{made.repo}@{made.tag or made.commit or made.revision}"
     if result.dry_run:
-        click.echo(f"{at}: every check passed; nothing was changed, leave --dry-run out to publish")
+        echo(f"{at}: every check passed; nothing was changed, leave --dry-run out to publish")
     elif made.done:
-        click.echo(f"{at}: {', '.join(made.done)}")
+        echo(f"{at}: {', '.join(made.done)}")
     else:
-        click.echo(f"{at}: nothing to do, these very files are there")
-    click.echo(f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}")
+        echo(f"{at}: nothing to do, these very files are there")
+    echo(f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}")
 
 
 def _show_made(_: Operation, result: Any) -> None:
-    click.echo(result.out)
+    echo(result.out)
 
 
 def megabytes(count: int) -> str:

@@ -23,10 +23,11 @@ from ..checkpoint.manifest import (
     write_manifest,
 )
 from ..checkpoint.pickles import PICKLE
+from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
 from ..engines.registry import launch_files
-from ..errors import TensorValue
+from ..errors import ConfigInvalid, TensorValue
 from ..head.slots import needs
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
@@ -78,7 +79,7 @@ def fill(
             files.append(_write_text(folder / name, text))
     if plan.source.side_file is not None:
         copy = folder / plan.source.side_file.name
-        copy.write_bytes(plan.source.side_file.read_bytes())
+        copy.write_bytes(read_bounded(plan.source.side_file, ConfigInvalid, limit=MAX_YAML, fix="Export it again."))
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
