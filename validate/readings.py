@@ -21,7 +21,7 @@ from ..head.forward import DraftHead
 from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig
 from ..targets.forward import States
-from .figures import ReadingFigures
+from .figures import ReadingFigures, TextKind
 from .measure import accept, head_drafter, influences, standard_errors
 from .report import Finding
 from .texts import Batch, Text
@@ -117,7 +117,7 @@ class ReadingsMeasured:
     """
 
     readings: tuple[Reading, ...]
-    text: str
+    text: TextKind
     parts: tuple[tuple[Acceptance, ...], ...]
 
     @property

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
+from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, UnverifiedRecord, read_manifest
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import UNDECIDED, Hints, readings
+from ..convert.config import Unverified
 from ..convert.provenance import Origin
 from ..convert.read import Head, read
 from ..convert.shared import SharedTensors
@@ -199,6 +200,8 @@ def validate(
     about = _digests(checkpoint, checks)
     if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
+    if parity is None:
+        findings += _not_verified(rules)
     provenance = _about(rules, source, checks)
     identical, measured, told = None, (), None
     still_open = _still_open(rules)
@@ -242,15 +245,31 @@ def validate(
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
 
 
-def _still_open(rules: HeadSubject) -> frozenset[str]:
-    """Return the facts of a head that its files leave open, or that rest on a user's word here or at its conversion."""
-    reading = rules.reading
-    named = {one.fact for one in reading.undecided} | (
-        {one.fact for one in reading.read.unverified} if reading.read else set()
-    )
+def _unverified(rules: HeadSubject) -> list[Unverified | UnverifiedRecord]:
+    """Return what of a head rests on a user's word or on a default, here and at its conversion."""
+    found: list[Unverified | UnverifiedRecord] = list(rules.reading.read.unverified if rules.reading.read else ())
     # Where kconv did not write it there is no manifest, and of a broken one another finding speaks.
     with suppress(ManifestMismatch, NotACheckpoint):
-        named |= {one.fact for one in read_manifest(rules.checkpoint.folder).unverified}
+        found += read_manifest(rules.checkpoint.folder).unverified
+    return found
+
+
+def _not_verified(rules: HeadSubject) -> Iterator[Finding]:
+    """Find what rests on a user's word, or on a default that another trainer's may differ from, and is not measured."""
+    for one in _unverified(rules):
+        against = f"; {one.against}" if one.against else ""
+        yield Finding(
+            rule="K315",
+            severity="warning" if one.against else "note",
+            where=f"config.json: {one.fact}",
+            message=f"{one.value}, by {one.word}, is not verified{against}",
+            fix="Have it measured: --target with --prompts or --states.",
+        )
+
+
+def _still_open(rules: HeadSubject) -> frozenset[str]:
+    """Return the facts of a head that its files leave open, or that rest on a user's word here or at its conversion."""
+    named = {one.fact for one in rules.reading.undecided} | {one.fact for one in _unverified(rules)}
     return frozenset(named)
 
 

@@ -40,6 +40,9 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("K314", "reading-not-told", "warning", "The measurement does not tell the readings of what the head's files"
              " leave open, or a user said: their differences are within the noise.",
              "Give more prompts, or longer ones."),
+    Rule("K315", "not-verified", "warning", "What the head is read as rests on a user's word or on a default, and"
+             " nothing has confirmed it; a warning where the head's own files say otherwise, else a note.",
+             "Have it measured: --target with --prompts or --states."),
     Rule("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
              " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
     Rule("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
