@@ -30,6 +30,8 @@ from .texts import Batch, Text
 TOLD = 3.0
 # Of fewer sequences a standard error says nothing; of fewer than `MANY` each one of them must say the same.
 FEWEST, MANY = 4, 8
+# A head that accepts less under its best reading hardly drafts, and what sets its readings apart is chance.
+DRAFTS = 1.2
 # Bases that trainers and targets of Llama, Qwen, Kimi and DeepSeek have.
 BASES = (10000.0, 50000.0, 500000.0, 1000000.0)
 # Texts by how well they tell two readings apart: the longest first, and greedy text, which loops, last.
@@ -144,7 +146,7 @@ class ReadingsMeasured:
     def beats(self, other: int, one: int) -> bool:
         """Say whether a reading is better than another one by more than the noise."""
         gap, error = self.behind(one, other)
-        if error is None or self.sequences < FEWEST or gap <= 0 or gap <= TOLD * error:
+        if error is None or self.sequences < FEWEST or self.lengths[other] < DRAFTS or gap <= max(TOLD * error, 0.0):
             return False
         pairs = zip(self.parts[one], self.parts[other], strict=True)
         return self.sequences >= MANY or all(pool([b]).length > pool([a]).length for a, b in pairs)
@@ -195,20 +197,22 @@ def measure_readings(
     return ReadingsMeasured(found, text.kind, tuple(map(tuple, parts)))
 
 
-def judge_readings(measured: ReadingsMeasured, still_open: Collection[str]) -> Iterator[Finding]:
+def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, taken: bool = True) -> Iterator[Finding]:
     """Yield what the measurement says: a reading that another one beats, and each open fact that it decides or not.
 
     Args:
         measured: what was measured.
         still_open: those of `FACTS` that the head's files leave open, or that rest on a user's word.
+        taken: whether the head is read in the first reading; not so of one that cannot be read without a word.
     """
     best, lengths = measured.best, measured.lengths
-    taken, winner = measured.readings[0], measured.readings[best]
+    first, winner = measured.readings[0], measured.readings[best]
     on = f"{measured.sequences} sequences of {measured.text} text"
-    apart = [fact for fact in FACTS if measured.beats(best, 0) and taken.facts[fact] != winner.facts[fact]]
+    beaten = taken and measured.beats(best, 0)
+    apart = [fact for fact in FACTS if beaten and first.facts[fact] != winner.facts[fact]]
     if apart:
         gap, error = measured.behind(0, best)
-        read, instead = (", ".join(f"{fact}: {one.facts[fact]}" for fact in apart) for one in (taken, winner))
+        read, instead = (", ".join(f"{fact}: {one.facts[fact]}" for fact in apart) for one in (first, winner))
         yield Finding(
             rule="K312",
             severity="error",

@@ -300,8 +300,7 @@ def _measure_open(
     told = measure_parity(head, None, parity, say, still_open).readings
     if told is None:
         return findings, Figures()
-    # No reading was taken that another one could beat.
-    judged = [finding for finding in judge_readings(told, still_open) if finding.severity != "error"]
+    judged = judge_readings(told, still_open, taken=False)
     rows = tuple(row.model_copy(update={"taken": False}) for row in told.figures())
     return [*findings, *judged], Figures(readings=rows)
 
