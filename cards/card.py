@@ -9,14 +9,15 @@ from pathlib import Path
 
 from ..bench.acceptance import AcceptanceFile, read_acceptance
 from ..bench.tables import Table, draw_bars
-from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, refuse_existing, writing
 from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.report import Report, read_report
-from .evidence import Evidence, HeadIdentity, Said, foreign, identify
+from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import SUBCARDS, Facts
 from .front_matter import CARD, front_matter
 from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
@@ -25,6 +26,8 @@ from .sections import CHART, answer, attribution, changed, figures, known, rende
 
 # A card has no other name; what a person wrote into it is not kconv's to replace.
 REWRITE = "Keep it (kconv card --check says whether it still holds), or delete it to have it written anew."
+# A folder that holds nothing, and never will.
+NOWHERE = Path("/dev/null")
 STYLES = ("short", "compact", "nvidia")
 SUBCARD_TITLES = {
     "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
@@ -97,10 +100,17 @@ def gather(
         # What lies in the target's folder says under which license it stands.
         own = facts.license.model_copy(update={"target": targets[0].license.id})
         facts = facts.model_copy(update={"license": own})
-    source = source or (Path(manifest.source) if manifest else folder)
+    source = source or (_stated_source(manifest) if manifest else folder)
     texts = find_texts([source, *([target] if target else [])], license_files)
     unstated = unstated_text(source, (facts.license.id, facts.license.target))
     return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
+
+
+def _stated_source(manifest: Manifest) -> Path:
+    """Return the folder that a manifest names as its source, if it is that, and not what a stranger had it name."""
+    config = Path(manifest.source) / CONFIG
+    is_source = config.is_file() and file_digest(config) == manifest.source_config
+    return Path(manifest.source) if is_source else NOWHERE
 
 
 def gather_files(
