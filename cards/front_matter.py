@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from ..checkpoint.schema import read_text
+from ..checkpoint.schema import parse_yaml, read_text
 from ..checkpoint.source import HUB_ID
 from ..errors import KconvError
 from .evidence import Evidence
@@ -68,6 +69,9 @@ def read_front_matter(card: str) -> FrontMatter:
     if not card.lstrip().startswith("---"):
         return FrontMatter(problem="the card has no front matter")
     try:
+        # As bounded as any YAML, and before huggingface_hub reads it: what grows by its aliases would never end there.
+        if block := REGEX_YAML_BLOCK.search(card):
+            parse_yaml(block[2], KconvError, where=CARD, what="card's front matter", fix="Write it with kconv card.")
         # A key of the front matter becomes an attribute of `data`, and may hide its methods.
         held = vars(ModelCard(card).data)
         return FrontMatter(
@@ -78,6 +82,8 @@ def read_front_matter(card: str) -> FrontMatter:
         )
     # A hostile card makes PyYAML raise what is no YAMLError (a date that cannot be: ValueError; nesting:
     # RecursionError; a number too large: OverflowError), and huggingface_hub KeyError, TypeError and AttributeError.
+    except KconvError as fault:
+        return FrontMatter(problem=fault.what[:200])
     except Exception as fault:
         said = " ".join(str(fault).split()) or type(fault).__name__
         return FrontMatter(problem=f"the card's front matter cannot be read: {said[:200]}")

@@ -9,12 +9,12 @@ No text of the library's exceptions is repeated: one about a header holds the to
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, is_offline_mode, snapshot_download
@@ -37,6 +37,7 @@ from ..errors import DownloadDamaged, HubRefused, HubUnreachable, KconvError, No
 from .bytes import file_digest
 from .folder import INDEX, LICENSE_FILES, Checkpoint, gather, in_any_case, locate, open_checkpoint, read_json
 from .header import TensorInfo, parse_header
+from .pickles import PICKLE
 from .schema import MAX_JSON, read_bounded, read_text
 from .staging import cache_root
 
@@ -84,6 +85,9 @@ class HubRepo:
             return self.open_weights()
         config = read_json(self._fetch("config.json"))
         sizes = self._list()
+        # What a pickle holds is said at its end, and it is read whole.
+        if not fnmatch.filter(sizes, "*.safetensors") and fnmatch.filter(sizes, PICKLE):
+            return self.open_weights()
         index = read_json(self._fetch(INDEX)) if INDEX in sizes else None
         root = Path(self.name)
 
@@ -100,7 +104,12 @@ class HubRepo:
             HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
             NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
         """
-        return open_checkpoint(self._download(CHECKPOINT_FILES), source=self.name)
+        folder = self._snapshot(CHECKPOINT_FILES)
+        if not any(folder.glob("*.safetensors")):
+            folder = self._snapshot((*CHECKPOINT_FILES, PICKLE))
+        if is_offline_mode() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", PICKLE)):
+            raise not_cached(self.repo, self.commit)
+        return open_checkpoint(folder, source=self.name)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Download the files that hold some of its tensors, or find them in the local cache, and open those.
@@ -169,7 +178,7 @@ class HubRepo:
                 )
             )
         for file in sorted(folder.iterdir()):
-            if any(fnmatchcase(file.name, pattern) for pattern in patterns):
+            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns):
                 check_download(file)
         return folder
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile, AcceptanceRow
     from ..bench.compare import Comparison
     from ..convert.plan import Plan
-    from ..convert.read import Head
     from ..operations.bench import Compared
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
     from ..operations.generate import Generated
+    from ..operations.inspect import Inspected
     from ..operations.publish import PublishResult
     from ..operations.quantize import Calibrated, Quantized
     from ..operations.states import StatesWritten
@@ -87,8 +86,6 @@ def wide_console() -> Console:
 def _plain(request: Operation, result: Any) -> Any:
     """Return a result as plain values, or as the text of its JSON."""
     name = type(request).__name__
-    if name == "Inspect":
-        return _head_json(result)
     if name == "Verify":
         counts = {"tensors": len(result.manifest.tensors), "files": len(result.manifest.files)}
         return {"out": result.out, "matches": True, "source_compared": result.with_source} | counts
@@ -100,45 +97,68 @@ def _plain(request: Operation, result: Any) -> Any:
 # Heads
 
 
-def _show_head(_: Operation, head: Head) -> None:
-    spec, infos = head.spec, list(head.checkpoint.tensors.values())
-    facts = {
-        "source": head.checkpoint.source,
-        "layout": f"{head.layout.name} ({head.layout.engine})",
-        "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
-        "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
-        "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
-        "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
-        "captured": f"outputs of layers {list(spec.captured)}: {head.read.captured.how}",
-        "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
-        "weights": f"{len(infos)} tensors, {_parameters(head):,} parameters, {spec.dtype}",
-    }
+def _show_head(_: Operation, found: Inspected) -> None:
+    reading, console = found.reading, wide_console()
+    infos = list(reading.checkpoint.tensors.values())
     grid = Table.grid(Column(), _name(""), padding=(0, 2))
-    for name, fact in facts.items():
-        grid.add_row(f"[bold]{name}", escape(fact))
+    for name, fact in _head_facts(found).items():
+        grid.add_row(f"[bold]{name}", fact)
     tensors = Table(_name("tensor"), "dtype", "shape", "bytes", box=None, header_style="bold")
     for info in infos:
         tensors.add_row(escape(info.name), info.dtype, " x ".join(map(str, info.shape)), f"{info.size:,}")
-    wide_console().print(grid, "", tensors)
+    console.print(grid, "", tensors)
+    shown = {one.what for one in reading.undecided}
+    for problem in reading.problems:
+        if problem.what not in shown:
+            said = escape(f"{problem.where}: {problem.what}")
+            console.print(f"[bold]{problem.severity} {problem.code}[/] {said}", highlight=False)
+            console.print(f"  fix: {escape(problem.fix)}", highlight=False)
 
 
-def _head_json(head: Head) -> dict[str, Any]:
-    return {
-        "source": head.checkpoint.source,
-        "layout": head.layout.name,
-        "spec": asdict(head.spec) | {"kind": head.spec.kind},
-        "captured_by": head.read.captured.how,
-        "parameters": _parameters(head),
-        "tensors": [
-            {"name": i.name, "dtype": i.dtype, "shape": i.shape, "bytes": i.size}
-            for i in head.checkpoint.tensors.values()
-        ],
-    }
+def _head_facts(found: Inspected) -> dict[str, str]:
+    """Return the lines that say what a checkpoint is, with markup; what its files leave open stands in its line."""
+    reading, spec, config = found.reading, found.reading.spec, found.reading.config
+    opened = {one.fact: one for one in reading.undecided}
+    facts = {"source": reading.checkpoint.source, "what": found.kind}
+    if reading.kind is not None:
+        facts["what"] += f": {reading.kind.what}"
+    if reading.layout is not None:
+        facts["layout"] = f"{reading.layout.name} ({reading.layout.engine})"
+    if spec is not None and reading.layout is not None:
+        facts |= {
+            "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
+            "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
+            "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
+            "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
+            "captured": f"outputs of layers {list(spec.captured)}: {reading.captured.how}" if reading.captured else "",
+            "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
+        }
+    else:
+        stated = {key: config.get(key) for key in STATED if config.get(key) is not None}
+        facts["config"] = ", ".join(f"{key} {value}" for key, value in stated.items()) or "states no dims"
+        if reading.captured:
+            facts["captured"] = f"outputs of layers {list(reading.captured.ids)}: {reading.captured.how}"
+    dtype = f", {spec.dtype}" if spec else ""
+    facts["weights"] = f"{len(reading.checkpoint.tensors)} tensors, {found.parameters:,} parameters{dtype}"
+    if found.targets:
+        facts["target"] = f"{', '.join(found.targets)}, by its files; --target {found.targets[0]} reads that config"
+    shown = {name: escape(fact) for name, fact in facts.items()}
+    for fact, line in LINES.items():
+        if (one := opened.get(fact)) is not None:
+            candidates = "".join(f"\n- {escape(candidate)}" for candidate in one.candidates)
+            shown[line] = f"[bold yellow]UNDECIDED[/]: {escape(one.what)}{candidates}\n{escape(one.decide)}"
+    for one in reading.read.unverified if reading.read else ():
+        against = f"; {escape(one.against)}" if one.against else ""
+        shown[LINES[one.fact]] += f" [yellow](by {escape(one.word)}, not verified{against})[/]"
+    return shown
 
 
-def _parameters(head: Head) -> int:
-    infos = head.checkpoint.tensors.values()
-    return sum(prod(i.shape) for i in infos if i.dtype not in ("I64", "I32", "BOOL"))
+# Which line of `kconv inspect` shows a fact that files leave open, and what it shows of a config that it cannot read.
+LINES = {"captured": "captured", "rope_theta": "rope", "norm_before_residual": "norms", "num_hidden_layers": "layers"}
+STATED = (
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "vocab_size", "draft_vocab_size", "rope_theta", "max_position_embeddings",
+)  # fmt: skip
 
 
 def _plan_of_head(_: Operation, plan: Plan | None) -> None:
@@ -173,9 +193,21 @@ def _show_converted(_: Operation, result: Converted) -> None:
     if manifest.config_copied:
         echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
     echo(f"captured layers: {manifest.captured_by}")
+    _show_unverified(manifest)
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
     echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
     print_next("validate", out, "--source", manifest.source)
+
+
+def _show_unverified(manifest: Any) -> None:
+    """Print what of a head rests on a user's word or on a default, loudly where its own files say otherwise."""
+    console = wide_console()
+    for one in manifest.unverified:
+        said = escape(f"{one.fact}: {one.value}, by {one.word}")
+        console.print(f"[yellow]not verified[/] {said}", highlight=False, soft_wrap=True)
+        if one.against:
+            said = escape(f"{one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS")
+            console.print(f"[bold red]WARNING[/] {said}", highlight=False, soft_wrap=True)
 
 
 def _show_quantized_head(request: Operation, result: Converted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -18,8 +19,10 @@ from ..checkpoint.manifest import (
     Manifest,
     StepRecord,
     TensorRecord,
+    UnverifiedRecord,
     write_manifest,
 )
+from ..checkpoint.pickles import PICKLE
 from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
@@ -176,11 +179,13 @@ def _manifest(
         ),
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
+        source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),
         source_layout=head.layout.name,
         layout=plan.layout.name,
         hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
+        unverified=tuple(UnverifiedRecord(**asdict(one)) for one in head.read.unverified),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),
