@@ -17,12 +17,14 @@ class Start:
         engine: its title.
         command: for a shell; "" where it cannot be served there.
         config: the YAML that goes with it, "" where there is none.
+        file: what the command calls that YAML.
         notes: what else to know.
     """
 
     engine: str
     command: str
     config: str
+    file: str
     notes: tuple[str, ...]
 
 
@@ -36,7 +38,7 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     facts = evidence.facts
     said = facts.serve.get(name)
     if said and said.unsupported:
-        return Start(title, "", "", (said.unsupported,))
+        return Start(title, "", "", "", (said.unsupported,))
     config, notes = "", []
     if said and said.requires:
         notes.append(f"Requires {said.requires}.")
@@ -48,16 +50,17 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
         notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
         if launch.is_config:
             config = "\n".join(line for line in lines if not line.startswith("#"))
+    elif said and said.config:
+        config = said.config
     elif launch.unwritten:
         notes.append(launch.unwritten)
-    command = _name(launch.command, evidence)
-    if said and said.arguments:
-        place = facts.base_model or TARGET
-        command = command.replace(place, " ".join((place, *said.arguments)), 1)
-    return Start(title, command.replace(" --", " \\\n    --"), _name(config, evidence), tuple(notes))
+    if said and said.note:
+        notes.append(said.note)
+    target = (said.target if said else None) or facts.base_model or TARGET
+    command = launch.command.replace(TARGET, " ".join((target, *(said.arguments if said else ()))), 1)
+    command = _named(command, evidence).replace(" --", " \\\n    --")
+    return Start(title, command, _named(config, evidence).replace(TARGET, target), launch.file, tuple(notes))
 
 
-def _name(text: str, evidence: Evidence) -> str:
-    if evidence.facts.name:
-        text = text.replace(HEAD, evidence.facts.name)
-    return text.replace(TARGET, evidence.facts.base_model) if evidence.facts.base_model else text
+def _named(text: str, evidence: Evidence) -> str:
+    return text.replace(HEAD, evidence.facts.name) if evidence.facts.name else text

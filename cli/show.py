@@ -566,15 +566,21 @@ def _show_card(_: Operation, result: CardWritten) -> None:
     if result.missing is not None:
         for name, asked in result.missing.items():
             click.echo(f"{name}: {asked}" if asked else name)
+        if result.missing:
+            click.echo(f"{len(result.missing)} facts are missing; kconv card --init writes a file to fill in", err=True)
         return
     if result.file is not None:
         click.echo(result.file)
+    if result.started:
+        return
+    if result.unsaid:
+        click.echo(f"{result.unsaid} facts are missing and left out; kconv card --missing lists them", err=True)
     err = not result.checked
     for finding in result.findings:
         click.echo(
             f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err
         )
-    found = f"{len(result.findings)} finding(s)" if result.findings else "nothing found"
+    found = f"{len(result.findings)} finding(s) on licenses and origins" if result.findings else "license checks passed"
     click.echo(f"{result.folder}: {found}", err=err)
 
 

@@ -32,7 +32,8 @@ from .floor import RECIPE, Floor
 # What may lie beside a head's own files: the card and its pictures, licenses, and the evidence.
 FURTHER = "acceptance-*.json"
 BESIDE = (
-    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", *in_any_case(LICENSE_FILES),
+    CARD, MANIFEST, RECIPE, REPORT, "report.md", "report.html", ACCEPTANCE, FURTHER, "*.png",
+    *in_any_case(LICENSE_FILES),
 )  # fmt: skip
 IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
 
