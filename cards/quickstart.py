@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..checkpoint.schema import read_text
 from ..engines.base import HEAD, TARGET, Launch
 from ..engines.registry import engine, engines_of
+from ..errors import KconvError
+from ..escape import shell, yaml
 from .evidence import Evidence
 
 
@@ -45,7 +49,7 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     # What a conversion writes beside the weights.
     written = evidence.folder / launch.file if evidence.folder else None
     if written is not None and written.is_file():
-        lines = written.read_text().splitlines()
+        lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()
         comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
         notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
         if launch.is_config:
@@ -56,11 +60,16 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
         notes.append(launch.unwritten)
     if said and said.note:
         notes.append(said.note)
-    target = (said.target if said else None) or facts.base_model or TARGET
-    command = launch.command.replace(TARGET, " ".join((target, *(said.arguments if said else ()))), 1)
-    command = _named(command, evidence).replace(" --", " \\\n    --")
-    return Start(title, command, _named(config, evidence).replace(TARGET, target), launch.file, tuple(notes))
+    target = (said.target if said else None) or facts.base_model
+    place = shell(" ".join(target.split())) if target else TARGET
+    # The owner's own words, as they would type them.
+    command = launch.command.replace(TARGET, " ".join((place, *(said.arguments if said else ()))), 1)
+    command = _named(command, facts.name, shell).replace(" --", " \\\n    --")
+    config = _named(config, facts.name, yaml)
+    if target:
+        config = config.replace(TARGET, yaml(" ".join(target.split())))
+    return Start(title, command, config, launch.file, tuple(notes))
 
 
-def _named(text: str, evidence: Evidence) -> str:
-    return text.replace(HEAD, evidence.facts.name) if evidence.facts.name else text
+def _named(text: str, name: str | None, quote: Callable[[str], str]) -> str:
+    return text.replace(HEAD, quote(" ".join(name.split()))) if name else text

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..escape import terminal
 from .figures import AcceptanceFigures
 from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
 from .report import UNREAD, Finding, Report, Verdict, verdicts
@@ -43,7 +44,7 @@ def to_html(report: Report) -> str:
     figures = report.figures
     environment = Environment(
         loader=PackageLoader("kconv.validate", "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
     )  # fmt: skip
     judged = verdicts(report)
     return environment.get_template(TEMPLATE).render(
@@ -60,6 +61,11 @@ def to_html(report: Report) -> str:
         exact=EXACT if is_exact(figures) else "",
         plain=plain,
     )
+
+
+def _shown(value: object) -> object:
+    """Return a value without what a browser would obey beside HTML: control characters, and turned directions."""
+    return value if isinstance(value, Markup) else terminal(value)
 
 
 def _matrix(report: Report, judged: Sequence[Verdict]) -> Iterator[tuple[str, list[Cell]]]:
@@ -106,7 +112,7 @@ def _charts(report: Report, title: str, rows: Sequence[AcceptanceFigures]) -> It
 
 
 def _label(row: AcceptanceFigures) -> str:
-    return f"{row.category}, {row.drafter}" if row.category else row.drafter
+    return terminal(f"{row.category}, {row.drafter}" if row.category else row.drafter)
 
 
 def _half(row: AcceptanceFigures) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import OutputFailed
+from ..escape import code, markdown
 from .html import to_html
 from .numbers import Numbers, details, plain, summary, verdict_line, verdict_words
 from .plots import draw_plots
@@ -39,12 +40,16 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
 def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     """Return report.md's text."""
     figures = report.figures
-    lines = [f"# Validation of {report.subject}", "", verdict_line(report), ""]
+    lines = [f"# Validation of {markdown(report.subject)}", "", verdict_line(report), ""]
     if judged := verdicts(report):
         lines += [*table(("engine", "verdict"), [(one.title, verdict_words(one)) for one in judged]), ""]
     engines = report.provenance.get("for")
     if isinstance(engines, list):
-        lines += [f"Checked for {', '.join(map(str, engines))} ({report.provenance.get('for_by', 'asked')}).", ""]
+        lines += [
+            f"Checked for {markdown(', '.join(map(str, engines)))} "
+            f"({markdown(report.provenance.get('for_by', 'asked'))}).",
+            "",
+        ]
     if report.findings:
         lines += ["## Findings", "", *table(("severity", "rule", "where", "what", "fix", "seen in"), _rows(report)), ""]
     if figures.identical is not None:
@@ -53,26 +58,26 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     for part in summary(figures):
         lines += _lines(part)
     lines += [*more, *([""] if more else []), "## Made with", ""]
-    lines += [f"- {name}: {plain(value)}" for name, value in report.provenance.items()]
-    lines += [f"- sha256 of {name}: `{digest}`" for name, digest in report.weights.items()]
+    lines += [f"- {markdown(name)}: {markdown(plain(value))}" for name, value in report.provenance.items()]
+    lines += [f"- sha256 of {markdown(name)}: {code(digest)}" for name, digest in report.weights.items()]
     return "\n".join(lines) + "\n"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return a Markdown table, line by line; a bar in a cell is escaped."""
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (heads, *rows)]
+    """Return a Markdown table, line by line; what a cell holds is text and no Markdown of its own."""
+    cells = [[markdown(cell) for cell in row] for row in (heads, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
 
 
 def _lines(part: Numbers) -> list[str]:
     grid = [*table(part.heads, part.rows), ""] if part.rows else []
-    return [f"## {part.title}", "", *([part.note, ""] if part.note else []), *grid]
+    return [f"## {part.title}", "", *([markdown(part.note), ""] if part.note else []), *grid]
 
 
 def _rows(report: Report) -> Iterable[Sequence[object]]:
     def row(finding: Finding) -> Sequence[object]:
-        where = f"`{finding.where}`" if finding.where else ""
+        where = code(finding.where) if finding.where else ""
         return finding.severity, finding.rule, where, finding.message, finding.fix, finding.seen_in
 
     return map(row, report.findings)

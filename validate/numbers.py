@@ -128,7 +128,7 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
     if noise and noise.median is not None:
         rows += [
             ("signal over noise, median", f"{noise.median:.1f} dB"),
-            ("at worst", f"{noise.worst:.1f} dB (`{noise.worst_tensor}`)"),
+            ("at worst", f"{noise.worst:.1f} dB ({noise.worst_tensor})"),
         ]
     if text:
         error = "" if text.log_ratio_se is None else f" ± {text.log_ratio_se:.2%}"

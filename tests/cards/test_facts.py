@@ -28,8 +28,8 @@ def read(tmp_path: Path, text: str) -> Facts:
         ("license: {id: gpl-3.0}", "no license that kconv knows"),
         ("subcards: {ethics: {}}", "no subcard 'ethics'"),
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
-        ("training: [", "cannot be read"),
-        ("- a list", "the file"),
+        ("training: [", "no YAML"),
+        ("- a list", "its top"),
         ("notes: {usgae: [a]}", "there is no section usgae; there are overview, license"),
     ],
 )
