@@ -18,20 +18,17 @@ from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.report import Report, read_report
 from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
-from .facts import SUBCARDS, Facts
+from .facts import Facts
 from .front_matter import CARD, front_matter
 from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
 from .quickstart import starts
-from .sections import CHART, answer, attribution, changed, figures, known, render
+from .sections import CHART, attribution, changed, figures, known, render, subcards
 
 # A card has no other name; what a person wrote into it is not kconv's to replace.
-REWRITE = "Keep it (kconv card --check says whether it still holds), or delete it to have it written anew."
+REWRITE = "Keep it (kconv card --check says whether it still holds), or pass --force to write it again."
 # A folder that holds nothing, and never will.
 NOWHERE = Path("/dev/null")
 STYLES = ("short", "compact", "nvidia")
-SUBCARD_TITLES = {
-    "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -178,16 +175,15 @@ def make_card(
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
-        "facts": facts,
         "said": said,
         "listed": said.listed,
         "licenses": evidence.licenses,
         "attribution": attribution(evidence),
         "files": list(files),
         "starts": starts(evidence),
-        "subcards": list(SUBCARD_TITLES.items()),
-        "labels": SUBCARDS,
-        "answer": lambda card, row: answer(said, card, row),
+        "noted": said.noted,
+        # Only one style has them, and only that one asks for them.
+        "subcards": lambda: subcards(said),
         **repeated,
     }
     text = render(f"{style}.md.jinja", values)
@@ -207,26 +203,27 @@ def write_card(
     return write(folder, make_card(evidence, style, chart=bool(acceptance)))
 
 
-def write(folder: Path, card: RenderedCard) -> Path:
-    """Write a card and what goes with it into a folder.
+def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
+    """Write a card and what goes with it into a folder; over what is there only with `force`.
 
     Returns:
         The card's file.
 
     Raises:
-        OutputExists: there is a README.md already, or a license or notice of another text.
+        OutputExists: there is a README.md already, or a license or notice of another text, and no `force`.
         OutputFailed: the folder cannot be written to, or its disk is full.
         MissingExtra: its chart takes matplotlib, which is not installed.
     """
-    refuse_existing(folder / CARD, fix=REWRITE)
-    for name, text in card.files.items():
-        file = folder / name
-        if os.path.lexists(file) and read_text(file, OutputExists, fix="Delete it.") != text:
-            raise OutputExists(
-                f"{file} is there and says something else", fix="Delete it, or keep it and leave no other."
-            )
-    if f"]({CHART})" in card.text and card.table:
-        refuse_existing(folder / CHART, fix=REWRITE)
+    charted = f"]({CHART})" in card.text and card.table is not None
+    if not force:
+        refuse_existing(folder / CARD, fix=REWRITE)
+        for name, text in card.files.items():
+            file = folder / name
+            if os.path.lexists(file) and read_text(file, OutputExists, fix="Delete it.") != text:
+                raise OutputExists(f"{file} is there with another text", fix="Pass --force to write it again.")
+        if charted:
+            refuse_existing(folder / CHART, fix=REWRITE)
+    if charted and card.table:
         draw_chart(folder / CHART, card.table)
     for name, text in {**card.files, CARD: card.text}.items():
         _write_whole(folder / name, text)
@@ -263,7 +260,7 @@ def _refuse_unfit(report: Report) -> None:
         )
     if not report.clean:
         raise ReportInvalid(
-            "the report holds errors", where=report.subject, fix="Mend what kconv validate found, then write the card."
+            "the report holds errors", where=report.subject, fix="Fix what kconv validate found, then write the card."
         )
 
 

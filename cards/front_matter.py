@@ -15,14 +15,16 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from ..bench.acceptance import suite_name
+from ..bench.tables import Benchmark
 from ..checkpoint.schema import parse_yaml, read_text
 from ..checkpoint.source import HUB_ID
+from ..engines.registry import engines_of
 from ..errors import KconvError
 from .evidence import Evidence
 
 CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
-LIBRARY = "kconv"
 INDEX = "model-index"
 ORDER = (
     "language", "license", "license_name", "license_link", "library_name", "pipeline_tag", "base_model",
@@ -116,13 +118,15 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
     data = ModelCardData(
         language=list(facts.languages) or None,
-        library_name=facts.library or (LIBRARY if evidence.manifest else None),
+        # The Hub offers to load a model with the library that it is told, and no library of its list loads a head.
+        # https://github.com/huggingface/huggingface.js/blob/00142be70773c00449b42eb1acb4cef3db6e0e17/packages/tasks/src/model-libraries.ts
+        library_name=facts.library,
         pipeline_tag=facts.pipeline_tag,
         base_model=bases or None,
-        # A conversion has no value of its own among adapter, merge, quantized and finetune.
-        base_model_relation="finetune" if bases else None,
+        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; a quantized head is.
+        base_model_relation="quantized" if bases and _is_quantized(evidence) else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
-        tags=[*TAGS, *facts.tags],
+        tags=list(dict.fromkeys([*TAGS, *_engines(evidence), *facts.tags])),
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):
@@ -131,6 +135,15 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         single = [eval_results_to_model_index(evidence.name, [figure])[0]["results"][0] for figure in figures]
         data[INDEX] = [{"name": evidence.name, "results": single}]
     return data.to_yaml(original_order=list(ORDER)) + "\n"
+
+
+def _engines(evidence: Evidence) -> list[str]:
+    """Return the engines that a head is for, as tags."""
+    return [engine.name for engine in engines_of(evidence.manifest.layout)] if evidence.manifest else []
+
+
+def _is_quantized(evidence: Evidence) -> bool:
+    return evidence.manifest is not None and any(step.action == "quantized" for step in evidence.manifest.tensors)
 
 
 def source_head(evidence: Evidence) -> str | None:
@@ -161,8 +174,8 @@ def results(evidence: Evidence) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=row.dataset.lower(),
-            dataset_name=f"{row.dataset} ({row.category})" if row.category else row.dataset,
+            dataset_type=suite_name(row.dataset).lower(),
+            dataset_name=Benchmark.of(row).name,
             metric_type="acceptance_length",
             metric_name=f"acceptance length, K={row.draft_tokens}",
             metric_value=row.value,

@@ -189,6 +189,15 @@ class Manifest(Record):
     conversion: ConversionRecord | None = None
 
     @property
+    def as_it_ships(self) -> bool:
+        """Whether the draft is the one it came from, byte for byte, as referees ask of a reference draft.
+
+        https://github.com/SemiAnalysisAI/InferenceX/pull/3283, and MLPerf Inference's rules, appendix C: a submission
+        may not quantize or recast a draft.
+        """
+        return self.exact and self.conversion is None
+
+    @property
     def weight_files(self) -> dict[str, str]:
         """The sha256 of each weight file, by name: what a report or a figure must name to be of these weights."""
         return {file.name: file.sha256 for file in self.files if file.name.endswith(".safetensors")}

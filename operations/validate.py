@@ -93,7 +93,7 @@ class Validate(Reading):
         None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
     )
     url: str | None = option(None, "Reach an engine that serves --target with HEAD already.")
-    out: Name | None = option(None, "Write report.json and report.md into this folder.", kind="output")
+    out: Name | None = option(None, "Write report.json, report.md and report.html into this folder.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -22,7 +22,7 @@ from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..targets.config import TargetConfig
 from .figures import Figures
-from .report import Finding, Report, assemble, config_digest, digests, figures
+from .report import UNREAD, Finding, Report, assemble, config_digest, digests, figures
 from .rules.captured import other_readings
 from .rules.comparisons import MAKE_AGAIN
 from .rules.head import HeadSubject, engines_of
@@ -175,7 +175,8 @@ def validate(
         with _uncollected():
             checkpoint = subject.open_headers() if checks.headers_only else subject.open_weights()
     except KconvError as error:
-        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(checks.engines or ENGINES)})
+        about = {"for": list(checks.engines or ENGINES), UNREAD: "the folder cannot be read"}
+        return assemble(subject.name, {}, [of_error(error)], Figures(), about)
     whole = is_target(checkpoint) and checks.layout is None
     refuse_unfit(
         checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
@@ -200,6 +201,7 @@ def validate(
     provenance = _about(rules, source, checks)
     identical, measured = None, ()
     if rules.head is None:
+        provenance |= {UNREAD: "the head cannot be read"}
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:

@@ -18,7 +18,7 @@ from .release import IMAGES, Candidate
 from .secrets import find_secrets
 
 # Of the card's front matter; the license checks see to the license and the base models.
-NEEDED = ("library_name", "pipeline_tag")
+NEEDED = ("pipeline_tag",)
 # What stands on a card around its exceptions.
 BEGIN, END = "<!-- kconv: exceptions -->", "<!-- kconv: end of exceptions -->"
 TITLE = "## Published with exceptions"

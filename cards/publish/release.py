@@ -36,7 +36,7 @@ from .floor import RECIPE, Floor
 FURTHER = "acceptance-*.json"
 # In any case, and with what tells several apart: LICENSE-TARGET, THIRD_PARTY_NOTICES.md.
 TERMS = r"(?i:LICEN[SC]E|COPYING|NOTICE|THIRD_PARTY)(?:[-_][\w-]+)?(?i:\.md|\.txt)?"
-EVIDENCE = r"README\.md|kconv\.json|release\.yaml|report\.json|report\.md|acceptance(?:-\d+)?\.json"
+EVIDENCE = r"README\.md|kconv\.json|release\.yaml|report\.json|report\.md|report\.html|acceptance(?:-\d+)?\.json"
 PICTURES = r"[A-Za-z0-9][\w-]*\.png"
 BESIDE = re.compile(f"{EVIDENCE}|{TERMS}|{PICTURES}", re.ASCII)
 # What a manifest may record of a head or a target: weights, configs, a tokenizer that is no code, and launch files.
