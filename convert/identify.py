@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from .captured import UNDECIDED, Hints, default_formula, readings
 from .config import TARGETS_DEPTH, stored_layers
 from .rope import DEFAULT_THETA
 
-Config, Names = Mapping[str, Any], Mapping[str, TensorInfo]
+Config = Mapping[str, Any]
+Names = Mapping[str, TensorInfo]
 # A README of a head is some kilobytes; a front matter, some lines.
 README_BYTES = 1_000_000
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
@@ -183,7 +184,7 @@ OPEN_FACTS = {
 }  # fmt: skip
 
 
-def find_undecided(problems: Collection[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
+def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
     """Return what a head's files leave open, each fact once.
 
     Args:
@@ -222,11 +223,8 @@ def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
-    return tuple(dict.fromkeys(name for name in (*names, *_base_models(folder)) if _is_repo(name)))
-
-
-def _is_repo(name: object) -> bool:
-    return isinstance(name, str) and REPO.fullmatch(name) is not None
+    found = (*names, *_base_models(folder))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
 
 
 def _base_models(folder: Path) -> list[Any]:

@@ -122,6 +122,32 @@ class PartFigures(_Record):
     rms_error: float
 
 
+class ReadingFigures(_Record):
+    """Acceptance of a head under one way to read it, beside the best; see `validate.readings`.
+
+    Attributes:
+        captured, rope_theta, norm_before_residual: the reading, as phrases.
+        taken: whether it is the one that the head is read in.
+        text: the kind of the text.
+        steps: drafted tokens per verify step (K).
+        sequences: how many sequences it is over.
+        length: acceptance length, bonus token included.
+        behind_best: the best reading's length minus this one's.
+        behind_best_se: its paired standard error, over sequences; None where there is but one.
+    """
+
+    captured: str
+    rope_theta: str
+    norm_before_residual: str
+    taken: bool
+    text: TextKind
+    steps: int
+    sequences: int
+    length: float
+    behind_best: float
+    behind_best_se: float | None
+
+
 class EngineFigures(_Record):
     """What an engine did with a head, beside what kconv's own chain says that it should.
 
@@ -201,6 +227,7 @@ class Figures(_Record):
         texts, acceptance, parity: one entry for each text, drafter and text, text.
         acceptance_by_category, parity_by_category: the same by the prompts' category, where they have several.
         parts: one entry for each part of a head and text.
+        readings: one entry for each reading of the head that was measured, the one it is read in first.
         engine: what an engine did; None where none was asked.
         noise: of a quantized target against its source; None for anything else.
         perplexity: of both on held-out text; None where none was given.
@@ -213,6 +240,7 @@ class Figures(_Record):
     acceptance_by_category: tuple[AcceptanceFigures, ...] = ()
     parity_by_category: tuple[ParityFigures, ...] = ()
     parts: tuple[PartFigures, ...] = ()
+    readings: tuple[ReadingFigures, ...] = ()
     engine: EngineFigures | None = None
     noise: NoiseFigures | None = None
     perplexity: PerplexityFigures | None = None

@@ -322,7 +322,7 @@ def measure_states(
         states = run(batch)
         logits = {name: drafter.logits(batch.tokens, states) for name, drafter in drafters.items()}
         for name, drafter in drafters.items():
-            gathered.acceptance[name] += _accept(text, batch, logits[name], states.logits, drafter.target_ids)
+            gathered.acceptance[name] += accept(text, batch, logits[name], states.logits, drafter.target_ids)
         for name, found in _baselines(text, batch, states.logits, steps, bigram) if bigram else ():
             gathered.acceptance.setdefault(name, []).extend(found)
         if compare:
@@ -343,7 +343,7 @@ def measure_states(
     )
 
 
-def _accept(text: Text, batch: Batch, logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> list[Acceptance]:
+def accept(text: Text, batch: Batch, logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> list[Acceptance]:
     """Return a drafter's acceptance on each sequence of a batch."""
     if text.kind == "greedy":
         return _greedy(target_ids[logits.argmax(-1)], batch)

@@ -5,7 +5,7 @@ The target is in memory, or its states are on disk (`kconv states`) and only its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from ..convert.read import Head, read_weights
 from ..errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from ..head.forward import DraftHead
 from ..targets.config import TargetConfig, read_target_config
-from ..targets.forward import States
+from ..targets.forward import States, run_target
 from ..targets.model import load_target
 from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states
 from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, head_drafter, measure, measure_states
 from .parts import Parts
+from .readings import ReadingsMeasured, choose_text, find_readings, measure_readings
 from .texts import Batch, make_texts, stored_texts
 
 
@@ -104,10 +105,20 @@ class ParityFound:
 
     measured: tuple[Measured, ...]
     provenance: dict[str, object]
+    readings: ReadingsMeasured | None = None
 
 
-def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
+def measure_parity(
+    output: Head, source: Head | None, parity: Parity, say: Say, still_open: Collection[str] = ()
+) -> ParityFound:
     """Measure a head, and its source beside it, on held-out prompts.
+
+    Args:
+        output: the head.
+        source: what it was made of.
+        parity: how to measure.
+        say: told what is going on.
+        still_open: what its files leave open, or rests on a user's word; see `validate.readings`.
 
     Raises:
         PromptsInvalid: one is among the calibration's own, or no text is long enough to draft in.
@@ -115,13 +126,15 @@ def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) 
         TargetInvalid: the target cannot be read, or does not belong to the head.
     """
     if parity.states is not None:
-        return _from_states(output, source, parity, parity.states, say)
+        return _from_states(output, source, parity, parity.states, say, still_open)
     if parity.prompts is None:
         raise PromptsInvalid("there is nothing to measure on", fix="Give prompts, or stored states.")
-    return _from_target(output, source, parity, parity.prompts, say)
+    return _from_target(output, source, parity, parity.prompts, say, still_open)
 
 
-def _from_target(output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say) -> ParityFound:
+def _from_target(
+    output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say, still_open: Collection[str]
+) -> ParityFound:
     refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, parity.calibrated_on)
     say("loading the target")
     folder = parity.target.fetch_model()
@@ -145,12 +158,21 @@ def _from_target(output: Head, source: Head | None, parity: Parity, held_out: He
     for text in texts:
         say(f"measuring on {text.kind} text")
         measured.append(measure(text, model, captured, parity.steps, drafters, compare=pair, parts=_parts(heads)))
+    found = find_readings(output, config, still_open)
+    layers = tuple(sorted({layer for one in found for layer in one.spec.captured}))
+    say("measuring other readings of the head")
+    told = measure_readings(
+        choose_text(texts), lambda batch: run_target(model, batch.tokens, layers), layers, parity.steps,
+        heads["output"], found,
+    )  # fmt: skip
     lengths = {"prompt_tokens": parity.prompt_tokens, "new_tokens": parity.new_tokens}
     about = {"prompts": held_out.describe() | lengths, "seed": parity.seed}
-    return ParityFound(tuple(measured), _common_provenance(parity) | about)
+    return ParityFound(tuple(measured), _common_provenance(parity) | about, told)
 
 
-def _from_states(output: Head, source: Head | None, parity: Parity, folder: Path, say: Say) -> ParityFound:
+def _from_states(
+    output: Head, source: Head | None, parity: Parity, folder: Path, say: Say, still_open: Collection[str]
+) -> ParityFound:
     config = read_target_config(parity.target.fetch_config())
     captured = _captured(output, source)
     states = _open_states(folder, captured, config, parity)
@@ -161,17 +183,27 @@ def _from_states(output: Head, source: Head | None, parity: Parity, folder: Path
     heads = _load_heads(output, source, checkpoint, config)
     lm_head = read_tensor(ends[config.lm_head]).float()
 
-    def run(batch: Batch) -> States:
+    def run(batch: Batch, states: StatesFolder = states) -> States:
         rows = [states.read(place) for place in batch.places]
         hidden = torch.stack([row.hidden for row in rows]).float()
         return States(torch.stack([row.captured for row in rows]).float(), hidden, F.linear(hidden, lm_head))
 
     drafters, pair = _drafters(heads, parity.steps, captured), _pair(heads)
     measured = []
-    for text in stored_texts(states, steps=parity.steps, vocab=config.vocab):
+    texts = stored_texts(states, steps=parity.steps, vocab=config.vocab)
+    for text in texts:
         say(f"measuring on {text.kind} text")
         measured.append(measure_states(text, run, parity.steps, drafters, compare=pair, parts=_parts(heads)))
-    return ParityFound(tuple(measured), _common_provenance(parity) | _describe_states(states))
+    told = None
+    if isinstance(states, StoredStates):
+        whole = open_states(folder, config=config)
+        stored = tuple(whole.record.captured)
+        found = find_readings(output, config, still_open, stored)
+        say("measuring other readings of the head")
+        told = measure_readings(
+            choose_text(texts), lambda batch: run(batch, whole), stored, parity.steps, heads["output"], found
+        )
+    return ParityFound(tuple(measured), _common_provenance(parity) | _describe_states(states), told)
 
 
 def _captured(output: Head, source: Head | None) -> tuple[int, ...]:

@@ -30,6 +30,19 @@ RULES: tuple[Rule[Any], ...] = (
              " own files say: the output is another head, and kconv publish refuses it.",
              "Convert the source again without the options that say how to read it; or, if its config is wrong, correct"
              " it there."),
+    Rule("K312", "reading-beaten", "error", "Measured on the target, another reading of the head (layer inputs for"
+             " outputs, another base of RoPE, the residual normed or not) accepts more, by more than three paired"
+             " standard errors: the head was not trained as it is read.",
+             "Convert the source again, read as the finding says."),
+    Rule("K313", "reading-measured", "note", "Measured on the target, one reading of what the head's files leave open,"
+             " or a user said, accepts more than every other, by more than three paired standard errors.",
+             "Say the option that the finding names where kconv asks."),
+    Rule("K314", "reading-not-told", "warning", "The measurement does not tell the readings of what the head's files"
+             " leave open, or a user said: their differences are within the noise.",
+             "Give more prompts, or longer ones."),
+    Rule("K315", "not-verified", "warning", "What the head is read as rests on a user's word or on a default, and"
+             " nothing has confirmed it; a warning where the head's own files say otherwise, else a note.",
+             "Have it measured: --target with --prompts or --states."),
     Rule("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
              " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
     Rule("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
