@@ -164,6 +164,10 @@ class EngineFigures(_Record):
         per_position: drafts accepted up to each place; None where it does not count places.
         length: acceptance length, bonus token included.
         expected_drafts, expected_per_position, expected_length: what kconv's chain gives on the reference.
+        expected_accepted: what of it an engine counts that leaves out what an answer's limit cuts off; None where it
+            counts all.
+        unreached: the head's parameters that no tensor reached, by the engine's names; None where that was not looked
+            at.
     """
 
     engine: str
@@ -180,6 +184,8 @@ class EngineFigures(_Record):
     expected_drafts: int
     expected_per_position: tuple[int, ...]
     expected_length: float
+    expected_accepted: int | None = None
+    unreached: tuple[str, ...] | None = None
 
 
 class NoiseFigures(_Record):

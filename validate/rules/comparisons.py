@@ -57,4 +57,7 @@ RULES: tuple[Rule[Any], ...] = (
              " the same head: it reads the head otherwise than its config says. Of a server that is reached, whose"
              " dtype is its own, a warning where that may be the cause.",
              "Compare the captured layers, RoPE and norms that the engine's log speaks of with the head's."),
+    Rule("K703", "parameter-unreached", "error", "An engine that kconv started served a head with a parameter that no"
+             " tensor of the folder reached: it holds whatever the memory held, and the engine says nothing.",
+             "Look for the tensors that it is filled from; convert the head again."),
 )  # fmt: skip
