@@ -217,6 +217,7 @@ def validate(
 
         found = measure_parity(rules.head, source.alone if source else None, parity, say)
         measured = found.measured
+        findings += found.findings
         provenance |= found.provenance
     all_figures = figures(identical, measured)
     if engined is not None:
