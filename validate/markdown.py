@@ -197,7 +197,7 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
             ("the source's", f"{text.source:.4f}"),
             ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
             ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
-            ("activations", "not rounded: the weights alone were run, and no input_scale"),
+            ("activations", "inputs of NVFP4 linears rounded by their input_scale, as an engine rounds them"),
         ]
     return table(("what", "figure"), rows)
 
