@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..checkpoint.schema import first_wrong
+from ..checkpoint.schema import load_json
 from ..errors import AcceptanceInvalid, NotACheckpoint
 
 ACCEPTANCE = "acceptance.json"
@@ -246,15 +246,14 @@ def read_acceptance(file: Path) -> AcceptanceFile:
         NotACheckpoint: the file is missing.
         AcceptanceInvalid: it is not of the schema, repeats a row, or holds a figure that cannot be.
     """
-    try:
-        return AcceptanceFile.model_validate_json(file.read_bytes())
-    except FileNotFoundError as fault:
-        raise NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first.") from fault
-    except (OSError, ValidationError) as fault:
-        what = first_wrong(fault) if isinstance(fault, ValidationError) else fault
-        raise AcceptanceInvalid(
-            f"{file.name} cannot be taken: {what}", where=file, fix="Mend the row, or run kconv bench again."
-        ) from fault
+    return load_json(
+        AcceptanceFile,
+        file,
+        AcceptanceInvalid,
+        what="acceptance.json of the schema",
+        fix="Correct the row, or run kconv bench again.",
+        missing=NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first."),
+    )
 
 
 def differences(one: AcceptanceRow, other: AcceptanceRow) -> Mapping[str, tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 from ..bench.acceptance import AcceptanceFile, read_acceptance
 from ..bench.tables import Table, draw_bars
 from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
-from ..checkpoint.staging import refuse_existing
+from ..checkpoint.staging import PARTIAL, refuse_existing, writing
 from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.report import Report, read_report
@@ -203,22 +205,34 @@ def write(folder: Path, card: RenderedCard) -> Path:
 
     Raises:
         OutputExists: there is a README.md already, or a license or notice of another text.
+        OutputFailed: the folder cannot be written to, or its disk is full.
         MissingExtra: its chart takes matplotlib, which is not installed.
     """
     refuse_existing(folder / CARD, fix=REWRITE)
     for name, text in card.files.items():
         file = folder / name
-        if file.exists() and file.read_text() != text:
+        if os.path.lexists(file) and read_text(file, OutputExists, fix="Delete it.") != text:
             raise OutputExists(
                 f"{file} is there and says something else", fix="Delete it, or keep it and leave no other."
             )
     if f"]({CHART})" in card.text and card.table:
         refuse_existing(folder / CHART, fix=REWRITE)
         draw_chart(folder / CHART, card.table)
-    for name, text in card.files.items():
-        (folder / name).write_text(text)
-    (folder / CARD).write_text(card.text)
+    for name, text in {**card.files, CARD: card.text}.items():
+        _write_whole(folder / name, text)
     return folder / CARD
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a text whole or not at all, as half a license on a full disk would be in the way of the next call."""
+    beside = file.with_name(f"{PARTIAL}{file.name}")
+    with writing(file):
+        try:
+            with beside.open("x", encoding="utf-8") as out:
+                out.write(text)
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def draw_chart(file: Path, table: Table) -> None:

@@ -11,6 +11,7 @@ from ..bench.acceptance import AcceptanceFile
 from ..bench.tables import NOT_STATED
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.manifest import Manifest
+from ..escape import markdown
 from ..validate.report import Report
 from .facts import Facts, question
 from .licenses import LICENSES, UNNAMED, License, LicenseText
@@ -103,8 +104,8 @@ class Said:
 
 
 def cell(value: object) -> str:
-    """Return a text as one line that neither ends a table's cell nor its line."""
-    return " ".join(str(value).replace("|", "\\|").split())
+    """Return a text as one line that neither ends a table's cell nor its line; see `escape.markdown`."""
+    return markdown(value)
 
 
 @dataclass(frozen=True)

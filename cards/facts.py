@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from ..checkpoint.schema import load_yaml
 from ..engines.registry import engines
 from ..errors import FactsInvalid
 from .licenses import LICENSES
@@ -219,17 +219,7 @@ def read_facts(file: Path) -> Facts:
     Raises:
         FactsInvalid: it is missing, no YAML, or has a key that does not exist or a value that cannot be.
     """
-    try:
-        value = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return Facts.model_validate({} if value is None else value)
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise FactsInvalid(f"{where}: {first['msg']}", where=file, fix="Mend this key of the facts file.") from fault
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
-        raise FactsInvalid(
-            f"{file.name} cannot be read: {fault}", where=file, fix="Give a YAML file in UTF-8."
-        ) from fault
+    return load_yaml(Facts, file, FactsInvalid, what="facts file", fix="Correct this key of it, in UTF-8.")
 
 
 def question(facts: type[BaseModel], path: str) -> str:

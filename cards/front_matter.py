@@ -5,14 +5,18 @@ https://github.com/huggingface/hub-docs/blob/242f4a1eeb867daf4ac3f44026a5df4a689
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from ..checkpoint.schema import read_text
 from ..checkpoint.source import HUB_ID
+from ..errors import KconvError
 from .evidence import Evidence
 
 CARD = "README.md"
@@ -42,6 +46,16 @@ class FrontMatter:
     base_models: tuple[str, ...] = ()
     results: tuple[EvalResult, ...] = ()
     problem: str = ""
+
+
+def read_card(folder: Path) -> str:
+    """Return README.md's text, "" where there is none.
+
+    Raises:
+        KconvError: it is no regular file of text.
+    """
+    file = folder / CARD
+    return read_text(file, KconvError, fix="Put the text itself there, in UTF-8.") if os.path.lexists(file) else ""
 
 
 def read_front_matter(card: str) -> FrontMatter:

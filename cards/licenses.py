@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 
 from ..checkpoint.folder import LICENSE_TEXTS, in_any_case
+from ..checkpoint.schema import read_text
 from ..errors import LicenseUnknown
 
 UNNAMED = "other"
@@ -267,7 +269,6 @@ def _read_named(file: Path) -> LicenseText:
 
 
 def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8") if file.is_file() and file.stat().st_size <= LARGEST else ""
-    except (OSError, UnicodeDecodeError):
-        return ""
+    with suppress(LicenseUnknown):
+        return read_text(file, LicenseUnknown, limit=LARGEST, fix="Give a text.")
+    return ""

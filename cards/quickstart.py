@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..checkpoint.schema import read_text
 from ..engines.base import HEAD, TARGET, Launch
 from ..engines.registry import engine, engines_of
+from ..errors import KconvError
+from ..escape import shell, yaml
 from .evidence import Evidence
 
 
@@ -43,21 +47,21 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     # What a conversion writes beside the weights.
     written = evidence.folder / launch.file if evidence.folder else None
     if written is not None and written.is_file():
-        lines = written.read_text().splitlines()
+        lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()
         comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
         notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
         if launch.is_config:
             config = "\n".join(line for line in lines if not line.startswith("#"))
     elif launch.unwritten:
         notes.append(launch.unwritten)
-    command = _name(launch.command, evidence)
+    command = _name(launch.command, evidence, shell)
     if said and said.arguments:
-        place = facts.base_model or TARGET
+        place = shell(facts.base_model) if facts.base_model else TARGET
         command = command.replace(place, " ".join((place, *said.arguments)), 1)
-    return Start(title, command.replace(" --", " \\\n    --"), _name(config, evidence), tuple(notes))
+    return Start(title, command.replace(" --", " \\\n    --"), _name(config, evidence, yaml), tuple(notes))
 
 
-def _name(text: str, evidence: Evidence) -> str:
-    if evidence.facts.name:
-        text = text.replace(HEAD, evidence.facts.name)
-    return text.replace(TARGET, evidence.facts.base_model) if evidence.facts.base_model else text
+def _name(text: str, evidence: Evidence, quote: Callable[[str], str]) -> str:
+    for place, name in ((HEAD, evidence.facts.name), (TARGET, evidence.facts.base_model)):
+        text = text.replace(place, quote(" ".join(name.split()))) if name else text
+    return text

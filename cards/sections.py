@@ -11,6 +11,7 @@ from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
 from ..engines.registry import describe
+from ..escape import code
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
 from .evidence import Evidence, Said, cell
@@ -147,7 +148,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.filters["cell"] = cell
+    environment.filters |= {"cell": cell, "code": code}
     return environment.get_template(template).render(values)
 
 

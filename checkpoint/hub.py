@@ -9,6 +9,7 @@ No text of the library's exceptions is repeated: one about a header holds the to
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 from ..errors import HubRefused, HubUnreachable, KconvError, NotACheckpoint, OutputFailed
 from .folder import INDEX, LICENSE_FILES, Checkpoint, gather, in_any_case, locate, open_checkpoint, read_json
 from .header import TensorInfo, parse_header
+from .pickles import PICKLE
 
 LICENSES = in_any_case(LICENSE_FILES)
 # What kconv's own outputs record beside the weights: how to serve them.
@@ -76,6 +78,9 @@ class HubRepo:
             return self.open_weights()
         config = read_json(self._fetch("config.json"))
         sizes = self._list()
+        # What a pickle holds is said at its end, and it is read whole.
+        if not fnmatch.filter(sizes, "*.safetensors") and fnmatch.filter(sizes, PICKLE):
+            return self.open_weights()
         index = read_json(self._fetch(INDEX)) if INDEX in sizes else None
         root = Path(self.name)
 
@@ -92,7 +97,12 @@ class HubRepo:
             HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
             NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
         """
-        return open_checkpoint(self._download(CHECKPOINT_FILES), source=self.name)
+        folder = self._snapshot(CHECKPOINT_FILES)
+        if not any(folder.glob("*.safetensors")):
+            folder = self._snapshot((*CHECKPOINT_FILES, PICKLE))
+        if is_offline_mode() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", PICKLE)):
+            raise not_cached(self.repo, self.commit)
+        return open_checkpoint(folder, source=self.name)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Download the files that hold some of its tensors, or find them in the local cache, and open those.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -18,12 +19,15 @@ from ..checkpoint.manifest import (
     Manifest,
     StepRecord,
     TensorRecord,
+    UnverifiedRecord,
     write_manifest,
 )
+from ..checkpoint.pickles import PICKLE
+from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
 from ..engines.registry import launch_files
-from ..errors import TensorValue
+from ..errors import ConfigInvalid, TensorValue
 from ..head.slots import needs
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
@@ -75,7 +79,7 @@ def fill(
             files.append(_write_text(folder / name, text))
     if plan.source.side_file is not None:
         copy = folder / plan.source.side_file.name
-        copy.write_bytes(plan.source.side_file.read_bytes())
+        copy.write_bytes(read_bounded(plan.source.side_file, ConfigInvalid, limit=MAX_YAML, fix="Export it again."))
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
@@ -181,11 +185,13 @@ def _manifest(
         exact=_is_exact(plan),
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
+        source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),
         source_layout=head.layout.name,
         layout=plan.layout.name,
         hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
+        unverified=tuple(UnverifiedRecord(**asdict(one)) for one in head.read.unverified),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ..checkpoint.schema import parse_json
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
 from .base import Engine
 from .counters import Counters, Totals, recognize
@@ -77,7 +77,7 @@ class Client:
         """Do as `complete` with more fields in the request, and return the server's whole answer too."""
         answer = self._complete(prompt, new_tokens, {"return_token_ids": True} | more)
         try:
-            value = json.loads(answer)
+            value = parse_json(answer)
             [choice] = value["choices"]
             ids = choice["token_ids"]
         except (ValueError, KeyError, TypeError) as fault:
@@ -100,7 +100,7 @@ class Client:
         """
         answer = self._complete(prompt, new_tokens, {})
         try:
-            [choice] = json.loads(answer)["choices"]
+            [choice] = parse_json(answer)["choices"]
             return str(choice["text"])
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
@@ -118,7 +118,7 @@ class Client:
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         answer = self._request("/v1/chat/completions", body | dict(self.extra))
         try:
-            value = json.loads(answer)
+            value = parse_json(answer)
             [choice] = value["choices"]
             # A reasoning parser moves all of a cut answer into another field, and content is null then.
             text = choice["message"]["content"] or ""
@@ -196,7 +196,7 @@ class Client:
             EngineFailed: the server does not say.
         """
         try:
-            return str(json.loads(self.page(counters.version))["version"])
+            return str(parse_json(self.page(counters.version))["version"])
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
                 f"the server does not say its version at {counters.version}",
@@ -276,7 +276,7 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
         return server
     answer = server._request("/v1/models")
     try:
-        [found] = json.loads(answer)["data"]
+        [found] = parse_json(answer)["data"]
         return Client(server.url, str(found["id"]), timeout, dict(extra))
     except (ValueError, KeyError, TypeError) as fault:
         raise EngineFailed(
@@ -337,7 +337,7 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for drafting in (engine.drafting for engine in engines() if engine.drafting):
         try:
-            said = json.loads(server.page(drafting.path))
+            said = parse_json(server.page(drafting.path))
         except ValueError:
             continue
         own = (

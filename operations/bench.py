@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..checkpoint.schema import parse_json
 from .base import Context, Name, Operation, Words, argument, option
 from .reading import Count, Reading, check_trusted, refuse_existing_output
 
@@ -32,7 +32,7 @@ def _object(value: Any) -> Any:
     if isinstance(value, Mapping):
         return value
     try:
-        found = json.loads(value)
+        found = parse_json(value)
     except (TypeError, ValueError):
         found = None
     if not isinstance(found, dict):

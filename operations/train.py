@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from ..checkpoint.schema import parse_json
 from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, check_trusted, refuse_existing_output
 
@@ -34,7 +34,7 @@ def _settings(value: Any) -> Any:
         if not equals or not key:
             raise ValueError(f"{setting!r} is not KEY=VALUE")
         try:
-            found[key] = json.loads(text)
+            found[key] = parse_json(text)
         except ValueError:
             found[key] = text
     return found

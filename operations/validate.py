@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..engines import registry
 from ..errors import ReportInvalid, RequestInvalid
@@ -34,6 +34,10 @@ GOES_WITH = {
     "allow_pickle": ("states",),
     "trust_remote_code": ("prompts",),
 }
+# One name, or several.
+Engines = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
+]
 # What a target has none of: it is run over text, and drafts nothing.
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
@@ -59,8 +63,8 @@ class Validate(Reading):
     )
 
     head: Name = argument("A head or a target: a folder or a hub id.", kind="checkpoint")
-    for_: str | None = option(
-        None, "Who will serve it; by default the engines of its layout, or all.", metavar="ENGINE"
+    for_: Engines = option(
+        (), "Who will serve it, repeatable; by default the engines of its layout, or all.", metavar="ENGINE"
     )
     source: Name | None = option(None, "What HEAD was made from: bits are compared, or noise.", kind="checkpoint")
     headers_only: bool = option(False, "Read no weight, and download none: names, shapes, config.")
@@ -97,8 +101,9 @@ class Validate(Reading):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for name, known in (("for_", registry.asked()), ("engine", registry.servable())):
-            if (asked := getattr(self, name)) is not None and asked not in known:
+        asked_for = [("for_", asked, registry.asked()) for asked in self.for_]
+        for name, asked, known in (*asked_for, ("engine", self.engine, registry.servable())):
+            if asked is not None and asked not in known:
                 raise ValueError(f"--{plain_name(name)} {asked!r} is not one of {', '.join(known)}")
         if self.headers_only and (self.measures or self.source):
             raise ValueError("--headers-only reads no value, and --source and all that measures are about values")
@@ -151,7 +156,7 @@ class Validate(Reading):
 
         target, source = context.maybe(self.target), context.maybe(self.source)
         checks = Checks(
-            registry.asked()[self.for_] if self.for_ else None,
+            tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one])) or None,
             self.layout(),
             self.hints(config := self.target_config(context)),
             config,

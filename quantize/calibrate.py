@@ -26,6 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.schema import parse_json
 from ..checkpoint.source import Source
 from ..checkpoint.staging import refuse_existing, writing
 from ..checkpoint.tensors import TORCH, read_rows
@@ -406,7 +407,7 @@ def find(file: Path, layers: int) -> CalibrationState | None:
         done = int(said["layers"])
         if not 0 <= done <= layers:
             raise ValueError(f"it stands behind layer {done} of {layers}")
-        return CalibrationState(done, hidden, json.loads(said["amaxes"]))
+        return CalibrationState(done, hidden, parse_json(said["amaxes"]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         raise InputScalesInvalid(
             f"what an interrupted run left in {file.name} cannot be read: {fault}",

@@ -31,7 +31,7 @@ from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
 from ..engines.layout import stored
 from ..targets.config import read_target_config
-from ..targets.model import load_ends, load_target
+from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import RUN, claim, drop_unusable, newest
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
@@ -230,7 +230,7 @@ def train_head(
     with FileLock(out.parent / f".{out.name}.lock"):
         if is_made(out, job_key(job)):
             return out
-        with staged(out) as folder:
+        with one_thread(), staged(out) as folder:
             trainer = run(job, work, Pace(save_every=recipe.steps, eval_every=recipe.steps), progress)
             leave(job, trainer, work, folder)
         shutil.rmtree(work)

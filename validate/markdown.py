@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import OutputFailed
+from ..escape import code, markdown
 from .figures import AcceptanceFigures, EngineFigures, NoiseFigures, ParityFigures, PerplexityFigures
 from .plots import draw_plots
 from .report import REPORT, Finding, Report
@@ -38,10 +39,14 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
 def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     """Return report.md's text."""
     figures = report.figures
-    lines = [f"# Validation of {report.subject}", "", _verdict(report), ""]
+    lines = [f"# Validation of {markdown(report.subject)}", "", _verdict(report), ""]
     engines = report.provenance.get("for")
     if isinstance(engines, list):
-        lines += [f"Checked for {', '.join(map(str, engines))} ({report.provenance.get('for_by', 'asked')}).", ""]
+        lines += [
+            f"Checked for {markdown(', '.join(map(str, engines)))} "
+            f"({markdown(report.provenance.get('for_by', 'asked'))}).",
+            "",
+        ]
     if report.findings:
         lines += ["## Findings", "", *table(("severity", "rule", "where", "what", "fix", "seen in"), _rows(report)), ""]
     if figures.identical is not None:
@@ -55,14 +60,14 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
         heads = ("text", "RMS of logits", "largest", "KL, nats", "same likeliest token", "acceptance length")
         lines += ["## Parity with the source", "", *table(heads, map(_parity, figures.parity)), ""]
     lines += [*more, *([""] if more else []), "## Made with", ""]
-    lines += [f"- {name}: {value}" for name, value in report.provenance.items()]
-    lines += [f"- sha256 of {name}: `{digest}`" for name, digest in report.weights.items()]
+    lines += [f"- {markdown(name)}: {markdown(value)}" for name, value in report.provenance.items()]
+    lines += [f"- sha256 of {markdown(name)}: {code(digest)}" for name, digest in report.weights.items()]
     return "\n".join(lines) + "\n"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return a Markdown table, line by line; a bar in a cell is escaped."""
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (heads, *rows)]
+    """Return a Markdown table, line by line; what a cell holds is text and no Markdown of its own."""
+    cells = [[markdown(cell) for cell in row] for row in (heads, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
 
@@ -75,7 +80,7 @@ def _verdict(report: Report) -> str:
 
 def _rows(report: Report) -> Iterable[Sequence[object]]:
     def row(finding: Finding) -> Sequence[object]:
-        where = f"`{finding.where}`" if finding.where else ""
+        where = code(finding.where) if finding.where else ""
         return finding.severity, finding.rule, where, finding.message, finding.fix, finding.seen_in
 
     return map(row, report.findings)
@@ -188,7 +193,7 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
     if noise and noise.median is not None:
         rows += [
             ("signal over noise, median", f"{noise.median:.1f} dB"),
-            ("at worst", f"{noise.worst:.1f} dB (`{noise.worst_tensor}`)"),
+            ("at worst", f"{noise.worst:.1f} dB ({code(noise.worst_tensor)})"),
         ]
     if text:
         error = "" if text.log_ratio_se is None else f" ± {text.log_ratio_se:.2%}"

@@ -8,10 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.schema import load_json
 from ..convert.read import Head
 from ..errors import NotACheckpoint, ReportInvalid, Severity
 from .figures import STRICT, Figures
@@ -101,19 +102,12 @@ def read_report(file: Path) -> Report:
         ReportInvalid: it cannot be read, or is not of the schema.
     """
     file = report_file(file)
-    try:
-        return Report.model_validate_json(file.read_bytes())
-    except FileNotFoundError as fault:
-        raise NotACheckpoint(
-            f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
-        ) from fault
-    except (OSError, ValidationError) as fault:
-        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else fault.strerror
-        raise ReportInvalid(
-            f"{file.name} cannot be taken: {what}",
-            where=file,
-            fix="Run kconv validate again.",
-        ) from fault
+    missing = NotACheckpoint(
+        f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
+    )
+    return load_json(
+        Report, file, ReportInvalid, what="report of kconv's schema", fix="Run kconv validate again.", missing=missing
+    )
 
 
 def digests(checkpoint: Checkpoint) -> dict[str, str]:

@@ -168,10 +168,7 @@ class Remote:
         Raises:
             HubMoved: the branch is on another commit than `parent` by now.
         """
-        operations = [
-            *(CommitOperationAdd(f.name, f.content) for f in files),  # pyright: ignore[reportArgumentType]
-            *(CommitOperationDelete(name) for name in delete),
-        ]
+        operations = [*map(_addition, files), *(CommitOperationDelete(name) for name in delete)]
         lost = False
 
         def send() -> str:
@@ -202,6 +199,21 @@ class Remote:
 
     def _try(self, call: Callable[[], Got]) -> Got:
         return _retry(call, self._say)
+
+
+def _addition(file: Upload) -> CommitOperationAdd:
+    """Return what adds a file, which must still be the one that was checked.
+
+    Of a file on the disk huggingface_hub takes the sha256 here; it is stored on the Hub under that, and nothing else.
+    """
+    made = CommitOperationAdd(file.name, file.content)  # pyright: ignore[reportArgumentType]
+    if (made.upload_info.size, made.upload_info.sha256.hex()) != (file.size, file.sha256):
+        raise PublishRefused(
+            f"{file.name} was changed after it was checked",
+            where=file.name,
+            fix="Nothing was uploaded. See what writes to the folder, then run the command again.",
+        )
+    return made
 
 
 def _retry(call: Callable[[], Got], say: Callable[[str], None], statuses: Collection[int] = TRANSIENT) -> Got:

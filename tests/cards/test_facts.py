@@ -26,8 +26,8 @@ def read(tmp_path: Path, text: str) -> Facts:
         ("license: {id: gpl-3.0}", "no license that kconv knows"),
         ("subcards: {ethics: {}}", "no subcard 'ethics'"),
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
-        ("training: [", "cannot be read"),
-        ("- a list", "the file"),
+        ("training: [", "no YAML"),
+        ("- a list", "its top"),
     ],
 )
 def test_a_facts_file_that_is_none_is_named(tmp_path, text, what):
