@@ -18,6 +18,8 @@ from ..checkpoint.schema import read_text
 from ..checkpoint.source import HUB_ID
 from ..errors import KconvError
 from .evidence import Evidence
+from .target_card import TAGS as TARGET_TAGS
+from .target_card import is_target
 
 CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
@@ -108,15 +110,16 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     """
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
+    quantized = is_target(evidence.manifest)
     data = ModelCardData(
         language=list(facts.languages) or None,
         library_name=facts.library or (LIBRARY if evidence.manifest else None),
         pipeline_tag=facts.pipeline_tag,
         base_model=bases or None,
         # A conversion has no value of its own among adapter, merge, quantized and finetune.
-        base_model_relation="finetune" if bases else None,
+        base_model_relation=("quantized" if quantized else "finetune") if bases else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
-        tags=[*TAGS, *facts.tags],
+        tags=[*(TARGET_TAGS if quantized else TAGS), *facts.tags],
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):

@@ -31,6 +31,7 @@ def test_nvfp4_inputs_are_rounded_as_vllm_rounds_them(engine_python, tmp_path, s
     command = [str(engine_python), "-c", VLLM, str(tmp_path / "given.safetensors"), str(tmp_path / "found.safetensors")]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     theirs, ours = load_file(tmp_path / "found.safetensors")["rounded"], NVFP4.round(x, scale)
-    # Of a value in the middle of two the reciprocal's rounding may decide.
-    assert (ours != theirs).float().mean() < 0.002
+    # vLLM multiplies by a reciprocal where ModelOpt divides: the last bits differ, and a value in the middle of two may
+    # go the other way.
+    assert ((ours - theirs).abs() > 1e-6 * theirs.abs()).float().mean() < 0.002
     assert ((ours - theirs).norm() / theirs.norm()) < 0.01

@@ -136,14 +136,16 @@ def test_without_an_input_scale_fp8_rounds_each_token_and_nvfp4_nothing(quantize
     assert ((found - x).norm() / x.norm()) < 0.05
 
 
-def test_fp8_weights_of_other_scales_are_rounded_to_the_largest(quantized, tmp_path):
-    """As vLLM's requantize_with_max_scale does."""
+def test_the_parts_of_a_fused_module_share_the_largest_weight_scale(quantized, tmp_path):
+    """FP8 weights are rounded anew for it, as vLLM's requantize_with_max_scale does; NVFP4's are taken as they are."""
     head, linears, _ = quantized
-    if linears.format is not FP8:
-        pytest.skip("of NVFP4 an engine takes the largest scale as it is")
+    suffix = "weight_scale" if linears.format is FP8 else "weight_scale_2"
     own = linears.linears["0.up_proj"]
-    weights, _ = read_served(edited(head, tmp_path / "edited", {"gate_proj.weight_scale": own["weight_scale"] * 3}))
-    plain = own["weight"].float() * own["weight_scale"]
-    largest = own["weight_scale"] * 3
-    assert torch.equal(weights["0.up_proj"], (plain / largest).to(torch.float8_e4m3fn).float() * largest)
-    assert ((weights["0.up_proj"] - plain).norm() / plain.norm()) < 0.05
+    largest = own[suffix] * 3
+    weights, _ = read_served(edited(head, tmp_path / "edited", {f"gate_proj.{suffix}": largest}))
+    plain, found = linears.format.unpack(own), weights["0.up_proj"]
+    if linears.format is FP8:
+        assert torch.equal(found, (plain / largest).to(torch.float8_e4m3fn).float() * largest)
+        assert 0 < ((found - plain).norm() / plain.norm()) < 0.05
+    else:
+        torch.testing.assert_close(found, plain * 3)

@@ -134,7 +134,7 @@ FAULTS: dict[str, Fault] = {
     "eps 1e-6": config(lambda spec: replace(spec, eps=1e-6)),
     "YaRN factor": yarn(factor=32.0),
     "YaRN original length": yarn(original_max_positions=2048),
-    "YaRN beta": yarn(beta_fast=1.0),
+    "YaRN beta": yarn(beta_fast=8.0),
     "YaRN mscale": yarn(mscale_all_dim=None, mscale=None),
     "no YaRN": config(lambda spec: replace(spec, rope=replace(spec.rope, scaling=None))),
     "RoPE theta": config(lambda spec: replace(spec, rope=replace(spec.rope, theta=10000.0))),
