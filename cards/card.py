@@ -23,6 +23,7 @@ from .front_matter import CARD, front_matter
 from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
 from .quickstart import starts
 from .sections import CHART, attribution, changed, figures, known, render, subcards
+from .target_card import TEMPLATE, is_target
 
 # A card has no other name; what a person wrote into it is not kconv's to replace.
 REWRITE = "Keep it (kconv card --check says whether it still holds), or pass --force to write it again."
@@ -78,7 +79,7 @@ def gather(
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
         manifest = read_manifest(folder)
-        if manifest.layout not in writable():
+        if manifest.layout not in writable() and not is_target(manifest):
             raise LayoutCannot(
                 f"the head is in {manifest.layout}'s layout, which no engine serves",
                 where=folder,
@@ -168,6 +169,7 @@ def make_card(
     if evidence.source_license:
         files[SOURCE_LICENSE] = evidence.source_license
     repeated = figures(evidence, chart=chart)
+    template = TEMPLATE if is_target(manifest) else f"{style}.md.jinja"
     link = ""
     if evidence.license_is_named:
         own = evidence.licenses[0]
@@ -180,14 +182,16 @@ def make_card(
         "licenses": evidence.licenses,
         "attribution": attribution(evidence),
         "files": list(files),
-        "starts": starts(evidence),
+        "starts": () if is_target(manifest) else starts(evidence),
         "noted": said.noted,
         # Only one style has them, and only that one asks for them.
         "subcards": lambda: subcards(said),
         **repeated,
     }
-    text = render(f"{style}.md.jinja", values)
-    return RenderedCard("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated["table"])
+    text = render(template, values)
+    return RenderedCard(
+        "\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated.get("table")
+    )
 
 
 def write_card(

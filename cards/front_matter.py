@@ -22,6 +22,8 @@ from ..checkpoint.source import HUB_ID
 from ..engines.registry import engines_of
 from ..errors import KconvError
 from .evidence import Evidence
+from .target_card import TAGS as TARGET_TAGS
+from .target_card import is_target
 
 CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
@@ -116,6 +118,7 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     """
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
+    quantized = is_target(evidence.manifest)
     data = ModelCardData(
         language=list(facts.languages) or None,
         # The Hub offers to load a model with the library that it is told, and no library of its list loads a head.
@@ -123,10 +126,10 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         library_name=facts.library,
         pipeline_tag=facts.pipeline_tag,
         base_model=bases or None,
-        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; a quantized head is.
-        base_model_relation="quantized" if bases and _is_quantized(evidence) else None,
+        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; what is quantized is.
+        base_model_relation="quantized" if bases and (quantized or _is_quantized(evidence)) else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
-        tags=list(dict.fromkeys([*TAGS, *_engines(evidence), *facts.tags])),
+        tags=list(dict.fromkeys([*(TARGET_TAGS if quantized else TAGS), *_engines(evidence), *facts.tags])),
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):

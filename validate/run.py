@@ -229,6 +229,7 @@ def validate(
 
         found = measure_parity(rules.head, source.alone if source else None, parity, say, still_open)
         measured, told = found.measured, found.readings
+        findings += found.findings
         provenance |= found.provenance
     all_figures = figures(identical, measured)
     if told is not None:

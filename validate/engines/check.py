@@ -34,6 +34,8 @@ from .simulate import find_reading, simulate
 Say = Callable[[str], None]
 WITHOUT, FORWARD = "the same engine without speculation", "kconv's forward of the target"
 PER_REQUEST = "counted by the engine for each request"
+# Kernels of quantized linears take no fp32; kconv computes in it all the same, so counts are near and not equal.
+QUANTIZED_IN = "bfloat16"
 MARGIN = 16  # tokens of context beyond what is asked for
 
 
@@ -119,6 +121,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
     """
     bench = _prepare(asked, say)
     ahead = asked.new_tokens + asked.steps - 1
+    dtype = QUANTIZED_IN if head.is_quantized else "float32"
     if asked.url:
         reference = generate_greedy(bench.model, bench.prompts, ahead)  # pyright: ignore[reportArgumentType]
         say("asking the server")
@@ -131,7 +134,9 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
                 f"no environment with {started.title} in it is named",
                 fix="Give --engine-python, or --url of a running server.",
             )
-        serving = Serving(asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead))
+        serving = Serving(
+            asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead), dtype=dtype
+        )
         say(f"{started.title} without speculation: starting")
         with serve(serving, started) as plain:
             say(f"{started.title} without speculation: generating")
@@ -141,7 +146,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
             say(f"{started.title} with the head: generating")
             served = _count(speculating.client, started, started.counters, bench, reference, asked)
             unreached = speculating.unreached()
-        strict, of = True, WITHOUT
+        strict, of = not head.is_quantized, WITHOUT
         kernels = started.starter.note(asked.python) if started.starter else ""
     say("simulating the chain")
 
@@ -170,7 +175,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         unreached=unreached,
     )
     about: dict[str, object] = {
-        "engine": {"name": served.engine, "note": served.note, "dtype": "float32" if strict else "the server's"}
+        "engine": {"name": served.engine, "note": served.note, "dtype": "the server's" if asked.url else dtype}
         | ({"kernels": kernels} if kernels else {})
     }
     read_as = None
