@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from ..escape import command
 from ..operations.base import Operation
+from .build import VERBOSE
 from .progress import duration
 from .terminal import echo, make_console
 
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
     from ..operations.verify import Verified
     from ..operations.vocab import VocabChanged, VocabExamined
     from ..quantize.plan import QuantizePlan
-    from ..validate.report import Report
+    from ..validate.report import Report, Verdict
     from ..validate.rules.rule import Rule
 
 # Columns of a line that goes to a file or a pipe; longer than any of kconv's.
 UNFOLDED = 400
+# How severities are shown, worst first.
+SEVERITIES = {"error": "red", "warning": "yellow", "note": "blue"}
 # Readings of a head that are shown; report.json has all.
 READINGS = 8
 # Kinds of means, as a table heads them.
@@ -302,11 +305,21 @@ def _dims(value: Any) -> str:
 
 
 def _show_report(_: Operation, report: Report) -> None:
+    from ..validate.report import verdicts
+
     console, figures = wide_console(), report.figures
+    context = click.get_current_context(silent=True)
+    verbose = context is not None and context.meta.get(VERBOSE, False)
     for finding in report.findings:
+        if finding.severity == "note" and not verbose:
+            continue
         said = escape(f"{finding.where}: {finding.message}")
-        console.print(f"[bold]{finding.severity} {finding.rule}[/] {said}", highlight=False)
+        color = SEVERITIES[finding.severity]
+        console.print(f"[bold {color}]{finding.severity} {finding.rule}[/] {said}", highlight=False)
         console.print(f"  fix: {escape(finding.fix)}", highlight=False)
+    counts = {severity: sum(f.severity == severity for f in report.findings) for severity in SEVERITIES}
+    if counts["note"] and not verbose:
+        console.print(f"[dim]{_counted(counts, 'note')}; -v shows them[/]", highlight=False)
     if figures.acceptance:
         console.print(acceptance_table(report), "")
     for line in _measured(figures):
@@ -317,9 +330,22 @@ def _show_report(_: Operation, report: Report) -> None:
         console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
     if engines := report.provenance.get("for"):
         console.print(f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'asked')})", highlight=False)
-    errors, warnings = (sum(f.severity == s for f in report.findings) for s in ("error", "warning"))
-    verdict = ("no errors" if report.clean else f"{errors} error(s)") + (f", {warnings} warning(s)" if warnings else "")
+    verdict = "no errors" if report.clean else _counted(counts, "error")
+    verdict += f", {_counted(counts, 'warning')}" if counts["warning"] else ""
     console.print(escape(f"{report.subject}: {verdict}"), highlight=False)
+    if judged := verdicts(report):
+        dot = " · " if console.encoding.startswith("utf") else " | "
+        console.print(dot.join(_verdict(one) for one in judged), highlight=False)
+
+
+def _verdict(one: Verdict) -> str:
+    """Return an engine's verdict, e.g. "FAIL SGLang (1)" with the number of its errors."""
+    title = escape(one.title)
+    return f"[bold green]PASS[/] {title}" if one.passed else f"[bold red]FAIL[/] {title} ({one.errors})"
+
+
+def _counted(counts: Mapping[str, int], severity: str) -> str:
+    return f"{counts[severity]} {severity}{'s' * (counts[severity] != 1)}"
 
 
 def _readings_table(rows: Any) -> Table:
@@ -619,13 +645,19 @@ def _show_card(_: Operation, result: CardWritten) -> None:
     if result.missing is not None:
         for name, asked in result.missing.items():
             echo(f"{name}: {asked}" if asked else name)
+        if result.missing:
+            echo(f"{len(result.missing)} facts are missing; kconv card --init writes a file to fill in", err=True)
         return
     if result.file is not None:
         echo(result.file)
+    if result.started:
+        return
+    if result.unsaid:
+        echo(f"{result.unsaid} facts are missing and left out; kconv card --missing lists them", err=True)
     err = not result.checked
     for finding in result.findings:
         echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err)
-    found = f"{len(result.findings)} finding(s)" if result.findings else "nothing found"
+    found = f"{len(result.findings)} finding(s) on licenses and origins" if result.findings else "license checks passed"
     echo(f"{result.folder}: {found}", err=err)
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..checkpoint.header import TensorInfo
-from ..errors import Problem, UnknownLayout
+from ..checkpoint.schema import parse_yaml, read_text
+from ..errors import NotACheckpoint, Problem, UnknownLayout
 from .captured import UNDECIDED, Hints, default_formula, readings
 from .config import TARGETS_DEPTH, stored_layers
 from .rope import DEFAULT_THETA
@@ -232,11 +231,10 @@ def _base_models(folder: Path) -> list[Any]:
     """Return what the front matter of a folder's README calls base_model; nothing where it cannot be read."""
     readme = folder / "README.md"
     try:
-        if not readme.is_file() or readme.stat().st_size > README_BYTES:
-            return []
-        found = FRONT_MATTER.search(readme.read_text(errors="replace"))
-        matter = yaml.safe_load(found[1]) if found else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        text = read_text(readme, NotACheckpoint, limit=README_BYTES, fix="")
+        found = FRONT_MATTER.search(text)
+        matter = parse_yaml(found[1], NotACheckpoint, where=readme, what="front matter", fix="") if found else None
+    except NotACheckpoint:
         return []
     named = matter.get("base_model") if isinstance(matter, Mapping) else None
     return named if isinstance(named, list) else [named]

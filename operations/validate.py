@@ -30,6 +30,7 @@ GOES_WITH = {
     "new_tokens": ("prompts",),
     "seed": ("prompts",),
     "calibrated_on": ("prompts", "states"),
+    "min_retention": ("prompts", "states"),
     "allow_pickle": ("states",),
     "trust_remote_code": ("prompts",),
 }
@@ -38,7 +39,7 @@ Engines = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
 ]
 # What a target has none of: it is run over text, and drafts nothing.
-OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "engine", "engine_python", "url")
+OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
 
 
@@ -84,6 +85,9 @@ class Validate(Reading):
     calibrated_on: tuple[Name, ...] = option(
         (), "A states.json or its folder: prompts that stand there are refused; repeatable.", kind="file"
     )
+    min_retention: Annotated[float, Field(ge=0, le=1)] = option(
+        0.97, "Share of --source's acceptance that an approximate HEAD must keep, sampled and greedy.", metavar="SHARE"
+    )
     allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
     engine: str | None = option(
@@ -93,7 +97,7 @@ class Validate(Reading):
         None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
     )
     url: str | None = option(None, "Reach an engine that serves --target with HEAD already.")
-    out: Name | None = option(None, "Write report.json and report.md into this folder.", kind="output")
+    out: Name | None = option(None, "Write report.json, report.md and report.html into this folder.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -234,6 +238,7 @@ class Validate(Reading):
             seed=self.seed,
             calibrated_on=tuple(context.path(name) for name in self.calibrated_on),
             allow_pickle=self.allow_pickle,
+            min_retention=self.min_retention,
         )
 
     def _engined(self, target: Source | None) -> Engined | None:

@@ -93,6 +93,8 @@ class ParityFigures(_Record):
         length_difference_se: its paired standard error, over sequences; None where there is but one.
         category: the prompts' category that the figures are of; "" for all prompts.
         by_step: the same at each draft step.
+        kept: share of the source's acceptance length that the output keeps.
+        kept_se: its paired standard error, over sequences; None where there is but one.
     """
 
     text: TextKind
@@ -105,6 +107,8 @@ class ParityFigures(_Record):
     length_difference_se: float | None
     category: str = ""
     by_step: tuple[StepFigures, ...] = ()
+    kept: float | None = None
+    kept_se: float | None = None
 
 
 class PartFigures(_Record):
@@ -164,6 +168,10 @@ class EngineFigures(_Record):
         per_position: drafts accepted up to each place; None where it does not count places.
         length: acceptance length, bonus token included.
         expected_drafts, expected_per_position, expected_length: what kconv's chain gives on the reference.
+        expected_accepted: what of it an engine counts that leaves out what an answer's limit cuts off; None where it
+            counts all.
+        unreached: the head's parameters that no tensor reached, by the engine's names; None where that was not looked
+            at.
     """
 
     engine: str
@@ -180,6 +188,8 @@ class EngineFigures(_Record):
     expected_drafts: int
     expected_per_position: tuple[int, ...]
     expected_length: float
+    expected_accepted: int | None = None
+    unreached: tuple[str, ...] | None = None
 
 
 class NoiseFigures(_Record):
@@ -201,6 +211,8 @@ class NoiseFigures(_Record):
 
 class PerplexityFigures(_Record):
     """A quantized target beside its source on held-out text, both computed in fp32 on dequantized weights.
+
+    What an NVFP4 linear with an input_scale reads is rounded as an engine rounds it.
 
     Attributes:
         prompts, tokens: texts, and the tokens in them that have one before them.

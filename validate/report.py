@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.schema import load_json
 from ..convert.read import Head
+from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
 from .figures import STRICT, Figures
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 
 REPORT = "report.json"
+# In a report's provenance: why a rule that found nothing may not have been applied.
+UNREAD = "unread"
 
 
 class Finding(BaseModel):
@@ -84,6 +88,43 @@ class Report(BaseModel):
     def to_json(self) -> str:
         """Return report.json's text."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a report says about one engine.
+
+    Attributes:
+        title: the engine's, e.g. "vLLM".
+        runners: those of its readers that were checked, e.g. vllm-v1.
+        errors, warnings: how many findings concern it.
+    """
+
+    title: str
+    runners: tuple[str, ...]
+    errors: int
+    warnings: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether no error concerns it."""
+        return not self.errors
+
+    def concerns(self, finding: Finding) -> bool:
+        """Say whether a finding is about it; one that names no engine is about all."""
+        return not finding.engines or not set(self.runners).isdisjoint(finding.engines)
+
+
+def verdicts(report: Report) -> tuple[Verdict, ...]:
+    """Return a verdict for each engine that a report was made for; none where it names no engine."""
+    asked = [str(name) for name in report.provenance.get("for", ())]
+    titles = {name: engine.title for engine in engines() for name in engine.runner_names}
+    found = []
+    for title in dict.fromkeys(titles.get(name, name) for name in asked):
+        about = Verdict(title, tuple(name for name in asked if titles.get(name, name) == title), 0, 0)
+        severities = [finding.severity for finding in report.findings if about.concerns(finding)]
+        found.append(replace(about, errors=severities.count("error"), warnings=severities.count("warning")))
+    return tuple(found)
 
 
 def report_file(path: Path) -> Path:

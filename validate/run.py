@@ -23,7 +23,7 @@ from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..targets.config import TargetConfig
 from .figures import Figures
-from .report import Finding, Report, assemble, config_digest, digests, figures
+from .report import UNREAD, Finding, Report, assemble, config_digest, digests, figures
 from .rules.captured import other_readings
 from .rules.comparisons import MAKE_AGAIN
 from .rules.head import HeadSubject, engines_of
@@ -178,7 +178,8 @@ def validate(
         with _uncollected():
             checkpoint = subject.open_headers() if checks.headers_only else subject.open_weights()
     except KconvError as error:
-        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(checks.engines or ENGINES)})
+        about = {"for": list(checks.engines or ENGINES), UNREAD: "the folder cannot be read"}
+        return assemble(subject.name, {}, [of_error(error)], Figures(), about)
     whole = is_target(checkpoint) and checks.layout is None
     refuse_unfit(
         checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
@@ -210,6 +211,7 @@ def validate(
             findings, figured = _measure_open(assumed, parity, findings, still_open, say)
             provenance |= {"not_measured": "the head itself, which can be read in several ways; only the readings"}
             return assemble(checkpoint.source, about, findings, figured, provenance, config_digest(checkpoint))
+        provenance |= {UNREAD: "the head cannot be read"}
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:
@@ -227,6 +229,7 @@ def validate(
 
         found = measure_parity(rules.head, source.alone if source else None, parity, say, still_open)
         measured, told = found.measured, found.readings
+        findings += found.findings
         provenance |= found.provenance
     all_figures = figures(identical, measured)
     if told is not None:

@@ -36,7 +36,7 @@ from .floor import RECIPE, Floor
 FURTHER = "acceptance-*.json"
 # In any case, and with what tells several apart: LICENSE-TARGET, THIRD_PARTY_NOTICES.md.
 TERMS = r"(?i:LICEN[SC]E|COPYING|NOTICE|THIRD_PARTY)(?:[-_][\w-]+)?(?i:\.md|\.txt)?"
-EVIDENCE = r"README\.md|kconv\.json|release\.yaml|report\.json|report\.md|acceptance(?:-\d+)?\.json"
+EVIDENCE = r"README\.md|kconv\.json|release\.yaml|report\.json|report\.md|report\.html|acceptance(?:-\d+)?\.json"
 PICTURES = r"[A-Za-z0-9][\w-]*\.png"
 BESIDE = re.compile(f"{EVIDENCE}|{TERMS}|{PICTURES}", re.ASCII)
 # What a manifest may record of a head or a target: weights, configs, a tokenizer that is no code, and launch files.
@@ -197,10 +197,11 @@ def write_release(
         for record in manifest.files:
             _link(head / record.name, folder / record.name)
         _link(head / MANIFEST, folder / MANIFEST)
-        if report:
-            shutil.copyfile(report_file(report), folder / REPORT)
-        for number, file in enumerate(acceptance):
-            shutil.copyfile(file, folder / acceptance_name(number))
+        along = {acceptance_name(number): file for number, file in enumerate(acceptance)}
+        for name, file in {**along, **({REPORT: report_file(report)} if report else {})}.items():
+            missing = NotACheckpoint(f"there is no {file.name}", where=file, fix="Give a file that is there.")
+            fix = "Give a file that kconv validate or kconv bench wrote."
+            (folder / name).write_bytes(read_bounded(file, KconvError, limit=MAX_JSON, fix=fix, missing=missing))
         if recipe:
             (folder / RECIPE).write_text(recipe, encoding="utf-8")
         evidence = gather_files(

@@ -143,7 +143,7 @@ def test_without_a_report_each_thing_that_it_would_show_is_to_be_allowed(folder)
 def test_what_differs_on_the_card_is_shown(folder):
     alter_card(folder, "2.500 ±", "3.875 ±")
     [told] = said(folder)
-    assert "| source | 2.500 ± 0.020 |" in told
+    assert "| this head, and the one it came from | 2.500 ± 0.020 |" in told
 
 
 def test_an_allowance_lets_pass_and_stands_on_the_card(folder):
