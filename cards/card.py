@@ -9,22 +9,26 @@ from pathlib import Path
 
 from ..bench.acceptance import AcceptanceFile, read_acceptance
 from ..bench.tables import Table, draw_bars
-from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, refuse_existing, writing
 from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.report import Report, read_report
-from .evidence import Evidence, HeadIdentity, Said, foreign, identify
+from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import Facts
 from .front_matter import CARD, front_matter
 from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
 from .quickstart import starts
 from .sections import CHART, attribution, changed, figures, known, render, subcards
+from .target_card import TEMPLATE, is_target
 
 # A card has no other name; what a person wrote into it is not kconv's to replace.
 REWRITE = "Keep it (kconv card --check says whether it still holds), or pass --force to write it again."
+# A folder that holds nothing, and never will.
+NOWHERE = Path("/dev/null")
 STYLES = ("short", "compact", "nvidia")
 
 
@@ -75,7 +79,7 @@ def gather(
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
         manifest = read_manifest(folder)
-        if manifest.layout not in writable():
+        if manifest.layout not in writable() and not is_target(manifest):
             raise LayoutCannot(
                 f"the head is in {manifest.layout}'s layout, which no engine serves",
                 where=folder,
@@ -94,10 +98,17 @@ def gather(
         # What lies in the target's folder says under which license it stands.
         own = facts.license.model_copy(update={"target": targets[0].license.id})
         facts = facts.model_copy(update={"license": own})
-    source = source or (Path(manifest.source) if manifest else folder)
+    source = source or (_stated_source(manifest) if manifest else folder)
     texts = find_texts([source, *([target] if target else [])], license_files)
     unstated = unstated_text(source, (facts.license.id, facts.license.target))
     return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
+
+
+def _stated_source(manifest: Manifest) -> Path:
+    """Return the folder that a manifest names as its source, if it is that, and not what a stranger had it name."""
+    config = Path(manifest.source) / CONFIG
+    is_source = config.is_file() and file_digest(config) == manifest.source_config
+    return Path(manifest.source) if is_source else NOWHERE
 
 
 def gather_files(
@@ -158,6 +169,7 @@ def make_card(
     if evidence.source_license:
         files[SOURCE_LICENSE] = evidence.source_license
     repeated = figures(evidence, chart=chart)
+    template = TEMPLATE if is_target(manifest) else f"{style}.md.jinja"
     link = ""
     if evidence.license_is_named:
         own = evidence.licenses[0]
@@ -170,14 +182,16 @@ def make_card(
         "licenses": evidence.licenses,
         "attribution": attribution(evidence),
         "files": list(files),
-        "starts": starts(evidence),
+        "starts": () if is_target(manifest) else starts(evidence),
         "noted": said.noted,
         # Only one style has them, and only that one asks for them.
         "subcards": lambda: subcards(said),
         **repeated,
     }
-    text = render(f"{style}.md.jinja", values)
-    return RenderedCard("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated["table"])
+    text = render(template, values)
+    return RenderedCard(
+        "\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated.get("table")
+    )
 
 
 def write_card(

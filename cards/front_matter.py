@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ..bench.acceptance import suite_name
 from ..bench.tables import Benchmark
-from ..checkpoint.schema import read_text
+from ..checkpoint.schema import parse_yaml, read_text
 from ..checkpoint.source import HUB_ID
 from ..engines.registry import engines_of
 from ..errors import KconvError
 from .evidence import Evidence
+from .target_card import TAGS as TARGET_TAGS
+from .target_card import is_target
 
 CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
@@ -70,6 +73,9 @@ def read_front_matter(card: str) -> FrontMatter:
     if not card.lstrip().startswith("---"):
         return FrontMatter(problem="the card has no front matter")
     try:
+        # As bounded as any YAML, and before huggingface_hub reads it: what grows by its aliases would never end there.
+        if block := REGEX_YAML_BLOCK.search(card):
+            parse_yaml(block[2], KconvError, where=CARD, what="card's front matter", fix="Write it with kconv card.")
         # A key of the front matter becomes an attribute of `data`, and may hide its methods.
         held = vars(ModelCard(card).data)
         return FrontMatter(
@@ -80,6 +86,8 @@ def read_front_matter(card: str) -> FrontMatter:
         )
     # A hostile card makes PyYAML raise what is no YAMLError (a date that cannot be: ValueError; nesting:
     # RecursionError; a number too large: OverflowError), and huggingface_hub KeyError, TypeError and AttributeError.
+    except KconvError as fault:
+        return FrontMatter(problem=fault.what[:200])
     except Exception as fault:
         said = " ".join(str(fault).split()) or type(fault).__name__
         return FrontMatter(problem=f"the card's front matter cannot be read: {said[:200]}")
@@ -110,6 +118,7 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     """
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
+    quantized = is_target(evidence.manifest)
     data = ModelCardData(
         language=list(facts.languages) or None,
         # The Hub offers to load a model with the library that it is told, and no library of its list loads a head.
@@ -117,10 +126,10 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         library_name=facts.library,
         pipeline_tag=facts.pipeline_tag,
         base_model=bases or None,
-        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; a quantized head is.
-        base_model_relation="quantized" if bases and _is_quantized(evidence) else None,
+        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; what is quantized is.
+        base_model_relation="quantized" if bases and (quantized or _is_quantized(evidence)) else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
-        tags=list(dict.fromkeys([*TAGS, *_engines(evidence), *facts.tags])),
+        tags=list(dict.fromkeys([*(TARGET_TAGS if quantized else TAGS), *_engines(evidence), *facts.tags])),
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):

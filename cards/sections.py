@@ -14,6 +14,7 @@ from ..engines.registry import describe, engines_of
 from ..escape import code
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
+from . import target_card
 from .evidence import Evidence, Said, cell
 from .facts import NOT_OURS, SUBCARDS
 from .licenses import attribution_in
@@ -30,7 +31,7 @@ REPEATED = ("made.jinja", "measured.jinja", "performance.jinja")
 
 def known(manifest: Manifest | None) -> dict[str, str]:
     """Return what a manifest says that a facts file would, by the facts' dotted names."""
-    if manifest is None:
+    if manifest is None or target_card.is_target(manifest):
         return {}
     found = {
         "architecture.attention": f"{manifest.spec['kind'].upper()}",
@@ -187,6 +188,8 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
         evidence: about the head.
         chart: whether a chart goes with the figures.
     """
+    if target_card.is_target(evidence.manifest):
+        return target_card.figures(evidence)
     table = table_of(evidence.acceptance, evidence.facts.expected)
     return {
         "facts": evidence.facts,
@@ -208,7 +211,7 @@ def not_repeated(evidence: Evidence, card: str) -> list[str]:
     """
     held, values = _lines(card), figures(evidence, chart=f"]({CHART})" in card)
     lost = []
-    for part in REPEATED:
+    for part in target_card.REPEATED if target_card.is_target(evidence.manifest) else REPEATED:
         wanted = _lines(render(part, values))
         places = [at for at, line in enumerate(held) if wanted and line == wanted[0]] or [0]
         # Where the part begins more than once, the place where most of it stands.

@@ -126,6 +126,8 @@ class ConversionRecord(Record):
         heal_steps: of gradient descent towards the original.
         held_out: figures on the part that was neither fitted nor healed on; lengths include the bonus token.
         details: what was chosen on the way.
+        fingerprint: what the measured head computed on inputs of its own; see `head.fingerprint`. Empty where it was
+            not taken.
         before: the record of the head that this one was converted from, where that was an approximation itself.
     """
 
@@ -139,6 +141,7 @@ class ConversionRecord(Record):
     held_out: dict[str, Any]
     details: dict[str, Any] = {}
     prompts: tuple[str, ...] = ()
+    fingerprint: tuple[float, ...] = ()
     before: ConversionRecord | None = None
 
 

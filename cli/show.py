@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 UNFOLDED = 400
 # How severities are shown, worst first.
 SEVERITIES = {"error": "red", "warning": "yellow", "note": "blue"}
+# Readings of a head that are shown; report.json has all.
+READINGS = 8
 # Kinds of means, as a table heads them.
 WAYS = {
     "micro_steps": "steps",
@@ -322,6 +324,8 @@ def _show_report(_: Operation, report: Report) -> None:
         console.print(acceptance_table(report), "")
     for line in _measured(figures):
         console.print(line, highlight=False)
+    if figures.readings and any(f.rule in ("K312", "K313", "K314") for f in report.findings):
+        console.print(_readings_table(figures.readings), "")
     if figures.identical is not None:
         console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
     if engines := report.provenance.get("for"):
@@ -342,6 +346,23 @@ def _verdict(one: Verdict) -> str:
 
 def _counted(counts: Mapping[str, int], severity: str) -> str:
     return f"{counts[severity]} {severity}{'s' * (counts[severity] != 1)}"
+
+
+def _readings_table(rows: Any) -> Table:
+    """Return the acceptance length of each reading of a head, with what it is behind the best."""
+    first = rows[0]
+    title = (
+        f"readings of the head: acceptance length, K={first.steps}, {first.sequences} sequences of {first.text} text"
+    )
+    table = Table("captured", "rope_theta", "residual normed", "length", "behind", "", title=title, box=None)
+    for row in sorted(rows, key=lambda row: row.behind_best)[:READINGS]:
+        error = f" ± {row.behind_best_se:.3f}" if row.behind_best_se is not None else ""
+        behind = f"{row.behind_best:.3f}{error}" if row.behind_best else "best"
+        table.add_row(
+            row.captured, row.rope_theta, row.norm_before_residual, f"{row.length:.3f}", behind,
+            "as it is read" if row.taken else "",
+        )  # fmt: skip
+    return table
 
 
 def _measured(figures: Any) -> list[str]:

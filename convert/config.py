@@ -314,7 +314,9 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
                 TARGETS_DEPTH,
             )
         return {key: hints.layers}
-    if held and _is_int(stated) and held < stated >= DEEPEST_HEAD:
+    if not isinstance(stated, int) or isinstance(stated, bool):
+        return {}
+    if held and held < stated and stated >= DEEPEST_HEAD:
         _add(
             problems,
             ConfigInvalid,

@@ -83,7 +83,9 @@ def fill(
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion))
+    manifest = _manifest(
+        plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion, exact=_is_exact(plan))
+    )
     past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
@@ -149,6 +151,14 @@ def _dropped(info: TensorInfo, reason: str) -> DroppedRecord:
     return DroppedRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=digest(info), reason=reason)
 
 
+def _is_exact(plan: Plan) -> bool:
+    """Say whether every weight keeps its source's bytes, or its target's where it is added."""
+    integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
+    return all(
+        step.computed is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
+    )
+
+
 def _manifest(
     plan: Plan,
     weights: Written,
@@ -170,13 +180,9 @@ def _manifest(
                 reason=step.computed.reason if step.computed else "",
             )
         )
-    integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
     parameters = count_parameters(plan)
     return Manifest(
-        exact=all(
-            step.computed is None or step.action == "added" or integers.issuperset(step.row.slots)
-            for step in plan.steps
-        ),
+        exact=_is_exact(plan),
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
         source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),

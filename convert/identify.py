@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..checkpoint.header import TensorInfo
-from ..errors import Problem, UnknownLayout
+from ..checkpoint.schema import parse_yaml, read_text
+from ..errors import NotACheckpoint, Problem, UnknownLayout
 from .captured import UNDECIDED, Hints, default_formula, readings
 from .config import TARGETS_DEPTH, stored_layers
 from .rope import DEFAULT_THETA
 
-Config, Names = Mapping[str, Any], Mapping[str, TensorInfo]
+Config = Mapping[str, Any]
+Names = Mapping[str, TensorInfo]
 # A README of a head is some kilobytes; a front matter, some lines.
 README_BYTES = 1_000_000
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
@@ -184,7 +184,7 @@ OPEN_FACTS = {
 }  # fmt: skip
 
 
-def find_undecided(problems: Collection[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
+def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
     """Return what a head's files leave open, each fact once.
 
     Args:
@@ -223,22 +223,18 @@ def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
-    return tuple(dict.fromkeys(name for name in (*names, *_base_models(folder)) if _is_repo(name)))
-
-
-def _is_repo(name: object) -> bool:
-    return isinstance(name, str) and REPO.fullmatch(name) is not None
+    found = (*names, *_base_models(folder))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
 
 
 def _base_models(folder: Path) -> list[Any]:
     """Return what the front matter of a folder's README calls base_model; nothing where it cannot be read."""
     readme = folder / "README.md"
     try:
-        if not readme.is_file() or readme.stat().st_size > README_BYTES:
-            return []
-        found = FRONT_MATTER.search(readme.read_text(errors="replace"))
-        matter = yaml.safe_load(found[1]) if found else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        text = read_text(readme, NotACheckpoint, limit=README_BYTES, fix="")
+        found = FRONT_MATTER.search(text)
+        matter = parse_yaml(found[1], NotACheckpoint, where=readme, what="front matter", fix="") if found else None
+    except NotACheckpoint:
         return []
     named = matter.get("base_model") if isinstance(matter, Mapping) else None
     return named if isinstance(named, list) else [named]

@@ -30,6 +30,7 @@ GOES_WITH = {
     "new_tokens": ("prompts",),
     "seed": ("prompts",),
     "calibrated_on": ("prompts", "states"),
+    "min_retention": ("prompts", "states"),
     "allow_pickle": ("states",),
     "trust_remote_code": ("prompts",),
 }
@@ -38,7 +39,7 @@ Engines = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
 ]
 # What a target has none of: it is run over text, and drafts nothing.
-OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "engine", "engine_python", "url")
+OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
 
 
@@ -83,6 +84,9 @@ class Validate(Reading):
     seed: int = option(0, "Of the sampled continuations.")
     calibrated_on: tuple[Name, ...] = option(
         (), "A states.json or its folder: prompts that stand there are refused; repeatable.", kind="file"
+    )
+    min_retention: Annotated[float, Field(ge=0, le=1)] = option(
+        0.97, "Share of --source's acceptance that an approximate HEAD must keep, sampled and greedy.", metavar="SHARE"
     )
     allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
@@ -234,6 +238,7 @@ class Validate(Reading):
             seed=self.seed,
             calibrated_on=tuple(context.path(name) for name in self.calibrated_on),
             allow_pickle=self.allow_pickle,
+            min_retention=self.min_retention,
         )
 
     def _engined(self, target: Source | None) -> Engined | None:

@@ -70,7 +70,9 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
-    converted = read_provenance(job.init_from.checkpoint.folder).conversion(None) if job.init_from else None
+    converted = None
+    if job.init_from:
+        converted = read_provenance(job.init_from.checkpoint.folder).conversion(None, exact=False)
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:

@@ -13,6 +13,7 @@ from ..front_matter import CARD, INDEX, read_front_matter, results
 from ..license_checks import CHECKS as LICENSE_CHECKS
 from ..license_checks import check_folder
 from ..sections import not_repeated
+from ..target_card import is_target, lost
 from .floor import find_measurements, largest_loss, list_measured
 from .release import IMAGES, Candidate
 from .secrets import find_secrets
@@ -105,6 +106,10 @@ def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for finding in report.findings:
         if finding.severity == "error" or finding.rule in AS_ERRORS:
             yield finding.where, f"validation found {finding.rule}: {finding.message}"
+    if is_target(candidate.manifest):
+        if report.provenance.get("checked") != "target":
+            yield REPORT, "the folder is a target, and was not checked as one"
+        return
     layout = candidate.manifest.layout
     unchecked = [engine for engine in written_for(layout) if engine not in report.provenance.get("for", ())]
     if unchecked:
@@ -115,6 +120,10 @@ def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if candidate.report is None:
         yield REPORT, "without a report nothing tells how far the weights are from the source's"
         return
+    if is_target(candidate.manifest):
+        for what in lost(candidate.report):
+            yield REPORT, what
+        return
     figures = candidate.report.figures
     if candidate.manifest.exact and figures.identical is not True:
         yield REPORT, "the weights are said to be the source's, and were not compared with them"
@@ -123,7 +132,8 @@ def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _floor_named(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.floor is None:
+    # A target drafts nothing: what it keeps is its perplexity, see P107.
+    if candidate.floor is None and not is_target(candidate.manifest):
         yield "min_acceptance", "nobody has said which acceptance this head must reach"
 
 
@@ -140,7 +150,7 @@ def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if (floor := candidate.floor) is None:
+    if (floor := candidate.floor) is None or is_target(candidate.manifest):
         return
     if (report := candidate.report) and candidate.manifest.exact and report.figures.identical:
         return

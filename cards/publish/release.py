@@ -197,10 +197,11 @@ def write_release(
         for record in manifest.files:
             _link(head / record.name, folder / record.name)
         _link(head / MANIFEST, folder / MANIFEST)
-        if report:
-            shutil.copyfile(report_file(report), folder / REPORT)
-        for number, file in enumerate(acceptance):
-            shutil.copyfile(file, folder / acceptance_name(number))
+        along = {acceptance_name(number): file for number, file in enumerate(acceptance)}
+        for name, file in {**along, **({REPORT: report_file(report)} if report else {})}.items():
+            missing = NotACheckpoint(f"there is no {file.name}", where=file, fix="Give a file that is there.")
+            fix = "Give a file that kconv validate or kconv bench wrote."
+            (folder / name).write_bytes(read_bounded(file, KconvError, limit=MAX_JSON, fix=fix, missing=missing))
         if recipe:
             (folder / RECIPE).write_text(recipe, encoding="utf-8")
         evidence = gather_files(

@@ -11,6 +11,7 @@ ROOT = Path(kconv.__file__).parent
 NOT_PRODUCT = ("tests", "scripts", "docs", "build")
 READER = "checkpoint/schema.py"
 PARSERS = ("json.load", "json.loads", "yaml.load", "yaml.load_all", "yaml.safe_load", "yaml.safe_load_all")
+COPIES = ("shutil.copyfile", "shutil.copy", "shutil.copy2")
 METHODS = ("read_text", "read_bytes", "model_validate_json")
 # By file: what is read there beside the reader, and why that is no small file of a stranger's.
 ELSEWHERE = {
@@ -42,8 +43,8 @@ def readings(file):
             continue
         name = ast.unparse(node.func)
         method = name.rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
-        if name in PARSERS or method in METHODS:
-            found.add(name if name in PARSERS else method)
+        if name in PARSERS + COPIES or method in METHODS:
+            found.add(name if name in PARSERS + COPIES else method)
         elif name == "open" or (method == "open" and not name.startswith(("os.", "self.", "options."))):
             mode = next((a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)), "r")
             # A lock is opened to be written; what is made new holds nothing to be read.
