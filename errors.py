@@ -259,6 +259,10 @@ class InputScalesInvalid(KconvError):
     """A calibration that cannot be read, is of another target, lacks a module, or has an amax that cannot be."""
 
 
+class AcceptanceForged(KconvError):
+    """A server that accepts a set number of drafts whatever its target says, which measures no head."""
+
+
 class CountersDisturbed(KconvError):
     """Counters that count what was not asked for here, or never rest: someone else is using the server."""
 

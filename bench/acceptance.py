@@ -28,7 +28,7 @@ MeasuredBy = Literal["self", "quoted"]
 # What must be equal for two figures to stand in one column; date, file and URL may differ.
 METHOD = (
     "metric", "draft_tokens", "tree", "averaging", "engine", "engine_version", "target", "precision", "temperature",
-    "reasoning", "max_tokens", "measured_by",
+    "reasoning", "max_tokens", "draft_sample_method", "rejection_sample_method", "measured_by",
 )  # fmt: skip
 # What must be equal for two figures to stand in one line.
 LINE = ("dataset", "revision", "category", "prompts", "prompts_sha256")
@@ -38,7 +38,7 @@ SAID_BY_SELF = ("draft_tokens", "averaging", "engine", "engine_version", "prompt
 SPELLINGS = {"mtbench": "MT-Bench", "speedbench": "SPEED-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K",
              "math500": "MATH500", "ceval": "CEval", "livecodebench": "LiveCodeBench", "mmstar": "MMStar"}  # fmt: skip
 # Not every dataset has the one, and not every target the other.
-MAY_BE_UNSAID = {"prompts_sha256", "reasoning"}
+MAY_BE_UNSAID = {"prompts_sha256", "reasoning", "draft_sample_method", "rejection_sample_method"}
 
 
 def suite_name(dataset: str) -> str:
@@ -109,6 +109,8 @@ class AcceptanceRow(_AcceptancePart):
         engine, engine_version: what ran it; "kconv" for its own forward.
         target, precision: what was served, and in which number format.
         temperature, reasoning: how it was sampled; `reasoning` e.g. "medium", where the target has such modes.
+        draft_sample_method, rejection_sample_method: as vLLM names them, e.g. "greedy" and "standard", where a server
+            shows them; curves of one head differ by them.
         dataset, revision: e.g. "MT-Bench" and a commit or a file's sha256.
         prompts_sha256: `target.prompts.digest_prompts` of what was asked, where that is known.
         category: of the dataset; "" for the whole.
@@ -136,6 +138,8 @@ class AcceptanceRow(_AcceptancePart):
     precision: str | None = None
     temperature: float | None = Field(default=None, ge=0)
     reasoning: str | None = None
+    draft_sample_method: str | None = None
+    rejection_sample_method: str | None = None
     dataset: str
     revision: str | None = None
     prompts_sha256: str | None = None

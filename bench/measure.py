@@ -23,10 +23,12 @@ from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from ..validate.held_out import refuse_overlap
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
+from .forged import LOSSY, check_counts, check_settings
 from .stats import make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
+LOSSY_NOTE = "the rejection sampling is lossy, so the answers are not the target's own"
 PER_REQUEST = "counted by the engine for each request"
 AS_TOLD = "as told: no engine says which weights it serves"
 
@@ -144,12 +146,14 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         CountersDisturbed: they count what was not asked here.
         DefinitionsMixed: it counts in two ways, drafts otherwise than is said, or the baseline speculates.
         AcceptanceInvalid: it counts more than K drafted tokens allow.
+        AcceptanceForged: it accepts a set number of drafts, by its settings or by its counts.
         PromptsInvalid: the head was trained on one of the prompts.
     """
     if run.folder is not None:
         refuse_overlap((prompt.digest for prompt in suite.prompts), run.folder)
     server = connect(url, run.model, run.extra, run.timeout)
     (engine, counters), told = server.recognize(), check_told(server, run.draft_tokens, run.tree)
+    methods = check_settings(server)
     baseline = _connect_baseline(run)
     shared = {
         "metric": "al_incl_bonus", "draft_tokens": run.draft_tokens, "tree": run.tree, "engine": engine.name,
@@ -157,7 +161,8 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         "precision": run.precision, "temperature": run.temperature, "reasoning": run.reasoning,
         "dataset": suite.dataset, "revision": suite.revision, "max_tokens": run.max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
-    }  # fmt: skip
+    } | methods  # fmt: skip
+    lossy = methods.get("rejection_sample_method") in LOSSY
     by_category: dict[str, list[PromptGroup]] = {}
     totals = server.rest(counters)
     rows: list[AcceptanceRow] = []
@@ -167,11 +172,13 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
             say(f"{category or suite.dataset} {done}/{len(prompts)}")
             group, totals = _ask(server, engine.per_request, counters, totals, part, run)
             groups.append(_with_baseline(group, baseline, part, run))
-        shared["note"] = _note(groups, counters)
+        shared["note"] = _note(groups, counters, lossy)
         rows += _rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
     everything = [group for groups in by_category.values() for group in groups]
+    requests = sum(len(group.answers) for group in everything)
+    check_counts([group.counts for group in everything], run.draft_tokens, requests, server.url)
     if list(by_category) != [OVERALL]:
-        shared |= {"category": OVERALL, "prompts_sha256": suite.digest, "note": _note(everything, counters)}
+        shared |= {"category": OVERALL, "prompts_sha256": suite.digest, "note": _note(everything, counters, lossy)}
         steps = [row for row in rows if row.averaging == "micro_steps"]
         mean = mean_of_categories(steps, by_category)
         rows += _rows(everything, shared)
@@ -208,8 +215,9 @@ def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, Sequence
     return ((begin, prompts[begin : begin + size]) for begin in range(0, len(prompts), size))
 
 
-def _note(groups: Sequence[PromptGroup], counters: Counters) -> str:
-    return PER_REQUEST if all(group.per_request for group in groups) else counters.note
+def _note(groups: Sequence[PromptGroup], counters: Counters, lossy: bool) -> str:
+    how = PER_REQUEST if all(group.per_request for group in groups) else counters.note
+    return "; ".join(filter(None, (how, LOSSY_NOTE if lossy else "")))
 
 
 def _ask(

@@ -29,7 +29,7 @@ from ..validate.parity import load_head
 from ..validate.report import config_digest, digests
 from ..validate.texts import Batch, Text
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, SuiteRecord
-from .stats import Counts, make_rows
+from .stats import Counts, make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 # How a sampled text is measured is no mean over verify steps: every position counts.
@@ -104,7 +104,12 @@ def measure_head(
     if list(counted) != [OVERALL]:
         everything = [counts for groups in counted.values() for counts in groups]
         said = [answer for group in answers.values() for answer in group]
+        mean = mean_of_categories([row for row in rows if row.averaging == averaging], counted)
         rows += _rows(everything, said, averaging, shared | {"category": OVERALL}, suite.prompts)
+        whole = {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
+        rows.append(
+            AcceptanceRow.model_validate(shared | whole | {"category": OVERALL, "prompts_sha256": suite.digest})
+        )
     return AcceptanceFile(
         head=name or head.checkpoint.source,
         weights=digests(head.checkpoint),

@@ -247,6 +247,8 @@ def describe_method(*rows: AcceptanceRow) -> str:
         "precision": row.precision and "",
         "temperature": None if row.temperature is None else f"temperature: {row.temperature:g}",
         "reasoning": row.reasoning and f"reasoning: {row.reasoning}",
+        "draft_sample_method": row.draft_sample_method and f"drafts sampled: {row.draft_sample_method}",
+        "rejection_sample_method": row.rejection_sample_method and f"rejection: {row.rejection_sample_method}",
         "answers' limit": row.max_tokens and f"answers of at most {row.max_tokens} tokens",
         "revision": (row.revision and f"revision: {row.revision}")
         if one

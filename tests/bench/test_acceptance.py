@@ -20,7 +20,8 @@ OTHER = {
     "metric": "draft_accept_rate", "draft_tokens": 4, "tree": "topk=4", "averaging": "micro_steps", "engine": "sglang",
     "engine_version": "0.33.0", "target": "moonshotai/Kimi-K2.5", "precision": "INT4", "temperature": 1.0,
     "reasoning": "medium", "max_tokens": 4096, "measured_by": "quoted", "dataset": "SPEED-Bench", "revision": "b" * 40,
-    "category": "coding", "prompts": 80, "prompts_sha256": "c" * 64,
+    "category": "coding", "prompts": 80, "prompts_sha256": "c" * 64, "draft_sample_method": "probabilistic",
+    "rejection_sample_method": "block",
 }  # fmt: skip
 
 

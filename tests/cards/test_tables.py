@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.acceptance_rows import FULL, row
 
-from kconv.bench.acceptance import METHOD, AcceptanceFile, AcceptanceRow, Interval, SuiteRecord, read_acceptance
+from kconv.bench.acceptance import (
+    MAY_BE_UNSAID,
+    METHOD,
+    AcceptanceFile,
+    AcceptanceRow,
+    Interval,
+    SuiteRecord,
+    read_acceptance,
+)
 from kconv.bench.compare import compare, draw
 from kconv.bench.tables import describe, table_of
 from kconv.cards.card import draw_chart
@@ -19,7 +27,7 @@ from kconv.errors import AcceptanceInvalid, MissingExtra
 OTHER = {
     "draft_tokens": 4, "tree": "topk=4", "averaging": "micro_steps", "engine": "sglang", "engine_version": "0.33.0",
     "target": "moonshotai/Kimi-K2.5", "precision": "INT4", "temperature": 1.0, "reasoning": "medium",
-    "max_tokens": 4096,
+    "max_tokens": 4096, "draft_sample_method": "probabilistic", "rejection_sample_method": "block",
 }  # fmt: skip
 
 
@@ -206,11 +214,11 @@ def test_figures_of_other_keys_are_listed_with_what_keeps_them_apart(name):
     changed = {"revision": "b" * 40, "prompts": 80, **OTHER}[name]
     found = compare([head("a", row()), head("b", row(**{name: changed}))])
     assert not found.tables and len(found.apart) == 2
-    own, said = {**FULL, "reasoning": None}[name], name.replace("_", " ")
+    own, said = {**dict.fromkeys(OTHER), **FULL}[name], name.replace("_", " ")
     assert found.apart[0].reason == f"{said} {'not stated' if own is None else own} here, {changed} there"
 
 
-@pytest.mark.parametrize("name", [name for name in METHOD if name not in ("metric", "measured_by", "reasoning")])
+@pytest.mark.parametrize("name", [name for name in METHOD if name not in {"metric", "measured_by", *MAY_BE_UNSAID}])
 def test_what_neither_states_compares_with_nothing(name):
     quoted = {"measured_by": "quoted", "url": "https://example.org", name: None}
     found = compare([head("a", row(**quoted)), head("b", row(**quoted))])

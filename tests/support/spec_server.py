@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class SpecServer:
         late: seconds after which TensorRT-LLM counts an answer of one token.
         looping: answers repeat themselves.
         info: what SGLang's /server_info says beside the version.
+        forged: the acceptance length that it is set to, as engines do it: its whole part always, the rest by chance.
     """
 
     engine: str | None
@@ -68,6 +70,7 @@ class SpecServer:
     late: float = 0.0
     looping: bool = False
     info: dict[str, object] = field(default_factory=dict)
+    forged: float | None = None
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -93,6 +96,9 @@ class SpecServer:
     def chat(self, body: dict) -> dict:
         """Answer a dialogue, and count."""
         steps = [] if body["messages"][0]["content"].startswith("Silence") else steps_of(body["messages"])
+        if self.forged is not None:
+            more, whole = math.modf(self.forged - 1)
+            steps = [int(whole) + (step / (K + 1) < more) for step in steps]
         tokens = min(1 + sum(steps) + len(steps), body["max_tokens"])
         with self.lock:
             self.asked.append(body)
@@ -202,7 +208,10 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
                 self._send(200, page)
             elif self.path == "/v1/models":
                 self._send(200, json.dumps({"data": [{"id": "tiny {kimi}"}]}))
-            elif self.path in VERSIONS.get(server.engine or "", VERSION_PATHS):
+            elif self.path in VERSIONS.get(server.engine or "", VERSION_PATHS) or (
+                # As vLLM does in its development mode.
+                server.info and self.path.startswith("/server_info")
+            ):
                 self._send(200, json.dumps({"version": "1.2.3"} | server.info))
             else:
                 self._send(404, "{}")
