@@ -28,7 +28,7 @@ from .texts import Batch, Text
 
 Slots = Mapping[str, Tensor]
 # Sequences of each text that all readings are measured on, how many of the best then are on more, and on how many.
-SCREENED, BEST, PROBED = 4, 6, 16
+SCREENED, BEST, PROBED = 1, 6, 12
 # Fewer say too little of their spread.
 LEAST = 6
 # A reading is better where it gains this many standard errors, and this share of the acceptance length.

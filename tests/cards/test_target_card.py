@@ -29,6 +29,8 @@ def made(tiny_target, tmp_path_factory) -> Path:
     """Return a folder with a target, its NVFP4 form and a report on that."""
     root = tmp_path_factory.mktemp("target")
     make_form(tiny_target, root / "source", "bf16")
+    # How the tiny target was trained: no file of a release, and the gate would say so (P115).
+    (root / "source" / "training.json").unlink(missing_ok=True)
     run("quantize", root / "source", root / "nvfp4", "--recipe", "nvfp4-experts", "--input-scale", "data-free")
     (root / "prompts.jsonl").write_text(json.dumps({"prompt": "Return the sum of two numbers, and no more."}) + "\n")
     run("validate", root / "nvfp4", "--source", root / "source", "--prompts", root / "prompts.jsonl", "--out",
