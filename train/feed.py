@@ -92,13 +92,13 @@ class Offline:
 
     def _row(self, place: tuple[int, int], length: int) -> tuple[Tensor, Tensor]:
         sequence, start = place
-        stored = self._states.read(sequence)
-        return _cut(stored.captured, start, length), _cut(stored.hidden, start, length)
+        end = min(start + length, self._states.sequences[sequence].length)
+        captured, hidden = self._states.read_span(sequence, start, end)
+        return _padded(captured, length), _padded(hidden, length)
 
 
-def _cut(states: Tensor, start: int, length: int) -> Tensor:
-    part = states[start : start + length]
-    return torch.nn.functional.pad(part, (0, 0, 0, length - len(part)))
+def _padded(states: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(states, (0, 0, 0, length - len(states)))
 
 
 class Feed(Dataset[Batch]):

@@ -81,8 +81,8 @@ def prepare_text(text: HeldOutText) -> ReadyText:
         raise PromptsInvalid(
             "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
         )
+    check_memory(text.source.open_headers(), torch.float32, instead=INSTEAD)
     folder = text.source.fetch_model()
-    check_memory(folder, torch.float32, instead=INSTEAD)
     about: dict[str, object] = {
         "prompts": held_out.describe() | {"text_tokens": text.tokens},
         "dtype": "float32, on dequantized weights",

@@ -10,10 +10,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.errors import OutputExists, StatesInvalid, TrainingDataInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.model import load_target
+from kconv.targets.model import find_ends, load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.train.data import place_sequences
@@ -121,7 +122,7 @@ def test_the_layers_are_not_needed(job, tiny_target, tmp_path):
     folder.mkdir()
     save_file(ends, folder / "model.safetensors")
     (folder / "config.json").write_bytes((tiny_target / "config.json").read_bytes())
-    out = train(dataclasses.replace(job, target=folder), tmp_path / "head")
+    out = train(dataclasses.replace(job, target=folder, ends=find_ends(Folder(folder))), tmp_path / "head")
     assert (out / "kconv.json").exists()
 
 

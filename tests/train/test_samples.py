@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kconv.errors import TrainingDataInvalid
+from kconv.targets.dialogues import Sample, encode_row, read_rows
 from kconv.targets.prompts import Prompt
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.train.data import Sample, encode_row, pack_samples, read_rows
+from kconv.train.data import pack_samples
 
 ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}" + ASK
