@@ -19,6 +19,7 @@ from ..targets.states import StatesFolder
 from ..targets.tokenizer import Tokenizer
 
 HELD_OUT = 0.02  # share of the samples, or of the prompts
+OPEN = 64  # rows that wait for more when samples are packed
 FEWEST = 4  # rows to look at; fewer say nothing
 
 
@@ -35,17 +36,28 @@ class Prepared:
     prompts: frozenset[str]
 
 
+Span = tuple[int, int, int]
+"""A stored sequence's number, the token that is begun with, and how many are taken."""
+
+
 @dataclass(frozen=True)
 class Placed:
-    """Rows cut from stored sequences: of each the sequence and the token it begins with; and the prompts' digests."""
+    """Rows cut from stored sequences; of each the spans it is made of, one behind the other; the prompts' digests."""
 
     rows: Rows
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[Span, ...], ...]
     prompts: frozenset[str]
 
 
 def prepare_dialogues(
-    name: str, tokenizer: Tokenizer, seq: int, *, held_out: str | None, split: str, revision: str | None
+    name: str,
+    tokenizer: Tokenizer,
+    seq: int,
+    *,
+    held_out: str | None,
+    split: str,
+    revision: str | None,
+    pack: bool = False,
 ) -> Prepared:
     """Read and encode a file or dataset.
 
@@ -56,6 +68,7 @@ def prepare_dialogues(
         held_out: another file or dataset to look at; else one sample of `name` in fifty is held out, chosen by
             its tokens' digest, so that the choice hangs on nothing else.
         split, revision: of a dataset.
+        pack: lay several samples into a row to train on.
 
     Raises:
         TrainingDataInvalid: it cannot be read, or a row of `held_out` is trained on too.
@@ -74,7 +87,7 @@ def prepare_dialogues(
         chosen = _choose(samples)
         others = {key: s for key, s in samples.items() if key in chosen}
         samples = {key: s for key, s in samples.items() if key not in others}
-    text, unseen = (Rows(*pack_samples(part.values(), seq)) for part in (samples, others))
+    text, unseen = pack_samples(samples.values(), seq, pack=pack), pack_samples(others.values(), seq)
     _refuse_few(unseen, name)
     digest = hashlib.sha256("".join(sorted(samples)).encode()).hexdigest()
     facts: dict[str, object] = {"name": name, "samples": len(samples), "held_out": len(others), "sha256": digest}
@@ -82,17 +95,17 @@ def prepare_dialogues(
     return Prepared(text, unseen, facts | ({"revision": revision} if revision else {}), prompts)
 
 
-def place_sequences(states: StatesFolder, seq: int, *, held_out: bool) -> Placed:
+def place_sequences(states: StatesFolder, seq: int, *, held_out: bool, pack: bool = False) -> Placed:
     """Cut stored sequences into rows, by their tokens and masks alone: no states are read.
 
     Args:
         states: what was stored.
         seq: tokens per row; what is shorter is padded and masked.
         held_out: the rows to look at instead of the rows to train on: those of one prompt in fifty.
+        pack: lay several sequences into a row.
     """
-    places: list[tuple[int, int]] = []
-    ids: list[Tensor] = []
-    masks: list[Tensor] = []
+    spans: list[Span] = []
+    pieces: list[Piece] = []
     chosen = _choose({record.digest for record in states.sequences})
     for number, record in enumerate(states.sequences):
         if (record.digest in chosen) != held_out:
@@ -100,19 +113,21 @@ def place_sequences(states: StatesFolder, seq: int, *, held_out: bool) -> Placed
         given = states.read_mask(number)
         mask = _behind(record.prompt_length, record.length) if given is None else given.bool()
         for start in range(0, record.length, seq):
-            if mask[start : start + seq][1:].any():
-                places.append((number, start))
-                ids.append(_padded(states.read_tokens(number)[start : start + seq], seq))
-                masks.append(_padded(mask[start : start + seq], seq))
+            part = mask[start : start + seq]
+            if part[1:].any():
+                spans.append((number, start, len(part)))
+                pieces.append((states.read_tokens(number)[start : start + seq], part))
+    arranged = arrange([length for *_, length in spans], seq, pack=pack)
+    places = [tuple(spans[piece] for piece in row) for row in arranged]
     if len(places) < FEWEST:
         raise TrainingDataInvalid(
             f"the stored states give {len(places)} rows {'to look at' if held_out else 'to train on'}",
             where=states.folder,
             fix="Store the states of more prompts.",
         )
-    told = (states.sequences[number] for number, _ in places)
+    told = (states.sequences[number] for number, *_ in spans)
     prompts = frozenset(digest for record in told for digest in (record.answered or (record.digest,)))
-    return Placed(Rows(torch.stack(ids), torch.stack(masks)), tuple(places), prompts)
+    return Placed(lay_out(pieces, arranged, seq, pack=pack), tuple(places), prompts)
 
 
 def _samples(name: str, tokenizer: Tokenizer, split: str, revision: str | None) -> Iterable[Sample]:
@@ -142,11 +157,11 @@ def _behind(prompt: int, length: int) -> Tensor:
     return torch.arange(length) >= prompt
 
 
-def _padded(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, length - len(values)))
+Piece = tuple[Tensor, Tensor]
+"""Token ids [L] and mask [L] of what goes into one row."""
 
 
-def pack_samples(samples: Iterable[Sample], seq: int) -> tuple[Tensor, Tensor]:
+def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> Rows:
     """Lay samples out in rows of one length: cut what is longer into rows of its own, pad what is shorter.
 
     Padding stands at the end and is masked; a causal model's states before it do not depend on it.
@@ -154,21 +169,65 @@ def pack_samples(samples: Iterable[Sample], seq: int) -> tuple[Tensor, Tensor]:
     Args:
         samples: what to lay out.
         seq: tokens per row.
+        pack: lay several of them into a row.
 
     Returns:
-        ids [N, seq] int64 and mask [N, seq] bool. Rows in which nothing counts are left out.
+        The rows. Those in which nothing counts are left out.
     """
-    rows: list[Tensor] = []
-    masks: list[Tensor] = []
-    for sample in samples:
-        for ids, mask in zip(sample.ids.split(seq), sample.mask.split(seq), strict=True):
-            # A draft starts behind the answer's first token, which the target's prefill gives.
-            if mask[1:].any():
-                rows.append(torch.nn.functional.pad(ids, (0, seq - len(ids))))
-                masks.append(torch.nn.functional.pad(mask, (0, seq - len(mask))))
-    if not rows:
+    # A draft starts behind the answer's first token, which the target's prefill gives.
+    pieces = [
+        (ids, mask)
+        for sample in samples
+        for ids, mask in zip(sample.ids.split(seq), sample.mask.split(seq), strict=True)
+        if mask[1:].any()
+    ]
+    if not pieces:
         raise TrainingDataInvalid("the data holds nothing to train on", fix="Give dialogues with answers, or texts.")
-    return torch.stack(rows), torch.stack(masks)
+    return lay_out(pieces, arrange([len(ids) for ids, _ in pieces], seq, pack=pack), seq, pack=pack)
+
+
+def arrange(lengths: Sequence[int], seq: int, *, pack: bool) -> list[list[int]]:
+    """Return which pieces go into which row: one each, or as many as fit.
+
+    Each goes into the first of some open rows that has room for it, so that what stands together in the data stays
+    together on the disk; the fullest row is closed for a new one.
+
+    Args:
+        lengths: of the pieces, `seq` at most.
+        seq: tokens per row.
+        pack: lay several of them into a row.
+    """
+    if not pack:
+        return [[place] for place in range(len(lengths))]
+    rows: list[list[int]] = []
+    opened: list[tuple[list[int], int]] = []
+    for place, length in enumerate(lengths):
+        at = next((at for at, (_, left) in enumerate(opened) if left >= length), None)
+        if at is not None:
+            row, left = opened[at]
+            row.append(place)
+            opened[at] = row, left - length
+            continue
+        if len(opened) == OPEN:
+            rows.append(opened.pop(min(range(OPEN), key=lambda at: opened[at][1]))[0])
+        opened.append(([place], seq - length))
+    return rows + [row for row, _ in opened]
+
+
+def lay_out(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], seq: int, *, pack: bool) -> Rows:
+    """Return rows of pieces; see `arrange`."""
+    ids = torch.zeros(len(rows), seq, dtype=torch.int64)
+    mask = torch.zeros(len(rows), seq, dtype=torch.bool)
+    documents = torch.full((len(rows), seq), -1, dtype=torch.int32) if pack else None
+    for number, row in enumerate(rows):
+        at = 0
+        for document, place in enumerate(row):
+            own, counted = pieces[place]
+            ids[number, at : at + len(own)], mask[number, at : at + len(own)] = own, counted
+            if documents is not None:
+                documents[number, at : at + len(own)] = document
+            at += len(own)
+    return Rows(ids, mask, documents)
 
 
 def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
@@ -221,7 +280,11 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
 
 @dataclass(frozen=True)
 class Rows:
-    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool."""
+    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool.
+
+    Of packed rows `documents` [N, T] int32 numbers the documents of each row, -1 for padding.
+    """
 
     ids: Tensor
     mask: Tensor
+    documents: Tensor | None = None

@@ -164,9 +164,15 @@ def job_key(job: TrainJob) -> str:
     config = job.target / "config.json"
     # The layers of a target that is not run leave their mark in its states, whose digests stand in `data`.
     files = [config] if job.ends else sorted([config, *job.target.glob("*.safetensors")])
-    tensors = (job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask)
+    tensors = [job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask]
+    tensors += [] if job.text.documents is None else [job.text.documents]
+    recipe = dataclasses.asdict(job.recipe)
+    # A head of before there was a choice keeps its name.
+    for field_ in ("kernel", "pack"):
+        if recipe[field_] == getattr(EagleRecipe, field_):
+            del recipe[field_]
     parts = {
-        "recipe": dataclasses.asdict(job.recipe),
+        "recipe": recipe,
         "source": SOURCE,
         "target": {file.name: file_digest(file) for file in files if file.exists()}
         | (job.ends.digests if job.ends else {}),
@@ -292,14 +298,20 @@ def online_job(
     """
     check_job(values, config, init_from)
     prepared = prepare_dialogues(
-        data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
+        data.name,
+        tokenizer,
+        _seq(values),
+        held_out=data.held_out,
+        split=data.split,
+        revision=data.revision,
+        pack=values.get("pack", EagleRecipe.pack),
     )
     recipe = complete(values, config, len(prepared.text.ids), init_from.spec if init_from else None)
 
     def states() -> tuple[StatesSource, StatesSource]:
         model: Any = load_target(target, TORCH[recipe.dtype])
         model.to(_own_device())
-        return online_states(model, recipe)
+        return online_states(model, recipe, prepared.text.documents)
 
     facts = prepared.facts | {"prompts": record_prompts(prepared.prompts, init_from)}
     job = TrainJob(target, recipe, prepared.text, prepared.unseen, states, facts, init_from=init_from)
@@ -327,7 +339,8 @@ def offline_job(
     if init_from is None:
         values = {"captured": list(stored.record.captured), **values}
     check_job(values, config, init_from)
-    text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
+    text = place_sequences(stored, _seq(values), held_out=False, pack=values.get("pack", EagleRecipe.pack))
+    unseen = place_sequences(stored, _seq(values), held_out=True)
     recipe = complete(values, config, len(text.rows.ids), init_from.spec if init_from else None)
     # Now that the recipe is whole: the layers it wants, in its order.
     wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)

@@ -112,7 +112,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
-        Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype),
+        Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype, job.text.documents),
         Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)

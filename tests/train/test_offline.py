@@ -61,7 +61,7 @@ def test_offline_is_online(job, tiny_target, tmp_path):
 
     # Where a row is the beginning of its sequence, the target sees the same tokens.
     stored = job.states()[0]
-    begins = [row for row, (_, start) in enumerate(stored._places) if start == 0]
+    begins = [row for row, ((_, start, _),) in enumerate(stored._places) if start == 0]
     rows = torch.tensor(begins)
     for part, other in zip(
         stored.read(rows, job.text.ids[rows]), online()[0].read(rows, job.text.ids[rows]), strict=True
@@ -108,7 +108,7 @@ def test_no_prompt_is_both_trained_on_and_looked_at(states, job):
 
     stored = open_states(states)
     parts = [place_sequences(stored, 24, held_out=held_out).places for held_out in (False, True)]
-    digests = [{stored.sequences[sequence].digest for sequence, _ in places} for places in parts]
+    digests = [{stored.sequences[sequence].digest for ((sequence, *_),) in places} for places in parts]
     assert not digests[0] & digests[1]
     assert len(digests[0] | digests[1]) == len({record.digest for record in stored.sequences})
 
