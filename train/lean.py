@@ -20,10 +20,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SDPA = "kconv_sdpa"
+# ModelOpt's forward leaves torch cuDNN's kernel and the one that holds all scores, which CPUs then take.
+# https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L570-L584
+KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
 # Bytes of float32 logits that are held at a time, and never fewer tokens than these.
 LOGIT_BYTES, FEWEST_TOKENS = 256 << 20, 16
 
@@ -42,7 +51,8 @@ def attend(
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, 1) if shared > 1 else part for part in (key, value))
     mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]].to(query.dtype)
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    with sdpa_kernel(KERNELS):
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return found[..., :width].transpose(1, 2).contiguous(), None
 
 

@@ -188,7 +188,9 @@ def load_module(folder: Path, target_folder: Path) -> EagleModel:
     """
     recipe = parse_recipe(read_json(folder / RECIPE))
     state = {name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
-    model = build_module(load_target(target_folder, TORCH[recipe.dtype]), recipe)
+    # As ModelOpt computes it: what is asked of a module is the logits of every token.
+    plain = dataclasses.replace(recipe, kernel="eager", pack=False)
+    model = build_module(load_target(target_folder, TORCH[recipe.dtype]), plain)
     try:
         model.eagle_module.load_state_dict(state)
     except RuntimeError as fault:

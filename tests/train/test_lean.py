@@ -12,12 +12,13 @@ from torch import Tensor
 from kconv.checkpoint.source import Folder
 from kconv.errors import RecipeInvalid
 from kconv.targets.dialogues import Sample
+from kconv.targets.forward import run_target
 from kconv.targets.model import find_ends, load_ends
 from kconv.train import lean
 from kconv.train.data import OPEN, arrange, pack_samples
 from kconv.train.feed import Feed, Offline, Online
 from kconv.train.lean import local_positions
-from kconv.train.module import build_module, reduce_vocab, run_eagle
+from kconv.train.module import build_module, draft_logits, reduce_vocab, run_eagle, save_module
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe, check_recipe
 
 KINDS = {
@@ -205,3 +206,12 @@ def test_stored_spans_are_laid_side_by_side():
 def test_packing_wants_masks_that_keep_documents_apart():
     with pytest.raises(RecipeInvalid, match="pack is true"):
         check_recipe(dataclasses.replace(TEST_MLA, pack=True))
+
+
+def test_a_head_that_was_trained_so_drafts_as_modelopts_module(ends, tiny_target, target, tmp_path):
+    recipe = dataclasses.replace(TEST_GQA, kernel="sdpa", pack=True)
+    model = build_module(load_ends(ends, torch.float32), recipe)
+    save_module(model, tmp_path, recipe)
+    tokens = torch.randint(3, 512, (1, 20), generator=torch.Generator().manual_seed(0))
+    logits = draft_logits(tmp_path, tiny_target, tokens, run_target(target, tokens, recipe.captured), 3)
+    assert logits.shape == (3, 1, 16, 512) and bool(logits.any())
