@@ -75,6 +75,10 @@ class HubUnreachable(KconvError):
     """The Hub cannot be reached or is too busy, and its local cache does not help."""
 
 
+class DownloadDamaged(KconvError):
+    """A downloaded file whose bytes are not those that the Hub announces."""
+
+
 class CorruptHeader(KconvError):
     """A safetensors header that lies: sizes, offsets, names or dtypes that cannot be."""
 

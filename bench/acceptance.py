@@ -8,13 +8,14 @@ to nothing, not even to another None.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..checkpoint.schema import first_wrong
+from ..checkpoint.schema import load_json
 from ..errors import AcceptanceInvalid, NotACheckpoint
 
 ACCEPTANCE = "acceptance.json"
@@ -33,8 +34,16 @@ METHOD = (
 LINE = ("dataset", "revision", "category", "prompts", "prompts_sha256")
 # What kconv knows of what it measures itself.
 SAID_BY_SELF = ("draft_tokens", "averaging", "engine", "engine_version", "prompts", "date")
+# One suite, however a card spells it.
+SPELLINGS = {"mtbench": "MT-Bench", "speedbench": "SPEED-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K",
+             "math500": "MATH500", "ceval": "CEval", "livecodebench": "LiveCodeBench", "mmstar": "MMStar"}  # fmt: skip
 # Not every dataset has the one, and not every target the other.
 MAY_BE_UNSAID = {"prompts_sha256", "reasoning"}
+
+
+def suite_name(dataset: str) -> str:
+    """Return one name for a suite that is spelled in several ways, e.g. "MT-Bench" for "MTBench" and "mt_bench"."""
+    return SPELLINGS.get(re.sub(r"[-_ ]", "", dataset).lower(), dataset)
 
 
 class _AcceptancePart(BaseModel):
@@ -152,8 +161,8 @@ class AcceptanceRow(_AcceptancePart):
 
     @property
     def line(self) -> dict[str, Any]:
-        """What it shares with every figure of its line."""
-        return {name: getattr(self, name) for name in LINE}
+        """What it shares with every figure of its line; of a suite, by the one name for it."""
+        return {name: getattr(self, name) for name in LINE} | {"dataset": suite_name(self.dataset)}
 
     @property
     def shown(self) -> str:
@@ -186,11 +195,14 @@ class SuiteRecord(_AcceptancePart):
         dataset: as its rows name it.
         categories: all that are shown.
         whole: whether every prompt of it was asked; None where a quoted source does not say.
+        source: how much of a quoted source was read. Of a whole one, a category that is not there is not published; of
+            an excerpt, and where nothing is said, it is unknown.
     """
 
     dataset: str
     categories: tuple[str, ...]
     whole: bool | None = None
+    source: Literal["whole", "excerpt"] | None = None
 
 
 class AcceptanceFile(_AcceptancePart):
@@ -232,7 +244,7 @@ class AcceptanceFile(_AcceptancePart):
 
     def is_whole(self, dataset: str) -> bool:
         """Say whether every prompt of a dataset was asked."""
-        return any(suite.dataset == dataset and suite.whole for suite in self.suites)
+        return any(suite_name(suite.dataset) == suite_name(dataset) and suite.whole for suite in self.suites)
 
     def to_json(self) -> str:
         """Return acceptance.json's text."""
@@ -246,20 +258,20 @@ def read_acceptance(file: Path) -> AcceptanceFile:
         NotACheckpoint: the file is missing.
         AcceptanceInvalid: it is not of the schema, repeats a row, or holds a figure that cannot be.
     """
-    try:
-        return AcceptanceFile.model_validate_json(file.read_bytes())
-    except FileNotFoundError as fault:
-        raise NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first.") from fault
-    except (OSError, ValidationError) as fault:
-        what = first_wrong(fault) if isinstance(fault, ValidationError) else fault
-        raise AcceptanceInvalid(
-            f"{file.name} cannot be taken: {what}", where=file, fix="Mend the row, or run kconv bench again."
-        ) from fault
+    return load_json(
+        AcceptanceFile,
+        file,
+        AcceptanceInvalid,
+        what="acceptance.json of the schema",
+        fix="Correct the row, or run kconv bench again.",
+        missing=NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first."),
+    )
 
 
 def differences(one: AcceptanceRow, other: AcceptanceRow) -> Mapping[str, tuple[Any, Any]]:
     """Return the key fields that keep two figures apart; those that neither states keep them apart too."""
-    pairs = {name: (one[name], other[name]) for name in (*METHOD, *LINE)}
+    own, theirs = ({**row.method, **row.line} for row in (one, other))
+    pairs = {name: (own[name], theirs[name]) for name in (*METHOD, *LINE)}
     return {
         name: pair
         for name, pair in pairs.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AcceptanceInvalid
-from .acceptance import AcceptanceFile, AcceptanceRow, differences
+from .acceptance import AcceptanceFile, AcceptanceRow, differences, suite_name
 from .tables import NOT_STATED, Benchmark, describe_method, draw_bars, tell_apart
 
 
@@ -126,7 +126,8 @@ def draw(comparison: Comparison, file: Path) -> None:
 
 def _reason(row: AcceptanceRow, others: Sequence[AcceptanceRow]) -> str:
     """Say what keeps a figure from the nearest of another head's."""
-    same = [other for other in others if (other.dataset, other.category) == (row.dataset, row.category)]
+    about = (suite_name(row.dataset), row.category)
+    same = [other for other in others if (suite_name(other.dataset), other.category) == about]
     if not same:
         return f"no other head has a figure on {Benchmark.of(row).name}"
     nearest: Mapping[str, tuple[Any, Any]] = min((differences(row, other) for other in same), key=len)

@@ -17,7 +17,7 @@ from typing import Any
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.source import Source
 from ..engines.client import Answer, Client, check_told, connect
-from ..engines.counters import Counters, Counts, Totals, check_possible
+from ..engines.counters import Counters, Counts, PerRequest, Totals, check_possible
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
@@ -27,6 +27,7 @@ from .stats import make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
+PER_REQUEST = "counted by the engine for each request"
 AS_TOLD = "as told: no engine says which weights it serves"
 
 
@@ -50,6 +51,7 @@ class ServerRun:
         timeout: seconds that one answer may take.
         weights: sha256 of the head's weight files, where they are at hand.
         config: sha256 of its config.json, where that is.
+        kernels: what the engine's figures rest on besides the engine itself; "" for nothing.
         folder: the head's, where it is at hand: what its manifest says that it was trained on is not measured on.
     """
 
@@ -70,15 +72,24 @@ class ServerRun:
     weights: Mapping[str, str] = field(default_factory=dict)
     config: str = ""
     folder: Path | None = None
+    kernels: str = ""
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """What came of a group of prompts: counts, answers, and seconds with and without speculation."""
+    """What came of a group of prompts.
+
+    Attributes:
+        counts: of all its verify steps.
+        answers, seconds: with speculation.
+        per_request: whether the answers say the counts themselves, and not the server's counters.
+        baseline, baseline_seconds: without speculation.
+    """
 
     counts: Counts
     answers: tuple[Answer, ...]
     seconds: float
+    per_request: bool = False
     baseline: tuple[Answer, ...] = ()
     baseline_seconds: float = 0.0
 
@@ -145,7 +156,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         "engine_version": run.engine_version or server.version(counters), "target": run.target or server.model,
         "precision": run.precision, "temperature": run.temperature, "reasoning": run.reasoning,
         "dataset": suite.dataset, "revision": suite.revision, "max_tokens": run.max_tokens,
-        "date": datetime.now(UTC).date().isoformat(), "measured_by": "self", "note": counters.note,
+        "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
     }  # fmt: skip
     by_category: dict[str, list[PromptGroup]] = {}
     totals = server.rest(counters)
@@ -154,12 +165,13 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         by_category[category] = groups = []
         for done, part in _parts(prompts, run.concurrency):
             say(f"{category or suite.dataset} {done}/{len(prompts)}")
-            group, totals = _ask(server, counters, totals, part, run)
+            group, totals = _ask(server, engine.per_request, counters, totals, part, run)
             groups.append(_with_baseline(group, baseline, part, run))
+        shared["note"] = _note(groups, counters)
         rows += _rows(groups, shared | {"category": category, "prompts_sha256": digest_prompts(prompts)})
     everything = [group for groups in by_category.values() for group in groups]
     if list(by_category) != [OVERALL]:
-        shared |= {"category": OVERALL, "prompts_sha256": suite.digest}
+        shared |= {"category": OVERALL, "prompts_sha256": suite.digest, "note": _note(everything, counters)}
         steps = [row for row in rows if row.averaging == "micro_steps"]
         mean = mean_of_categories(steps, by_category)
         rows += _rows(everything, shared)
@@ -174,6 +186,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         kconv=version("kconv"),
         provenance={"model": server.model, "concurrency": run.concurrency, "extra": dict(run.extra)}
         | {"weights": AS_TOLD, "server": told}
+        | ({"kernels": run.kernels} if run.kernels else {})
         | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
 
@@ -195,12 +208,28 @@ def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, Sequence
     return ((begin, prompts[begin : begin + size]) for begin in range(0, len(prompts), size))
 
 
+def _note(groups: Sequence[PromptGroup], counters: Counters) -> str:
+    return PER_REQUEST if all(group.per_request for group in groups) else counters.note
+
+
 def _ask(
-    server: Client, counters: Counters, before: Totals, prompts: Sequence[Prompt], run: ServerRun
+    server: Client,
+    asking: PerRequest | None,
+    counters: Counters,
+    before: Totals,
+    prompts: Sequence[Prompt],
+    run: ServerRun,
 ) -> tuple[PromptGroup, Totals]:
-    answers, seconds = _timed(server, prompts, run)
+    answers, seconds = _timed(server, prompts, run, asking)
     where = f"{prompts[0].category} {prompts[0].id}".strip()
     asked, received = len(answers), sum(answer.tokens for answer in answers)
+    told = [answer.histogram for answer in answers if answer.tokens > 1]
+    if told and all(told):
+        counts = Counts.pool([Counts.of_histogram(histogram or (), run.draft_tokens) for histogram in told])
+        counts = replace(counts, prompts=len(prompts))
+        check_possible(counts, run.draft_tokens, where)
+        # The next group may have no answer that says anything.
+        return PromptGroup(counts, answers, seconds, per_request=True), server.rest(counters)
 
     def count(totals: Totals) -> Counts:
         return counters.count(totals.since(before, server.url), run.draft_tokens, asked, len(prompts))
@@ -236,9 +265,11 @@ def _with_baseline(
     return replace(group, baseline=answers, baseline_seconds=seconds)
 
 
-def _timed(server: Client, prompts: Sequence[Prompt], run: ServerRun) -> tuple[tuple[Answer, ...], float]:
+def _timed(
+    server: Client, prompts: Sequence[Prompt], run: ServerRun, asking: PerRequest | None = None
+) -> tuple[tuple[Answer, ...], float]:
     start = time.monotonic()
-    dialogues = server.converse(prompts, run.max_tokens, run.temperature)
+    dialogues = server.converse(prompts, run.max_tokens, run.temperature, asking)
     return tuple(answer for dialogue in dialogues for answer in dialogue), time.monotonic() - start
 
 

@@ -14,7 +14,7 @@ from typing import Self
 
 from ..charts import chart
 from ..errors import MissingExtra
-from .acceptance import LINE, MAY_BE_UNSAID, METHOD, OVERALL, AcceptanceFile, AcceptanceRow
+from .acceptance import LINE, MAY_BE_UNSAID, METHOD, OVERALL, AcceptanceFile, AcceptanceRow, suite_name
 
 NOT_STATED = "not stated"
 METRICS = {
@@ -34,8 +34,10 @@ WAYS = {
     "micro_positions": "mean over positions",
     None: "kind of mean not stated",
 }
-ABSENT = {"quoted": "not published", "self": "not measured"}
-
+NOT_PUBLISHED, NOT_MEASURED, UNKNOWN = "not published", "not measured", "unknown"
+LEGEND = {
+    UNKNOWN: "*unknown*: only a part of the source was read, and the figure may stand in the rest of it.",
+}
 
 # What tells lines apart that read alike, in this order.
 FURTHER = {"prompts": "N = {}", "revision": "revision {}", "prompts_sha256": "prompts' sha256 {}", "source": "of {}"}
@@ -106,6 +108,21 @@ class Table:
     lines: tuple[Line, ...]
 
     @property
+    def counted(self) -> bool:
+        """Whether a line says how many prompts it is over."""
+        return any(line.prompts for line in self.lines)
+
+    @property
+    def legend(self) -> list[str]:
+        """What its cells mean, where they do not say so themselves."""
+        intervals = {row.interval.level: row.interval.over for line in self.lines for row in line.rows
+                     if row and row.interval}  # fmt: skip
+        cells = {cell for line in self.lines for cell in line.cells}
+        said = [f"In brackets: the {level:.0%} confidence interval, by bootstrap over {over}."
+                for level, over in intervals.items()]  # fmt: skip
+        return said + [text for word, text in LEGEND.items() if word in cells]
+
+    @property
     def bars(self) -> dict[str, dict[str, float]]:
         """What a chart shows: of each column of acceptance lengths, the figures by what they are about."""
         held = [line for line in self.lines if any(line.rows)]
@@ -133,21 +150,30 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
     """
     files = tuple(acceptances)
     rows = [row for file in files for row in file.rows]
-    wanted = {suite.dataset: tuple(suite.categories) for file in files for suite in file.suites}
-    wanted |= {dataset: tuple(categories) for dataset, categories in expected.items()}
+    wanted = {suite_name(suite.dataset): tuple(suite.categories) for file in files for suite in file.suites}
+    wanted |= {suite_name(dataset): tuple(categories) for dataset, categories in expected.items()}
+    # Only of what was read whole it is known that something does not stand there.
+    whole = (suite.dataset for file in files for suite in file.suites if suite.source == "whole")
+    read = {suite_name(dataset) for dataset in (*whole, *expected)}
     columns = _columns(rows)
     benchmarks = list(dict.fromkeys(Benchmark.of(row) for row in rows))
     for dataset, categories in wanted.items():
         held = {about.category for about in benchmarks if about.dataset == dataset}
         lacking = [c for c in (*categories, *([] if held or categories else [OVERALL])) if c not in held]
         # Beside their like, and the whole of a data set behind its parts.
-        whole = (i for i, b in enumerate(benchmarks) if (b.dataset, b.category) == (dataset, OVERALL))
-        at = next(whole, len(benchmarks))
+        overall = (i for i, b in enumerate(benchmarks) if (b.dataset, b.category) == (dataset, OVERALL))
+        at = next(overall, len(benchmarks))
         benchmarks[at:at] = [Benchmark(dataset, category) for category in lacking]
     if not benchmarks:
         return None
-    absent = {(d, c) for d, categories in wanted.items() for c in (*categories, OVERALL)}
-    named = [(s.domain or s.category or "all", s.name if s.domain else s.dataset, _or(s.prompts)) for s in benchmarks]
+    absent = {
+        (d, c): NOT_PUBLISHED if d in read else UNKNOWN
+        for d, categories in wanted.items()
+        for c in (*categories, OVERALL)
+    }
+    named = [
+        (s.domain or s.category or "all", s.name if s.domain else s.dataset, str(s.prompts or "")) for s in benchmarks
+    ]
     lines = [
         Line(
             about=about,
@@ -155,7 +181,7 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
             benchmark=benchmark + told,
             prompts=prompts,
             rows=tuple(own.get(about) for own in columns),
-            cells=tuple(_cell(own, about, absent) for own in columns) or ("not published",),
+            cells=tuple(_cell(own, about, absent) for own in columns) or (NOT_PUBLISHED,),
         )
         for about, (category, benchmark, prompts), told in zip(
             benchmarks, named, tell_apart(named, benchmarks), strict=True
@@ -187,29 +213,50 @@ def describe(*rows: AcceptanceRow) -> str:
         if row.measured_by == "quoted"
         else f"measured by kconv, {row.date}"
     )
-    called = f', there called "{row.published_as}"' if row.published_as else ""
+    called = _called(rows)
     note = f" {row.note[0].upper()}{row.note[1:]}." if row.note else ""
     return f"{describe_method(*rows)}; {source}{called}.{note}"
 
 
+def _called(rows: Sequence[AcceptanceRow]) -> str:
+    """Say what the source calls the figures, and of which it says it where it has several names."""
+    names: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.published_as:
+            names.setdefault(row.published_as, {})[Benchmark.of(row).name] = None
+    if len(names) < 2:
+        return "".join(f', there called "{name}"' for name in names)
+    first, *others = names
+    also = "".join(f', and "{name}" of {" and ".join(names[name])}' for name in others)
+    return f', there called "{first}"{also}'
+
+
 def describe_method(*rows: AcceptanceRow) -> str:
-    """Return what figures of one method were measured with, and at which revision each data set."""
+    """Return what figures of one method were measured with, and at which revision each data set; then what is not
+    stated of it."""
     row = rows[0]
     revisions = dict.fromkeys((each.dataset, _or(each.revision)) for each in rows)
     one = len({revision for _, revision in revisions}) == 1
-    parts = [
-        METRICS[row.metric],
-        f"K = {_or(row.draft_tokens)}",
-        f"tree: {_or(row.tree)}",
-        WAYS[row.averaging],
-        f"engine: {_or(row.engine)}, version {_or(row.engine_version)}",
-        f"target: {_or(row.target)}, precision {_or(row.precision)}",
-        f"temperature: {_or(row.temperature, '{:g}')}",
-        f"reasoning: {_or(row.reasoning)}",
-        f"answers of at most {row.max_tokens} tokens" if row.max_tokens else f"answers' limit: {NOT_STATED}",
-        f"revision: {_or(row.revision)}" if one else f"revisions: {', '.join(map(' '.join, revisions))}",
-    ]
-    return "; ".join(parts)
+    parts: dict[str, object] = {
+        "K": None if row.draft_tokens is None else f"K = {row.draft_tokens}",
+        "tree": row.tree and f"tree: {row.tree}",
+        "kind of mean": row.averaging and WAYS[row.averaging],
+        "engine": row.engine and f"engine: {' '.join(filter(None, (row.engine, row.engine_version)))}",
+        "engine version": row.engine_version and "",
+        "target": row.target and f"target: {' in '.join(filter(None, (row.target, row.precision)))}",
+        "precision": row.precision and "",
+        "temperature": None if row.temperature is None else f"temperature: {row.temperature:g}",
+        "reasoning": row.reasoning and f"reasoning: {row.reasoning}",
+        "answers' limit": row.max_tokens and f"answers of at most {row.max_tokens} tokens",
+        "revision": (row.revision and f"revision: {row.revision}")
+        if one
+        else f"revisions: {', '.join(map(' '.join, revisions))}",
+    }
+    # What stands beside another part has no words of its own.
+    stated = [str(part) for name, part in parts.items() if part]
+    unsaid = [name for name, part in parts.items() if part is None and name not in MAY_BE_UNSAID]
+    said = "; ".join([METRICS[row.metric], *stated])
+    return said + (f"; {NOT_STATED}: {', '.join(unsaid)}" if unsaid else "")
 
 
 def _or(value: object, form: str = "{}") -> str:
@@ -233,14 +280,16 @@ def _heads(firsts: Sequence[AcceptanceRow]) -> Iterator[str]:
         yield f"{head}, no. {often[head]}" if often[head] > 1 else head
 
 
-def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: set[tuple[str, str]]) -> str:
+def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapping[tuple[str, str], str]) -> str:
     if row := own.get(about):
         interval = row.interval
         return row.shown + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
     prompts = (about.dataset, about.category)
     # On other prompts there may be one, in a line of its own.
     lacks = prompts in absent and prompts not in {(held.dataset, held.category) for held in own}
-    return ABSENT[next(iter(own.values())).measured_by] if lacks else ""
+    if not lacks:
+        return ""
+    return NOT_MEASURED if next(iter(own.values())).measured_by == "self" else absent[prompts]
 
 
 def tell_apart(names: Sequence[Hashable], benchmarks: Sequence[Benchmark]) -> list[str]:

@@ -120,8 +120,7 @@ def compare(
     """Measure both heads on the held-out part of a calibration, or on given batches of it."""
     batches = calibration.part("held-out") if batches is None else batches
     context, lost, whole = 0, 0.0, 0.0
-    one: list[Tensor] = []
-    two: list[Tensor] = []
+    one, two, greedy_one, greedy_two = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     kl = torch.zeros(STEPS, dtype=torch.float64, device=calibration.lm_head.device)
     for piece in in_pieces(batches, original.spec.vocab):
         for ran in run_both(original, converted, [piece]):
@@ -129,21 +128,26 @@ def compare(
             whole += float(ran.original.double().square().sum())
         context = max(context, piece.tokens.shape[1])
         served = calibration.logits(piece)
+        likeliest = served.argmax(-1)
         ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
+        our_hits, their_hits = list[Tensor](), list[Tensor]()
         drafts = (unroll(head, piece.tokens, piece.captured, STEPS) for head in (original, converted))
         # Step by step: over a large vocabulary the logits of one are gigabytes.
         for k, (own, other) in enumerate(zip(*drafts, strict=True)):
             ours.append(overlap(own.logits[None], served[:, k:], original.target_ids))
             theirs.append(overlap(other.logits[None], served[:, k:], converted.target_ids))
             apart.append(_divergence(own.logits, other.logits))
+            wanted = likeliest[:, k + 1 : k + 1 + own.logits.shape[1]]
+            our_hits.append((original.target_ids[own.logits.argmax(-1)] == wanted).double())
+            their_hits.append((converted.target_ids[other.logits.argmax(-1)] == wanted).double())
+        greedy_one.extend(lengths(torch.stack(our_hits)))
+        greedy_two.extend(lengths(torch.stack(their_hits)))
         one.extend(lengths(torch.cat(ours)).double())
         two.extend(lengths(torch.cat(theirs)).double())
         kl += torch.stack(apart).double().sum((1, 2))
     places = sum(len(row) for row in one)
-    before, after = (float(torch.cat(rows).mean()) for rows in (one, two))
-    # A ratio of means: its error is that of the mean of what the sequences are off by it.
-    off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
-    error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
+    before, after, error = _ratio(one, two)
+    greedy_before, greedy_after, greedy_error = _ratio(greedy_one, greedy_two)
     return Retention(
         sequences=len(one),
         positions=places,
@@ -155,7 +159,21 @@ def compare(
         kept_error=error,
         kl=tuple((kl / places).tolist()),
         attention_error=(lost / whole) ** 0.5,
+        greedy_before=greedy_before,
+        greedy_after=greedy_after,
+        greedy_kept=greedy_after / greedy_before,
+        greedy_kept_error=greedy_error,
     )
+
+
+def _ratio(one: list[Tensor], two: list[Tensor]) -> tuple[float, float, float]:
+    """Return the mean of each over all places of all sequences, and the paired standard error of their ratio."""
+    places = sum(len(row) for row in one)
+    before, after = (float(torch.cat(rows).mean()) for rows in (one, two))
+    # A ratio of means: its error is that of the mean of what the sequences are off by it.
+    off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
+    error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
+    return before, after, error
 
 
 def _divergence(original: Tensor, converted: Tensor) -> Tensor:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..bench.acceptance import AcceptanceFile, read_acceptance
 from ..bench.tables import Table, draw_bars
-from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.bytes import file_digest
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
-from ..checkpoint.staging import refuse_existing
+from ..checkpoint.staging import PARTIAL, refuse_existing, writing
 from ..engines.registry import writable
 from ..errors import LayoutCannot, OutputExists, ReportInvalid
 from ..validate.report import Report, read_report
-from .evidence import Evidence, HeadIdentity, Said, foreign, identify
-from .facts import SUBCARDS, Facts
+from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
+from .facts import Facts
 from .front_matter import CARD, front_matter
 from .licenses import SOURCE_LICENSE, find_texts, license_files, unstated_text
 from .quickstart import starts
-from .sections import CHART, answer, attribution, changed, figures, known, render
+from .sections import CHART, attribution, changed, figures, known, render, subcards
+from .target_card import TEMPLATE, is_target
 
 # A card has no other name; what a person wrote into it is not kconv's to replace.
-REWRITE = "Keep it (kconv card --check says whether it still holds), or delete it to have it written anew."
+REWRITE = "Keep it (kconv card --check says whether it still holds), or pass --force to write it again."
+# A folder that holds nothing, and never will.
+NOWHERE = Path("/dev/null")
 STYLES = ("short", "compact", "nvidia")
-SUBCARD_TITLES = {
-    "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def gather(
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
         manifest = read_manifest(folder)
-        if manifest.layout not in writable():
+        if manifest.layout not in writable() and not is_target(manifest):
             raise LayoutCannot(
                 f"the head is in {manifest.layout}'s layout, which no engine serves",
                 where=folder,
@@ -95,10 +98,17 @@ def gather(
         # What lies in the target's folder says under which license it stands.
         own = facts.license.model_copy(update={"target": targets[0].license.id})
         facts = facts.model_copy(update={"license": own})
-    source = source or (Path(manifest.source) if manifest else folder)
+    source = source or (_stated_source(manifest) if manifest else folder)
     texts = find_texts([source, *([target] if target else [])], license_files)
     unstated = unstated_text(source, (facts.license.id, facts.license.target))
     return Evidence(folder, facts, manifest, report, tuple(acceptance), texts, unstated)
+
+
+def _stated_source(manifest: Manifest) -> Path:
+    """Return the folder that a manifest names as its source, if it is that, and not what a stranger had it name."""
+    config = Path(manifest.source) / CONFIG
+    is_source = config.is_file() and file_digest(config) == manifest.source_config
+    return Path(manifest.source) if is_source else NOWHERE
 
 
 def gather_files(
@@ -159,6 +169,7 @@ def make_card(
     if evidence.source_license:
         files[SOURCE_LICENSE] = evidence.source_license
     repeated = figures(evidence, chart=chart)
+    template = TEMPLATE if is_target(manifest) else f"{style}.md.jinja"
     link = ""
     if evidence.license_is_named:
         own = evidence.licenses[0]
@@ -166,20 +177,21 @@ def make_card(
     values = {
         "front_matter": front_matter(evidence, link=link, model_index=model_index),
         "name": evidence.name,
-        "facts": facts,
         "said": said,
         "listed": said.listed,
         "licenses": evidence.licenses,
         "attribution": attribution(evidence),
         "files": list(files),
-        "starts": starts(evidence),
-        "subcards": list(SUBCARD_TITLES.items()),
-        "labels": SUBCARDS,
-        "answer": lambda card, row: answer(said, card, row),
+        "starts": () if is_target(manifest) else starts(evidence),
+        "noted": said.noted,
+        # Only one style has them, and only that one asks for them.
+        "subcards": lambda: subcards(said),
         **repeated,
     }
-    text = render(f"{style}.md.jinja", values)
-    return RenderedCard("\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated["table"])
+    text = render(template, values)
+    return RenderedCard(
+        "\n".join(_single(text.rstrip().split("\n"))) + "\n", files, said.missing, repeated.get("table")
+    )
 
 
 def write_card(
@@ -195,30 +207,43 @@ def write_card(
     return write(folder, make_card(evidence, style, chart=bool(acceptance)))
 
 
-def write(folder: Path, card: RenderedCard) -> Path:
-    """Write a card and what goes with it into a folder.
+def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
+    """Write a card and what goes with it into a folder; over what is there only with `force`.
 
     Returns:
         The card's file.
 
     Raises:
-        OutputExists: there is a README.md already, or a license or notice of another text.
+        OutputExists: there is a README.md already, or a license or notice of another text, and no `force`.
+        OutputFailed: the folder cannot be written to, or its disk is full.
         MissingExtra: its chart takes matplotlib, which is not installed.
     """
-    refuse_existing(folder / CARD, fix=REWRITE)
-    for name, text in card.files.items():
-        file = folder / name
-        if file.exists() and file.read_text() != text:
-            raise OutputExists(
-                f"{file} is there and says something else", fix="Delete it, or keep it and leave no other."
-            )
-    if f"]({CHART})" in card.text and card.table:
-        refuse_existing(folder / CHART, fix=REWRITE)
+    charted = f"]({CHART})" in card.text and card.table is not None
+    if not force:
+        refuse_existing(folder / CARD, fix=REWRITE)
+        for name, text in card.files.items():
+            file = folder / name
+            if os.path.lexists(file) and read_text(file, OutputExists, fix="Delete it.") != text:
+                raise OutputExists(f"{file} is there with another text", fix="Pass --force to write it again.")
+        if charted:
+            refuse_existing(folder / CHART, fix=REWRITE)
+    if charted and card.table:
         draw_chart(folder / CHART, card.table)
-    for name, text in card.files.items():
-        (folder / name).write_text(text)
-    (folder / CARD).write_text(card.text)
+    for name, text in {**card.files, CARD: card.text}.items():
+        _write_whole(folder / name, text)
     return folder / CARD
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a text whole or not at all, as half a license on a full disk would be in the way of the next call."""
+    beside = file.with_name(f"{PARTIAL}{file.name}")
+    with writing(file):
+        try:
+            with beside.open("x", encoding="utf-8") as out:
+                out.write(text)
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def draw_chart(file: Path, table: Table) -> None:
@@ -239,7 +264,7 @@ def _refuse_unfit(report: Report) -> None:
         )
     if not report.clean:
         raise ReportInvalid(
-            "the report holds errors", where=report.subject, fix="Mend what kconv validate found, then write the card."
+            "the report holds errors", where=report.subject, fix="Fix what kconv validate found, then write the card."
         )
 
 

@@ -11,11 +11,14 @@ from ..bench.acceptance import AcceptanceFile
 from ..bench.tables import NOT_STATED
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.manifest import Manifest
+from ..escape import markdown
 from ..validate.report import Report
-from .facts import Facts, question
+from .facts import SUBCARDS, Facts, question
 from .licenses import LICENSES, UNNAMED, License, LicenseText
 
 CONFIG = "config.json"
+# What the files of a converted head tell better than its publisher, who spoke of the head before.
+MEASURED = {"architecture.attention", "architecture.parameters", "architecture.tensor_type", "runtime.engines"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Evidence:
 
 @dataclass
 class Said:
-    """Looks facts up for a template, and notes those that nobody said.
+    """Looks facts up for a template, and keeps a list of those that nobody said.
 
     Attributes:
         facts: where to look.
@@ -72,12 +75,15 @@ class Said:
     missing: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, path: str) -> str:
-        """Return a fact as text, what else is known of it, or "not stated"."""
-        value, known = self._find(path), self.known.get(path)
-        if value in (None, "", ()) and known in (None, ""):
-            self.missing.setdefault(path, question(Facts, path))
-            return NOT_STATED
-        return cell(known if value in (None, "", ()) else value)
+        """Return a fact as text, or what else is known of it; "" where nobody said it."""
+        stated, known = self._find(path), self.known.get(path) or ""
+        if stated in (None, "", ()):
+            if not known:
+                self.missing.setdefault(path, question(Facts, path))
+            return cell(known)
+        if known and path in MEASURED and known != stated:
+            return cell(f"{known} (its publisher states {stated})")
+        return cell(stated)
 
     def listed(self, path: str) -> Sequence[Any]:
         """Return the entries of a list, none where nobody gave one."""
@@ -87,12 +93,16 @@ class Said:
             return ()
         return value
 
+    def noted(self, section: str) -> str:
+        """Return the publisher's own paragraphs of a section, "" where there are none."""
+        return "\n\n".join(self.facts.notes.get(section, ()))
+
     def subcard(self, card: str, row: str) -> str:
-        """Return a subcard's row, "not stated" where nobody filled it."""
+        """Return a subcard's row, "" where nobody filled it."""
         value = self.facts.subcards.get(card, {}).get(row)
         if value is None:
-            self.missing.setdefault(f"subcards.{card}.{row}", "")
-            return NOT_STATED
+            self.missing.setdefault(f"subcards.{card}.{row}", SUBCARDS[card][row])
+            return ""
         return cell(value)
 
     def _find(self, path: str) -> Any:
@@ -103,8 +113,8 @@ class Said:
 
 
 def cell(value: object) -> str:
-    """Return a text as one line that neither ends a table's cell nor its line."""
-    return " ".join(str(value).replace("|", "\\|").split())
+    """Return a text as one line that neither ends a table's cell nor its line; see `escape.markdown`."""
+    return markdown(value)
 
 
 @dataclass(frozen=True)

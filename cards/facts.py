@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from ..checkpoint.schema import load_yaml
 from ..engines.registry import engines
 from ..errors import FactsInvalid
 from .licenses import LICENSES
@@ -25,7 +25,7 @@ def _known_engine(value: str) -> str:
 
 EngineName = Annotated[str, AfterValidator(_known_engine)]
 # YAML reads 2.0 and 2026-06-03 as a number and a date; on a card they are what was written, as text.
-Words = Annotated[str, BeforeValidator(lambda value: value if isinstance(value, str) else str(value))]
+Words = Annotated[str, BeforeValidator(lambda value: value if isinstance(value, str | None) else str(value))]
 
 EXPLAINABILITY = {
     "intended_task": "Intended Task/Domain", "model_type": "Model Type", "intended_users": "Intended Users",
@@ -62,6 +62,9 @@ PRIVACY = {
 SUBCARDS = {"explainability": EXPLAINABILITY, "bias": BIAS, "safety": SAFETY, "privacy": PRIVACY}
 # What NVIDIA alone can say of a head, whoever writes the card.
 NOT_OURS = {"quality_standards"}
+# The sections that a publisher's own paragraphs may be added to.
+NOTED = ("overview", "license", "input", "output", "software", "training", "inference", "usage", "performance",
+         "ethics")  # fmt: skip
 
 
 class _FactsPart(BaseModel):
@@ -69,10 +72,10 @@ class _FactsPart(BaseModel):
 
 
 class Link(_FactsPart):
-    """A title and where it leads."""
+    """A title and where it leads, where it leads anywhere."""
 
     title: Words
-    url: Words
+    url: Words | None = None
 
 
 class LicenseFacts(_FactsPart):
@@ -99,6 +102,7 @@ class Architecture(_FactsPart):
     network: Words | None = Field(default=None, description="whose decoder layer it is, e.g. DeepSeek V3")
     attention: Words | None = Field(default=None, description="MLA, GQA or MHA")
     parameters: Words | None = Field(default=None, description="their number, as published")
+    tensor_type: Words | None = Field(default=None, description="e.g. BF16")
 
 
 class Channel(_FactsPart):
@@ -154,8 +158,11 @@ class Training(_FactsPart):
 class Serve(_FactsPart):
     """How an engine is told about it, beside what every head needs."""
 
-    requires: Words | None = Field(default=None, description="the engine's version")
-    arguments: tuple[Words, ...] = ()
+    requires: Words | None = Field(default=None, description="the engine's version, e.g. vLLM >= 0.32")
+    target: Words | None = Field(default=None, description="the checkpoint to serve, if it is not base_model itself")
+    arguments: tuple[Words, ...] = Field(default=(), description="more of its command line, e.g. --tp_size 4")
+    config: Words | None = Field(default=None, description="the YAML of its command, where no file of the head has it")
+    note: Words | None = Field(default=None, description="what else to know")
     unsupported: Words | None = Field(default=None, description="why it cannot be served there")
 
 
@@ -164,8 +171,9 @@ class Facts(_FactsPart):
 
     Attributes:
         sources: where these facts were read.
-        expected: what tables of acceptance were looked for; what is not there is "not published".
+        expected: what tables of acceptance were looked for in a whole source; what is not there is "not published".
         subcards: keys as in `SUBCARDS`.
+        notes: the publisher's own paragraphs, by the section of `NOTED` that they are added to.
     """
 
     name: Words | None = Field(default=None, description="hub id of the head")
@@ -189,17 +197,25 @@ class Facts(_FactsPart):
     why: tuple[Words, ...] = Field(default=(), description="why this kind of head for this target")
     performance_note: Words | None = Field(default=None, description="how its published figures were made")
     requirements: tuple[Words, ...] = Field(default=(), description="what serving it takes")
-    serve: dict[EngineName, Serve] = {}
+    serve: dict[EngineName, Serve] = Field(default={}, description="how an engine is started, by the engine's name")
     benchmark_command: Words | None = Field(default=None, description="how to repeat its benchmark")
     ethics: Words | None = Field(default=None, description="your own ethical considerations")
     citation: Words | None = Field(default=None, description="BibTeX")
-    languages: tuple[Words, ...] = ()
-    tags: tuple[Words, ...] = ()
-    library: Words | None = Field(default=None, description="the library it was made with, for the Hub")
-    pipeline_tag: Words = "text-generation"
-    expected: dict[str, tuple[Words, ...]] = {}
-    subcards: dict[str, dict[str, Words]] = {}
-    sources: tuple[Link, ...] = ()
+    languages: tuple[Words, ...] = Field(default=(), description="for the Hub, e.g. [en, zh]")
+    tags: tuple[Words, ...] = Field(default=(), description="for the Hub, beside kconv's own")
+    library: Words | None = Field(default=None, description="the library that loads it, for the Hub; it has its list")
+    pipeline_tag: Words = Field(default="text-generation", description="the Hub's task")
+    expected: dict[str, tuple[Words, ...]] = Field(default={}, description="categories that a whole source should have")
+    subcards: dict[str, dict[str, Words]] = Field(default={}, description="NVIDIA's four tables, row by row")
+    notes: dict[str, tuple[Words, ...]] = Field(default={}, description="your own paragraphs, by section")
+    sources: tuple[Link, ...] = Field(default=(), description="where these facts were read")
+
+    @field_validator("notes")
+    @classmethod
+    def _sections_exist(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        if unknown := value.keys() - set(NOTED):
+            raise ValueError(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(NOTED)}")
+        return value
 
     @field_validator("subcards")
     @classmethod
@@ -219,17 +235,7 @@ def read_facts(file: Path) -> Facts:
     Raises:
         FactsInvalid: it is missing, no YAML, or has a key that does not exist or a value that cannot be.
     """
-    try:
-        value = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return Facts.model_validate({} if value is None else value)
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise FactsInvalid(f"{where}: {first['msg']}", where=file, fix="Mend this key of the facts file.") from fault
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
-        raise FactsInvalid(
-            f"{file.name} cannot be read: {fault}", where=file, fix="Give a YAML file in UTF-8."
-        ) from fault
+    return load_yaml(Facts, file, FactsInvalid, what="facts file", fix="Correct this key of it, in UTF-8.")
 
 
 def question(facts: type[BaseModel], path: str) -> str:

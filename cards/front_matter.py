@@ -5,19 +5,28 @@ https://github.com/huggingface/hub-docs/blob/242f4a1eeb867daf4ac3f44026a5df4a689
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from ..bench.acceptance import suite_name
+from ..bench.tables import Benchmark
+from ..checkpoint.schema import parse_yaml, read_text
 from ..checkpoint.source import HUB_ID
+from ..engines.registry import engines_of
+from ..errors import KconvError
 from .evidence import Evidence
+from .target_card import TAGS as TARGET_TAGS
+from .target_card import is_target
 
 CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
-LIBRARY = "kconv"
 INDEX = "model-index"
 ORDER = (
     "language", "license", "license_name", "license_link", "library_name", "pipeline_tag", "base_model",
@@ -44,6 +53,16 @@ class FrontMatter:
     problem: str = ""
 
 
+def read_card(folder: Path) -> str:
+    """Return README.md's text, "" where there is none.
+
+    Raises:
+        KconvError: it is no regular file of text.
+    """
+    file = folder / CARD
+    return read_text(file, KconvError, fix="Put the text itself there, in UTF-8.") if os.path.lexists(file) else ""
+
+
 def read_front_matter(card: str) -> FrontMatter:
     """Read a card's front matter; of one that cannot be read only `problem` is filled in.
 
@@ -54,6 +73,9 @@ def read_front_matter(card: str) -> FrontMatter:
     if not card.lstrip().startswith("---"):
         return FrontMatter(problem="the card has no front matter")
     try:
+        # As bounded as any YAML, and before huggingface_hub reads it: what grows by its aliases would never end there.
+        if block := REGEX_YAML_BLOCK.search(card):
+            parse_yaml(block[2], KconvError, where=CARD, what="card's front matter", fix="Write it with kconv card.")
         # A key of the front matter becomes an attribute of `data`, and may hide its methods.
         held = vars(ModelCard(card).data)
         return FrontMatter(
@@ -64,6 +86,8 @@ def read_front_matter(card: str) -> FrontMatter:
         )
     # A hostile card makes PyYAML raise what is no YAMLError (a date that cannot be: ValueError; nesting:
     # RecursionError; a number too large: OverflowError), and huggingface_hub KeyError, TypeError and AttributeError.
+    except KconvError as fault:
+        return FrontMatter(problem=fault.what[:200])
     except Exception as fault:
         said = " ".join(str(fault).split()) or type(fault).__name__
         return FrontMatter(problem=f"the card's front matter cannot be read: {said[:200]}")
@@ -94,15 +118,18 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     """
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
+    quantized = is_target(evidence.manifest)
     data = ModelCardData(
         language=list(facts.languages) or None,
-        library_name=facts.library or (LIBRARY if evidence.manifest else None),
+        # The Hub offers to load a model with the library that it is told, and no library of its list loads a head.
+        # https://github.com/huggingface/huggingface.js/blob/00142be70773c00449b42eb1acb4cef3db6e0e17/packages/tasks/src/model-libraries.ts
+        library_name=facts.library,
         pipeline_tag=facts.pipeline_tag,
         base_model=bases or None,
-        # A conversion has no value of its own among adapter, merge, quantized and finetune.
-        base_model_relation="finetune" if bases else None,
+        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; what is quantized is.
+        base_model_relation="quantized" if bases and (quantized or _is_quantized(evidence)) else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
-        tags=[*TAGS, *facts.tags],
+        tags=list(dict.fromkeys([*(TARGET_TAGS if quantized else TAGS), *_engines(evidence), *facts.tags])),
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):
@@ -111,6 +138,15 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         single = [eval_results_to_model_index(evidence.name, [figure])[0]["results"][0] for figure in figures]
         data[INDEX] = [{"name": evidence.name, "results": single}]
     return data.to_yaml(original_order=list(ORDER)) + "\n"
+
+
+def _engines(evidence: Evidence) -> list[str]:
+    """Return the engines that a head is for, as tags."""
+    return [engine.name for engine in engines_of(evidence.manifest.layout)] if evidence.manifest else []
+
+
+def _is_quantized(evidence: Evidence) -> bool:
+    return evidence.manifest is not None and any(step.action == "quantized" for step in evidence.manifest.tensors)
 
 
 def source_head(evidence: Evidence) -> str | None:
@@ -141,8 +177,8 @@ def results(evidence: Evidence) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=row.dataset.lower(),
-            dataset_name=f"{row.dataset} ({row.category})" if row.category else row.dataset,
+            dataset_type=suite_name(row.dataset).lower(),
+            dataset_name=Benchmark.of(row).name,
             metric_type="acceptance_length",
             metric_name=f"acceptance length, K={row.draft_tokens}",
             metric_value=row.value,

@@ -5,17 +5,20 @@ An engineering reading of the licenses, no legal advice.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from ..errors import Severity
+from ..checkpoint.schema import read_text
+from ..errors import KconvError, Severity
+from ..escape import code
 from ..validate.report import Finding
-from .evidence import Evidence
+from .evidence import Evidence, cell
 from .facts import Facts
-from .front_matter import CARD, FrontMatter, read_front_matter, source_head
+from .front_matter import CARD, FrontMatter, read_card, read_front_matter, source_head
 from .licenses import (
     LICENSES,
     NOTICE,
@@ -97,7 +100,7 @@ def read_folder(path: Path, facts: Facts) -> LicensedFolder:
     Raises:
         ManifestMismatch: kconv.json is there and not of the schema.
     """
-    card = _read(path / CARD)
+    card = read_card(path)
     return LicensedFolder(
         path=path,
         card=card,
@@ -111,7 +114,8 @@ def read_folder(path: Path, facts: Facts) -> LicensedFolder:
 
 
 def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    fix = "Put the text itself there, in UTF-8."
+    return read_text(file, KconvError, fix=fix) if os.path.lexists(file) else ""
 
 
 def _nvidia(folder: LicensedFolder) -> Iterator[LicenseFinding]:
@@ -199,7 +203,7 @@ def _changes(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if manifest is None:
         return
     for what in (f"kconv {manifest.kconv}", manifest.source, MANIFEST):
-        if what not in folder.card:
+        if not any(form in folder.card for form in (what, code(what), cell(what))):
             yield (
                 "error",
                 CARD,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 
 from ..checkpoint.folder import LICENSE_TEXTS, in_any_case
+from ..checkpoint.schema import read_text
 from ..errors import LicenseUnknown
 
 UNNAMED = "other"
@@ -171,7 +173,8 @@ def find_texts(folders: Iterable[Path], files: Iterable[Path] = ()) -> tuple[Lic
         files: named by the user; the first text of a license wins, and these come first.
 
     Raises:
-        LicenseUnknown: a named file cannot be read, or is no license that kconv knows.
+        LicenseUnknown: a named file cannot be read, or is no license that kconv knows; or a link leads out of its
+            folder.
     """
     texts = [_read_named(file) for file in files]
     for folder in folders:
@@ -249,7 +252,16 @@ def _attribution(license: License, found: LicenseText | None, said: str | None) 
 def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield what may be licenses in a folder."""
     held = {f for pattern in in_any_case(LICENSE_TEXTS) for f in folder.glob(pattern)} if folder.is_dir() else ()
+    root = folder.resolve()
+    # The Hub's local cache links a repository's files to what it stores beside its snapshots.
+    root = root.parents[1] if root.parent.name == "snapshots" else root
     for file in sorted(held):
+        if not file.resolve().is_relative_to(root):
+            raise LicenseUnknown(
+                f"{file.name} leads out of its folder, to what may be no license and nobody else's to see",
+                where=file,
+                fix="Put the text itself there, or give it with --license-file.",
+            )
         if text := _read(file):
             yield text, file
 
@@ -267,7 +279,6 @@ def _read_named(file: Path) -> LicenseText:
 
 
 def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8") if file.is_file() and file.stat().st_size <= LARGEST else ""
-    except (OSError, UnicodeDecodeError):
-        return ""
+    with suppress(LicenseUnknown):
+        return read_text(file, LicenseUnknown, limit=LARGEST, fix="Give a text.")
+    return ""

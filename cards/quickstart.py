@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..checkpoint.schema import read_text
 from ..engines.base import HEAD, TARGET, Launch
 from ..engines.registry import engine, engines_of
+from ..errors import KconvError
+from ..escape import shell, yaml
 from .evidence import Evidence
 
 
@@ -17,12 +21,14 @@ class Start:
         engine: its title.
         command: for a shell; "" where it cannot be served there.
         config: the YAML that goes with it, "" where there is none.
+        file: what the command calls that YAML.
         notes: what else to know.
     """
 
     engine: str
     command: str
     config: str
+    file: str
     notes: tuple[str, ...]
 
 
@@ -36,28 +42,34 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     facts = evidence.facts
     said = facts.serve.get(name)
     if said and said.unsupported:
-        return Start(title, "", "", (said.unsupported,))
+        return Start(title, "", "", "", (said.unsupported,))
     config, notes = "", []
     if said and said.requires:
         notes.append(f"Requires {said.requires}.")
     # What a conversion writes beside the weights.
     written = evidence.folder / launch.file if evidence.folder else None
     if written is not None and written.is_file():
-        lines = written.read_text().splitlines()
+        lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()
         comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
         notes += [line for line in comments if not line.startswith(launch.command.split()[0])]
         if launch.is_config:
             config = "\n".join(line for line in lines if not line.startswith("#"))
+    elif said and said.config:
+        config = said.config
     elif launch.unwritten:
         notes.append(launch.unwritten)
-    command = _name(launch.command, evidence)
-    if said and said.arguments:
-        place = facts.base_model or TARGET
-        command = command.replace(place, " ".join((place, *said.arguments)), 1)
-    return Start(title, command.replace(" --", " \\\n    --"), _name(config, evidence), tuple(notes))
+    if said and said.note:
+        notes.append(said.note)
+    target = (said.target if said else None) or facts.base_model
+    place = shell(" ".join(target.split())) if target else TARGET
+    # The owner's own words, as they would type them.
+    command = launch.command.replace(TARGET, " ".join((place, *(said.arguments if said else ()))), 1)
+    command = _named(command, facts.name, shell).replace(" --", " \\\n    --")
+    config = _named(config, facts.name, yaml)
+    if target:
+        config = config.replace(TARGET, yaml(" ".join(target.split())))
+    return Start(title, command, config, launch.file, tuple(notes))
 
 
-def _name(text: str, evidence: Evidence) -> str:
-    if evidence.facts.name:
-        text = text.replace(HEAD, evidence.facts.name)
-    return text.replace(TARGET, evidence.facts.base_model) if evidence.facts.base_model else text
+def _named(text: str, name: str | None, quote: Callable[[str], str]) -> str:
+    return text.replace(HEAD, quote(" ".join(name.split()))) if name else text

@@ -10,25 +10,33 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
 from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
-from ..engines.registry import describe
+from ..engines.registry import describe, engines_of
+from ..escape import code
 from ..validate.figures import AcceptanceFigures
 from ..validate.report import Report
+from . import target_card
 from .evidence import Evidence, Said, cell
-from .facts import NOT_OURS
+from .facts import NOT_OURS, SUBCARDS
 from .licenses import attribution_in
 
 CHART = "acceptance.png"
+SUBCARD_TITLES = {
+    "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
+}  # fmt: skip
+# Who drafted, as a reader would say it.
+DRAFTERS = {"output": "this head", "source": "the head it came from"}
 # What every style says of manifest, report and acceptance.json, in these very words.
 REPEATED = ("made.jinja", "measured.jinja", "performance.jinja")
 
 
 def known(manifest: Manifest | None) -> dict[str, str]:
     """Return what a manifest says that a facts file would, by the facts' dotted names."""
-    if manifest is None:
+    if manifest is None or target_card.is_target(manifest):
         return {}
     found = {
         "architecture.attention": f"{manifest.spec['kind'].upper()}",
-        "runtime.engines": describe(manifest.layout),
+        "architecture.tensor_type": manifest.spec["dtype"],
+        "runtime.engines": ", ".join(engine.title for engine in engines_of(manifest.layout)),
     }
     training = manifest.training or {}
     recipe = training.get("recipe", {})
@@ -48,23 +56,23 @@ def known(manifest: Manifest | None) -> dict[str, str]:
 def conversion(manifest: Manifest | None) -> dict[str, Any]:
     """Return what a manifest says, for the templates."""
     if manifest is None:
-        empty = dict.fromkeys(("kind", "dtype", "engine", "exactness", "copied", "approximation"), "")
-        return empty | {"captured": ()}
+        empty = dict.fromkeys(("kind", "dtype", "engine", "exactness", "ships", "copied", "approximation"), "")
+        return empty | {"captured": (), "parameters": ""}
     origin = manifest.parameters_by_origin
-    parts = [
-        f"{manifest.parameters:,}: {origin.trained:,} trained",
-        f"{origin.copied_from_target:,} copied from the target",
-    ]
-    if origin.unknown:
-        parts.append(f"{origin.unknown:,} of which it is not known")
+    parts = {
+        "trained": origin.trained,
+        "copied from the target": origin.copied_from_target,
+        "of unknown origin": origin.unknown,
+    }
     return {
         "kind": f"{manifest.spec['kind'].upper()} attention",
-        "parameters": ", ".join(parts),
+        "parameters": f"{manifest.parameters:,} ({'; '.join(f'{n:,} {what}' for what, n in parts.items() if n)})",
         "copied": f"{origin.copied_from_target:,}" if origin.copied_from_target else "",
         "dtype": manifest.spec["dtype"],
         "engine": describe(manifest.layout),
         "captured": manifest.spec["captured"],
         "exactness": _exactness(manifest),
+        "ships": ships(manifest),
         "approximation": _approximation(manifest.conversion) if manifest.conversion else "",
     }
 
@@ -75,10 +83,13 @@ def measured(report: Report | None) -> dict[str, Any]:
         return {"verified": "", "texts": (), "rows": (), "steps": 0, "precision": ""}
     figures = report.figures
     whole = [row for row in figures.acceptance if not row.category]
+    # Of the same bytes the figures are the same, and one row says so.
+    shown = [row for row in whole if not (figures.identical and row.drafter == "source")]
+    titles = DRAFTERS | ({"output": "this head, and the one it came from"} if len(shown) < len(whole) else {})
     return {
         "verified": {None: "", True: "identical, bit by bit", False: "NOT identical"}[figures.identical],
         "texts": figures.texts,
-        "rows": _rows(whole),
+        "rows": _rows(shown, titles),
         "steps": whole[0].steps if whole else 0,
         "precision": report.provenance.get("dtype", NOT_STATED),
     }
@@ -101,6 +112,15 @@ def _exactness(manifest: Manifest) -> str:
     return f"{'exact' if manifest.exact else '**not exact**'}; all have the source's bytes but {', '.join(changes)}"
 
 
+def ships(manifest: Manifest) -> str:
+    """Say whether a head is the draft that it came from, or another one."""
+    if manifest.as_it_ships:
+        return "the draft as it ships: byte-identical to the one it came from"
+    return (
+        "**another draft** than the one it came from: not eligible where a reference draft is to be served as it ships"
+    )
+
+
 def changed(manifest: Manifest | None) -> str:
     """Say that the files were changed, "" of a head that kconv did not make."""
     if manifest is None:
@@ -112,15 +132,24 @@ def changed(manifest: Manifest | None) -> str:
 
 
 def attribution(evidence: Evidence) -> str:
-    """Return the name that the target's license asks to show, in quotes."""
+    """Return the name that the target's license asks to show, in quotes; "" where neither text nor facts say it."""
     names = [attribution_in(text.text) for text in evidence.texts if text.license.attribution]
-    return next((f'"{name}"' for name in (*names, evidence.facts.license.attribution) if name), NOT_STATED)
+    return next((f'"{name}"' for name in (*names, evidence.facts.license.attribution) if name), "")
 
 
-def answer(said: Said, card: str, row: str) -> str:
-    """Return what stands in a subcard's row."""
-    # Whoever writes a card with kconv is not NVIDIA's quality assurance.
-    return "Not evaluated by kconv" if row in NOT_OURS else said.subcard(card, row)
+def subcards(said: Said) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the title and the answered rows of each subcard that has any."""
+    found = []
+    for card, title in SUBCARD_TITLES.items():
+        asked = {row: label for row, label in SUBCARDS[card].items() if row not in NOT_OURS}
+        answers = {row: said.subcard(card, row) for row in asked}
+        if said.facts.subcards.get(card):
+            # Whoever writes a card with kconv is not NVIDIA's quality assurance.
+            answers |= dict.fromkeys(NOT_OURS & SUBCARDS[card].keys(), "Not evaluated by kconv")
+        rows = [(label, answers[row]) for row, label in SUBCARDS[card].items() if answers.get(row)]
+        if rows:
+            found.append((title, rows))
+    return found
 
 
 def sanity(rows: Sequence[AcceptanceRow]) -> list[str]:
@@ -134,11 +163,11 @@ def sanity(rows: Sequence[AcceptanceRow]) -> list[str]:
     return []
 
 
-def _rows(acceptance: Sequence[AcceptanceFigures]) -> list[tuple[str, list[str]]]:
+def _rows(acceptance: Sequence[AcceptanceFigures], titles: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     rows: dict[str, list[str]] = {}
     for figure in acceptance:
         error = f" ± {figure.standard_error:.3f}" if figure.standard_error is not None else ""
-        rows.setdefault(figure.drafter, []).append(f"{figure.length:.3f}{error}")
+        rows.setdefault(titles.get(figure.drafter, figure.drafter), []).append(f"{figure.length:.3f}{error}")
     return list(rows.items())
 
 
@@ -147,7 +176,8 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("kconv.cards", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.filters["cell"] = cell
+    environment.filters |= {"cell": cell, "code": code}
+    environment.filters["dense"] = lambda text: "\n".join(line for line in text.split("\n") if line.strip())
     return environment.get_template(template).render(values)
 
 
@@ -158,8 +188,11 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
         evidence: about the head.
         chart: whether a chart goes with the figures.
     """
+    if target_card.is_target(evidence.manifest):
+        return target_card.figures(evidence)
     table = table_of(evidence.acceptance, evidence.facts.expected)
     return {
+        "facts": evidence.facts,
         "manifest": evidence.manifest,
         "table": table,
         "chart": CHART if chart and table and table.bars else "",
@@ -178,7 +211,7 @@ def not_repeated(evidence: Evidence, card: str) -> list[str]:
     """
     held, values = _lines(card), figures(evidence, chart=f"]({CHART})" in card)
     lost = []
-    for part in REPEATED:
+    for part in target_card.REPEATED if target_card.is_target(evidence.manifest) else REPEATED:
         wanted = _lines(render(part, values))
         places = [at for at, line in enumerate(held) if wanted and line == wanted[0]] or [0]
         # Where the part begins more than once, the place where most of it stands.

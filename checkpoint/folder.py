@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +12,20 @@ from typing import Any
 
 from ..errors import ConfigInvalid, CorruptIndex, NotACheckpoint
 from .header import IMPOSTORS, MAX_HEADER_BYTES, TensorInfo, read_header
-from .schema import parse_object
+from .pickles import PICKLE, read_pickle_header
+from .schema import parse_object, read_bounded
 from .staging import is_partial
 
 INDEX = "model.safetensors.index.json"
 # The file that holds all of a checkpoint that is not cut into shards.
 WHOLE = "model.safetensors"
+# What is no checkpoint that kconv reads, by the end of a file's name: what it is, and what to do.
+OTHERS = {
+    ".gguf": ("a GGUF file, llama.cpp's format", "Give the checkpoint that it was made from."),
+    "adapter_config.json": (
+        "a LoRA adapter, not a draft head", "Merge it into its base model; that may then be a --target."
+    ),
+}  # fmt: skip
 ReadHeader = Callable[[Path], dict[str, TensorInfo]]
 
 
@@ -48,7 +57,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
     """Read a folder's config and headers.
 
     Args:
-        folder: a folder with config.json and either an index or *.safetensors.
+        folder: a folder with config.json and either an index or *.safetensors; pytorch_model*.bin where it has none.
         source: how the user named it, for messages and the manifest; the folder's path if empty.
 
     Raises:
@@ -102,35 +111,37 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        NotACheckpoint: the file is missing.
-        ConfigInvalid: it holds something else than one JSON object.
+        NotACheckpoint: the file is missing, or no regular file.
+        ConfigInvalid: it is too large for a config or an index, or holds something else than one JSON object.
     """
+    missing = NotACheckpoint(
+        f"{file.parent} has no {file.name}",
+        where=file.parent,
+        fix="A checkpoint is a folder with config.json and *.safetensors; check the path.",
+    )
+    text = read_bounded(
+        file,
+        NotACheckpoint,
+        limit=MAX_HEADER_BYTES,
+        fix="Check the path and its links.",
+        missing=missing,
+        large=ConfigInvalid,
+    )
+    for mark, (what, fix) in IMPOSTORS.items():
+        if text.startswith(mark):
+            raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
     try:
-        if file.stat().st_size > MAX_HEADER_BYTES:
-            raise ConfigInvalid(
-                f"{file.name} is too large for a config or an index", where=file, fix="Export it again."
-            )
-        text = file.read_bytes()
-        for mark, (what, fix) in IMPOSTORS.items():
-            if text.startswith(mark):
-                raise ConfigInvalid(f"{file.name} is {what}", where=file, fix=fix)
         return parse_object(text)
-    except FileNotFoundError as fault:
-        raise NotACheckpoint(
-            f"{file.parent} has no {file.name}",
-            where=file.parent,
-            fix="A checkpoint is a folder with config.json and *.safetensors; check the path.",
-        ) from fault
-    except OSError as fault:
-        raise NotACheckpoint(
-            f"{file.name} cannot be read: {fault.strerror}", where=file, fix="Check the path and its links."
-        ) from fault
     except ValueError as fault:
         raise ConfigInvalid(f"{file.name} cannot be read: {fault}", where=file, fix="Export it again.") from fault
 
 
 def _without_config(folder: Path) -> NotACheckpoint:
-    """Return the fault of a folder without a config, which may hold checkpoints in folders of its own."""
+    """Return the fault of a folder without a config, which may hold something else, or checkpoints in its folders."""
+    held = {file.name for file in folder.iterdir()}
+    for mark, (what, fix) in OTHERS.items():
+        if any(name.endswith(mark) for name in held):
+            return NotACheckpoint(f"{folder.name} holds {what}, and no config.json", where=folder, fix=fix)
     inner = sorted(file.parent.name for file in folder.glob("*/config.json"))
     return NotACheckpoint(
         f"{folder} has no config.json" + (f", and its folders {', '.join(inner[:5])} have one" if inner else ""),
@@ -143,7 +154,12 @@ def _without_config(folder: Path) -> NotACheckpoint:
 
 def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, TensorInfo]:
     files = [folder / name for name in sorted(names) if name.endswith(".safetensors")]
+    if not files and read is read_header and (pickled := fnmatch.filter(sorted(names), PICKLE)):
+        files, read = [folder / name for name in pickled], read_pickle_header
     if not files:
+        for mark, (what, fix) in OTHERS.items():
+            if any(name.endswith(mark) for name in names):
+                raise NotACheckpoint(f"{folder.name} holds {what}, and no *.safetensors", where=folder, fix=fix)
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         fix = (
             f"kconv reads no pickles; save {pickles[0]} as safetensors first."

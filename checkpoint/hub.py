@@ -9,10 +9,12 @@ No text of the library's exceptions is repeated: one about a header holds the to
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,13 +44,18 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
 
-from ..errors import HubRefused, HubUnreachable, KconvError, NotACheckpoint, OutputFailed
-from .bytes import Entry, stream, write_safetensors
+from ..errors import DownloadDamaged, HubRefused, HubUnreachable, KconvError, NotACheckpoint, OutputFailed
+from .bytes import Entry, file_digest, stream, write_safetensors
 from .folder import INDEX, LICENSE_FILES, Checkpoint, gather, in_any_case, locate, open_checkpoint, read_json
 from .header import TensorInfo, parse_header, read_header
+from .pickles import PICKLE
+from .schema import MAX_JSON, read_bounded, read_text
+from .staging import cache_root
 
 # Folder of tensors that were downloaded by themselves, and the bytes that one request asks for.
 KEPT, RANGE = "kconv-tensors", 64 << 20
+# How a large file and a small one are called in the cache, and a commit on the Hub.
+DIGEST, COMMIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 LICENSES = in_any_case(LICENSE_FILES)
 # What kconv's own outputs record beside the weights: how to serve them.
 LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
@@ -91,6 +98,9 @@ class HubRepo:
             return self.open_weights()
         config = read_json(self._fetch("config.json"))
         sizes = self._list()
+        # What a pickle holds is said at its end, and it is read whole.
+        if not fnmatch.filter(sizes, "*.safetensors") and fnmatch.filter(sizes, PICKLE):
+            return self.open_weights()
         index = read_json(self._fetch(INDEX)) if INDEX in sizes else None
         root = Path(self.name)
 
@@ -107,7 +117,12 @@ class HubRepo:
             HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
             NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: see `open_checkpoint`.
         """
-        return open_checkpoint(self._download(CHECKPOINT_FILES), source=self.name)
+        folder = self._snapshot(CHECKPOINT_FILES)
+        if not any(folder.glob("*.safetensors")):
+            folder = self._snapshot((*CHECKPOINT_FILES, PICKLE))
+        if is_offline_mode() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", PICKLE)):
+            raise not_cached(self.repo, self.commit)
+        return open_checkpoint(folder, source=self.name)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Download the files that hold some of its tensors, or find them in the local cache, and open those.
@@ -135,7 +150,7 @@ class HubRepo:
         kept = folder / f"{hashlib.sha256(chr(10).join(wanted).encode()).hexdigest()[:16]}.safetensors"
         if not kept.exists() and is_offline_mode():
             return self.open_tensors(wanted)
-        with named(self.repo, self.commit):
+        with library_faults(self.repo, self.commit):
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(kept.with_suffix(".lock")):
                 if not kept.exists():
@@ -148,6 +163,7 @@ class HubRepo:
         def read(shard: str) -> dict[str, TensorInfo]:
             cached = try_to_load_from_cache(self.repo, shard, revision=self.commit)
             if isinstance(cached, str):
+                check_download(Path(cached))
                 return read_header(Path(cached))
             # A bare name: the file is nowhere on this machine.
             return parse_header(RangeReader(self.repo, self.commit, shard, sizes[shard]), Path(shard), sizes[shard])
@@ -206,11 +222,13 @@ class HubRepo:
 
     def _fetch(self, file: str) -> Path:
         with named(self.repo, self.commit, file):
-            return Path(hf_hub_download(self.repo, file, revision=self.commit))
+            found = Path(hf_hub_download(self.repo, file, revision=self.commit))
+        check_download(found)
+        return found
 
     def _snapshot(self, patterns: tuple[str, ...]) -> Path:
         with named(self.repo, self.commit):
-            return Path(
+            folder = Path(
                 snapshot_download(
                     self.repo,
                     revision=self.commit,
@@ -219,6 +237,10 @@ class HubRepo:
                     local_files_only=is_offline_mode(),
                 )
             )
+        for file in sorted(folder.iterdir()):
+            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns):
+                check_download(file)
+        return folder
 
     def _download(self, patterns: tuple[str, ...]) -> Path:
         folder = self._snapshot(patterns)
@@ -231,7 +253,10 @@ class HubRepo:
         """Return the sizes in bytes of the files in the root, by name."""
         with named(self.repo, self.commit):
             tree = HfApi().list_repo_tree(self.repo, revision=self.commit)
-            return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+            sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+            if not all(isinstance(size, int) and isinstance(path, str) for path, size in sizes.items()):
+                raise ValueError("a listing without names or sizes")
+            return sizes
 
 
 def resolve_repo(repo: str, revision: str | None) -> HubRepo:
@@ -248,6 +273,8 @@ def resolve_repo(repo: str, revision: str | None) -> HubRepo:
     with named(repo, revision):
         refuse_garbled(get_token())
         commit = HfApi().resolve_revision(repo, revision=revision).resolved
+        if not COMMIT.fullmatch(commit):
+            raise ValueError("a revision that is no commit")
         return HubRepo(repo, commit, pinned=revision == commit)
 
 
@@ -276,8 +303,47 @@ def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
     """
     with named(repo, revision, file, dataset=True):
         path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+    check_download(path)
     # The cache keeps a file under snapshots/<commit>/.
     return path, path.parents[file.count("/")].name
+
+
+def check_download(file: Path) -> None:
+    """Hold a file of the local cache against the sha256, or git's id, that the Hub announced for it.
+
+    The cache calls what it stores by what was announced (its etag), and the client compares sizes alone:
+    https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py
+    Each stored file is read once; that it was right is noted with its size and time in kconv's own cache.
+
+    Raises:
+        DownloadDamaged: its bytes are others.
+    """
+    stored = file.resolve()
+    name = stored.name
+    if stored.parent.name != "blobs" or not (DIGEST.fullmatch(name) or COMMIT.fullmatch(name)):
+        return
+    found = stored.stat()
+    seen, note = f"{found.st_size} {found.st_mtime_ns} {found.st_ino}", cache_root() / "downloads" / name
+    with suppress(OSError, KconvError):
+        if read_text(note, KconvError, fix="Delete it.") == seen:
+            return
+    if _announced(stored, found.st_size, name) != name:
+        raise DownloadDamaged(
+            f"{file.name} is not the file that the Hub announced: its digest is not {name[:16]}",
+            where=stored,
+            fix="Delete it, and run the command again; if it comes out the same, ask who runs the mirror or the proxy.",
+        )
+    with suppress(OSError):  # without a note it is read again next time
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(seen)
+
+
+def _announced(stored: Path, size: int, name: str) -> str:
+    """Return a file's digest of the kind that its name is: sha256 of a large file, git's id of a small one."""
+    if DIGEST.fullmatch(name):
+        return file_digest(stored)
+    data = read_bounded(stored, DownloadDamaged, limit=MAX_JSON, fix="Delete it, and run the command again.")
+    return hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
 
 
 RETRIES = 3
@@ -344,11 +410,15 @@ class RangeReader:
 
 # What the library raises: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
 RAISED = (httpx.HTTPError, OSError, OIDCError, RevisionResolutionError, RuntimeError, ValueError)
+# And of an answer that is JSON of another shape than the Hub's.
+MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError)
 LOGIN = "hf auth login"
 
 
 @contextmanager
-def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Iterator[None]:
+def library_faults(
+    repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False
+) -> Iterator[None]:
     """Raise what huggingface_hub raises inside as a fault of kconv's.
 
     Args:
@@ -367,6 +437,25 @@ def named(repo: str, revision: str | None, file: str = "config.json", *, dataset
         yield
     except RAISED as fault:
         raise _name(fault, repo, revision, file, dataset) from fault
+
+
+@contextmanager
+def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Iterator[None]:
+    """Do as `library_faults`, and take what stumbles over an answer's shape for the answer's fault too.
+
+    For calls of the library alone: kconv's own code may not stumble.
+    """
+    with library_faults(repo, revision, file, dataset=dataset), shaped():
+        yield
+
+
+@contextmanager
+def shaped() -> Iterator[None]:
+    """Raise ValueError where the library stumbles over an answer of another shape than the Hub's."""
+    try:
+        yield
+    except MISSHAPEN as fault:
+        raise ValueError("an answer of another shape than the Hub's") from fault
 
 
 def not_cached(repo: str, revision: str | None, *, dataset: bool = False) -> HubUnreachable:

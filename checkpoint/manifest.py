@@ -79,6 +79,17 @@ class HintsRecord(Record):
     target_layers: int | None = None
     max_positions: int | None = None
     norm_before_residual: bool | None = None
+    rope_theta: float | None = None
+    layers: int | None = None
+
+
+class UnverifiedRecord(Record):
+    """A fact that rests on the user's word or on a default; see `convert.config.Unverified`."""
+
+    fact: str
+    value: str
+    word: str
+    against: str = ""
 
 
 class FileRecord(Record):
@@ -115,6 +126,8 @@ class ConversionRecord(Record):
         heal_steps: of gradient descent towards the original.
         held_out: figures on the part that was neither fitted nor healed on; lengths include the bonus token.
         details: what was chosen on the way.
+        fingerprint: what the measured head computed on inputs of its own; see `head.fingerprint`. Empty where it was
+            not taken.
         before: the record of the head that this one was converted from, where that was an approximation itself.
     """
 
@@ -128,6 +141,7 @@ class ConversionRecord(Record):
     held_out: dict[str, Any]
     details: dict[str, Any] = {}
     prompts: tuple[str, ...] = ()
+    fingerprint: tuple[float, ...] = ()
     before: ConversionRecord | None = None
 
 
@@ -139,10 +153,12 @@ class Manifest(Record):
         exact: whether every weight's bytes are the source's, or the target's where one was added from it.
         source: how the user named the source.
         source_config: sha256 of its config.json.
+        source_pickles: the files of the source that were pickles, read with weights_only; empty for safetensors.
         source_layout, layout: from and to.
         hints: what the user said of the source, by which it is read again to be compared.
         spec: the head, as `HeadSpec` names it.
         captured_by: how the captured layers were decided.
+        unverified: what rests on the user's word or on a default, until kconv validate measures it.
         parameters: number of weight elements in the output.
         parameters_by_origin: the same, trained and copied ones apart.
         config_copied, config_dropped: the source config's keys that kconv does not interpret.
@@ -158,11 +174,13 @@ class Manifest(Record):
     exact: bool
     source: str
     source_config: str
+    source_pickles: tuple[str, ...] = ()
     source_layout: str
     layout: str
     hints: HintsRecord = HintsRecord()
     spec: dict[str, Any]
     captured_by: str
+    unverified: tuple[UnverifiedRecord, ...] = ()
     parameters: int
     parameters_by_origin: Parameters
     config_copied: tuple[str, ...] = ()
@@ -172,6 +190,15 @@ class Manifest(Record):
     files: tuple[FileRecord, ...]
     training: dict[str, Any] | None = None
     conversion: ConversionRecord | None = None
+
+    @property
+    def as_it_ships(self) -> bool:
+        """Whether the draft is the one it came from, byte for byte, as referees ask of a reference draft.
+
+        https://github.com/SemiAnalysisAI/InferenceX/pull/3283, and MLPerf Inference's rules, appendix C: a submission
+        may not quantize or recast a draft.
+        """
+        return self.exact and self.conversion is None
 
     @property
     def weight_files(self) -> dict[str, str]:

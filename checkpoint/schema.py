@@ -1,13 +1,21 @@
-"""JSON and YAML files, read as if they lied: bounded in size and depth, and every failure named."""
+"""The one place where small files are read: JSON, YAML and text, read as if they lied.
+
+A file has to be a regular one, as a pipe would wait for ever and a device never end; it is bounded in size, depth and
+number of values, as 99 MB of empty lists are 4 GB once they are parsed; and every failure has the name that the caller
+gives. `tests/checkpoint/test_one_reader.py` holds that nothing reads around it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from ..errors import KconvError
 
@@ -20,9 +28,16 @@ if TYPE_CHECKING:
 # Digits of the largest 64-bit count, and a sign.
 MAX_DIGITS = 21
 # A manifest of a target of a trillion parameters has half a million tensors, and takes some hundred MB.
-MAX_JSON = 1 << 30
+MAX_JSON = 512 << 20
+# Values of one JSON text, each of which takes some hundred bytes: of a header of 306,855 tensors they are 2.5 million,
+# of such a manifest 8 million.
+MAX_JSON_VALUES, MAX_RECORDS_VALUES = 3_000_000, 10_000_000
 # A YAML file is written by hand.
 MAX_YAML, MAX_DEPTH, MAX_VALUES = 4 << 20, 64, 200_000
+# A text for people: a card, a license, a notice, a launch file.
+MAX_TEXT = 8 << 20
+# A file of lines, and one of its lines: a conversation of some million tokens.
+MAX_LINES, MAX_LINE = 4 << 30, 32 << 20
 
 
 def load_json(
@@ -51,9 +66,12 @@ def load_json(
 
     text = read_bounded(file, error, limit=MAX_JSON, fix=fix, missing=missing)
     try:
+        refuse_many(text, MAX_RECORDS_VALUES)
         return model.model_validate_json(text)
     except ValidationError as fault:
         raise error(f"{file.name} is no {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
+    except ValueError as fault:
+        raise error(f"{file.name} is no {what}: {fault}", where=file, fix=fix) from fault
 
 
 def load_yaml(
@@ -118,27 +136,122 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
 
 
 def read_bounded(
-    file: Path, error: type[KconvError], *, limit: int, fix: str, missing: KconvError | None = None
+    file: Path,
+    error: type[KconvError],
+    *,
+    limit: int,
+    fix: str,
+    missing: KconvError | None = None,
+    large: type[KconvError] | None = None,
 ) -> bytes:
     """Return the bytes of a regular file, of which there are at most `limit`.
 
+    Args:
+        file: the file; a link to a regular file is followed.
+        error: the class of the error to raise.
+        limit: bytes.
+        fix: what the user should do about a file that cannot be read.
+        missing: the error to raise where there is no such file; one of `error` if None.
+        large: the class of the error to raise where there are more bytes; `error` if None.
+
     Raises:
-        KconvError: `missing`, or one of class `error`.
+        KconvError: `missing`, or one of class `error` or `large`.
     """
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise error(f"{file.name} is no regular file", where=file, fix=fix)
-        if found.st_size > limit:
-            raise error(f"{file.name} is {found.st_size:,} bytes, more than {limit:,}", where=file, fix=fix)
-        with file.open("rb") as held:
+        with _opened(file, error, large or error, limit, fix) as (held, size):
             # Not `limit`: Python makes room for as much as is asked for.
-            return held.read(found.st_size)
+            return held.read(size)
     except (OSError, ValueError) as fault:  # ValueError: a name with a NUL in it
         if missing is not None and isinstance(fault, FileNotFoundError):
             raise missing from fault
-        why = fault.strerror if isinstance(fault, OSError) else fault
-        raise error(f"{file.name} cannot be read: {why}", where=file, fix=fix) from fault
+        raise error(f"{file.name} cannot be read: {_why(fault)}", where=file, fix=fix) from fault
+
+
+@contextmanager
+def _opened(
+    file: Path, error: type[KconvError], large: type[KconvError], limit: int, fix: str
+) -> Iterator[tuple[BinaryIO, int]]:
+    """Hold a regular file open, and give it with its size."""
+    # Without waiting, as the other end of a pipe may never come; and looked at once it is held, as what stands at the
+    # name may be another file by then.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise error(f"{file.name} is no regular file", where=file, fix=fix)
+        if found.st_size > limit:
+            raise large(f"{file.name} is {found.st_size:,} bytes, more than {limit:,}", where=file, fix=fix)
+        with os.fdopen(descriptor, "rb", closefd=False) as held:
+            yield held, found.st_size
+    finally:
+        os.close(descriptor)
+
+
+def read_text(
+    file: Path, error: type[KconvError], *, fix: str, limit: int = MAX_TEXT, missing: KconvError | None = None
+) -> str:
+    """Return the text of a regular file in UTF-8; arguments and errors as of `read_bounded`."""
+    return decode(read_bounded(file, error, limit=limit, fix=fix, missing=missing), error, where=file, fix=fix)
+
+
+def decode(data: bytes, error: type[KconvError], *, where: Path, fix: str) -> str:
+    """Return bytes as text.
+
+    Raises:
+        KconvError: of class `error`: they are no UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise error(f"{where.name} is no text in UTF-8: {fault.reason}", where=where, fix=fix) from fault
+
+
+def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a regular file in UTF-8 with their numbers from 1 on, blank ones left out.
+
+    One line is in memory at a time.
+
+    Raises:
+        KconvError: of class `error`: it cannot be read, is no UTF-8, or it or a line of it is too large.
+    """
+    number = 0
+    try:
+        with _opened(file, error, error, MAX_LINES, fix) as (held, _):
+            while line := held.readline(MAX_LINE + 1):
+                number += 1
+                if len(line) > MAX_LINE:
+                    raise error(f"line {number} is longer than {MAX_LINE:,} bytes", where=f"{file}:{number}", fix=fix)
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as fault:
+        raise error(f"{file.name} is no text in UTF-8: {fault.reason}", where=file, fix=fix) from fault
+    except (OSError, ValueError) as fault:
+        raise error(f"{file.name} cannot be read: {_why(fault)}", where=file, fix=fix) from fault
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the values of a JSON text of a stranger's, of any type.
+
+    Raises:
+        ValueError: it is no JSON, nested too deeply, or holds more than `MAX_JSON_VALUES`.
+    """
+    refuse_many(text if isinstance(text, bytes) else text.encode(errors="replace"), MAX_JSON_VALUES)
+    try:
+        return json.loads(text)
+    except RecursionError as fault:
+        raise ValueError("it is nested too deeply") from fault
+
+
+def refuse_many(text: bytes, most: int) -> None:
+    """Raise ValueError for a JSON text that holds more values than `most`, before it is parsed."""
+    # Each value but the first of a list or an object has a comma before it, and the first one a bracket.
+    if len(text) > most and text.count(b",") + text.count(b"[") + text.count(b"{") > most:
+        raise ValueError(f"it holds more than {most:,} values")
+
+
+def _why(fault: Exception) -> object:
+    return fault.strerror or fault if isinstance(fault, OSError) else fault
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -150,6 +263,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is something else; the message is a phrase that says what.
     """
+    refuse_many(text, MAX_JSON_VALUES)
     try:
         value = json.loads(
             text.decode(), object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite

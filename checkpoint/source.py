@@ -15,6 +15,13 @@ from .header import TensorInfo
 # A segment starts with a letter or a digit, so that ./head and ../head are paths.
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\S+))?", re.ASCII)
 
+# What people paste: the page of a repository, of its files at a revision, or of one file; and hf://.
+HUB_URL = re.compile(
+    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?P<repo>[^/?#@]+/[^/?#@]+)"
+    r"(?:@(?P<at>[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>[^/?#]+))?(?:[/?#].*)?",
+    re.ASCII,
+)
+
 
 class Source(Protocol):
     """A checkpoint as the user named it; a hub id is pinned to one commit for as long as this lives."""
@@ -111,11 +118,20 @@ class Folder:
         return self.path
 
 
+def hub_id_of(name: str) -> str:
+    """Return the hub id that a URL of the Hub means; any other name as it is."""
+    found = HUB_URL.fullmatch(name)
+    if found is None:
+        return name
+    revision = found["at"] or found["revision"]
+    return f"{found['repo']}@{revision}" if revision else found["repo"]
+
+
 def resolve(name: str) -> Source:
     """Find out what a user's name means, and pin it.
 
     Args:
-        name: a path, or a hub id org/name or org/name@revision; a path that exists wins.
+        name: a path, or a hub id org/name or org/name@revision, also as the URL of its page; a path that exists wins.
 
     Returns:
         A folder, or a repository at the commit that the revision is on now. A name that is neither an existing
@@ -125,7 +141,7 @@ def resolve(name: str) -> Source:
         HubRefused: the Hub has no such repository or revision, or does not show it to this account.
         HubUnreachable: the Hub cannot be reached, and its local cache does not know the revision either.
     """
-    hub_id = HUB_ID.fullmatch(name)
+    hub_id = HUB_ID.fullmatch(name if os.path.lexists(name) else hub_id_of(name))
     if hub_id is None or os.path.lexists(name):
         return Folder(Path(name))
     # Here, as importing huggingface_hub takes some tenths of a second, which a local path must not pay.

@@ -15,6 +15,11 @@ from ..errors import OutputExists, OutputFailed
 PARTIAL = ".kconv-partial-"
 
 
+def cache_root() -> Path:
+    """Return the folder for what can be made again: $KCONV_CACHE, else ~/.cache/kconv."""
+    return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv")
+
+
 def is_partial(folder: Path) -> bool:
     """Say whether a folder is one that an interrupted run left behind."""
     return folder.resolve().name.startswith(PARTIAL)

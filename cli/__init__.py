@@ -9,6 +9,7 @@ import click
 
 from .group import FIRST, Kconv
 from .others import completion, demo, run
+from .terminal import echo
 from .versions import version_option
 
 
@@ -32,7 +33,7 @@ def main(ctx: click.Context) -> None:
       kconv validate my-head --source nvidia/Kimi-K2.6-Eagle3
     """
     if ctx.invoked_subcommand is None:
-        click.echo(FIRST, err=True)
+        echo(FIRST, err=True)
         ctx.exit(2)
 
 

@@ -29,6 +29,7 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
 
 
 # What a command has beside its operation.
+VERBOSE = "kconv.verbose"
 EXTRA: dict[str, tuple[click.Parameter, ...]] = {
     "validate": (
         click.Option(
@@ -39,6 +40,7 @@ EXTRA: dict[str, tuple[click.Parameter, ...]] = {
             expose_value=False,
             help="Say what a rule is about, e.g. K101, and exit; all lists them.",
         ),
+        click.Option(["-v", "--verbose"], is_flag=True, help="Show the notes too, which are counted otherwise."),
     )
 }
 # Fields of these kinds are paths, or names that stand for one.
@@ -64,6 +66,8 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
     def call(**values: Any) -> None:
         context = click.get_current_context()
         as_json, dry_run = values.pop("as_json"), values.pop("dry_run", False)
+        # Read by what prints a report.
+        context.meta[VERBOSE] = values.pop("verbose", False)
         given = {
             field: values[field]
             for field in fields

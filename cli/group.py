@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ import click
 
 from ..errors import KconvError, OutputFailed
 from ..operations import OPERATIONS, load
+from .terminal import echo
 
 # The headings of help, in the order in which one meets them, each with the commands that are no single operation.
 JOBS: dict[str, tuple[str, ...]] = {
@@ -56,6 +58,10 @@ class Kconv(click.Group):
     """The group, with the one place where a named fault becomes a message and exit code 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            # A name that the terminal's encoding lacks is shown escaped; nothing that was made is lost by it.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().main(*args, **kwargs)
         except OSError as fault:  # click itself ends where a pipe was closed
@@ -134,7 +140,7 @@ def summary(name: str, operation: str) -> str:
 def _end_with(fault: KconvError) -> NoReturn:
     """Print an error, and exit."""
     click.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    click.echo(str(fault), err=True)
+    echo(fault, err=True)
     sys.exit(1)
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import get_completion_class
 
+from .terminal import echo, make_console
+
 if TYPE_CHECKING:
     from ..pipeline.demo import Made
     from ..pipeline.preview import Preview
@@ -53,7 +55,6 @@ def demo(out: Path, as_json: bool) -> None:
 @contextmanager
 def _bars() -> Iterator[Callable]:
     """Show one bar for each stage on stderr."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
@@ -63,13 +64,13 @@ def _bars() -> Iterator[Callable]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=make_console(stderr=True)) as bars:
 
         @contextmanager
         def stage(title: str) -> Iterator[Callable[[int, int, float], None]]:
             if not bars.console.is_terminal:
                 # A bar that is written to a log is seen when all is over.
-                click.echo(title, err=True)
+                echo(title, err=True)
             task = bars.add_task(title, total=None, note="")
 
             def advance(done: int, steps: int, loss: float) -> None:
@@ -83,7 +84,6 @@ def _bars() -> Iterator[Callable]:
 
 
 def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from .show import acceptance_table, print_json, print_next
@@ -96,7 +96,7 @@ def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
         ]  # fmt: skip
         print_json({"out": str(out), "heads": heads})
         return
-    console = Console()
+    console = make_console()
     for head in made:
         console.print(acceptance_table(head.report, title=f"{head.name} head"), "")
     table = Table(f"in {out}", "size", "parity with ModelOpt's module", "weights", "there and back", box=None)
@@ -113,7 +113,7 @@ def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
             "identical" if head.round_trip else "[red]NOT identical",
         )
     console.print(table)
-    click.echo()
+    echo()
     print_next("inspect", out / made[0].name / "vllm")
 
 
@@ -181,10 +181,10 @@ def _show_preview(preview: Preview, root: Path, *, as_json: bool) -> None:
     wide_console().print(table)
     least = "" if preview.whole else "at least "
     where = root.absolute().parent
-    click.echo(f"disk: {least}{megabytes(preview.needed)} needed, {megabytes(preview.free)} free in {where}")
+    echo(f"disk: {least}{megabytes(preview.needed)} needed, {megabytes(preview.free)} free in {where}")
     for finding in preview.findings:
-        click.echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}")
-    click.echo("nothing was done; leave --dry-run out to run it")
+        echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}")
+    echo("nothing was done; leave --dry-run out to run it")
 
 
 def _show_outcomes(outcomes: Sequence[Outcome], root: Path, *, as_json: bool) -> None:
@@ -204,7 +204,7 @@ def _show_outcomes(outcomes: Sequence[Outcome], root: Path, *, as_json: bool) ->
     wide_console().print(table)
     counts = [f"{sum(o.status == s for o in outcomes)} {s}" for s in dict.fromkeys(o.status for o in outcomes)]
     if outcomes:
-        click.echo(f"{root}: {', '.join(counts)}")
+        echo(f"{root}: {', '.join(counts)}")
 
 
 @click.command(short_help="Print what makes a shell complete kconv's commands and options.")
@@ -229,4 +229,4 @@ def completion(ctx: click.Context, shell: str, as_json: bool) -> None:
     if as_json:
         print_json({"shell": shell, "script": script})
     else:
-        click.echo(script)
+        echo(script)

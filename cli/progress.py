@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import click
-
 from ..operations.base import Context
+from .terminal import echo, make_console
 
 # Seconds between two lines where there is no terminal to draw a bar on.
 EVERY = 30.0
@@ -20,15 +19,14 @@ class Terminal(Context):
 
     def log(self, text: str) -> None:
         """Print a line."""
-        click.echo(text, err=True)
+        echo(text, err=True)
 
     @contextmanager
     def status(self, title: str) -> Iterator[Callable[[str], None]]:
         """Show a spinner with what is going on."""
-        from rich.console import Console
         from rich.markup import escape
 
-        with Console(stderr=True).status(title) as shown:
+        with make_console(stderr=True).status(title) as shown:
             yield lambda text: shown.update(escape(f"{title}: {text}"))
 
     @contextmanager
@@ -37,7 +35,6 @@ class Terminal(Context):
         if not sys.stderr.isatty():
             yield _Lines(title, total).advance
             return
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -48,14 +45,13 @@ class Terminal(Context):
         )
 
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=make_console(stderr=True), transient=True) as bar:
             task = bar.add_task(title, total=total)
             yield lambda count: bar.update(task, advance=count)
 
     @contextmanager
     def steps(self, title: str) -> Iterator[Callable[[int, int, float], None]]:
         """Show steps done, steps in all, and the loss."""
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -66,7 +62,7 @@ class Terminal(Context):
         )
 
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=make_console(stderr=True)) as bars:
             task = bars.add_task(title, total=None, note="")
             yield lambda done, total, loss: bars.update(task, completed=done, total=total, note=f"loss {loss:.3f}")
 
@@ -87,7 +83,7 @@ class _Lines:
         self._shown = time.monotonic()
         rate = self._done / max(self._shown - self._begin, 1e-9)
         left = (self._total - self._done) / rate if rate else float("nan")
-        click.echo(
+        echo(
             f"{self._title}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, "
             f"{rate / 1e6:.0f} MB/s, {duration(left)} left",
             err=True,

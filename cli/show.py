@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ..escape import command
 from ..operations.base import Operation
+from .build import VERBOSE
 from .progress import duration
+from .terminal import echo, make_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..bench.acceptance import AcceptanceFile, AcceptanceRow
     from ..bench.compare import Comparison
     from ..convert.plan import Plan
-    from ..convert.read import Head
     from ..operations.bench import Compared
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
     from ..operations.generate import Generated
+    from ..operations.inspect import Inspected
     from ..operations.publish import PublishResult
     from ..operations.quantize import Calibrated, Quantized
     from ..operations.states import StatesWritten
@@ -35,11 +37,15 @@ if TYPE_CHECKING:
     from ..operations.verify import Verified
     from ..operations.vocab import VocabChanged, VocabExamined
     from ..quantize.plan import QuantizePlan
-    from ..validate.report import Report
+    from ..validate.report import Report, Verdict
     from ..validate.rules.rule import Rule
 
 # Columns of a line that goes to a file or a pipe; longer than any of kconv's.
 UNFOLDED = 400
+# How severities are shown, worst first.
+SEVERITIES = {"error": "red", "warning": "yellow", "note": "blue"}
+# Readings of a head that are shown; report.json has all.
+READINGS = 8
 # Kinds of means, as a table heads them.
 WAYS = {
     "micro_steps": "steps",
@@ -68,25 +74,23 @@ def show_plan(request: Operation, plan: Any, *, as_json: bool) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON object on stdout."""
-    click.echo(value if isinstance(value, str) else json.dumps(value, indent=2), nl=not str(value).endswith("\n"))
+    echo(value if isinstance(value, str) else json.dumps(value, indent=2), nl=not str(value).endswith("\n"))
 
 
 def print_next(*words: str | Path) -> None:
     """Print the kconv command to go on with, quoted for a shell."""
-    click.echo(f"next: kconv {shlex.join(click.format_filename(word) for word in words)}")
+    echo(f"next: kconv {command([click.format_filename(word) for word in words])}")
 
 
 def wide_console() -> Console:
     """Return a console on stdout whose lines are not folded where no terminal limits them, so that grep finds names."""
-    console = Console()
-    return console if console.is_terminal else Console(width=UNFOLDED)
+    console = make_console()
+    return console if console.is_terminal else make_console(width=UNFOLDED)
 
 
 def _plain(request: Operation, result: Any) -> Any:
     """Return a result as plain values, or as the text of its JSON."""
     name = type(request).__name__
-    if name == "Inspect":
-        return _head_json(result)
     if name == "Verify":
         counts = {"tensors": len(result.manifest.tensors), "files": len(result.manifest.files)}
         return {"out": result.out, "matches": True, "source_compared": result.with_source} | counts
@@ -98,50 +102,73 @@ def _plain(request: Operation, result: Any) -> Any:
 # Heads
 
 
-def _show_head(_: Operation, head: Head) -> None:
-    spec, infos = head.spec, list(head.checkpoint.tensors.values())
-    facts = {
-        "source": head.checkpoint.source,
-        "layout": f"{head.layout.name} ({head.layout.engine})",
-        "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
-        "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
-        "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
-        "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
-        "captured": f"outputs of layers {list(spec.captured)}: {head.read.captured.how}",
-        "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
-        "weights": f"{len(infos)} tensors, {_parameters(head):,} parameters, {spec.dtype}",
-    }
+def _show_head(_: Operation, found: Inspected) -> None:
+    reading, console = found.reading, wide_console()
+    infos = list(reading.checkpoint.tensors.values())
     grid = Table.grid(Column(), _name(""), padding=(0, 2))
-    for name, fact in facts.items():
-        grid.add_row(f"[bold]{name}", escape(fact))
+    for name, fact in _head_facts(found).items():
+        grid.add_row(f"[bold]{name}", fact)
     tensors = Table(_name("tensor"), "dtype", "shape", "bytes", box=None, header_style="bold")
     for info in infos:
         tensors.add_row(escape(info.name), info.dtype, " x ".join(map(str, info.shape)), f"{info.size:,}")
-    wide_console().print(grid, "", tensors)
+    console.print(grid, "", tensors)
+    shown = {one.what for one in reading.undecided}
+    for problem in reading.problems:
+        if problem.what not in shown:
+            said = escape(f"{problem.where}: {problem.what}")
+            console.print(f"[bold]{problem.severity} {problem.code}[/] {said}", highlight=False)
+            console.print(f"  fix: {escape(problem.fix)}", highlight=False)
 
 
-def _head_json(head: Head) -> dict[str, Any]:
-    return {
-        "source": head.checkpoint.source,
-        "layout": head.layout.name,
-        "spec": asdict(head.spec) | {"kind": head.spec.kind},
-        "captured_by": head.read.captured.how,
-        "parameters": _parameters(head),
-        "tensors": [
-            {"name": i.name, "dtype": i.dtype, "shape": i.shape, "bytes": i.size}
-            for i in head.checkpoint.tensors.values()
-        ],
-    }
+def _head_facts(found: Inspected) -> dict[str, str]:
+    """Return the lines that say what a checkpoint is, with markup; what its files leave open stands in its line."""
+    reading, spec, config = found.reading, found.reading.spec, found.reading.config
+    opened = {one.fact: one for one in reading.undecided}
+    facts = {"source": reading.checkpoint.source, "what": found.kind}
+    if reading.kind is not None:
+        facts["what"] += f": {reading.kind.what}"
+    if reading.layout is not None:
+        facts["layout"] = f"{reading.layout.name} ({reading.layout.engine})"
+    if spec is not None and reading.layout is not None:
+        facts |= {
+            "attention": f"{spec.kind.upper()} {_dims(spec.attention)}",
+            "hidden": f"{spec.hidden} (target {spec.target_hidden}), MLP {spec.intermediate}, {spec.layers} layer(s)",
+            "vocabulary": f"{spec.draft_vocab} of {spec.vocab}",
+            "rope": f"theta {spec.rope.theta:g}, {_dims(spec.rope.scaling) if spec.rope.scaling else 'no scaling'}",
+            "captured": f"outputs of layers {list(spec.captured)}: {reading.captured.how}" if reading.captured else "",
+            "norms": ", ".join(name for name, on in asdict(spec.norms).items() if on) or "plain",
+        }
+    else:
+        stated = {key: config.get(key) for key in STATED if config.get(key) is not None}
+        facts["config"] = ", ".join(f"{key} {value}" for key, value in stated.items()) or "states no dims"
+        if reading.captured:
+            facts["captured"] = f"outputs of layers {list(reading.captured.ids)}: {reading.captured.how}"
+    dtype = f", {spec.dtype}" if spec else ""
+    facts["weights"] = f"{len(reading.checkpoint.tensors)} tensors, {found.parameters:,} parameters{dtype}"
+    if found.targets:
+        facts["target"] = f"{', '.join(found.targets)}, by its files; --target {found.targets[0]} reads that config"
+    shown = {name: escape(fact) for name, fact in facts.items()}
+    for fact, line in LINES.items():
+        if (one := opened.get(fact)) is not None:
+            candidates = "".join(f"\n- {escape(candidate)}" for candidate in one.candidates)
+            shown[line] = f"[bold yellow]UNDECIDED[/]: {escape(one.what)}{candidates}\n{escape(one.decide)}"
+    for one in reading.read.unverified if reading.read else ():
+        against = f"; {escape(one.against)}" if one.against else ""
+        shown[LINES[one.fact]] += f" [yellow](by {escape(one.word)}, not verified{against})[/]"
+    return shown
 
 
-def _parameters(head: Head) -> int:
-    infos = head.checkpoint.tensors.values()
-    return sum(prod(i.shape) for i in infos if i.dtype not in ("I64", "I32", "BOOL"))
+# Which line of `kconv inspect` shows a fact that files leave open, and what it shows of a config that it cannot read.
+LINES = {"captured": "captured", "rope_theta": "rope", "norm_before_residual": "norms", "num_hidden_layers": "layers"}
+STATED = (
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "vocab_size", "draft_vocab_size", "rope_theta", "max_position_embeddings",
+)  # fmt: skip
 
 
 def _plan_of_head(_: Operation, plan: Plan | None) -> None:
     if plan is None:
-        click.echo("another attention is not planned: it is fitted, measured, and written if it keeps enough")
+        echo("another attention is not planned: it is fitted, measured, and written if it keeps enough")
         return
     table = Table(_name("from"), _name("to"), "action", box=None, header_style="bold")
     for step in plan.steps:
@@ -150,8 +177,8 @@ def _plan_of_head(_: Operation, plan: Plan | None) -> None:
     for name, why in plan.dropped.items():
         table.add_row(escape(name), "", escape(f"dropped: {why}"))
     wide_console().print(table)
-    click.echo(f"captured layers: {plan.source.read.captured.how}")
-    click.echo("nothing was written; leave --dry-run out to write it")
+    echo(f"captured layers: {plan.source.read.captured.how}")
+    echo("nothing was written; leave --dry-run out to write it")
 
 
 def _plan_of_head_json(_: Operation, plan: Plan | None) -> Any:
@@ -166,20 +193,32 @@ def _show_converted(_: Operation, result: Converted) -> None:
     actions = [step.action for step in manifest.tensors]
     counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
     shown = click.format_filename(out)
-    click.echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
+    echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
     _show_changes(manifest)
     if manifest.config_copied:
-        click.echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
-    click.echo(f"captured layers: {manifest.captured_by}")
+        echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
+    echo(f"captured layers: {manifest.captured_by}")
+    _show_unverified(manifest)
     owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
-    click.echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
+    echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
     print_next("validate", out, "--source", manifest.source)
+
+
+def _show_unverified(manifest: Any) -> None:
+    """Print what of a head rests on a user's word or on a default, loudly where its own files say otherwise."""
+    console = wide_console()
+    for one in manifest.unverified:
+        said = escape(f"{one.fact}: {one.value}, by {one.word}")
+        console.print(f"[yellow]not verified[/] {said}", highlight=False, soft_wrap=True)
+        if one.against:
+            said = escape(f"{one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS")
+            console.print(f"[bold red]WARNING[/] {said}", highlight=False, soft_wrap=True)
 
 
 def _show_quantized_head(request: Operation, result: Converted) -> None:
     _show_converted(request, result)
     files = [file for file in result.manifest.files if file.name in result.manifest.weight_files]
-    click.echo(f"bytes: {sum(file.size for file in files):,}")
+    echo(f"bytes: {sum(file.size for file in files):,}")
     _show_kept(result)
 
 
@@ -192,7 +231,7 @@ def _show_kept(result: Converted) -> None:
     """Print what an approximation keeps of the acceptance length."""
     if (figures := result.retention) is None:
         return
-    click.echo(
+    echo(
         f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
         f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
         f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
@@ -202,28 +241,28 @@ def _show_kept(result: Converted) -> None:
 def _show_changes(manifest: Any) -> None:
     for step in manifest.tensors:
         if step.reason:
-            click.echo(f"{step.output.name} {step.action}: {step.reason}")
+            echo(f"{step.output.name} {step.action}: {step.reason}")
     for record in manifest.dropped:
-        click.echo(f"{record.name} dropped: {record.reason}")
+        echo(f"{record.name} dropped: {record.reason}")
 
 
 def _show_verified(_: Operation, result: Verified) -> None:
     sides = "both sides" if result.with_source else "the output"
     shown, manifest = click.format_filename(result.out), result.manifest
-    click.echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
+    echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
 
 
 def _show_vocab(_: Operation, result: VocabChanged | VocabExamined) -> None:
     from ..operations.vocab import VocabExamined
 
     if isinstance(result, VocabExamined):
-        click.echo("\n".join(_vocab_lines(result.report)))
+        echo("\n".join(_vocab_lines(result.report)))
         return
     shown = click.format_filename(result.out)
-    click.echo(f"{shown}: {result.draft_vocab} of {result.vocab} tokens, {len(result.manifest.tensors)} tensors")
+    echo(f"{shown}: {result.draft_vocab} of {result.vocab} tokens, {len(result.manifest.tensors)} tensors")
     _show_changes(result.manifest)
     exact = result.manifest.exact
-    click.echo("weights: " + ("the source's, byte for byte" if exact else "lm_head is not the source's"))
+    echo("weights: " + ("the source's, byte for byte" if exact else "lm_head is not the source's"))
     print_next("vocab", result.out)
 
 
@@ -266,22 +305,64 @@ def _dims(value: Any) -> str:
 
 
 def _show_report(_: Operation, report: Report) -> None:
+    from ..validate.report import verdicts
+
     console, figures = wide_console(), report.figures
+    context = click.get_current_context(silent=True)
+    verbose = context is not None and context.meta.get(VERBOSE, False)
     for finding in report.findings:
+        if finding.severity == "note" and not verbose:
+            continue
         said = escape(f"{finding.where}: {finding.message}")
-        console.print(f"[bold]{finding.severity} {finding.rule}[/] {said}", highlight=False)
+        color = SEVERITIES[finding.severity]
+        console.print(f"[bold {color}]{finding.severity} {finding.rule}[/] {said}", highlight=False)
         console.print(f"  fix: {escape(finding.fix)}", highlight=False)
+    counts = {severity: sum(f.severity == severity for f in report.findings) for severity in SEVERITIES}
+    if counts["note"] and not verbose:
+        console.print(f"[dim]{_counted(counts, 'note')}; -v shows them[/]", highlight=False)
     if figures.acceptance:
         console.print(acceptance_table(report), "")
     for line in _measured(figures):
         console.print(line, highlight=False)
+    if figures.readings and any(f.rule in ("K312", "K313", "K314") for f in report.findings):
+        console.print(_readings_table(figures.readings), "")
     if figures.identical is not None:
         console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
     if engines := report.provenance.get("for"):
         console.print(f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'asked')})", highlight=False)
-    errors, warnings = (sum(f.severity == s for f in report.findings) for s in ("error", "warning"))
-    verdict = ("no errors" if report.clean else f"{errors} error(s)") + (f", {warnings} warning(s)" if warnings else "")
+    verdict = "no errors" if report.clean else _counted(counts, "error")
+    verdict += f", {_counted(counts, 'warning')}" if counts["warning"] else ""
     console.print(escape(f"{report.subject}: {verdict}"), highlight=False)
+    if judged := verdicts(report):
+        dot = " · " if console.encoding.startswith("utf") else " | "
+        console.print(dot.join(_verdict(one) for one in judged), highlight=False)
+
+
+def _verdict(one: Verdict) -> str:
+    """Return an engine's verdict, e.g. "FAIL SGLang (1)" with the number of its errors."""
+    title = escape(one.title)
+    return f"[bold green]PASS[/] {title}" if one.passed else f"[bold red]FAIL[/] {title} ({one.errors})"
+
+
+def _counted(counts: Mapping[str, int], severity: str) -> str:
+    return f"{counts[severity]} {severity}{'s' * (counts[severity] != 1)}"
+
+
+def _readings_table(rows: Any) -> Table:
+    """Return the acceptance length of each reading of a head, with what it is behind the best."""
+    first = rows[0]
+    title = (
+        f"readings of the head: acceptance length, K={first.steps}, {first.sequences} sequences of {first.text} text"
+    )
+    table = Table("captured", "rope_theta", "residual normed", "length", "behind", "", title=title, box=None)
+    for row in sorted(rows, key=lambda row: row.behind_best)[:READINGS]:
+        error = f" ± {row.behind_best_se:.3f}" if row.behind_best_se is not None else ""
+        behind = f"{row.behind_best:.3f}{error}" if row.behind_best else "best"
+        table.add_row(
+            row.captured, row.rope_theta, row.norm_before_residual, f"{row.length:.3f}", behind,
+            "as it is read" if row.taken else "",
+        )  # fmt: skip
+    return table
 
 
 def _measured(figures: Any) -> list[str]:
@@ -312,12 +393,12 @@ def _measured(figures: Any) -> list[str]:
 
 def show_rule(rule: Rule) -> None:
     """Print what a rule is about."""
-    click.echo(f"{rule.id} {rule.name} ({rule.severity})")
-    click.echo(f"  {rule.sentence}")
+    echo(f"{rule.id} {rule.name} ({rule.severity})")
+    echo(f"  {rule.sentence}")
     facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
     for name, fact in facts.items():
         if fact:
-            click.echo(f"  {name}: {fact}")
+            echo(f"  {name}: {fact}")
 
 
 def show_rules(rules: Mapping[str, Rule]) -> None:
@@ -352,7 +433,7 @@ def _length(row: Any) -> str:
 
 def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
     """Print a line for each category, a column for each kind of mean."""
-    rows, console = acceptance.rows, Console()
+    rows, console = acceptance.rows, make_console()
     ways = list(dict.fromkeys(row.averaging or "" for row in rows))
     first, last = rows[0], rows[-1]
     title = f"acceptance length, K={first.draft_tokens}, bonus token included, by {first.engine}; mean over"
@@ -379,7 +460,7 @@ def _figure(row: AcceptanceRow) -> str:
 def _show_comparison(_: Operation, result: Compared) -> None:
     """Print tables of what compares, then what does not, with the reason."""
     comparison: Comparison = result.comparison
-    console = Console()
+    console = make_console()
     for shared in comparison.tables:
         console.print(shared.method, highlight=False)
         table = Table("", *comparison.heads, box=None, header_style="bold")
@@ -403,29 +484,27 @@ def _show_states(_: Operation, result: StatesWritten) -> None:
     kinds = [sequence.kind for sequence in record.sequences]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     size = sum(shard.size for shard in record.shards) / 1e6
-    click.echo(
-        f"{result.out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}"
-    )
-    click.echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
+    echo(f"{result.out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}")
+    echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
 
 
 def _show_generated(_: Operation, result: Generated) -> None:
     counts = ", ".join(f"{count} {what}" for what, count in result.counts.items())
-    click.echo(f"{result.out}: {counts} of {result.prompts} prompts")
+    echo(f"{result.out}: {counts} of {result.prompts} prompts")
 
 
 def _show_trained(_: Operation, result: Trained) -> None:
     training = result.training
     if result.coverage is not None:
-        click.echo(result.coverage_line)
+        echo(result.coverage_line)
     if not training:
         return
     before, after, steps = training["untrained"], training["trained"], training["recipe"]["ttt_steps"]
     table = Table("held out", "untrained", "trained", box=None, header_style="bold")
     for key, name in (("loss", "loss, nats"), ("acceptance", f"acceptance length, sampled, K={steps}")):
         table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
-    Console().print(table)
-    click.echo()
+    make_console().print(table)
+    echo()
     print_next(
         *(("validate", result.out) if result.layout == "vllm" else ("to-vllm", result.out, f"{result.out}-vllm"))
     )
@@ -433,7 +512,7 @@ def _show_trained(_: Operation, result: Trained) -> None:
 
 def _show_calibrated(_: Operation, result: Calibrated) -> None:
     found = result.calibration
-    click.echo(
+    echo(
         f"{result.out}: {len(found.input_amax):,} modules, {found.prompts.tokens:,} tokens of "
         f"{found.prompts.count} prompts"
     )
@@ -443,11 +522,11 @@ def _show_quantized(_: Operation, result: Quantized) -> None:
     if not result.written:
         return
     plan = result.plan
-    click.echo(
+    echo(
         f"{result.out}: {len(plan.modules):,} modules in NVFP4 ({plan.recipe.name}), "
         f"{plan.bytes_in / 1e9:.3f} GB -> {plan.bytes_out / 1e9:.3f} GB in {_weight_files(result)} files"
     )
-    click.echo(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}")
+    echo(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}")
     print_next("validate", result.out, "--source", plan.source.source)
 
 
@@ -464,7 +543,7 @@ def _plan_of_target(_: Operation, planned: Quantized) -> None:
     for (part, action), (count, before, after) in _parts(plan).items():
         table.add_row(part, action, f"{count:,}", f"{before / 1e9:.3f} GB", f"{after / 1e9:.3f} GB")
     table.add_row("all", "", "", f"{plan.bytes_in / 1e9:.3f} GB", f"{plan.bytes_out / 1e9:.3f} GB")
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}", highlight=False)
     weights = "ModelOpt's" if processes is None else len(plan.units)
@@ -565,23 +644,27 @@ def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
 def _show_card(_: Operation, result: CardWritten) -> None:
     if result.missing is not None:
         for name, asked in result.missing.items():
-            click.echo(f"{name}: {asked}" if asked else name)
+            echo(f"{name}: {asked}" if asked else name)
+        if result.missing:
+            echo(f"{len(result.missing)} facts are missing; kconv card --init writes a file to fill in", err=True)
         return
     if result.file is not None:
-        click.echo(result.file)
+        echo(result.file)
+    if result.started:
+        return
+    if result.unsaid:
+        echo(f"{result.unsaid} facts are missing and left out; kconv card --missing lists them", err=True)
     err = not result.checked
     for finding in result.findings:
-        click.echo(
-            f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err
-        )
-    found = f"{len(result.findings)} finding(s)" if result.findings else "nothing found"
-    click.echo(f"{result.folder}: {found}", err=err)
+        echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err)
+    found = f"{len(result.findings)} finding(s) on licenses and origins" if result.findings else "license checks passed"
+    echo(f"{result.folder}: {found}", err=err)
 
 
 def _show_published(_: Operation, result: PublishResult) -> None:
     release, made = result.release, result.made
     for finding, allowance in release.passed:
-        click.echo(f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})")
+        echo(f"allowed {finding.rule} {finding.where}: {finding.message} ({allowance.why})")
     sizes = {file.name: file.size for file in release.files}
     table = Table("file", "bytes", "sha256", "", box=None, header_style="bold")
     for name, size in sizes.items():
@@ -591,16 +674,16 @@ def _show_published(_: Operation, result: PublishResult) -> None:
     wide_console().print(table)
     at = f"{made.repo}@{made.tag or made.commit or made.revision}"
     if result.dry_run:
-        click.echo(f"{at}: every check passed; nothing was changed, leave --dry-run out to publish")
+        echo(f"{at}: every check passed; nothing was changed, leave --dry-run out to publish")
     elif made.done:
-        click.echo(f"{at}: {', '.join(made.done)}")
+        echo(f"{at}: {', '.join(made.done)}")
     else:
-        click.echo(f"{at}: nothing to do, these very files are there")
-    click.echo(f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}")
+        echo(f"{at}: nothing to do, these very files are there")
+    echo(f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}")
 
 
 def _show_made(_: Operation, result: Any) -> None:
-    click.echo(result.out)
+    echo(result.out)
 
 
 def megabytes(count: int) -> str:

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+from .terminal import echo
+
 # The extra that brings a library; empty for those that are always there.
 LIBRARIES = {
     "torch": "",
@@ -43,7 +45,7 @@ def version_option(command: Callable) -> Callable:
 
     def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value and not ctx.resilient_parsing:
-            click.echo("\n".join(version_lines()))
+            echo("\n".join(version_lines()))
             ctx.exit()
 
     return click.option(

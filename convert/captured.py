@@ -7,14 +7,18 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engines.keys import CONVENTION, IDS, INPUTS, NESTED, OUTPUTS, TOP
-from ..errors import CapturedUndecided, ConfigInvalid
+from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem
 from ..head.contract import Problems
 
 EAGLE = "eagle_config"
+# The rules that speak of captured layers that are not known, and of a user's word against the head's own files.
+UNDECIDED, AGAINST_MARKS = "K006", "K155"
+# Above any target's depth, and the largest id that a list may hold.
+MAX_DEPTH = 10_000
 # Keys of eagle_config that ModelOpt's exporter writes and engines do not:
 # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L52-L53
 MODELOPT_MARKS = ("next_layer_regular", "parallel_draft_step")
@@ -42,6 +46,8 @@ class Hints:
         target_layers: number of decoder layers of the target.
         max_positions: rows of the RoPE table, tokens.
         norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
+        rope_theta: RoPE's base, where the config states none.
+        layers: number of the head's own decoder layers, where num_hidden_layers is the target's.
     """
 
     captured: tuple[int, ...] | None = None
@@ -49,14 +55,25 @@ class Hints:
     target_layers: int | None = None
     max_positions: int | None = None
     norm_before_residual: bool | None = None
+    rope_theta: float | None = None
+    layers: int | None = None
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Captured layers as outputs, and the sentence that says how that was decided."""
+    """Captured layers as outputs.
+
+    Attributes:
+        ids: 0-based decoder layers.
+        how: the sentence that says how they were decided.
+        word: the options, or the default, that they rest on; "" where the head's own files say them.
+        against: what the head's own files say otherwise; "" where they do not.
+    """
 
     ids: tuple[int, ...]
     how: str
+    word: str = ""
+    against: str = ""
 
 
 def default_outputs(layers: int) -> tuple[int, int, int]:
@@ -67,6 +84,11 @@ def default_outputs(layers: int) -> tuple[int, int, int]:
 def default_inputs(layers: int) -> tuple[int, int, int]:
     """Return vLLM's default captures of a target, as layer inputs; the same states as `default_outputs`."""
     return (2, layers // 2, layers - 3)
+
+
+def default_formula() -> str:
+    """Return the sentence that says what engines and ModelOpt take where nothing is listed."""
+    return "outputs of layers 1, N//2-1 and N-4 of a target of N layers: the default of trainers and engines"
 
 
 def _default(default: Callable[[int], tuple[int, ...]], least: int, layers: int | None) -> tuple[int, ...]:
@@ -113,9 +135,20 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
             _ids(value, f"config.json: {path}")
     if len(problems) > before:
         return None
-    decided = None
+    decided, names = None, tuple(names)
     with problems.catching():
-        decided = _decide(config, nested, hints, tuple(names))
+        decided = _against_marks(_decide(config, nested, hints, names), config, nested, hints, names)
+    if decided and decided.against:
+        problems.append(
+            Problem(
+                AGAINST_MARKS,
+                "warning",
+                "config.json",
+                f"{decided.how}; {decided.against}",
+                "Leave --captured and --captured-are out, or have kconv validate measure both readings (--target with"
+                " --prompts or --states).",
+            )
+        )
     if decided and hints.target_layers is not None and decided.ids[-1] >= hints.target_layers:
         error = ConfigInvalid(
             f"the head reads the output of layer {decided.ids[-1]}, and the target ends with {hints.target_layers - 1}"
@@ -125,6 +158,43 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
         )
         problems.append(error.problem("K148"))
     return decided
+
+
+def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -> tuple[Captured, ...]:
+    """Return every way in which a head's captured layers can be read, the one that is decided first.
+
+    Args:
+        config: in the keys of `engines.keys`.
+        hints: what the user says; a target's depth leaves out what it does not have.
+        names: of its tensors.
+
+    Returns:
+        Readings of other layers each: of what is listed, as outputs and as inputs, and where nothing is, the default of
+        the target's depth. Empty where no reading is possible.
+    """
+    nested = config.get(EAGLE) or {}
+    found: list[Captured] = []
+    if decided := read_captured(config, hints, names, Problems()):
+        found.append(decided)
+    places = (config.get(TOP), nested.get(IDS) if isinstance(nested, Mapping) else None)
+    if hints.captured is not None:
+        places = (list(hints.captured), *places)
+    for place in places:
+        for convention in ("outputs", "inputs"):
+            try:
+                if ids := _ids(place, "config.json"):
+                    one = _told(ids, convention)
+                    found.append(Captured(one.ids, f"{list(ids)} are layer {convention}"))
+            except KconvError:
+                continue
+    if hints.target_layers is not None and not any(places):
+        ids = default_outputs(hints.target_layers)
+        if 0 <= ids[0] < ids[1] < ids[2]:
+            ahead = tuple(i - 1 for i in ids)
+            found.append(Captured(ids, f"the default of {hints.target_layers} layers, as outputs"))
+            found.append(Captured(ahead, f"the default of {hints.target_layers} layers, one layer early"))
+    depth = hints.target_layers or MAX_DEPTH
+    return tuple({one.ids: one for one in reversed(found) if one.ids[-1] < depth}.values())[::-1]
 
 
 def without_lists(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +210,8 @@ def _decide(
 ) -> Captured:
     if hints.captured is not None:
         _ids(hints.captured, "--captured", code="K008")
-        return _agreeing(_told(hints.captured, hints.captured_are or "outputs", "--captured"), config, nested_config)
+        told = _told(hints.captured, hints.captured_are or "outputs", "--captured")
+        return _by_word(_agreeing(told, config, nested_config), hints)
     top = _ids(config.get(TOP), f"config.json: {TOP}")
     nested = _ids(nested_config.get(IDS), f"config.json: {NESTED}")
     listed = nested or top
@@ -151,7 +222,7 @@ def _decide(
                 where="config.json",
                 fix="Say --captured itself, or leave --captured-are out: the list beside it is always inputs.",
             )
-        return _agreeing(_told(listed, hints.captured_are), config, nested_config)
+        return _by_word(_agreeing(_told(listed, hints.captured_are), config, nested_config), hints)
     saved = saved_by(config, nested_config, names)
     if top:
         return _from_top(top, nested, config, nested_config, hints.target_layers, saved)
@@ -165,11 +236,13 @@ def _decide(
                 where=f"config.json: {TOP}",
                 fix="Say --captured: the outputs of 0-based layers that the head was trained on.",
             )
-        return Captured(ids, f"absent; each engine's default for {hints.target_layers} layers")
+        word = f"each engine's default for {hints.target_layers} layers"
+        return Captured(ids, f"absent; {word}", word)
     raise CapturedUndecided(
         "the config does not say which of the target's layers this head reads",
         where=f"config.json: {TOP}",
-        fix="Give --target, whose depth decides the default, or --captured 1,29,57 (outputs of 0-based layers).",
+        fix="Say --target, of which the config alone is read, or --target-layers N: the depth decides the default,"
+        " outputs of 1, N//2-1, N-4. If the head was trained on others, say --captured with their 0-based ids.",
     )
 
 
@@ -182,6 +255,30 @@ def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> 
             fix="Say --captured-are outputs.",
         )
     return Captured(outputs, f"as told: {list(ids)} are layer {convention}")
+
+
+def _by_word(told: Captured, hints: Hints) -> Captured:
+    """Return captured layers that rest on what the user says, with the options that say it."""
+    ids = f"--captured {','.join(map(str, hints.captured))}" if hints.captured is not None else ""
+    kind = f"--captured-are {hints.captured_are}" if hints.captured_are else ""
+    return replace(told, word=f"{ids} {kind}".strip())
+
+
+def _against_marks(
+    told: Captured, config: Mapping[str, Any], nested: Mapping[str, Any], hints: Hints, names: tuple[str, ...]
+) -> Captured:
+    """Return captured layers with what the head's own files say otherwise, where the user decided them."""
+    if hints.captured is None and hints.captured_are is None:
+        return told
+    try:
+        own = _decide(config, nested, replace(hints, captured=None, captured_are=None), names)
+    except KconvError:  # they leave it open, which is what the user's word is for
+        return told
+    if own.ids == told.ids:
+        return replace(told, word="")
+    if own.word:  # a default is a guess, and the user's word is better than that
+        return told
+    return replace(told, against=f"the head's own files say outputs of {list(own.ids)} ({own.how})")
 
 
 def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[str, Any]) -> Captured:
@@ -282,7 +379,7 @@ def _ids(value: object, where: str, code: str = "K145") -> tuple[int, ...] | Non
     if value is None or value == []:
         return None
     ids = tuple(value) if isinstance(value, (list, tuple)) else ()
-    whole = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 10_000 for i in ids)
+    whole = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MAX_DEPTH for i in ids)
     if not ids or not whole or list(ids) != sorted(set(ids)):
         raise ConfigInvalid(
             f"{value!r} is no list of distinct, ascending layer ids",

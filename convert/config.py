@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +15,45 @@ from ..head.contract import Problems, problem_of
 from ..head.spec import Gqa, HeadSpec, Mla, Norms, Rope, Tokens, Yarn
 from .captured import EAGLE, Captured, Hints, read_captured
 from .quantized import has_scales
-from .rope import find_rope, states_theta
+from .rope import find_rope, stated_places, states_theta
 
 # Of a nested config and its root, the inner ones are the head's.
 INNER = BALLAST | {"architectures", "model_type", "torch_dtype", "dtype"}
 ABSENT = object()
+# A decoder layer in a tensor's name: its number, or none where the layout has one layer only.
+LAYER = re.compile(r"(?:^|\.)(?:mid)?layers?\.(?:(\d+)\.)?")
+# The rule that speaks of a number of layers that is the target's.
+TARGETS_DEPTH = "K023"
 # Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.
 MAX_LAYERS = 1000
 # Keys of `FIXED` that a rule of their own speaks of; K013 speaks of the others.
 OF_FIXED = {"tie_word_embeddings": "K170", CONFIG_KEY: "K198"}
-THETA = "State rope_theta as in the head's training config; where that is silent too, the trainer's default."
+THETA = (
+    "Say --rope-theta as in the head's training config, or state it in config.json. Where that config was silent too:"
+    " SafeAILab's trainer and transformers' LlamaConfig take 10000."
+)
+# A draft head has one decoder layer, and those of several have up to five; more is the number of the target's.
+DEEPEST_HEAD = 8
+# What to do about a value of `FIXED` that means something else than a key without effect.
+OF_K3 = "This is a Kimi-K3 head, whose attention has no RoPE; kconv does not support these yet."
+FIXES = {"mla_use_nope": OF_K3}
+
+
+@dataclass(frozen=True)
+class Unverified:
+    """A fact of a head that rests on the user's word or on a default, and that nothing has confirmed.
+
+    Attributes:
+        fact: the config key, or "captured".
+        value: what is taken, a phrase.
+        word: the options, or the default, that it rests on.
+        against: what the head's own files say otherwise; "" where they do not.
+    """
+
+    fact: str
+    value: str
+    word: str
+    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,7 @@ class ReadConfig:
         carried: keys that kconv does not know, by dotted path, carried into the output as they are.
         dropped: keys that mean nothing for a draft head, not carried.
         unstated: keys that the config lacks, each of which readers give a value that the head may not be trained with.
+        unverified: what rests on the user's word or on a default.
     """
 
     spec: HeadSpec
@@ -43,6 +74,7 @@ class ReadConfig:
     carried: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
+    unverified: tuple[Unverified, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +135,10 @@ def find_config(
         hints: what the user says where the config is silent or ambiguous.
         table: how the layout's config differs from the common keys.
     """
-    keys, left = _unify(config, table or ConfigTable(), hints, problems)
+    table = table or ConfigTable()
+    keys, left = _unify(config, table, hints, problems)
+    unverified = _words(keys, config, table, hints)
+    keys = _with_words(keys, table, hints, problems) | _own_depth(keys, tensors, hints, problems)
     config = dict(keys)
     # Copied as it is, beside the scales that it is about.
     quantization = {CONFIG_KEY: config.pop(CONFIG_KEY)} if CONFIG_KEY in config and has_scales(tensors) else {}
@@ -147,9 +182,11 @@ def find_config(
     carried = {k: v for k, v in rest.items() if k not in meaningless} | quantization
     unstated = () if states_theta(config) else ("rope_theta",)
     dropped = (*left, *(k for k in rest if k in meaningless))
-    return ConfigReading(
-        keys, ReadConfig(spec, captured or Captured(ids, "not known"), carried, dropped, unstated), captured
-    )
+    if captured and captured.word:
+        outputs = f"outputs of layers {list(captured.ids)}"
+        unverified = (Unverified("captured", outputs, captured.word, captured.against), *unverified)
+    about = (carried, dropped, unstated, unverified)
+    return ConfigReading(keys, ReadConfig(spec, captured or Captured(ids, "not known"), *about), captured)
 
 
 def refuse_unstated(read: ReadConfig) -> None:
@@ -163,7 +200,7 @@ def refuse_unstated(read: ReadConfig) -> None:
         raise ConfigInvalid(
             f"the config does not state {key}; engines take a default of theirs, whatever the head was trained with",
             where="config.json",
-            fix=f"State {key} as in the head's training config; where that is silent too, the trainer's default.",
+            fix=THETA,
         )
 
 
@@ -190,8 +227,6 @@ def _unify(
             )
     left = tuple(key for key in flat if key in table.ballast or key in table.otherwise)
     flat = {key: value for key, value in flat.items() if key not in left}
-    if table.trained_theta is not None and not states_theta(flat):
-        flat["rope_theta"] = table.trained_theta
     key, told = "norm_before_residual", hints.norm_before_residual
     if told is not None:
         stated = flat.get(key)
@@ -224,6 +259,81 @@ def _unify(
                 "K015",
             )
     return flat, left
+
+
+def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems) -> dict[str, Any]:
+    """Return a config with the base of RoPE that the user says, or the layout's trainer takes, where it states none."""
+    stated = stated_places(config).get("rope_theta", {})
+    if hints.rope_theta is not None and any(value != hints.rope_theta for value in stated.values()):
+        _add(
+            problems,
+            ConfigInvalid,
+            f"rope_theta is {next(iter(stated.values()))!r} in the config, and was told to be {hints.rope_theta:g}",
+            "config.json: rope_theta",
+            "Leave --rope-theta out, or correct the config.",
+        )
+    theta = hints.rope_theta if hints.rope_theta is not None else table.trained_theta
+    return dict(config) | ({} if stated or theta is None else {"rope_theta": theta})
+
+
+def _words(
+    keys: Mapping[str, Any], config: Mapping[str, Any], table: ConfigTable, hints: Hints
+) -> tuple[Unverified, ...]:
+    """Return what of a config, but for the captured layers, rests on the user's word or on a default.
+
+    Args:
+        keys: the config in the common keys.
+        config: as it is.
+        table: how the layout's config differs.
+        hints: what the user says.
+    """
+    found = []
+    if not states_theta(keys) and (hints.rope_theta or table.trained_theta) is not None:
+        if hints.rope_theta is None:
+            found.append(Unverified("rope_theta", f"{table.trained_theta:g}", "the trainer's default"))
+        else:
+            trained = table.trained_theta
+            against = f"the trainer's default is {trained:g}" if trained not in (None, hints.rope_theta) else ""
+            found.append(Unverified("rope_theta", f"{hints.rope_theta:g}", "--rope-theta", against))
+    if (told := hints.norm_before_residual) is not None and config.get("norm_before_residual") is None:
+        found.append(Unverified("norm_before_residual", str(told).lower(), "--norm-before-residual"))
+    return tuple(found)
+
+
+def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, problems: Problems) -> dict[str, Any]:
+    """Return the head's own number of decoder layers, where num_hidden_layers is the target's, or the user says it."""
+    key, stated, held = "num_hidden_layers", config.get("num_hidden_layers"), stored_layers(tensors)
+    if hints.layers is not None:
+        if hints.layers != held:
+            _add(
+                problems,
+                ConfigInvalid,
+                f"{held} decoder layer(s) are stored, and {hints.layers} were told",
+                f"config.json: {key}",
+                "Say the number that is stored, or export the head whole.",
+                TARGETS_DEPTH,
+            )
+        return {key: hints.layers}
+    if not isinstance(stated, int) or isinstance(stated, bool):
+        return {}
+    if held and held < stated and stated >= DEEPEST_HEAD:
+        _add(
+            problems,
+            ConfigInvalid,
+            f"{key} is {stated}, and {held} decoder layer(s) are stored: the number looks copied from the target's"
+            " config",
+            f"config.json: {key}",
+            f"Say --layers {held}, or correct the config; if the head does have {stated} layers, export it whole.",
+            TARGETS_DEPTH,
+        )
+        return {key: held}
+    return {}
+
+
+def stored_layers(names: Iterable[str]) -> int:
+    """Return how many decoder layers a checkpoint stores, by its tensors' names; 0 where none tells."""
+    found = {int(number or 0) for name in names for number in LAYER.findall(name)[:1]}
+    return len(found)
 
 
 def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict[str, Any]:
@@ -260,7 +370,8 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Iterable[str], proble
                 ConfigUnsupported,
                 f"{name} is {value!r}; kconv carries heads {only} only",
                 f"config.json: {name}",
-                "If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
+                FIXES.get(name)
+                or "If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
                 codes.get(name, "K013"),
             )
     kinds = config.get("layer_types")

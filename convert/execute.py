@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -18,12 +19,15 @@ from ..checkpoint.manifest import (
     Manifest,
     StepRecord,
     TensorRecord,
+    UnverifiedRecord,
     write_manifest,
 )
+from ..checkpoint.pickles import PICKLE
+from ..checkpoint.schema import MAX_YAML, read_bounded
 from ..checkpoint.staging import staged
 from ..checkpoint.values import Values
 from ..engines.registry import launch_files
-from ..errors import TensorValue
+from ..errors import ConfigInvalid, TensorValue
 from ..head.slots import needs
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
@@ -75,11 +79,13 @@ def fill(
             files.append(_write_text(folder / name, text))
     if plan.source.side_file is not None:
         copy = folder / plan.source.side_file.name
-        copy.write_bytes(plan.source.side_file.read_bytes())
+        copy.write_bytes(read_bounded(plan.source.side_file, ConfigInvalid, limit=MAX_YAML, fix="Export it again."))
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion))
+    manifest = _manifest(
+        plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion, exact=_is_exact(plan))
+    )
     past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
@@ -145,6 +151,14 @@ def _dropped(info: TensorInfo, reason: str) -> DroppedRecord:
     return DroppedRecord(name=info.name, dtype=info.dtype, shape=info.shape, blake3=digest(info), reason=reason)
 
 
+def _is_exact(plan: Plan) -> bool:
+    """Say whether every weight keeps its source's bytes, or its target's where it is added."""
+    integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
+    return all(
+        step.computed is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
+    )
+
+
 def _manifest(
     plan: Plan,
     weights: Written,
@@ -166,20 +180,18 @@ def _manifest(
                 reason=step.computed.reason if step.computed else "",
             )
         )
-    integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
     parameters = count_parameters(plan)
     return Manifest(
-        exact=all(
-            step.computed is None or step.action == "added" or integers.issuperset(step.row.slots)
-            for step in plan.steps
-        ),
+        exact=_is_exact(plan),
         source=head.checkpoint.source,
         source_config=file_digest(head.checkpoint.folder / "config.json"),
+        source_pickles=tuple(file.name for file in head.checkpoint.files if fnmatch.fnmatch(file.name, PICKLE)),
         source_layout=head.layout.name,
         layout=plan.layout.name,
         hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
+        unverified=tuple(UnverifiedRecord(**asdict(one)) for one in head.read.unverified),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),

@@ -39,9 +39,16 @@ class Provenance:
         """How the head was trained."""
         return self.manifest.training if self.manifest else None
 
-    def conversion(self, now: ConversionRecord | None) -> ConversionRecord | None:
-        """Return the record of the output's attention: an exact conversion keeps the old one, another stands on it."""
+    def conversion(self, now: ConversionRecord | None, *, exact: bool) -> ConversionRecord | None:
+        """Return the record of the output's attention: an exact conversion keeps the old one, another stands on it.
+
+        Args:
+            now: the record of this conversion; None where it approximates nothing.
+            exact: whether the weights keep their values; if not, the old fingerprint is of another head.
+        """
         before = self.manifest.conversion if self.manifest else None
+        if before is not None and not exact:
+            before = before.model_copy(update={"fingerprint": ()})
         if now is None or before is None:
             return now or before
         prompts = tuple(sorted({*before.prompts, *now.prompts}))

@@ -19,6 +19,7 @@ from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
 from .captured import Captured, Hints
 from .config import ReadConfig, find_config
+from .identify import Kind, Undecided, find_undecided, identify, not_a_head
 from .quantized import add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class HeadReading:
         head: the head, with the tensors that were claimed; None without a spec. With errors it may lack tensors.
         rows: what the layout stores for this head, by name.
         misfits: those of the problems that are tensors missing, unknown or of another shape or dtype.
+        kind: what the checkpoint is by its marks, where that is no plain Eagle3 head.
     """
 
     checkpoint: Checkpoint
@@ -94,6 +96,12 @@ class HeadReading:
     head: Head | None = None
     rows: Mapping[str, Stored] = field(default_factory=dict)
     misfits: tuple[Problem, ...] = ()
+    kind: Kind | None = None
+
+    @property
+    def undecided(self) -> tuple[Undecided, ...]:
+        """The facts that the head's files leave open."""
+        return find_undecided(self.problems, self.config, self.hints, self.checkpoint.tensors)
 
     @property
     def spec(self) -> HeadSpec | None:
@@ -136,17 +144,21 @@ def read(
         values: whether values may be read; never of a checkpoint of headers.
     """
     problems, hints, tensors = Problems(), hints or Hints(), checkpoint.tensors
+    kind = identify(checkpoint.config, tensors) if layout is None else None
+    if kind and not kind.is_head:
+        problem = not_a_head(kind, checkpoint.config)
+        return HeadReading(checkpoint, hints, (problem,), config=checkpoint.config, kind=kind)
     if layout is None:
         with problems.catching():
             layout = detect(checkpoint.config, tensors)
     if layout is None:
-        return HeadReading(checkpoint, hints, tuple(problems), config=checkpoint.config)
+        return HeadReading(checkpoint, hints, tuple(problems), config=checkpoint.config, kind=kind)
     dtype = FLOATS[0]
     with problems.catching():
         dtype = weight_dtype(checkpoint)
     found = find_config(checkpoint.config, tensors, problems, dtype=dtype, hints=hints, table=layout.config)
     if found.read is None:
-        return HeadReading(checkpoint, hints, tuple(problems), layout, found.keys)
+        return HeadReading(checkpoint, hints, tuple(problems), layout, found.keys, captured=found.captured, kind=kind)
     spec = found.read.spec
     rows = find_scales(readable(layout, spec, tensors), tensors, problems)
     ignored = ignorable(layout, tensors) | _idle_maps(spec, tensors)
@@ -181,9 +193,8 @@ def read(
             usable = info is not None and (info.dtype, info.shape) == ("BOOL", (spec.vocab,))
             marks = read_slot(head, "t2d") if usable and "t2d" in places else None
             problems += check_d2t(spec, read_slot(head, "d2t"), places["d2t"][1].name, marks)
-    return HeadReading(
-        checkpoint, hints, tuple(problems), layout, found.keys, found.read, found.captured, head, rows, tuple(misfits)
-    )
+    known = (layout, found.keys, found.read, found.captured, head, rows, tuple(misfits), kind)
+    return HeadReading(checkpoint, hints, tuple(problems), *known)
 
 
 def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:

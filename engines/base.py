@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..head.spec import HeadSpec
-from .counters import Counters
+from .counters import Counters, PerRequest
 from .layout import Layout
 
 # What stands in launch commands until somebody says it, and K in them.
@@ -88,12 +88,14 @@ class Drafting:
         path: its page.
         steps: the key of K.
         branches: the key of the number of branches; 1 is a chain.
+        nodes: the key of the number of tokens that a verify step looks at, the last accepted one among them.
         keys: those that acceptance.json keeps.
     """
 
     path: str
     steps: str
     branches: str
+    nodes: str
     keys: tuple[str, ...]
 
 
@@ -110,6 +112,8 @@ class Serving:
         max_model_len: context, tokens.
         ready_seconds: how long it may take to be ready.
         options: further options of its command line, by name.
+        branches: how many likeliest tokens each drafted one branches into; 1 is a chain.
+        nodes: tokens of a tree that a verify step looks at, the last accepted one among them.
     """
 
     python: Path
@@ -120,6 +124,8 @@ class Serving:
     max_model_len: int = 256
     ready_seconds: float = 300.0
     options: Mapping[str, str] = field(default_factory=dict)
+    branches: int = 1
+    nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,16 @@ class Starter:
         command: its command line, for a port.
         environment: the variables that are set beside the caller's own.
         cause: matches a line of its log that says why it died, group 1 what to show.
+        note: what its figures rest on besides the engine itself, from the python that it is started with; "" for
+            nothing.
+        trees: whether it drafts trees too.
     """
 
     command: Callable[[Serving, int], list[str]]
     environment: Callable[[Serving], Mapping[str, str]]
     cause: re.Pattern[str]
+    note: Callable[[Path], str] = lambda _: ""
+    trees: bool = False
 
 
 def rows_as_stated(spec: HeadSpec) -> float:
@@ -155,7 +166,8 @@ class Engine:
         counters: how its counters of drafts are read; None where it has none.
         drafting: where a server says how it drafts; None where it does not.
         starter: how kconv starts it; None where it cannot.
-        gives_token_ids: whether its completions give token ids (return_token_ids); outputs are compared as text if not.
+        per_request: how it continues token ids and says what it drafted meanwhile; outputs are compared as text where
+            it is None.
         architectures: the names of a head's class that it knows, for `Gqa` and for `Mla`; empty where it takes any.
         rewritten: model types for which it builds something else than a head.
         latent_by_default: model types whose config class makes each head an MLA one.
@@ -174,7 +186,7 @@ class Engine:
     counters: Counters | None = None
     drafting: Drafting | None = None
     starter: Starter | None = None
-    gives_token_ids: bool = False
+    per_request: PerRequest | None = None
     architectures: Mapping[type, frozenset[str]] = field(default_factory=dict)
     rewritten: tuple[str, ...] = ()
     latent_by_default: tuple[str, ...] = ()

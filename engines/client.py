@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ..checkpoint.schema import parse_json
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
 from .base import Engine
-from .counters import Counters, Totals, recognize
+from .counters import Counters, Counts, PerRequest, Totals, recognize
 from .registry import engines
 
 SHOWN = 500  # characters of an answer, in a message
@@ -38,11 +38,19 @@ class Dialogue(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target said in one turn: its text, its tokens, and whether the limit cut it off."""
+    """What the target said in one turn.
+
+    Attributes:
+        text: its text.
+        tokens: their number.
+        cut: whether the limit cut it off.
+        histogram: of its verify steps, by the number of drafted tokens accepted, where the engine says so.
+    """
 
     text: str
     tokens: int
     cut: bool
+    histogram: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Client:
         """Do as `complete` with more fields in the request, and return the server's whole answer too."""
         answer = self._complete(prompt, new_tokens, {"return_token_ids": True} | more)
         try:
-            value = json.loads(answer)
+            value = parse_json(answer)
             [choice] = value["choices"]
             ids = choice["token_ids"]
         except (ValueError, KeyError, TypeError) as fault:
@@ -87,6 +95,31 @@ class Client:
                 fix="Give the address of a vLLM that knows return_token_ids; 0.32.0 does.",
             ) from fault
         return ids, value
+
+    def continue_counted(
+        self, asking: PerRequest, prompt: Sequence[int], new_tokens: int, draft_tokens: int
+    ) -> tuple[list[int], Counts | None]:
+        """Return the greedy continuation of a prompt as token ids, and what was drafted for it.
+
+        Args:
+            asking: how this engine is asked.
+            prompt: token ids.
+            new_tokens: how many to generate.
+            draft_tokens: K.
+
+        Raises:
+            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+        """
+        answer = self._request(asking.path, asking.body(self.model, prompt, new_tokens))
+        try:
+            ids, histogram = asking.read(parse_json(answer))
+            return ids, None if histogram is None else Counts.of_histogram(histogram, draft_tokens)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
+            raise EngineFailed(
+                f"the server's answer has no token ids: {answer[:SHOWN]}",
+                where=self.url,
+                fix="Give the engine's own address, of a release that kconv knows.",
+            ) from fault
 
     def complete_text(self, prompt: list[int], new_tokens: int) -> str:
         """Return the greedy continuation of a prompt as text, from an engine that gives no token ids.
@@ -100,7 +133,7 @@ class Client:
         """
         answer = self._complete(prompt, new_tokens, {})
         try:
-            [choice] = json.loads(answer)["choices"]
+            [choice] = parse_json(answer)["choices"]
             return str(choice["text"])
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
@@ -109,20 +142,33 @@ class Client:
                 fix="Give the address of an OpenAI-compatible server.",
             ) from fault
 
-    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> Answer:
-        """Return the answer to a dialogue.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        max_tokens: int,
+        temperature: float,
+        asking: PerRequest | None = None,
+    ) -> Answer:
+        """Return the answer to a dialogue, and how it was drafted where `asking` says how to ask for that.
 
         Raises:
             EngineFailed: the server cannot be reached, answers with an error, or with something else.
         """
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
-        answer = self._request("/v1/chat/completions", body | dict(self.extra))
+        body |= dict(self.extra) | (dict(asking.chat) if asking else {})
+        answer = self._request("/v1/chat/completions", body)
         try:
-            value = json.loads(answer)
+            value = parse_json(answer)
             [choice] = value["choices"]
             # A reasoning parser moves all of a cut answer into another field, and content is null then.
             text = choice["message"]["content"] or ""
-            return Answer(text, int(value["usage"]["completion_tokens"]), choice["finish_reason"] == "length")
+            histogram = asking.read_chat(value) if asking else None
+            return Answer(
+                text,
+                int(value["usage"]["completion_tokens"]),
+                choice["finish_reason"] == "length",
+                None if histogram is None else tuple(histogram),
+            )
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
                 f"the server's answer is no chat completion: {answer[:SHOWN]}",
@@ -130,15 +176,17 @@ class Client:
                 fix="Give the address of an OpenAI-compatible server.",
             ) from fault
 
-    def converse(self, prompts: Sequence[Dialogue], max_tokens: int, temperature: float) -> list[list[Answer]]:
-        """Hold several dialogues side by side, each turn of one after the answer to the last."""
+    def converse(
+        self, prompts: Sequence[Dialogue], max_tokens: int, temperature: float, asking: PerRequest | None = None
+    ) -> list[list[Answer]]:
+        """Hold several dialogues side by side, each turn of one after the answer to the last; see `chat`."""
 
         def dialogue(prompt: Dialogue) -> list[Answer]:
             messages: list[dict[str, str]] = []
             answers: list[Answer] = []
             for turn in prompt.turns:
                 messages.append({"role": "user", "content": turn})
-                answers.append(self.chat(messages, max_tokens, temperature))
+                answers.append(self.chat(messages, max_tokens, temperature, asking))
                 messages.append({"role": "assistant", "content": answers[-1].text})
             return answers
 
@@ -196,7 +244,7 @@ class Client:
             EngineFailed: the server does not say.
         """
         try:
-            return str(json.loads(self.page(counters.version))["version"])
+            return str(parse_json(self.page(counters.version))["version"])
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
                 f"the server does not say its version at {counters.version}",
@@ -276,7 +324,7 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
         return server
     answer = server._request("/v1/models")
     try:
-        [found] = json.loads(answer)["data"]
+        [found] = parse_json(answer)["data"]
         return Client(server.url, str(found["id"]), timeout, dict(extra))
     except (ValueError, KeyError, TypeError) as fault:
         raise EngineFailed(
@@ -337,7 +385,7 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for drafting in (engine.drafting for engine in engines() if engine.drafting):
         try:
-            said = json.loads(server.page(drafting.path))
+            said = parse_json(server.page(drafting.path))
         except ValueError:
             continue
         own = (
@@ -351,7 +399,8 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
                 where=server.url,
                 fix=f"Say K = {steps} (--draft-tokens).",
             )
-        drafted = "chain" if branches == 1 else f"topk={branches}"
+        nodes = f",nodes={own[drafting.nodes]}" if drafting.nodes in own else ""
+        drafted = "chain" if branches == 1 else f"topk={branches}{nodes}"
         if branches is not None and tree != drafted:
             raise DefinitionsMixed(
                 f"the server drafts with top-k {branches}, and the tree is said to be {tree!r}",

@@ -6,9 +6,9 @@ Which counters an engine has stands in its own file; what is common is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
 
@@ -35,6 +35,44 @@ class Counts:
     accepted: float
     per_position: tuple[float, ...] | None
     prompts: int = 1
+
+    @classmethod
+    def of_histogram(cls, histogram: Sequence[int], draft_tokens: int) -> Counts:
+        """Count one request's drafts by how many tokens of each were accepted: `histogram[n]` accepted n."""
+        places = tuple(float(sum(histogram[place + 1 :])) for place in range(max(draft_tokens, len(histogram) - 1)))
+        return cls(float(sum(histogram)), sum(places), places)
+
+    @classmethod
+    def pool(cls, counts: Sequence[Counts]) -> Counts:
+        """Add up counts of requests, all of which have places."""
+        places = zip(*(one.per_position or () for one in counts), strict=True)
+        drafts, accepted = sum(one.drafts for one in counts), sum(one.accepted for one in counts)
+        return cls(drafts, accepted, tuple(sum(place) for place in places), sum(one.prompts for one in counts))
+
+
+@dataclass(frozen=True)
+class PerRequest:
+    """What an engine says in each answer of how it drafted that one: undisturbed by whoever else asks.
+
+    A histogram is of a request's verify steps, by the number of drafted tokens accepted; None where the answer has
+    none, as of a server that was started without them.
+
+    Attributes:
+        path: where token ids are continued.
+        body: from the model's name, a prompt's token ids and the number of new tokens to the request.
+        read: from the answer's JSON to token ids and histogram.
+        chat: what a chat request asks for besides, to be answered with a histogram.
+        read_chat: from a chat answer's JSON to the histogram.
+        beside: a page that the engine's own address has beside `path`, which a router before it has not; "" where
+            `path` is every server's.
+    """
+
+    path: str
+    body: Callable[[str, Sequence[int], int], dict[str, Any]]
+    read: Callable[[Any], tuple[list[int], list[int] | None]]
+    chat: Mapping[str, Any]
+    read_chat: Callable[[Any], list[int] | None]
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +125,7 @@ class Counters:
         needs: what it must be started with to show them; "" for nothing.
         note: what a reader of the figures has to know.
         otherwise: how they are read where the engine counts a draft for an answer that its prefill gave whole.
+        cuts: whether accepted tokens past an answer's limit are left out.
     """
 
     marks: str
@@ -98,6 +137,7 @@ class Counters:
     needs: str = ""
     note: str = ""
     otherwise: Counters | None = None
+    cuts: bool = False
 
     def shown_on(self, page: str) -> bool:
         """Say whether a metrics page has one of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from ..errors import EngineFailed
 from .base import HOST, Engine, Serving, Starter
 from .client import Client
+from .start_server import REPORT
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 20.0
@@ -32,10 +34,19 @@ class Served:
     Attributes:
         client: to speak with it.
         log: the file that its output goes to; gone when it is stopped.
+        loaded: the file that it names in what no tensor of the head reached; gone when it is stopped.
     """
 
     client: Client
     log: Path
+    loaded: Path
+
+    def unreached(self) -> tuple[str, ...] | None:
+        """Return the head's parameters that no tensor reached, by the engine's names, once it has drafted.
+
+        None where the engine's loader was not the one that kconv knows how to watch.
+        """
+        return tuple(json.loads(self.loaded.read_text())) if self.loaded.exists() else None
 
 
 @contextmanager
@@ -62,7 +73,7 @@ def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
         try:
             client = Client(f"http://{HOST}:{port}", str(serving.target.absolute()))
             _wait(process, client, serving, engine.title, starter, log)
-            yield Served(client, log)
+            yield Served(client, log, _loaded(log))
         finally:
             _stop(process)
 
@@ -72,7 +83,7 @@ def _start(serving: Serving, title: str, starter: Starter, port: int, log: Path)
         try:
             return subprocess.Popen(
                 starter.command(serving, port),
-                env={**os.environ, **starter.environment(serving)},
+                env={**os.environ, **starter.environment(serving), REPORT: str(_loaded(log))},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -85,6 +96,10 @@ def _start(serving: Serving, title: str, starter: Starter, port: int, log: Path)
                 f"{serving.python} cannot be run: {fault.strerror}",
                 fix=f"Give the python of an environment with {title} in it.",
             ) from fault
+
+
+def _loaded(log: Path) -> Path:
+    return log.with_name("unreached.json")
 
 
 def _wait(

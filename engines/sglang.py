@@ -6,13 +6,15 @@ https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import CountersDisturbed, CountersMissing
 from ..head.spec import Gqa, HeadSpec, Mla
 from ..head.yarn import cos_sin_factor, m
-from .base import DRAFT_TOKENS, HEAD, TARGET, Config, Drafting, Engine, Launch, NullKey, Runner
+from .base import DRAFT_TOKENS, HEAD, HOST, TARGET, Config, Drafting, Engine, Launch, NullKey, Runner, Serving, Starter
 from .common import (
     HIDDEN,
     INPUT,
@@ -29,9 +31,10 @@ from .common import (
     yarn_of,
 )
 from .config import identity, write_keys
-from .counters import Counters, Counts, Totals, totals
+from .counters import Counters, Counts, PerRequest, Totals, totals
 from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
 from .layout import Layout, Limit, Row, TargetLimit
+from .start_server import start
 from .vllm import FC_WIDTH, NO_NORM, TYPED
 
 SGLANG_SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt"
@@ -265,6 +268,39 @@ VERIFY = "sglang:spec_verify_calls_total"
 GENERATED, REQUESTS = "sglang:generation_tokens_total", "sglang:num_requests_total"
 
 
+HISTOGRAM = "spec_correct_drafts_histogram"
+# What stands beside the package where scripts/engine-env sglang made the environment.
+STAND_IN = "lib/python3*/site-packages/sglang_on_cpu.py"
+
+
+def _kernels(python: Path) -> str:
+    made = any(python.absolute().parent.parent.glob(STAND_IN))
+    return "SGLang's own code but the kernels, which plain torch stands in for" if made else ""
+
+
+def _command(serving: Serving, port: int) -> list[str]:
+    """Return SGLang's command line; what a CPU asks for besides, its environment adds (scripts/sglang_cpu)."""
+    options = {
+        "--model-path": str(serving.target.absolute()),
+        "--host": HOST,
+        "--port": str(port),
+        "--dtype": serving.dtype,
+        "--context-length": str(serving.max_model_len),
+    }
+    if serving.head:
+        options |= {
+            "--speculative-algorithm": "EAGLE3",
+            "--speculative-draft-model-path": str(serving.head.absolute()),
+            "--speculative-num-steps": str(serving.draft_tokens),
+            "--speculative-eagle-topk": str(serving.branches),
+            # The last accepted token is verified along with a chain.
+            "--speculative-num-draft-tokens": str(serving.nodes or serving.draft_tokens + 1),
+        }
+    words = [word for option in (options | dict(serving.options)).items() for word in option]
+    flags = ["--enable-metrics", "--disable-radix-cache", "--skip-server-warmup"]
+    return [*start(serving.python, "sglang.launch_server"), *flags, *words]
+
+
 def _read(metrics: str) -> Totals:
     names = (VERIFY, GENERATED, REQUESTS)
     # A counter that was never raised has no sample yet.
@@ -303,6 +339,28 @@ ENGINE = Engine(
         needs="--enable-metrics",
         note="accepted tokens are generated tokens less one a request, for its prefill, and one a verify call; "
         "what an answer's limit cuts off the last draft is not counted",
+        cuts=True,
+    ),
+    # spec_accept_length beside them is no acceptance length: it divides all tokens, the prefill's first one too, by the
+    # verify calls: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/tokenizer_manager.py#L3166-L3168
+    per_request=PerRequest(
+        "/generate",
+        lambda _, prompt, new_tokens: {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        },
+        lambda answer: (answer["output_ids"], answer["meta_info"].get(HISTOGRAM)),
+        {"return_meta_info": True},
+        lambda answer: (answer["choices"][0].get("meta_info") or {}).get(HISTOGRAM),
+        beside="/server_info",
+    ),
+    starter=Starter(
+        _command,
+        lambda _: {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        # The last line of a traceback.
+        re.compile(r"([A-Za-z_.]*(?:Error|Exception): .+)"),
+        note=_kernels,
+        trees=True,
     ),
     # It repeats the arguments that it was started with; of vLLM and TensorRT-LLM counters alone tell.
     # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/http_server.py#L863-L885
@@ -310,7 +368,13 @@ ENGINE = Engine(
         "/server_info",
         "speculative_num_steps",
         "speculative_eagle_topk",
-        ("speculative_num_steps", "speculative_eagle_topk", "speculative_draft_model_path"),
+        "speculative_num_draft_tokens",
+        (
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+            "speculative_draft_model_path",
+        ),
     ),
     # https://github.com/sgl-project/sglang/pull/33966
     architectures={

@@ -33,9 +33,10 @@ from .common import (
     listed_ids,
 )
 from .config import identity, write_keys
-from .counters import Counters, Counts, Totals, totals
+from .counters import Counters, Counts, PerRequest, Totals, totals
 from .keys import CONVENTION, IDS, INPUTS, TOP
 from .layout import Layout, Limit
+from .start_server import start
 
 
 def captured_keys(spec: HeadSpec) -> dict[str, Any]:
@@ -165,6 +166,11 @@ def _count(d: Mapping[str, float], _k: int, _requests: int, prompts: int) -> Cou
     return Counts(d[DRAFTS], d[ACCEPTED], tuple(d[f"{ACCEPTED_AT} {place}"] for place in range(places)), prompts)
 
 
+def _histogram(answer: Any) -> list[int] | None:
+    """https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/generate/base/protocol.py#L100-L119"""
+    return ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram")
+
+
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -190,7 +196,7 @@ def command(serving: Serving, port: int) -> list[str]:
         )
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder is what makes it that environment's python.
-    return [str(serving.python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]
+    return [*start(serving.python, "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]
 
 
 def environment(serving: Serving) -> dict[str, str]:
@@ -242,7 +248,21 @@ ENGINE = Engine(
         # The last line of a traceback, bare or behind "(Worker pid=7) ERROR 11-20 13:57:45 [core.py:953] ".
         re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:\[rank\d+\]: )?([A-Za-z_.]*(?:Error|Exception): .+)"),
     ),
-    gives_token_ids=True,
+    # The option is new in 0.32; of a server without it the counters tell.
+    per_request=PerRequest(
+        "/v1/completions",
+        lambda model, prompt, new_tokens: {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": new_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+        lambda answer: (answer["choices"][0]["token_ids"], _histogram(answer)),
+        {},
+        lambda answer: _histogram(answer),
+    ),
     # Classes with the attention of a head, by the name on disk; any other is refused, or builds another model. A name
     # that neither begins nor ends with Eagle3 gets it put before, and is looked up so:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/eagle.py#L59-L68

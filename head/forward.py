@@ -57,6 +57,10 @@ class DraftHead:
         rows = torch.arange(spec.draft_vocab, device=weights["lm_head"].device)
         self.target_ids = rows + weights["d2t"].long() if "d2t" in weights else rows
 
+    def altered(self, spec: HeadSpec | None = None, weights: Mapping[str, Tensor] | None = None) -> DraftHead:
+        """Return the head with another spec, or with some other weights."""
+        return DraftHead(spec or self.spec, {**self.weights, **(weights or {})})
+
     def fuse(self, captured: Tensor) -> Tensor:
         """Turn the captured states of the target into the hidden state of the first draft step.
 

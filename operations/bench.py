@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..checkpoint.schema import parse_json
+from ..engines import registry
 from .base import Context, Name, Operation, Words, argument, option
 from .reading import Count, Reading, check_trusted, refuse_existing_output
 
@@ -18,12 +21,16 @@ if TYPE_CHECKING:
     from ..bench.compare import Comparison
     from ..targets.suites import Suite
 
+# Also where the engine tests look, and `validate`.
+PYTHON = "KCONV_ENGINE_PYTHON"
+TREE = re.compile(r"topk=([1-9]\d*),nodes=([1-9]\d*)")
+CHAT_TOKENS = 64  # what a chat template adds to a turn
 # What the other way of measuring would pass over.
 OF_SERVERS = (
     "tree", "concurrency", "reasoning", "precision", "model", "engine_version", "baseline_url", "extra",
 )  # fmt: skip
 OFFLINE = (
-    "target", "trust_remote_code", "from_", "captured", "captured_are", "max_positions", "norm_before_residual",
+    "trust_remote_code", "from_", "captured", "captured_are", "max_positions", "norm_before_residual",
 )  # fmt: skip
 
 
@@ -32,7 +39,7 @@ def _object(value: Any) -> Any:
     if isinstance(value, Mapping):
         return value
     try:
-        found = json.loads(value)
+        found = parse_json(value)
     except (TypeError, ValueError):
         found = None
     if not isinstance(found, dict):
@@ -43,13 +50,16 @@ def _object(value: Any) -> Any:
 class Bench(Reading):
     """Measure acceptance length per category of a suite, with what it was measured on.
 
-    With --url from the engine's own counters, read before and after each group of prompts, so let no one else use the
-    server. Without, with --head and --target, by kconv's own forward.
+    With --url from what the engine says of each request, or from its counters, read before and after each group of
+    prompts, so let no one else use the server. With --engine the same of one that is started for it, in fp32. Without
+    either, with --head and --target, by kconv's own forward.
     """
 
     EXAMPLES = (
         "kconv bench --url http://127.0.0.1:8000 --suite mt-bench --head my-head --precision NVFP4 --out a.json",
         "kconv bench --head my-head --target my-target --suite prompts.jsonl --out acceptance.json",
+        "kconv bench --engine sglang --engine-python env/bin/python --tree topk=4,nodes=8 --head my-head "
+        "--target my-target --suite prompts.jsonl --out tree.json",
     )
     OUTPUT = "acceptance.json"
 
@@ -68,7 +78,14 @@ class Bench(Reading):
     limit: Count | None = option(None, "Only so many prompts of each category.", metavar="N")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "K, as it is served.", metavar="K")
-    tree: str = option("chain", "How drafts branch, e.g. topk=4.")
+    engine: str | None = option(None, "Start it, to serve --target with --head.", metavar="ENGINE")
+    engine_python: Name | None = option(
+        None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
+    )
+    tree: str = option(
+        "chain", "How drafts branch: topk=4,nodes=8 for 4 branches of which 8 tokens are verified a step, the last "
+        "accepted one among them.", metavar="TREE",
+    )  # fmt: skip
     concurrency: Count = option(1, "Prompts side by side.", metavar="N")
     max_tokens: Count = option(1024, "An answer's limit.", metavar="N")
     temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
@@ -87,8 +104,39 @@ class Bench(Reading):
     def _fits(self) -> Self:
         if not (self.url or self.target):
             raise ValueError("give --head, and either --url or --target")
-        self.refuse(*(OFFLINE if self.url else OF_SERVERS), unless=f"{'without' if self.url else 'with'} --url")
+        if self.url:
+            self.refuse("target", "engine", "engine_python", *OFFLINE, unless="without --url")
+        elif not self.engine:
+            self.refuse("engine_python", *OF_SERVERS, unless="with --url or --engine")
+        else:
+            self.refuse("model", "engine_version", *OFFLINE, unless="without --engine")
+            if self.engine not in registry.startable():
+                raise ValueError(f"--engine {self.engine!r} is not one of {', '.join(registry.startable())}")
+            if not self.python:
+                raise ValueError(f"--engine needs --engine-python (or ${PYTHON})")
+            starter = registry.engine(self.engine).starter
+            if self.branches[0] > 1 and not (starter and starter.trees):
+                raise ValueError(f"--tree: {self.engine} drafts chains alone")
         return self
+
+    @property
+    def python(self) -> Path | None:
+        """The interpreter that the engine is started with."""
+        given = self.engine_python or os.environ.get(PYTHON)
+        return Path(given) if given and self.engine else None
+
+    @property
+    def branches(self) -> tuple[int, int]:
+        """Branches of each drafted token, and tokens that a step verifies; (1, 0) for a chain.
+
+        Raises:
+            ValueError: `tree` says neither.
+        """
+        if self.tree == "chain":
+            return 1, 0
+        if not (found := TREE.fullmatch(self.tree)):
+            raise ValueError(f"--tree {self.tree!r}: say chain, or e.g. topk=4,nodes=8")
+        return int(found[1]), int(found[2])
 
     def run(self, context: Context) -> AcceptanceFile:
         """Return what was measured, which is also written.
@@ -106,11 +154,46 @@ class Bench(Reading):
             str(context.path(self.suite)), revision=self.revision, categories=self.categories, limit=self.limit
         )
         with context.status("measuring") as say:
-            found = self._on_server(context, suite, say) if self.url else self._offline(context, suite, say)
+            if self.engine:
+                found = self._started(context, suite, say)
+            else:
+                found = self._on_server(context, suite, say) if self.url else self._offline(context, suite, say)
         out = Path(self.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(found.to_json())
         return found
+
+    def _started(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
+        from ..bench.measure import ServerRun, measure_served
+        from ..engines.base import Serving
+        from ..engines.serving import serve
+
+        engine, target, python = registry.engine(self.engine or ""), context.source(self.target or ""), self.python
+        head = context.source(self.head)
+        # A prompt has no more tokens than characters, and each turn an answer.
+        longest = max(sum(len(turn) + self.max_tokens + CHAT_TOKENS for turn in p.turns) for p in suite.prompts)
+        branches, nodes = self.branches
+        serving = Serving(
+            python or Path(),
+            target.fetch_model(),
+            head.open_weights().folder,
+            draft_tokens=self.draft_tokens,
+            max_model_len=longest,
+            branches=branches,
+            nodes=nodes,
+        )
+        fields = (
+            "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "baseline_url", "extra",
+        )  # fmt: skip
+        run = ServerRun(
+            target=self.target_name or target.name,
+            precision=self.precision or serving.dtype,
+            kernels=engine.starter.note(serving.python) if engine.starter else "",
+            **{name: getattr(self, name) for name in fields},
+        )
+        say(f"{engine.title}: starting")
+        with serve(serving, engine) as served:
+            return measure_served(served.client.url, suite, head, run, fetch=True, say=say)
 
     def _on_server(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         from ..bench.measure import ServerRun, measure_served

@@ -27,6 +27,8 @@ class CardWritten:
         missing: what the card asks for and nobody said, with what it is; only where that was asked for.
         findings: what is wrong with the card and its licenses.
         checked: whether the card was checked alone.
+        unsaid: how many facts the written card lacks.
+        started: whether `file` is a facts file, not a card.
     """
 
     folder: Path
@@ -34,27 +36,32 @@ class CardWritten:
     missing: Mapping[str, str] | None = None
     findings: Sequence[Finding] = field(default=())
     checked: bool = False
+    unsaid: int = 0
+    started: bool = False
 
     def to_json(self) -> Any:
         """Return it as plain values."""
         return {
             "folder": str(self.folder),
-            "card": str(self.file) if self.file else None,
+            "card": str(self.file) if self.file and not self.started else None,
+            "facts": str(self.file) if self.started else None,
             "missing": dict(self.missing) if self.missing is not None else None,
             "findings": [finding.model_dump(mode="json") for finding in self.findings],
         }
 
 
 class Card(Operation):
-    """Write HEAD's model card from its manifest, reports, figures and facts; what none of them says stands as that.
+    """Write HEAD's model card from its manifest, reports, figures and facts.
 
-    License texts are copied from the source, the target and --license-file. A folder that kconv did
-    not make has a card where the facts name the head. Exit 1 where --missing or --check find
+    A section that none of them fills is left out; --missing lists what it asks for, and --init writes a facts
+    file to fill in. License texts are copied from the source, the target and --license-file. A folder that kconv
+    did not make has a card where the facts name the head. Exit 1 where --missing or --check find
     something, or where a license asks for more than the written card has. With --out, HEAD's files and all the
     evidence go into a new folder, which can be published.
     """
 
     EXAMPLES = (
+        "kconv card my-head-vllm --init facts.yaml",
         "kconv card my-head-vllm --report report/report.json --base-model moonshotai/Kimi-K2.6",
         "kconv card my-head-vllm --style nvidia --facts facts.yaml --acceptance acceptance.json --license-file LICENSE",
         "kconv card my-head-vllm --report report/report.json --acceptance acceptance.json --out my-release",
@@ -76,6 +83,8 @@ class Card(Operation):
     )
     model_index: bool = option(False, "Put the figures into the front matter too.")
     chart: bool = option(True, "Draw no chart.")
+    init: Name | None = option(None, "Write a facts file to fill in, with comments, and no card.", metavar="FILE")
+    force: bool = option(False, "Write over a card, licenses and a facts file that are there.")
     missing: bool = option(False, "List what the card asks for and nobody said; write nothing.")
     check: bool = option(False, "Check HEAD's card and licenses; write nothing.")
     out: Name | None = option(None, "A new folder for the head, its evidence and its card.", kind="output")
@@ -84,8 +93,10 @@ class Card(Operation):
     def _fits(self) -> Self:
         if self.missing and self.check:
             raise ValueError("--missing and --check are two questions; ask one")
-        if self.out is not None and (self.missing or self.check):
-            raise ValueError("--missing and --check write nothing; leave --out out")
+        if self.out is not None and (self.missing or self.check or self.init):
+            raise ValueError("--missing, --check and --init write no card; leave --out out")
+        if self.init is not None and (self.missing or self.check):
+            raise ValueError("--init writes a facts file; ask --missing and --check on their own")
         return self
 
     def run(self, context: Context) -> CardWritten:
@@ -97,6 +108,7 @@ class Card(Operation):
             OutputExists, OutputFailed: the folder is there, or cannot be written.
         """
         from ..cards.card import gather_files, make_card, write
+        from ..cards.facts_file import write_facts
         from ..cards.license_checks import check_folder
         from ..cards.publish.release import write_release
 
@@ -120,12 +132,16 @@ class Card(Operation):
             )  # fmt: skip
             return CardWritten(out, out / "README.md", findings=tuple(check_folder(out, facts)))
         head = context.path(self.head)
+        if self.init is not None:
+            file = Path(self.init)
+            return CardWritten(head, write_facts(file, facts, head, force=self.force), started=True)
         if self.check:
             return CardWritten(head, findings=tuple(check_folder(head, facts)), checked=True)
         made = make_card(gather_files(head, **about), **style)
         if self.missing:
             return CardWritten(head, missing=made.missing)
-        return CardWritten(head, write(head, made), findings=tuple(check_folder(head, facts)))
+        file = write(head, made, force=self.force)
+        return CardWritten(head, file, findings=tuple(check_folder(head, facts)), unsaid=len(made.missing))
 
     def passed(self, result: CardWritten) -> bool:
         """Say whether nothing is missing, and nothing found is an error."""

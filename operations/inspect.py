@@ -2,25 +2,101 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from .base import Context, Name, argument
 from .reading import Reading
 
 if TYPE_CHECKING:
-    from ..convert.read import Head
+    from ..convert.read import HeadReading
+
+# No weights: maps and marks.
+INTEGERS = ("I64", "I32", "BOOL")
+EAGLE3 = "Eagle3 head"
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What a checkpoint is, as far as its files tell.
+
+    Attributes:
+        reading: the checkpoint read as a head, with every problem that was found.
+        targets: hub ids of the targets that its files name.
+    """
+
+    reading: HeadReading
+    targets: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What it is: "Eagle3 head", another kind by its name, or "unknown"."""
+        if self.reading.kind is not None:
+            return self.reading.kind.name
+        from ..convert.identify import looks_like_eagle3
+
+        known = self.reading.layout is not None or looks_like_eagle3(self.reading.checkpoint.tensors)
+        return EAGLE3 if known else "unknown"
+
+    @property
+    def parameters(self) -> int:
+        """The number of weight elements."""
+        return sum(prod(i.shape) for i in self.reading.checkpoint.tensors.values() if i.dtype not in INTEGERS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values; `spec` is null where a problem leaves it open, and so is `captured`."""
+        reading, spec = self.reading, self.reading.spec
+        known = {"captured": reading.captured.ids if reading.captured else None}
+        return {
+            "source": reading.checkpoint.source,
+            "kind": self.kind,
+            "layout": reading.layout.name if reading.layout else None,
+            "spec": asdict(spec) | {"kind": spec.kind} | known if spec else None,
+            "captured_by": reading.captured.how if reading.captured else None,
+            "undecided": [asdict(one) for one in reading.undecided],
+            "unverified": [asdict(one) for one in reading.read.unverified] if reading.read else [],
+            "problems": [
+                {"code": p.code, "severity": p.severity, "where": p.where, "what": p.what, "fix": p.fix}
+                for p in reading.problems
+            ],
+            "convertible": not reading.errors and not reading.undecided,
+            "targets": self.targets,
+            "parameters": self.parameters,
+            "tensors": [
+                {"name": i.name, "dtype": i.dtype, "shape": i.shape, "bytes": i.size}
+                for i in reading.checkpoint.tensors.values()
+            ],
+        }
 
 
 class Inspect(Reading):
     """Say what HEAD is: its layout, attention, dims, RoPE, captured layers, tensors and parameters.
 
-    Reads the config and the headers, no weights; those of a hub id are read where they are.
+    Reads the config and the headers, no weights; those of a hub id are read where they are. What the files leave open
+    is shown with what it may be and what would decide it, and what is no Eagle3 head is named: exit 0 for every
+    checkpoint that can be parsed.
     """
 
-    EXAMPLES = ("kconv inspect my-head", "kconv inspect nvidia/Kimi-K2.6-Eagle3")
+    EXAMPLES = (
+        "kconv inspect my-head",
+        "kconv inspect nvidia/Kimi-K2.6-Eagle3",
+        "kconv inspect https://huggingface.co/RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3 --target-layers 32",
+    )
 
-    head: Name = argument("The head: a folder or a hub id.", kind="checkpoint")
+    head: Name = argument("The head: a folder, a hub id or its URL.", kind="checkpoint")
 
-    def run(self, context: Context) -> Head:
-        """Return the head, read by its headers."""
-        return self.open_headers(context, self.head)
+    def run(self, context: Context) -> Inspected:
+        """Return what the checkpoint is, read by its headers.
+
+        Raises:
+            NotACheckpoint, ConfigInvalid, CorruptHeader, CorruptIndex: it cannot be parsed.
+            TargetInvalid: the target cannot be read.
+        """
+        from ..convert.identify import named_targets
+        from ..convert.read import read
+
+        checkpoint = context.source(self.head).open_headers()
+        hints = self.hints(self.target_config(context))
+        reading = read(checkpoint, layout=self.layout(), hints=hints, values=False)
+        return Inspected(reading, named_targets(checkpoint.folder, checkpoint.config))

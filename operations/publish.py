@@ -233,17 +233,10 @@ def recorded_steps(folder: Path) -> list[Publish]:
     Raises:
         RecipeInvalid: the recipe is no YAML mapping, or such a step is not of its schema.
     """
-    import yaml
-
-    from ..cards.publish.floor import RECIPE
+    from ..cards.publish.floor import RECIPE, read_parts
     from ..errors import RecipeInvalid
 
-    file = folder / RECIPE
-    try:
-        held = yaml.safe_load(file.read_bytes()) if file.exists() else None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeInvalid(f"{RECIPE} cannot be read: it is no YAML", where=file, fix="Correct it there.") from error
-    steps = held.get("steps") if isinstance(held, dict) else None
+    file, steps = folder / RECIPE, read_parts(folder).get("steps")
     own = [step for step in steps.values() if isinstance(step, dict)] if isinstance(steps, dict) else []
     try:
         return [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from .base import Context, LayerIds, Name, Operation, option
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..targets.config import TargetConfig
 
 Count = Annotated[int, Field(ge=1)]
+Theta = Annotated[float, Field(gt=0)]
 YES_OR_NO = {"yes": True, "no": False}
 YesOrNo = Annotated[bool, BeforeValidator(lambda value: YES_OR_NO.get(str(value).lower(), value))]
 
@@ -30,12 +31,25 @@ class Reading(Operation):
     captured_are: Literal["outputs", "inputs"] | None = option(
         None, "Whether the listed layers are outputs or inputs of 0-based decoder layers."
     )
+    rope_theta: Theta | None = option(None, "RoPE's base, if the config lost it.", metavar="BASE")
+    layers: Count | None = option(
+        None, "The head's own decoder layers, if num_hidden_layers is the target's.", metavar="N"
+    )
     max_positions: Count | None = option(None, "Longest context that will be served.", metavar="N")
     norm_before_residual: YesOrNo | None = option(
         None, "Whether layer 0's residual is normed, if a config that readers disagree on does not state it.",
         kind="yes-or-no",
     )  # fmt: skip
     target: Name | None = option(None, "The target model; its depth decides default captures.", kind="checkpoint")
+    target_layers: Count | None = option(
+        None, "The target's number of decoder layers, where no --target is at hand.", metavar="N"
+    )
+
+    @model_validator(mode="after")
+    def _one_depth(self) -> Self:
+        if self.target is not None and self.target_layers is not None:
+            raise ValueError("--target tells its own depth; leave --target-layers out")
+        return self
 
     def layout(self) -> Layout | None:
         """Return the layout that the request names; None to go by the head's marks.
@@ -51,8 +65,15 @@ class Reading(Operation):
         """Return what the request says where a config is silent, for a target if there is one."""
         from ..convert.captured import Hints
 
-        layers = config.layers if config else None
-        return Hints(self.captured, self.captured_are, layers, self.max_positions, self.norm_before_residual)
+        return Hints(
+            self.captured,
+            self.captured_are,
+            config.layers if config else self.target_layers,
+            self.max_positions,
+            self.norm_before_residual,
+            self.rope_theta,
+            self.layers,
+        )
 
     def target_config(self, context: Context) -> TargetConfig | None:
         """Return the config of the target that the request names; None where it names none."""

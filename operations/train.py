@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from ..checkpoint.schema import parse_json
 from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, check_trusted, refuse_existing_output
 
@@ -37,7 +37,7 @@ def _settings(value: Any) -> Any:
             raise ValueError(f"{setting!r} is not KEY=VALUE")
         try:
             # A list of numbers may go without its brackets, as everywhere on the command line.
-            found[key] = json.loads(f"[{text}]" if NUMBERS.fullmatch(text) else text)
+            found[key] = parse_json(f"[{text}]" if NUMBERS.fullmatch(text) else text)
         except ValueError:
             found[key] = text
     return found

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..engines import registry
 from ..errors import ReportInvalid, RequestInvalid
@@ -30,11 +30,16 @@ GOES_WITH = {
     "new_tokens": ("prompts",),
     "seed": ("prompts",),
     "calibrated_on": ("prompts", "states"),
+    "min_retention": ("prompts", "states"),
     "allow_pickle": ("states",),
     "trust_remote_code": ("prompts",),
 }
+# One name, or several.
+Engines = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
+]
 # What a target has none of: it is run over text, and drafts nothing.
-OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "engine", "engine_python", "url")
+OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
 
 
@@ -58,8 +63,8 @@ class Validate(Reading):
     )
 
     head: Name = argument("A head or a target: a folder or a hub id.", kind="checkpoint")
-    for_: str | None = option(
-        None, "Who will serve it; by default the engines of its layout, or all.", metavar="ENGINE"
+    for_: Engines = option(
+        (), "Who will serve it, repeatable; by default the engines of its layout, or all.", metavar="ENGINE"
     )
     source: Name | None = option(None, "What HEAD was made from: bits are compared, or noise.", kind="checkpoint")
     headers_only: bool = option(False, "Read no weight, and download none: names, shapes, config.")
@@ -80,6 +85,9 @@ class Validate(Reading):
     calibrated_on: tuple[Name, ...] = option(
         (), "A states.json or its folder: prompts that stand there are refused; repeatable.", kind="file"
     )
+    min_retention: Annotated[float, Field(ge=0, le=1)] = option(
+        0.97, "Share of --source's acceptance that an approximate HEAD must keep, sampled and greedy.", metavar="SHARE"
+    )
     allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
     engine: str | None = option(
@@ -89,12 +97,13 @@ class Validate(Reading):
         None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
     )
     url: str | None = option(None, "Reach an engine that serves --target with HEAD already.")
-    out: Name | None = option(None, "Write report.json and report.md into this folder.", kind="output")
+    out: Name | None = option(None, "Write report.json, report.md and report.html into this folder.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for name, known in (("for_", registry.asked()), ("engine", registry.servable())):
-            if (asked := getattr(self, name)) is not None and asked not in known:
+        asked_for = [("for_", asked, registry.asked()) for asked in self.for_]
+        for name, asked, known in (*asked_for, ("engine", self.engine, registry.servable())):
+            if asked is not None and asked not in known:
                 raise ValueError(f"--{plain_name(name)} {asked!r} is not one of {', '.join(known)}")
         if self.headers_only and (self.measures or self.source):
             raise ValueError("--headers-only reads no value, and --source and all that measures are about values")
@@ -147,7 +156,7 @@ class Validate(Reading):
 
         target, source = context.maybe(self.target), context.maybe(self.source)
         checks = Checks(
-            registry.asked()[self.for_] if self.for_ else None,
+            tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one])) or None,
             self.layout(),
             self.hints(config := self.target_config(context)),
             config,
@@ -229,6 +238,7 @@ class Validate(Reading):
             seed=self.seed,
             calibrated_on=tuple(context.path(name) for name in self.calibrated_on),
             allow_pickle=self.allow_pickle,
+            min_retention=self.min_retention,
         )
 
     def _engined(self, target: Source | None) -> Engined | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -134,12 +134,10 @@ class Vocab(Reading):
 
     def _plan(self, context: Context) -> Plan:
         from ..checkpoint.bytes import file_digest
-        from ..convert.captured import Hints
         from ..convert.vocab import CountedText, expand, prune, rebuild_t2d, write_offsets
 
         known, head, layout = self._known(context), context.source(self.head).open_weights(), self.layout()
-        layers = known.layers if known else None
-        hints = Hints(self.captured, self.captured_are, layers, self.max_positions, self.norm_before_residual)
+        hints = replace(self.hints(), target_layers=known.layers) if known else self.hints()
         if self.rebuild_t2d:
             return rebuild_t2d(head, layout, hints)
         if self.absolute:

@@ -7,11 +7,16 @@ the converted folder.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from queue import Queue
 
 import torch
 
@@ -24,6 +29,7 @@ from ..convert.execute import execute
 from ..convert.plan import plan
 from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
+from ..errors import KconvError, TrainingFailed
 from ..head.drafters import Bigram, count_bigrams
 from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import load_target
@@ -42,6 +48,9 @@ from ..validate.texts import Text, make_texts
 
 BEFORE, AFTER = "ModelOpt, before", "kconv, after"
 Advance = Callable[[int, int, float], None]
+# Seconds between two looks at how far training is.
+PATIENCE = 0.5
+Heads = tuple[tuple[str, EagleRecipe], ...]
 Stage = Callable[[str], AbstractContextManager[Advance]]
 """Opens a stage of the demo by its title; what it gives is told (steps done, steps in all, loss)."""
 
@@ -60,7 +69,7 @@ class DemoRecipe:
     """
 
     target: TinyRecipe
-    heads: tuple[tuple[str, EagleRecipe], ...]
+    heads: Heads
     prompts: int = 48
     prompt_tokens: int = 32
     new_tokens: int = 64
@@ -112,7 +121,7 @@ def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) 
     refuse_existing(out)
     with stage(_title("tiny Kimi-K2", "training", kept_at(recipe.target, cache))) as advance:
         cached = make_target(recipe.target, cache, advance)
-    trained = {name: _train(name, head, cached, cache, stage) for name, head in recipe.heads}
+    trained = _train(recipe.heads, cached, cache, stage)
     with staged(out) as folder:
         shutil.copytree(cached, folder / "target")
         with stage("prompts: continuing held-out text"):
@@ -125,13 +134,56 @@ def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) 
     return [Made(m.name, out / m.name, m.report, m.round_trip) for m in found]
 
 
-def _train(name: str, recipe: EagleRecipe, target: Path, cache: Path, stage: Stage) -> Path:
-    """Train a head with ModelOpt, or find the one that this recipe made before."""
+def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, Path]:
+    """Train heads with ModelOpt beside each other, a process and a core each, or find those of the same recipes.
+
+    Raises:
+        TrainingFailed: a head could not be trained, or its process was ended.
+    """
     tokenizer, corpus = load_tokenizer(target).inner, read_corpus()
     text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
-    out = cache / f"head-{head_key(target, recipe, text, held_out)}"
-    with stage(_title(f"{name} head", "training with ModelOpt", out)) as advance:
-        return train_head(target, out, recipe, text, held_out, advance)
+    folders = {name: cache / f"head-{head_key(target, recipe, text, held_out)}" for name, recipe in heads}
+    # A process that is new starts torch with its own threads; a fork of one that has computed may hang.
+    spawned = get_context("spawn")
+    with ExitStack() as open_, spawned.Manager() as manager:
+        titles = {name: _title(f"{name} head", "training with ModelOpt", out) for name, out in folders.items()}
+        shown = {name: open_.enter_context(stage(title)) for name, title in titles.items()}
+        progress = manager.Queue()
+        jobs = [(target, folders[name], recipe, text, held_out, name, progress) for name, recipe in heads]
+        jobs = [job for job in jobs if not job[1].exists()]
+        workers = max(1, min(len(jobs), os.cpu_count() or 1))
+        pool = open_.enter_context(ProcessPoolExecutor(workers, spawned))
+        running = {pool.submit(_train_one, *job) for job in jobs}
+        while running:
+            done, running = wait(running, timeout=PATIENCE, return_when=FIRST_COMPLETED)
+            while not progress.empty():
+                name, *state = progress.get()
+                shown[name](*state)
+            _raise_first(done)
+    return folders
+
+
+def _train_one(
+    target: Path, out: Path, recipe: EagleRecipe, text: torch.Tensor, held_out: torch.Tensor, name: str, progress: Queue
+) -> KconvError | None:
+    """Train one head in a process of its own; return the error that ended it."""
+    try:
+        train_head(target, out, recipe, text, held_out, lambda *state: progress.put((name, *state)))
+    except KconvError as error:
+        return error
+    return None
+
+
+def _raise_first(done: Iterable[Future[KconvError | None]]) -> None:
+    for job in done:
+        try:
+            error = job.result()
+        except BrokenProcessPool as died:
+            raise TrainingFailed(
+                "a process that trained a head was ended", fix="Free memory, and run the demo again."
+            ) from died
+        if error is not None:
+            raise error
 
 
 def _title(what: str, work: str, kept: Path) -> str:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
-from ..checkpoint.schema import first_wrong
+from ..checkpoint.schema import MAX_YAML, first_wrong, parse_yaml, read_text
 from ..errors import RecipeInvalid, RequestInvalid
 from ..operations import OPERATIONS, load
 from ..operations.base import Operation
@@ -134,22 +133,16 @@ def read_release(file: Path) -> tuple[Release, str]:
     Raises:
         RecipeInvalid: it cannot be read, or has a key that does not exist or a value that cannot be.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-        return parse_release(text), text
-    except (OSError, UnicodeDecodeError) as fault:
-        raise RecipeInvalid(f"{file} cannot be read: {fault}", where=file, fix="Give a YAML file.") from fault
+    text = read_text(file, RecipeInvalid, limit=MAX_YAML, fix="Give a YAML file.")
+    return parse_release(text, where=file), text
 
 
-def parse_release(text: str) -> Release:
+def parse_release(text: str, *, where: object = "") -> Release:
     """Read a recipe's text; see `read_release`."""
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as fault:
-        raise RecipeInvalid(f"the recipe is no YAML: {' '.join(str(fault).split())}", fix="Mend it there.") from fault
+    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix="Correct it there.")
     try:
         return Release.model_validate(values)
     except ValidationError as fault:
         raise RecipeInvalid(
-            f"the recipe is wrong: {first_wrong(fault)}", fix="docs/release.md lists each step's keys."
+            f"the recipe is wrong: {first_wrong(fault)}", where=where, fix="docs/release.md lists each step's keys."
         ) from fault

@@ -15,9 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from ..checkpoint.bytes import file_digest
+from ..checkpoint.schema import load_json
 from ..checkpoint.staging import writing
 from ..errors import ReleaseBusy, ReleaseStateInvalid
 
@@ -80,16 +81,15 @@ def read_state(root: Path) -> State:
         ReleaseStateInvalid: run.json is not of the schema.
     """
     file = root / STATE
-    try:
-        return State.model_validate_json(file.read_bytes())
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return State()
-    except (OSError, ValidationError) as fault:
-        raise ReleaseStateInvalid(
-            f"{STATE} cannot be read, so what was done is not known",
-            where=file,
-            fix="Choose another --out, or delete that folder to do everything again.",
-        ) from fault
+    return load_json(
+        State,
+        file,
+        ReleaseStateInvalid,
+        what="record of what was done",
+        fix="Choose another --out, or delete that folder to do everything again.",
+    )
 
 
 def write_state(root: Path, state: State) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.schema import parse_json
 from ..checkpoint.source import Source
 from ..checkpoint.staging import refuse_existing, writing
 from ..checkpoint.tensors import TORCH, read_rows
@@ -36,6 +37,7 @@ from ..targets.prompts import read_prompts
 from ..targets.tokenizer import load_tokenizer
 from ..targets.weights import stored_weights
 from .calibration import CalibrationPrompts, TargetCalibration, identify, write_calibration
+from .experts import ExpertsOneByOne, describe_memory, must_part, run_together
 
 Advance = Callable[[int, int], None]
 # Tokens that each prompt is cut to.
@@ -73,9 +75,11 @@ def calibrate_target(
     """
     refuse_existing(out)
     sequences, used = read_sequences(target, prompts, tokens=tokens, chat=chat, trust_remote_code=trust_remote_code)
-    folder = target.fetch_model()
-    config = read_target_config(folder)
-    checkpoint, chosen = open_checkpoint(folder, source=target.name), TORCH[dtype or config.dtype or "BF16"]
+    config = read_target_config(target.fetch_config())
+    chosen = TORCH[dtype or config.dtype or "BF16"]
+    headers = target.open_headers()  # before hundreds of gigabytes are downloaded
+    must_part(stored_weights(headers, config), config, chosen, target.name)
+    checkpoint = open_checkpoint(target.fetch_model(), source=target.name)
     place = partial_of(out, checkpoint, sequences, chosen)
     before = find(place, config.layers)
     if before:
@@ -91,6 +95,7 @@ def calibrate_target(
             resume=before,
             keep=partial(keep, place),
             advance=progress,
+            say=log,
         )
         temporary = out.with_name(f".{out.name}.partial")
         write_calibration(temporary, found)
@@ -133,6 +138,7 @@ def calibrate(
     resume: CalibrationState | None = None,
     keep: Callable[[CalibrationState], None] = lambda between: None,
     advance: Advance = lambda done, total: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> TargetCalibration:
     """Return the largest magnitude at the input of each linear module of the decoder.
 
@@ -147,38 +153,94 @@ def calibrate(
         resume: where an interrupted run of the same stood; None for the first layer.
         keep: called after each layer with what the next one starts from.
         advance: called with the layers done and their number.
+        say: told what a layer takes in memory.
 
     Raises:
-        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
-        SourceFormatUnknown, TensorShape: it is quantized in a way that is not read.
+        TargetInvalid, TargetTooLarge, SourceFormatUnknown, TensorShape: see `Layers`.
         InputScalesInvalid: there is no token, or a module was never run.
     """
     if not sum(map(len, sequences)):
         raise InputScalesInvalid("there is no token to calibrate on", fix="Give prompts that are not empty.")
-    stored = stored_weights(target, config)
-    with torch.device("meta"):
-        model = build_target(config, dtype)
-    # Each linear by itself: other implementations fuse all experts into one operation, which hides their inputs.
-    model.config._experts_implementation = "eager"
-    check_tensors(model, target, config, stored)
-    rotary = DeepseekV3RotaryEmbedding(model.config)
+    layers = Layers(target, config, dtype)
+    say(layers.memory)
     if resume is None:
         embedding = target.tensors[config.embed_tokens]
         resume = CalibrationState(0, [read_rows(embedding, ids).to(dtype).unsqueeze(0) for ids in sequences], {})
     hidden, found = list(resume.hidden), dict(resume.amaxes)
-    for i, layer in list(enumerate(model.model.layers))[resume.layers :]:
-        base = f"model.layers.{i}"
-        with _resident(layer), torch.no_grad():
-            state = layer.state_dict(prefix=f"{base}.")
-            fill(state, stored, config.prefix)
-            watch = _Watch(state)
-            with watch:
-                for j, states in enumerate(hidden):
-                    hidden[j] = _run(layer, states, model.config, rotary)
-        found |= watch.amaxes(base)
+    for i, watch in layers.run(hidden, _Watch, first=resume.layers):
+        found |= watch.amaxes()
         keep(CalibrationState(i + 1, hidden, found))
         advance(i + 1, config.layers)
     return TargetCalibration(target=identify(target, config), prompts=prompts, input_amax=found)
+
+
+W = TypeVar("W", bound="LayerLinears")
+
+
+class Layers:
+    """A target's layers, run from its disk with one in memory at a time; of one that does not fit, one expert.
+
+    Args:
+        target: in any form that is read.
+        config: its config.
+        dtype: to compute in.
+
+    Attributes:
+        memory: what a layer takes, one sentence.
+
+    Raises:
+        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
+        TargetTooLarge: a layer does not fit into memory even so.
+        SourceFormatUnknown, TensorShape: it is quantized in a way that is not read.
+    """
+
+    def __init__(self, target: Checkpoint, config: TargetConfig, dtype: torch.dtype) -> None:
+        self._stored, self._config, self._dtype = stored_weights(target, config), config, dtype
+        self._parted = must_part(self._stored, config, dtype, target.folder)
+        self.memory = describe_memory(self._stored, config, dtype, self._parted)
+        with torch.device("meta"):
+            model = build_target(config, dtype)
+        # Each linear by itself: other implementations fuse all experts into one operation, which hides their inputs.
+        model.config._experts_implementation = "eager"
+        check_tensors(model, target, config, self._stored)
+        self._model, self._rotary = model, DeepseekV3RotaryEmbedding(model.config)
+
+    def run(
+        self, hidden: list[torch.Tensor], watching: Callable[[str], W], *, first: int = 0
+    ) -> Iterator[tuple[int, W]]:
+        """Run the layers one after the other, and yield each one's number with what watched it.
+
+        Args:
+            hidden: what enters the first layer, [1, T, hidden] of each text; changed to what leaves each.
+            watching: returns what sees the linears of a layer, by its name.
+            first: the layer to begin with.
+        """
+        for i, layer in list(enumerate(self._model.model.layers))[first:]:
+            base = f"model.layers.{i}"
+            watch = watching(base)
+            # Not in torch.no_grad() across a yield: it would hold for the caller's code too.
+            self._run_layer(layer, base, hidden, watch)
+            yield i, watch
+
+    @torch.no_grad()
+    def _run_layer(self, layer: Any, base: str, hidden: list[torch.Tensor], watch: LayerLinears) -> None:
+        parts = self._parted and hasattr(layer.mlp, "experts")
+        if parts:
+            count, name = len(layer.mlp.experts.gate_up_proj), f"{base}.mlp.experts"
+            watch.expect({f"{name}.{fused}": _experts(name, count, fused) for fused in FUSED})
+            layer.mlp.experts = ExpertsOneByOne(
+                self._stored, self._config.prefix + name, self._dtype, lambda which, x: watch.see(f"{name}.{which}", x)
+            )
+        with _resident(layer):
+            state = layer.state_dict(prefix=f"{base}.")
+            fill(state, self._stored, self._config.prefix)
+            watch.place(state)
+            with watch:
+                if parts:
+                    hidden[:] = run_together(layer, hidden, partial(_attend, layer, self._model.config, self._rotary))
+                    return
+                for j, states in enumerate(hidden):
+                    hidden[j] = _run(layer, states, self._model.config, self._rotary)
 
 
 @contextmanager
@@ -191,58 +253,90 @@ def _resident(layer: torch.nn.Module) -> Iterator[None]:
 
 
 def _run(layer: Any, states: torch.Tensor, config: Any, rotary: torch.nn.Module) -> torch.Tensor:
+    return layer(states, use_cache=False, **_placed(states, config, rotary))
+
+
+def _attend(layer: Any, config: Any, rotary: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+    return layer.self_attn(hidden_states=states, use_cache=False, **_placed(states, config, rotary))[0]
+
+
+def _placed(states: torch.Tensor, config: Any, rotary: torch.nn.Module) -> dict[str, Any]:
     positions = torch.arange(states.shape[1]).unsqueeze(0)
     mask = create_causal_mask(
         config=config, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=positions
     )
-    return layer(
-        states,
-        attention_mask=mask,
-        position_ids=positions,
-        position_embeddings=rotary(states, position_ids=positions),
-        use_cache=False,
-    )
+    turned = rotary(states, position_ids=positions)
+    return {"attention_mask": mask, "position_ids": positions, "position_embeddings": turned}
 
 
-class _Watch(TorchFunctionMode):
-    """Sees every linear operation, and knows by the place of the weight in memory which module it is.
+def _experts(base: str, count: int, fused: str) -> tuple[str, ...]:
+    return tuple(f"{base}.{e}.{part}" for e in range(count) for part in FUSED[fused])
+
+
+class LayerLinears(TorchFunctionMode):
+    """Sees what every linear of a layer reads, and knows by the place of the weight in memory which module it is.
 
     Args:
-        state: a layer's tensors by name, in memory.
+        layer: its name, e.g. "model.layers.3".
     """
 
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+    def __init__(self, layer: str) -> None:
         super().__init__()
-        self._groups: dict[str, tuple[str, ...]] = {}
+        self.layer = layer
+        self.groups: dict[str, tuple[str, ...]] = {}
+        """The modules that share an input, by the name of one or of the tensor that they are fused in."""
         self._places: dict[int, str] = {}
-        self._seen: dict[str, float] = {}
+
+    def expect(self, groups: Mapping[str, tuple[str, ...]]) -> None:
+        """Add groups whose weights are not in memory, and which are shown to `see` by who runs them."""
+        self.groups |= groups
+
+    def place(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the layer's tensors are, by their names."""
         for name, tensor in state.items():
             base, _, last = name.rpartition(".")
             if tensor.dim() == 3:
-                self._groups[name] = tuple(f"{base}.{e}.{part}" for e in range(len(tensor)) for part in FUSED[last])
+                self.groups[name] = _experts(base, len(tensor), last)
                 self._places |= {expert.data_ptr(): name for expert in tensor}
             elif tensor.dim() == 2 and base.endswith(("_proj", "_proj_with_mqa")):
-                self._groups[name] = (base,)
+                self.groups[name] = (base,)
                 self._places[tensor.data_ptr()] = name
+
+    def see(self, group: str, x: torch.Tensor) -> torch.Tensor:
+        """Take a group's input, and return what it is multiplied as."""
+        raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear:
             group = self._places.get(args[1].data_ptr())
             if group is not None and args[0].numel():
-                largest = float(args[0].abs().max())
-                before = self._seen.get(group, 0.0)
-                self._seen[group] = before if largest <= before else largest  # NaN stays
+                args = (self.see(group, args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
-    def amaxes(self, layer: str) -> dict[str, float]:
+
+class _Watch(LayerLinears):
+    """Keeps the largest magnitude that each module of a layer reads."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(layer)
+        self._seen: dict[str, float] = {}
+
+    def see(self, group: str, x: torch.Tensor) -> torch.Tensor:
+        """See `LayerLinears.see`; the input stays as it is."""
+        largest = float(x.abs().max())
+        before = self._seen.get(group, 0.0)
+        self._seen[group] = before if largest <= before else largest  # NaN stays
+        return x
+
+    def amaxes(self) -> dict[str, float]:
         """Return the largest magnitude that each module of the layer read."""
-        unseen = sorted(self._groups.keys() - self._seen.keys())
+        unseen = sorted(self.groups.keys() - self._seen.keys())
         if unseen:
             raise InputScalesInvalid(
-                f"nothing was seen of {len(unseen)} modules of {layer}, among them {unseen[0]}",
+                f"nothing was seen of {len(unseen)} modules of {self.layer}, among them {unseen[0]}",
                 fix="Give more prompts; if it stays, this transformers runs the layer in a way that is not known here.",
             )
-        return {module: self._seen[group] for group, modules in self._groups.items() for module in modules}
+        return {module: self._seen[group] for group, modules in self.groups.items() for module in modules}
 
 
 @dataclass(frozen=True)
@@ -313,7 +407,7 @@ def find(file: Path, layers: int) -> CalibrationState | None:
         done = int(said["layers"])
         if not 0 <= done <= layers:
             raise ValueError(f"it stands behind layer {done} of {layers}")
-        return CalibrationState(done, hidden, json.loads(said["amaxes"]))
+        return CalibrationState(done, hidden, parse_json(said["amaxes"]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         raise InputScalesInvalid(
             f"what an interrupted run left in {file.name} cannot be read: {fault}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
+from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Record
@@ -180,7 +180,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
             fix="Calibrate this target, or give --input-scale data-free.",
         )
     check_norms(calibration.input_amax, target, config)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    digest = file_digest(file)
     prompts = calibration.prompts
     return InputScales(
         f"calibrated on {prompts.count} prompts, {prompts.tokens} tokens (file sha256 {digest[:16]})",

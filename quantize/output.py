@@ -13,6 +13,8 @@ from typing import Any
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
+from ..checkpoint.schema import MAX_JSON, parse_json, read_bounded
+from ..errors import WorkerFailed
 from ..targets.weights import SIDE_CONFIG
 from .formats import hf_quant_config, quantization_config
 from .plan import QuantizePlan, exclude_modules
@@ -149,7 +151,7 @@ def write_manifest(
 
 
 def _head(place: Workplace, file: str) -> dict[str, Any]:
-    return json.loads(place.record(file).read_bytes())
+    return parse_json(read_bounded(place.record(file), WorkerFailed, limit=MAX_JSON, fix="Run the same command again."))
 
 
 def _tensor_texts(plan: QuantizePlan, place: Workplace) -> Iterator[str]:

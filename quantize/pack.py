@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.staging import cache_root
 from ..targets.weights import dequantize_nvfp4
 from .formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
 
@@ -191,6 +193,8 @@ def load_native(source: str) -> ctypes.CDLL | None:
     Args:
         source: the file's name, e.g. "int4.c".
 
+    A cache that others may write to is passed over, and the library compiled anew for this process alone.
+
     Returns:
         The library; None where there is no compiler, or the cache cannot be written, or KCONV_NATIVE=0.
     """
@@ -201,6 +205,10 @@ def load_native(source: str) -> ctypes.CDLL | None:
     stamp = hashlib.sha256("\0".join([text, *compiler, *FLAGS, _machine()]).encode()).hexdigest()[:16]
     library = _cache() / f"{source.removesuffix('.c')}-{stamp}.so"
     try:
+        folder = library.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if not _own(folder) or (library.exists() and not _own(library)):
+            return _load_private(compiler, text)
         if not library.exists():
             _compile(compiler, text, library)
         return ctypes.CDLL(str(library))
@@ -208,8 +216,27 @@ def load_native(source: str) -> ctypes.CDLL | None:
         return None
 
 
+def _own(path: Path) -> bool:
+    """Say whether nobody but this user and root can have put there what would be run as this user."""
+    return all(_safe(one.lstat()) for one in (path.absolute(), *path.resolve().parents, path.resolve()))
+
+
+def _safe(found: os.stat_result) -> bool:
+    # In a folder like /tmp, whose sticky bit is set, nobody replaces what is another's.
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    return found.st_uid in (0, os.geteuid()) and (not writable or bool(sticky))
+
+
+def _load_private(compiler: list[str], text: str) -> ctypes.CDLL:
+    """Compile into a folder that only this user may enter, and load it; the folder is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kconv-native-") as folder:
+        library = Path(folder) / "made.so"
+        _compile(compiler, text, library)
+        return ctypes.CDLL(str(library))
+
+
 def _compile(compiler: list[str], text: str, library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder, "source.c"), Path(folder, "made.so")
         source.write_text(text)
@@ -220,7 +247,7 @@ def _compile(compiler: list[str], text: str, library: Path) -> None:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv") / "native"
+    return cache_root() / "native"
 
 
 def _machine() -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..checkpoint.manifest import read_manifest
+from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..checkpoint.staging import check_disk, keep_staging, publish, staging_of, writing
 from ..errors import KconvError, WorkerFailed
@@ -180,10 +181,11 @@ def _wait_for_others(
 
 
 def _hear(place: Workplace, world: World) -> None:
+    again = "Run the same command again on all ranks; it goes on where it stopped."
     for rank in range(world.size):
         if place.failure(rank).exists():
             raise WorkerFailed(
-                f"rank {rank} failed: {place.failure(rank).read_text()}",
+                f"rank {rank} failed: {read_text(place.failure(rank), WorkerFailed, fix=again)}",
                 fix="Put that right, and run the same command again on all ranks; it goes on where it stopped.",
             )
 

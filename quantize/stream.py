@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
-from pydantic import ValidationError
 
 from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Action, FileRecord, Record, StepRecord, TensorRecord
+from ..checkpoint.schema import load_json
 from ..checkpoint.staging import files_of
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
-from ..errors import TensorValue
+from ..errors import TensorValue, WorkerFailed
 from ..targets.weights import Int4, StoredWeight
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
@@ -73,9 +73,10 @@ class Workplace:
         `kconv verify` hashes them again.
         """
         try:
-            record = UnitRecord.model_validate_json(self.record(file).read_bytes())
+            note = self.record(file)
+            record = load_json(UnitRecord, note, WorkerFailed, what="record of a file", fix="Delete it.")
             whole = (self.files / file).stat().st_size == record.file.size
-        except (OSError, ValidationError):
+        except (OSError, WorkerFailed):
             return None
         return record if whole else None
 

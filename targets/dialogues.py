@@ -11,7 +11,6 @@ before an answer is said too, and stands beside "content" as "reasoning_content"
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.schema import parse_json, read_lines
 from ..errors import TrainingDataInvalid
 from .prompts import Prompt
 from .tokenizer import Tokenizer
@@ -84,21 +84,18 @@ def read_rows(name: str, split: str = "train", revision: str | None = None) -> I
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("it is not a JSON object")
-                # What kconv generate notes of a prompt that got no answer.
-                if "failed" not in row or "messages" in row:
-                    yield f"{file}:{number}", row
-    except (OSError, ValueError) as fault:
-        raise TrainingDataInvalid(
-            f"the training data cannot be read: {fault}", where=file, fix="Give a JSONL file in UTF-8."
-        ) from fault
+    fix = "Give a JSONL file in UTF-8."
+    for number, line in read_lines(file, TrainingDataInvalid, fix=fix):
+        where = f"{file}:{number}"
+        try:
+            row = parse_json(line)
+            if not isinstance(row, dict):
+                raise ValueError("it is not a JSON object")
+        except ValueError as fault:
+            raise TrainingDataInvalid(f"the training data cannot be read: {fault}", where=where, fix=fix) from fault
+        # What kconv generate notes of a prompt that got no answer.
+        if "failed" not in row or "messages" in row:
+            yield where, row
 
 
 def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Sample]:

@@ -135,6 +135,17 @@ def fill(state: dict[str, torch.Tensor], stored: dict[str, StoredWeight], prefix
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: sums come out the same however many cores there are, and what is trained with them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Construct modules in a dtype, as transformers' own loading does."""
     before = torch.get_default_dtype()

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.schema import parse_json, read_lines
 from ..errors import PromptsInvalid
 
 # Hex digits of a digest that a trained head's manifest keeps, and by which prompts are told apart: of 64 bits, a prompt
@@ -46,16 +47,8 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
     Raises:
         PromptsInvalid: the file is missing, empty or no UTF-8, or a line is of neither form or repeats an id.
     """
-    try:
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise PromptsInvalid(
-            f"the prompts {file.name} cannot be read: {fault}", where=file, fix="Give a JSONL file in UTF-8."
-        ) from fault
     prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(file, PromptsInvalid, fix="Give a JSONL file in UTF-8."):
         prompt = _parse(line, number, file)
         if prompt.id in prompts:
             raise _invalid(f"repeats the id {prompt.id!r}", number, file)
@@ -67,8 +60,8 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
 
 def _parse(line: str, number: int, file: Path) -> Prompt:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as fault:
+        value = parse_json(line)
+    except ValueError as fault:
         raise _invalid(f"is not JSON: {fault}", number, file) from fault
     if not isinstance(value, dict):
         raise _invalid("is not a JSON object", number, file)

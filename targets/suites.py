@@ -7,9 +7,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
+from ..checkpoint.bytes import file_digest
 from ..errors import MissingExtra, SuiteInvalid
 from .prompts import Prompt, digest_prompts, read_prompts
 
@@ -121,7 +121,7 @@ def load_suite(
         if revision:
             raise SuiteInvalid("a file has no revision", where=name, fix="Leave --revision out.")
         prompts = read_prompts(Path(name))
-        pinned = f"sha256:{sha256(Path(name).read_bytes()).hexdigest()}"
+        pinned = f"sha256:{file_digest(Path(name))}"
         known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)
     return _suite(prompts, known, known.dataset if known else Path(name).name, pinned, categories, limit)
 

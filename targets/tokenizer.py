@@ -12,11 +12,14 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid, TargetInvalid
 from .config import read_target_config
 from .prompts import read_prompts
 
+# Bytes of a text whose tokens are counted; the counts settle long before.
+MAX_COUNTED = 1 << 30
 # Kimi-K2's is a tiktoken.model with Python beside it.
 FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
 
@@ -169,7 +172,7 @@ class Vocabulary:
             PromptsInvalid: the file cannot be read, or holds no text.
             TargetInvalid: the tokenizer gives ids that the target has no row for.
         """
-        texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_read(file)]
+        texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
         ids = torch.tensor([i for text in texts for i in self.tokenizer.encode(text)], dtype=torch.int64)
         if not len(ids):
             raise PromptsInvalid(f"{file.name} holds no text", where=file, fix="Give a text like what will be asked.")
@@ -202,10 +205,5 @@ def read_vocabulary(source: Source, *, trust_remote_code: bool = False) -> Vocab
     return Vocabulary(config.layers, config.vocab, tensors[config.lm_head], tokenizer)
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise PromptsInvalid(
-            f"the text {file.name} cannot be read: {fault}", where=file, fix="Give a file in UTF-8."
-        ) from fault
+def _text(file: Path) -> str:
+    return read_text(file, PromptsInvalid, limit=MAX_COUNTED, fix="Give a file in UTF-8.")

@@ -27,6 +27,7 @@ import torch
 
 from ..checkpoint.bytes import Entry, digest, file_digest, write_safetensors
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.schema import MAX_JSON, load_json, parse_json, read_bounded
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, finish, refuse_existing
 from ..checkpoint.tensors import TORCH
@@ -565,9 +566,10 @@ PROGRESS, PLAN, LOCK = "progress", "plan.json", "lock"
 def read_finished(folder: Path, name: str) -> ShardRecord | None:
     """Return what an earlier run noted of a shard, if the file is still what it wrote."""
     try:
-        done = ShardRecord.model_validate_json((folder / PROGRESS / f"{name}.json").read_bytes())
+        note = folder / PROGRESS / f"{name}.json"
+        done = load_json(ShardRecord, note, StatesInvalid, what="record of a shard", fix="Delete it.")
         return done if file_digest(folder / name) == done.sha256 else None
-    except (OSError, ValueError):
+    except (OSError, StatesInvalid):
         return None
 
 
@@ -615,6 +617,7 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
 
 def _load_plan(file: Path) -> dict[str, object]:
     try:
-        return json.loads(file.read_text())
+        held = parse_json(read_bounded(file, StatesInvalid, limit=MAX_JSON, fix="Delete this folder."))
+        return held if isinstance(held, dict) else {}
     except ValueError:  # killed while it was written; no shard can be there
         return {}

@@ -80,7 +80,11 @@ def test_only_the_job_behind_the_gate_sees_a_secret():
 
 def test_the_runner_follows_from_the_plan():
     jobs = WORKFLOWS["release"]["jobs"]
-    assert "needs.plan.outputs.runner" in jobs["build"]["runs-on"] and jobs["publish"]["needs"] == ["plan", "build"]
+    assert "needs.plan.outputs.runner" in jobs["build"]["runs-on"] and jobs["publish"]["needs"] == [
+        "plan",
+        "build",
+        "publisher",
+    ]
 
 
 @pytest.mark.parametrize("name, job, text", RUNS, ids=[f"{n}.{j}.{k}" for k, (n, j, _) in enumerate(RUNS)])
@@ -131,3 +135,32 @@ def test_they_are_of_githubs_schema():
 
 def test_an_audit_finds_nothing():
     lint("zizmor", "--offline", "--quiet", "--no-progress", *map(str, FILES))
+
+
+def test_nothing_is_installed_where_a_token_can_be_asked_for():
+    """An installer, or a package that one loads, could ask for the token that publishes."""
+    for name, job, held in JOBS:
+        if held["permissions"].get("id-token") == "write" or "secrets." in yaml.safe_dump(held):
+            for step in held["steps"]:
+                assert not re.search(r"\bpip\b|scripts/|npm|apt|curl|wget", step.get("run", "")), (name, job, step)
+
+
+def test_a_release_takes_only_what_has_the_known_digests():
+    runs = [text for name, _, text in RUNS if name == "release" and "scripts/setup" in text]
+    assert runs and all(re.fullmatch(r"scripts/setup --(hashed|publish)", text.strip()) for text in runs)
+
+
+@pytest.mark.parametrize("name", ["constraints-hashed.txt", "constraints-publish.txt"])
+def test_each_pin_has_digests_and_is_the_one_that_was_tested(name):
+    entries = re.findall(
+        r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", (ROOT / name).read_text(), re.M
+    )
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and line[0] not in "# "]
+    assert len(entries) == len(lines) > 20
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    normal = {re.sub(r"[-_.]+", "-", key).lower(): version for key, version in tested.items()}
+    hashed = {re.sub(r"[-_.]+", "-", key).lower(): version for key, version, _ in entries}
+    assert {key: version for key, version in hashed.items() if key in normal} == {
+        key: normal[key] for key in hashed if key in normal
+    }
+    assert {"click", "setuptools", "detect-secrets"} <= hashed.keys()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+from ..checkpoint.staging import cache_root as cache_root  # what is made of a recipe is kept there
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,6 @@ TEST = TinyRecipe(
 
 # What a recipe's outcome hangs on besides the recipe: the text is Python's, the numbers are the libraries'.
 LIBRARIES = ("torch", "transformers", "tokenizers")
-
-
-def cache_root() -> Path:
-    """Return the folder for what can be made again: $KCONV_CACHE, else ~/.cache/kconv."""
-    return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv")
 
 
 def recipe_key(recipe: Any, *, source: str) -> str:

@@ -19,7 +19,7 @@ from transformers import DeepseekV3ForCausalLM, PreTrainedTokenizerBase, PreTrai
 from ..checkpoint.staging import staged
 from ..errors import OutputExists, TrainingFailed
 from ..targets.config import parse_target_config
-from ..targets.model import build_target
+from ..targets.model import build_target, one_thread
 from ..targets.tokenizer import load_tokenizer
 from .recipe import DEMO, TEST, TinyRecipe, cache_root, recipe_key
 from .text import Corpus, read_corpus
@@ -254,7 +254,7 @@ def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_:
     if out.exists():
         return out
     try:
-        with staged(out) as folder:
+        with one_thread(), staged(out) as folder:
             _write(folder, recipe, progress)
     except OutputExists:
         # Another process made the same target meanwhile, and its rename came first.

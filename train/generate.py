@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
@@ -137,20 +138,19 @@ def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
 
 def _answered(out: Path) -> set[str]:
     """Return the digests of the prompts that a file has an answer to; a line that a kill cut short is taken off."""
-    if not out.exists():
+    fix = "Choose another file."
+    if not os.path.lexists(out):
         return set()
-    data = out.read_bytes()
+    data = read_bounded(out, PromptsInvalid, limit=MAX_LINES, fix=fix)
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         os.truncate(out, len(whole))
     try:
-        lines = [json.loads(line) for line in whole.decode().splitlines()]
+        lines = [parse_json(line) for line in whole.splitlines()]
         asked = [(line["digest"], "messages" in line) for line in lines]
         return {digest for digest, answered in asked if answered}
     except (ValueError, KeyError, TypeError) as fault:
-        raise PromptsInvalid(
-            f"{out.name} holds something else than answers: {fault}", where=out, fix="Choose another file."
-        ) from fault
+        raise PromptsInvalid(f"{out.name} holds something else than answers: {fault}", where=out, fix=fix) from fault
 
 
 def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
 from ..engines.layout import stored
 from ..targets.config import read_target_config
-from ..targets.model import load_ends, load_target
+from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import RUN, claim, drop_unusable, newest
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
@@ -80,7 +80,9 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
-    converted = read_provenance(job.init_from.checkpoint.folder).conversion(None) if job.init_from else None
+    converted = None
+    if job.init_from:
+        converted = read_provenance(job.init_from.checkpoint.folder).conversion(None, exact=False)
     work = out.parent / f".{out.name}.training"
     trainer = run(job, work, pace, progress)
     if trainer.accelerator.is_main_process:
@@ -239,7 +241,7 @@ def train_head(
     with FileLock(out.parent / f".{out.name}.lock"):
         if is_made(out, job_key(job)):
             return out
-        with staged(out) as folder:
+        with one_thread(), staged(out) as folder:
             trainer = run(job, work, Pace(save_every=recipe.steps, eval_every=recipe.steps), progress)
             leave(job, trainer, work, folder)
         shutil.rmtree(work)

@@ -93,6 +93,8 @@ class ParityFigures(_Record):
         length_difference_se: its paired standard error, over sequences; None where there is but one.
         category: the prompts' category that the figures are of; "" for all prompts.
         by_step: the same at each draft step.
+        kept: share of the source's acceptance length that the output keeps.
+        kept_se: its paired standard error, over sequences; None where there is but one.
     """
 
     text: TextKind
@@ -105,6 +107,8 @@ class ParityFigures(_Record):
     length_difference_se: float | None
     category: str = ""
     by_step: tuple[StepFigures, ...] = ()
+    kept: float | None = None
+    kept_se: float | None = None
 
 
 class PartFigures(_Record):
@@ -120,6 +124,32 @@ class PartFigures(_Record):
     text: TextKind
     relative_error: float
     rms_error: float
+
+
+class ReadingFigures(_Record):
+    """Acceptance of a head under one way to read it, beside the best; see `validate.readings`.
+
+    Attributes:
+        captured, rope_theta, norm_before_residual: the reading, as phrases.
+        taken: whether it is the one that the head is read in.
+        text: the kind of the text.
+        steps: drafted tokens per verify step (K).
+        sequences: how many sequences it is over.
+        length: acceptance length, bonus token included.
+        behind_best: the best reading's length minus this one's.
+        behind_best_se: its paired standard error, over sequences; None where there is but one.
+    """
+
+    captured: str
+    rope_theta: str
+    norm_before_residual: str
+    taken: bool
+    text: TextKind
+    steps: int
+    sequences: int
+    length: float
+    behind_best: float
+    behind_best_se: float | None
 
 
 class EngineFigures(_Record):
@@ -138,6 +168,10 @@ class EngineFigures(_Record):
         per_position: drafts accepted up to each place; None where it does not count places.
         length: acceptance length, bonus token included.
         expected_drafts, expected_per_position, expected_length: what kconv's chain gives on the reference.
+        expected_accepted: what of it an engine counts that leaves out what an answer's limit cuts off; None where it
+            counts all.
+        unreached: the head's parameters that no tensor reached, by the engine's names; None where that was not looked
+            at.
     """
 
     engine: str
@@ -154,6 +188,8 @@ class EngineFigures(_Record):
     expected_drafts: int
     expected_per_position: tuple[int, ...]
     expected_length: float
+    expected_accepted: int | None = None
+    unreached: tuple[str, ...] | None = None
 
 
 class NoiseFigures(_Record):
@@ -175,6 +211,8 @@ class NoiseFigures(_Record):
 
 class PerplexityFigures(_Record):
     """A quantized target beside its source on held-out text, both computed in fp32 on dequantized weights.
+
+    What an NVFP4 linear with an input_scale reads is rounded as an engine rounds it.
 
     Attributes:
         prompts, tokens: texts, and the tokens in them that have one before them.
@@ -201,6 +239,7 @@ class Figures(_Record):
         texts, acceptance, parity: one entry for each text, drafter and text, text.
         acceptance_by_category, parity_by_category: the same by the prompts' category, where they have several.
         parts: one entry for each part of a head and text.
+        readings: one entry for each reading of the head that was measured, the one it is read in first.
         engine: what an engine did; None where none was asked.
         noise: of a quantized target against its source; None for anything else.
         perplexity: of both on held-out text; None where none was given.
@@ -213,6 +252,7 @@ class Figures(_Record):
     acceptance_by_category: tuple[AcceptanceFigures, ...] = ()
     parity_by_category: tuple[ParityFigures, ...] = ()
     parts: tuple[PartFigures, ...] = ()
+    readings: tuple[ReadingFigures, ...] = ()
     engine: EngineFigures | None = None
     noise: NoiseFigures | None = None
     perplexity: PerplexityFigures | None = None

@@ -14,14 +14,22 @@ e_i, whatever the two have in common being gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import TargetInvalid
 from ..head.chain import Acceptance, count_chains, draft_logits, greedy_acceptance, overlap, overlap_acceptance, pool
-from ..head.drafters import Bigram, bigram_drafts, bigram_overlap, certain_overlap, distinct_ngrams, lookup_drafts
+from ..head.drafters import (
+    Bigram,
+    bigram_drafts,
+    bigram_overlap,
+    certain_overlap,
+    count_bigrams,
+    distinct_ngrams,
+    lookup_drafts,
+)
 from ..head.forward import DraftHead
 from ..targets.forward import States, run_target
 from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures, TextFigures
@@ -30,6 +38,38 @@ from .texts import Batch, Text
 
 # Rows of what `differ` returns for a sequence; the first two are maxima, the others sums over places.
 LARGEST, SCALE, SQUARES, SOURCE_SQUARES, KL, SAME, PLACES = range(7)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two bigram tables, each counted on one half of a text's sequences, for the sequences of the other half.
+
+    Attributes:
+        tables: of the first and of the second half.
+        first: the places of the first half's sequences.
+    """
+
+    tables: tuple[Bigram, Bigram]
+    first: frozenset[int]
+
+    def of(self, place: int) -> Bigram:
+        """Return the table in which the sequence of a place was not counted."""
+        return self.tables[place in self.first]
+
+
+def count_halves(text: Text, vocab: int) -> Halves | None:
+    """Count the pairs of a text, so that no sequence is drafted by what was seen in it; None of a single sequence.
+
+    Args:
+        text: the text.
+        vocab: rows of the target's vocabulary.
+    """
+    by_place = {place: row for batch in text.batches for place, row in zip(batch.places, batch.tokens, strict=True)}
+    order = sorted(by_place)
+    if len(order) < 2:
+        return None
+    one, other = (count_bigrams((by_place[place] for place in half), vocab) for half in (order[::2], order[1::2]))
+    return Halves((one, other), frozenset(order[::2]))
 
 
 def differ(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tensor) -> list[Tensor]:
@@ -180,6 +220,8 @@ def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], cat
     source, output = (gathered.acceptance[name] for name in compare)
     before, after = pool(source), pool(output)
     errors = standard_errors(influences(output) - influences(source))
+    kept = after.length / before.length
+    off = standard_errors((influences(output) - kept * influences(source)) / before.length)
     total = add_up(gathered.apart)
     return ParityFigures(
         text=text.kind,
@@ -197,6 +239,8 @@ def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], cat
             )
             for step in range(after.steps)
         ),
+        kept=kept,
+        kept_se=off[-1],
     )
 
 
@@ -276,7 +320,7 @@ def measure(
     drafters: Mapping[str, Drafter],
     *,
     compare: tuple[str, str] | None = None,
-    bigram: Bigram | None = None,
+    bigram: Bigram | Halves | None = None,
     parts: Parts | None = None,
 ) -> Measured:
     """Measure drafters on one text, with the target in memory.
@@ -302,7 +346,7 @@ def measure_states(
     drafters: Mapping[str, Drafter],
     *,
     compare: tuple[str, str] | None = None,
-    bigram: Bigram | None = None,
+    bigram: Bigram | Halves | None = None,
     parts: Parts | None = None,
 ) -> Measured:
     """Measure drafters on one text.
@@ -313,7 +357,8 @@ def measure_states(
         steps: K.
         drafters: by name.
         compare: names of the source and the output, to be compared place by place.
-        bigram: a bigram table to show beside the heads, with prompt lookup; neither is shown if None.
+        bigram: a bigram table to show beside the heads, with prompt lookup, or two by halves of the text; neither is
+            shown if None.
         parts: two heads whose parts are to be compared.
     """
     gathered = Gathered(acceptance={name: [] for name in drafters})
@@ -322,7 +367,7 @@ def measure_states(
         states = run(batch)
         logits = {name: drafter.logits(batch.tokens, states) for name, drafter in drafters.items()}
         for name, drafter in drafters.items():
-            gathered.acceptance[name] += _accept(text, batch, logits[name], states.logits, drafter.target_ids)
+            gathered.acceptance[name] += accept(text, batch, logits[name], states.logits, drafter.target_ids)
         for name, found in _baselines(text, batch, states.logits, steps, bigram) if bigram else ():
             gathered.acceptance.setdefault(name, []).extend(found)
         if compare:
@@ -343,7 +388,7 @@ def measure_states(
     )
 
 
-def _accept(text: Text, batch: Batch, logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> list[Acceptance]:
+def accept(text: Text, batch: Batch, logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> list[Acceptance]:
     """Return a drafter's acceptance on each sequence of a batch."""
     if text.kind == "greedy":
         return _greedy(target_ids[logits.argmax(-1)], batch)
@@ -361,11 +406,17 @@ def _sampled(overlaps: Tensor, batch: Batch) -> list[Acceptance]:
 
 
 def _baselines(
-    text: Text, batch: Batch, target_logits: Tensor, steps: int, bigram: Bigram
+    text: Text, batch: Batch, target_logits: Tensor, steps: int, bigram: Bigram | Halves
 ) -> list[tuple[str, list[Acceptance]]]:
     found = lookup_drafts(batch.tokens, steps)
+    by_pairs: list[Acceptance] = []
+    for row in range(len(batch.tokens)):
+        one = bigram if isinstance(bigram, Bigram) else bigram.of(batch.places[row])
+        alone = replace(batch, tokens=batch.tokens[row : row + 1])
+        if text.kind == "greedy":
+            by_pairs += _greedy(bigram_drafts(one, alone.tokens, steps), alone)
+        else:
+            by_pairs += _sampled(bigram_overlap(one, alone.tokens, target_logits[row : row + 1], steps), alone)
     if text.kind == "greedy":
-        by_pairs = _greedy(bigram_drafts(bigram, batch.tokens, steps), batch)
         return [("bigram", by_pairs), ("prompt lookup", _greedy(found, batch))]
-    by_pairs = _sampled(bigram_overlap(bigram, batch.tokens, target_logits, steps), batch)
     return [("bigram", by_pairs), ("prompt lookup", _sampled(certain_overlap(found, target_logits), batch))]

@@ -5,32 +5,40 @@ The target is in memory, or its states are on disk (`kconv states`) and only its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from ..calibrate.retention import MIN_RETENTION
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.manifest import Action, read_manifest
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
-from ..errors import PromptsInvalid, StatesInvalid, TargetInvalid
+from ..errors import ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..head.fingerprint import difference, fingerprint
 from ..head.forward import DraftHead
+from ..quantize.head.served import RoundedHead, read_served
 from ..targets.config import TargetConfig, read_target_config
-from ..targets.forward import States
+from ..targets.forward import States, run_target
 from ..targets.model import load_target
 from ..targets.modelopt_states import open_modelopt_states
-from ..targets.states import RECORD, StatesFolder, StoredStates, open_states
+from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
 from .held_out import HeldOut, refuse_overlap
-from .measure import Drafter, Measured, head_drafter, measure, measure_states
+from .measure import Drafter, Measured, count_halves, head_drafter, measure_states
+from .misread import find_layers, measure_misreadings
 from .parts import Parts
-from .texts import Batch, make_texts, stored_texts
+from .readings import Reading, ReadingsMeasured, choose_text, find_readings, measure_readings
+from .report import Finding
+from .texts import Batch, Text, make_texts, stored_texts
+from .verdict import Claim, judge_baselines, judge_fingerprint, judge_misreadings, judge_retention
 
 
 def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
-    """Load a head to be run by kconv's own forward.
+    """Load a head to be run by kconv's own forward; of a quantized one inputs are rounded as engines round them.
 
     Args:
         head: the head on disk.
@@ -58,17 +66,19 @@ def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch
             where=target.folder,
             fix="Give the target that the head was trained on, or put the captured layers right (--captured-are).",
         )
-    weights = read_weights(head)
+    weights, inputs = read_served(head) if head.is_quantized else (read_weights(head), {})
     shared = {"embed_tokens": config.embed_tokens, "lm_head": config.lm_head}
     for slot in shared.keys() - weights.keys():
         if shared[slot] not in target.tensors:
             raise TargetInvalid(f"the target has no {shared[slot]}", where=target.folder, fix="Check the target.")
         weights[slot] = read_tensor(target.tensors[shared[slot]])
     floats = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
-    return DraftHead(spec, floats)
+    return RoundedHead(spec, floats, inputs) if inputs else DraftHead(spec, floats)
 
 
 Say = Callable[[str], None]
+# What a manifest says of tensors whose values are near their source's and not those.
+APPROXIMATE: tuple[Action, ...] = ("converted", "quantized")
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Parity:
         seed: of the sampled continuations.
         calibrated_on: what the head was calibrated on, beside what its own manifest says.
         allow_pickle: whether ModelOpt's .pt files may be read as states.
+        min_retention: share of its source's acceptance length that an approximate head must keep.
     """
 
     target: Source
@@ -96,18 +107,30 @@ class Parity:
     seed: int = 0
     calibrated_on: tuple[Path, ...] = ()
     allow_pickle: bool = False
+    min_retention: float = MIN_RETENTION
 
 
 @dataclass(frozen=True)
 class ParityFound:
-    """What was measured, one entry a text, and what it was measured with."""
+    """What was measured, one entry a text, what it was measured with, and what that says of the head."""
 
     measured: tuple[Measured, ...]
     provenance: dict[str, object]
+    readings: ReadingsMeasured | None = None
+    findings: tuple[Finding, ...] = ()
 
 
-def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) -> ParityFound:
+def measure_parity(
+    output: Head, source: Head | None, parity: Parity, say: Say, still_open: Collection[str] = ()
+) -> ParityFound:
     """Measure a head, and its source beside it, on held-out prompts.
+
+    Args:
+        output: the head.
+        source: what it was made of.
+        parity: how to measure.
+        say: told what is going on.
+        still_open: what its files leave open, or rests on a user's word; see `validate.readings`.
 
     Raises:
         PromptsInvalid: one is among the calibration's own, or no text is long enough to draft in.
@@ -115,13 +138,15 @@ def measure_parity(output: Head, source: Head | None, parity: Parity, say: Say) 
         TargetInvalid: the target cannot be read, or does not belong to the head.
     """
     if parity.states is not None:
-        return _from_states(output, source, parity, parity.states, say)
+        return _from_states(output, source, parity, parity.states, say, still_open)
     if parity.prompts is None:
         raise PromptsInvalid("there is nothing to measure on", fix="Give prompts, or stored states.")
-    return _from_target(output, source, parity, parity.prompts, say)
+    return _from_target(output, source, parity, parity.prompts, say, still_open)
 
 
-def _from_target(output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say) -> ParityFound:
+def _from_target(
+    output: Head, source: Head | None, parity: Parity, held_out: HeldOut, say: Say, still_open: Collection[str]
+) -> ParityFound:
     refuse_overlap((p.digest for p in held_out.prompts), output.checkpoint.folder, parity.calibrated_on)
     say("loading the target")
     folder = parity.target.fetch_model()
@@ -139,20 +164,26 @@ def _from_target(output: Head, source: Head | None, parity: Parity, held_out: He
         seed=parity.seed,
         categories=[category for _, category in named],
     )
-    captured = _captured(output, source)
-    drafters, pair = _drafters(heads, parity.steps, captured), _pair(heads)
-    measured = []
-    for text in texts:
-        say(f"measuring on {text.kind} text")
-        measured.append(measure(text, model, captured, parity.steps, drafters, compare=pair, parts=_parts(heads)))
+    readings = find_readings(output, config, still_open)
+    layers = _layers(output, source, readings, range(config.layers))
+
+    def run(batch: Batch) -> States:
+        return run_target(model, batch.tokens, layers)
+
+    bench = _Bench(output, heads, texts, run, layers, config, readings)
     lengths = {"prompt_tokens": parity.prompt_tokens, "new_tokens": parity.new_tokens}
     about = {"prompts": held_out.describe() | lengths, "seed": parity.seed}
-    return ParityFound(tuple(measured), _common_provenance(parity) | about)
+    return _measure(bench, parity, about, say)
 
 
-def _from_states(output: Head, source: Head | None, parity: Parity, folder: Path, say: Say) -> ParityFound:
+def _from_states(
+    output: Head, source: Head | None, parity: Parity, folder: Path, say: Say, still_open: Collection[str]
+) -> ParityFound:
     config = read_target_config(parity.target.fetch_config())
-    captured = _captured(output, source)
+    # What ModelOpt stored has no record, and holds the layers that the head was trained with.
+    stored = read_record(folder).captured if (folder / RECORD).exists() else _captured(output, source)
+    readings = find_readings(output, config, still_open, stored)
+    captured = _layers(output, source, readings, stored)
     states = _open_states(folder, captured, config, parity)
     refuse_overlap((s.digest for s in states.sequences), output.checkpoint.folder, parity.calibrated_on)
     say("reading the target's embedding and lm_head")
@@ -166,12 +197,85 @@ def _from_states(output: Head, source: Head | None, parity: Parity, folder: Path
         hidden = torch.stack([row.hidden for row in rows]).float()
         return States(torch.stack([row.captured for row in rows]).float(), hidden, F.linear(hidden, lm_head))
 
-    drafters, pair = _drafters(heads, parity.steps, captured), _pair(heads)
+    texts = stored_texts(states, steps=parity.steps, vocab=config.vocab)
+    bench = _Bench(output, heads, texts, run, captured, config, readings)
+    return _measure(bench, parity, _describe_states(states), say)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What a head is judged with, wherever the target's states come from.
+
+    Attributes:
+        output: the head on disk.
+        heads: "output", and "source" where there is one.
+        texts: what is drafted on.
+        run: gives the target's states over a batch.
+        layers: the layers whose outputs they hold.
+        config: the target's.
+        readings: those of the head that are measured against each other.
+    """
+
+    output: Head
+    heads: dict[str, DraftHead]
+    texts: tuple[Text, ...]
+    run: Callable[[Batch], States]
+    layers: tuple[int, ...]
+    config: TargetConfig
+    readings: tuple[Reading, ...]
+
+
+def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) -> ParityFound:
+    heads, drafters = bench.heads, _drafters(bench.heads, parity.steps, bench.layers)
     measured = []
-    for text in stored_texts(states, steps=parity.steps, vocab=config.vocab):
+    for text in bench.texts:
         say(f"measuring on {text.kind} text")
-        measured.append(measure_states(text, run, parity.steps, drafters, compare=pair, parts=_parts(heads)))
-    return ParityFound(tuple(measured), _common_provenance(parity) | _describe_states(states))
+        measured.append(
+            measure_states(
+                text,
+                bench.run,
+                parity.steps,
+                drafters,
+                compare=_pair(heads),
+                parts=_parts(heads, bench.layers),
+                bigram=count_halves(text, bench.config.vocab),
+            )
+        )
+    findings = list(judge_baselines([row for one in measured for row in one.acceptance]))
+    if "source" in heads:
+        findings += _judge_approximation(bench, parity, measured)
+    else:
+        say("measuring the head read otherwise")
+        gains = measure_misreadings(heads["output"], bench.texts, bench.run, bench.layers, parity.steps)
+        findings += judge_misreadings(gains)
+        about = about | {"readings": len(gains)}
+    say("measuring other readings of the head")
+    told = measure_readings(
+        choose_text(bench.texts), bench.run, bench.layers, parity.steps, heads["output"], bench.readings
+    )
+    return ParityFound(tuple(measured), _common_provenance(parity) | about, told, tuple(findings))
+
+
+def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]) -> Iterator[Finding]:
+    """Hold an approximate head against its manifest; one whose bits are its source's is compared by these."""
+    try:
+        manifest = read_manifest(bench.output.checkpoint.folder)
+    except (NotACheckpoint, ManifestMismatch):  # a finding of its own, where it is one
+        return
+    record = manifest.conversion
+    # A head that was only renamed since keeps all of its source's acceptance; one that was pruned claims nothing.
+    if any(step.action in APPROXIMATE for step in manifest.tensors):
+        yield from judge_retention(measured, Claim.of(record), parity.min_retention)
+    if record and record.fingerprint:
+        yield from judge_fingerprint(difference(record.fingerprint, fingerprint(bench.heads["output"])))
+
+
+def _layers(output: Head, source: Head | None, readings: Sequence[Reading], stored: Collection[int]) -> tuple[int, ...]:
+    """Return the layers whose outputs are measured with, of those at hand: the head's and its readings', and without a
+    source their neighbors, which a head that is captured too early or too late should have read."""
+    own = set(_captured(output, source))
+    near = set() if source else find_layers(output.spec.captured, stored)
+    return tuple(sorted({*own, *near, *(layer for one in readings for layer in one.spec.captured)}))
 
 
 def _captured(output: Head, source: Head | None) -> tuple[int, ...]:
@@ -213,8 +317,8 @@ def _pair(heads: dict[str, DraftHead]) -> tuple[str, str] | None:
     return ("source", "output") if "source" in heads else None
 
 
-def _parts(heads: dict[str, DraftHead]) -> Parts | None:
-    if "source" not in heads:
+def _parts(heads: dict[str, DraftHead], layers: tuple[int, ...]) -> Parts | None:
+    if "source" not in heads or layers != heads["output"].spec.captured:
         return None
     parts = Parts(heads["source"], heads["output"])
     return parts if parts.comparable else None

@@ -1,29 +1,39 @@
 """A quantized target on held-out text, beside its source.
 
-Both are computed in fp32 on dequantized weights, one after the other: of each only a loss and a token are kept for
-every place. So what differs is the weights' rounding alone; an engine's own kernels round activations too.
+Both are computed in fp32 on dequantized weights, one after the other and layer by layer from the disk, so that a target
+of any size can be run; of each only a loss and a token are kept for every place. What an NVFP4 linear reads is rounded
+by its input_scale, as an engine rounds it, so what differs is all that the format loses.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
+from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.source import Source
+from ..checkpoint.tensors import read_rows, read_tensor
 from ..errors import PromptsInvalid
-from ..targets.model import check_memory, load_target
+from ..head.attention import rms_norm
+from ..quantize.calibrate import LayerLinears, Layers
+from ..quantize.experts import must_part
+from ..quantize.formats import fused_group
+from ..quantize.head.formats import NVFP4
+from ..targets.config import read_target_config
+from ..targets.weights import stored_weights
 from .figures import PerplexityFigures
 from .held_out import encode_held_out
 from .measure import standard_errors
 
 Say = Callable[[str], None]
-INSTEAD = "Leave --prompts out: the noise of every tensor needs no model."
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class ReadyText:
     """Held-out text that can be run over.
 
     Attributes:
-        folder: the source, which fits into memory.
+        folder: the source.
         texts: token ids of each text, two at the least.
         about: what it is, for the record.
     """
@@ -67,11 +77,11 @@ class ReadyText:
 
 
 def prepare_text(text: HeldOutText) -> ReadyText:
-    """Read and encode held-out text, and see that the targets fit into memory; no weight is read.
+    """Read and encode held-out text, and see that the targets' layers fit into memory; no weight is read.
 
     Raises:
         PromptsInvalid: there are none, they cannot be read, or none has two tokens.
-        TargetTooLarge: the source is larger than what memory is left. Its output, dequantized, takes the same.
+        TargetTooLarge: a layer of the source is larger than the memory. Its output, dequantized, takes the same.
         TargetInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `encode_held_out`.
         SourceFormatUnknown, TensorShape: the source is stored in a form that is not read.
     """
@@ -81,12 +91,12 @@ def prepare_text(text: HeldOutText) -> ReadyText:
         raise PromptsInvalid(
             "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
         )
-    check_memory(text.source.open_headers(), torch.float32, instead=INSTEAD)
+    headers, config = text.source.open_headers(), read_target_config(text.source.fetch_config())
+    must_part(stored_weights(headers, config), config, torch.float32, text.source.name)
     folder = text.source.fetch_model()
     about: dict[str, object] = {
         "prompts": held_out.describe() | {"text_tokens": text.tokens},
-        "dtype": "float32, on dequantized weights",
-        "not_run": "input_scale: activations are not rounded, as an engine rounds them",
+        "dtype": "float32, on dequantized weights; inputs of NVFP4 linears rounded by their input_scale",
     }
     return ReadyText(folder, texts, about)
 
@@ -101,7 +111,7 @@ def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: Non
 
     Raises:
         TargetInvalid: one of the two cannot be built, or has other tensors than its config asks for.
-        TargetTooLarge: one of the two is larger than what memory is left by now.
+        TargetTooLarge: a layer of one of the two is larger than what memory is left by now.
         SourceFormatUnknown, TensorShape: one is stored in a form that is not read.
     """
     say("running the source over held-out text")
@@ -112,15 +122,50 @@ def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: Non
 
 @torch.no_grad()
 def _run(folder: Path, texts: Sequence[Sequence[int]]) -> Run:
-    model = load_target(folder, torch.float32, instead=INSTEAD)
+    checkpoint, config = open_checkpoint(folder), read_target_config(folder)
+    layers = Layers(checkpoint, config, torch.float32)
+    tokens = [torch.tensor(row) for row in texts]
+    hidden = [read_rows(checkpoint.tensors[config.embed_tokens], row).float().unsqueeze(0) for row in tokens]
+    for _ in layers.run(hidden, lambda layer: RoundedInputs(layer, checkpoint, config.prefix)):
+        pass
+    norm = read_tensor(checkpoint.tensors[f"{config.prefix}model.norm.weight"]).float()
+    lm_head = read_tensor(checkpoint.tensors[config.lm_head]).float()
     losses, likeliest = [], []
-    for row in texts:
-        tokens = torch.tensor([row])
-        # [1, T, vocab]; what follows the last token is not known.
-        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-        losses.append(cross_entropy(logits, tokens[0, 1:], reduction="none").double())
+    for row, states in zip(tokens, hidden, strict=True):
+        # What follows the last token is not known.
+        logits = F.linear(rms_norm(states[0, :-1], norm, float(config.text["rms_norm_eps"])), lm_head)
+        losses.append(F.cross_entropy(logits, row[1:], reduction="none").double())
         likeliest.append(logits.argmax(-1))
     return Run(losses, likeliest)
+
+
+class RoundedInputs(LayerLinears):
+    """Rounds what a layer's NVFP4 linears read, by their input_scale; those without one read it as it is.
+
+    Modules that an engine fuses share the largest scale, and so do a layer's experts, as FlashInfer's and vLLM's own
+    kernels have it
+    (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2095).
+    """
+
+    def __init__(self, layer: str, target: Checkpoint, prefix: str) -> None:
+        super().__init__(layer)
+        self._scales: dict[str, float] = {}
+        for name in target.tensors:
+            module, _, suffix = name.removeprefix(prefix).rpartition(".")
+            if suffix == "input_scale" and module.startswith(f"{layer}."):
+                group = _shared(module)
+                scale = float(read_tensor(target.tensors[name]))
+                self._scales[group] = max(scale, self._scales.get(group, 0.0))
+
+    def see(self, group: str, x: Tensor) -> Tensor:
+        """See `LayerLinears.see`."""
+        scale = self._scales.get(_shared(self.groups[group][0]))
+        return x if scale is None else NVFP4.round(x, torch.tensor(scale))
+
+
+def _shared(module: str) -> str:
+    """Return a name that is the same for all modules whose inputs have one scale."""
+    return fused_group(EXPERT.sub(".experts.", module))
 
 
 def compare_runs(source: Run, output: Run) -> PerplexityFigures:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.schema import load_json
 from ..convert.read import Head
+from ..engines.registry import engines
 from ..errors import NotACheckpoint, ReportInvalid, Severity
 from .figures import STRICT, Figures
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 
 REPORT = "report.json"
+# In a report's provenance: why a rule that found nothing may not have been applied.
+UNREAD = "unread"
 
 
 class Finding(BaseModel):
@@ -85,6 +90,43 @@ class Report(BaseModel):
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a report says about one engine.
+
+    Attributes:
+        title: the engine's, e.g. "vLLM".
+        runners: those of its readers that were checked, e.g. vllm-v1.
+        errors, warnings: how many findings concern it.
+    """
+
+    title: str
+    runners: tuple[str, ...]
+    errors: int
+    warnings: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether no error concerns it."""
+        return not self.errors
+
+    def concerns(self, finding: Finding) -> bool:
+        """Say whether a finding is about it; one that names no engine is about all."""
+        return not finding.engines or not set(self.runners).isdisjoint(finding.engines)
+
+
+def verdicts(report: Report) -> tuple[Verdict, ...]:
+    """Return a verdict for each engine that a report was made for; none where it names no engine."""
+    asked = [str(name) for name in report.provenance.get("for", ())]
+    titles = {name: engine.title for engine in engines() for name in engine.runner_names}
+    found = []
+    for title in dict.fromkeys(titles.get(name, name) for name in asked):
+        about = Verdict(title, tuple(name for name in asked if titles.get(name, name) == title), 0, 0)
+        severities = [finding.severity for finding in report.findings if about.concerns(finding)]
+        found.append(replace(about, errors=severities.count("error"), warnings=severities.count("warning")))
+    return tuple(found)
+
+
 def report_file(path: Path) -> Path:
     """Return a report's file, where that or the folder that it was written into is named."""
     return path / REPORT if path.is_dir() else path
@@ -101,19 +143,12 @@ def read_report(file: Path) -> Report:
         ReportInvalid: it cannot be read, or is not of the schema.
     """
     file = report_file(file)
-    try:
-        return Report.model_validate_json(file.read_bytes())
-    except FileNotFoundError as fault:
-        raise NotACheckpoint(
-            f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
-        ) from fault
-    except (OSError, ValidationError) as fault:
-        what = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else fault.strerror
-        raise ReportInvalid(
-            f"{file.name} cannot be taken: {what}",
-            where=file,
-            fix="Run kconv validate again.",
-        ) from fault
+    missing = NotACheckpoint(
+        f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
+    )
+    return load_json(
+        Report, file, ReportInvalid, what="report of kconv's schema", fix="Run kconv validate again.", missing=missing
+    )
 
 
 def digests(checkpoint: Checkpoint) -> dict[str, str]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, read_manifest
+from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, UnverifiedRecord, read_manifest
 from ..checkpoint.source import Folder, Source
-from ..convert.captured import Hints
+from ..convert.captured import UNDECIDED, Hints, readings
+from ..convert.config import Unverified
 from ..convert.provenance import Origin
-from ..convert.read import Head
+from ..convert.read import Head, read
 from ..convert.shared import SharedTensors
 from ..engines import registry
 from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..targets.config import TargetConfig
 from .figures import Figures
-from .report import Finding, Report, assemble, config_digest, digests, figures
+from .report import UNREAD, Finding, Report, assemble, config_digest, digests, figures
 from .rules.captured import other_readings
 from .rules.comparisons import MAKE_AGAIN
 from .rules.head import HeadSubject, engines_of
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from .perplexity import HeldOutText
 
 
+# Rules that speak of what a head's files leave open, and a measurement can decide.
+ASSUMED = (UNDECIDED, "K015")
 # Names that a target has and no head: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
 TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
 
@@ -175,7 +178,8 @@ def validate(
         with _uncollected():
             checkpoint = subject.open_headers() if checks.headers_only else subject.open_weights()
     except KconvError as error:
-        return assemble(subject.name, {}, [of_error(error)], Figures(), {"for": list(checks.engines or ENGINES)})
+        about = {"for": list(checks.engines or ENGINES), UNREAD: "the folder cannot be read"}
+        return assemble(subject.name, {}, [of_error(error)], Figures(), about)
     whole = is_target(checkpoint) and checks.layout is None
     refuse_unfit(
         checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
@@ -197,9 +201,17 @@ def validate(
     about = _digests(checkpoint, checks)
     if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
+    if parity is None:
+        findings += _not_verified(rules)
     provenance = _about(rules, source, checks)
-    identical, measured = None, ()
+    identical, measured, told = None, (), None
+    still_open = _still_open(rules)
     if rules.head is None:
+        if parity is not None and (assumed := _assume(rules)) is not None:
+            findings, figured = _measure_open(assumed, parity, findings, still_open, say)
+            provenance |= {"not_measured": "the head itself, which can be read in several ways; only the readings"}
+            return assemble(checkpoint.source, about, findings, figured, provenance, config_digest(checkpoint))
+        provenance |= {UNREAD: "the head cannot be read"}
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
         return assemble(checkpoint.source, about, findings, Figures(), provenance, config_digest(checkpoint))
     if source is not None:
@@ -215,10 +227,16 @@ def validate(
         if source is not None:
             _refuse_other_layers(rules.head, source)
 
-        found = measure_parity(rules.head, source.alone if source else None, parity, say)
-        measured = found.measured
+        found = measure_parity(rules.head, source.alone if source else None, parity, say, still_open)
+        measured, told = found.measured, found.readings
+        findings += found.findings
         provenance |= found.provenance
     all_figures = figures(identical, measured)
+    if told is not None:
+        from .readings import judge_readings
+
+        findings += judge_readings(told, still_open)
+        all_figures = all_figures.model_copy(update={"readings": told.figures()})
     if engined is not None:
         from .engines.check import check_engine
 
@@ -228,6 +246,67 @@ def validate(
         by = {} if checks.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
+
+
+def _unverified(rules: HeadSubject) -> list[Unverified | UnverifiedRecord]:
+    """Return what of a head rests on a user's word or on a default, here and at its conversion."""
+    found: list[Unverified | UnverifiedRecord] = list(rules.reading.read.unverified if rules.reading.read else ())
+    # Where kconv did not write it there is no manifest, and of a broken one another finding speaks.
+    with suppress(ManifestMismatch, NotACheckpoint):
+        found += read_manifest(rules.checkpoint.folder).unverified
+    return found
+
+
+def _not_verified(rules: HeadSubject) -> Iterator[Finding]:
+    """Find what rests on a user's word, or on a default that another trainer's may differ from, and is not measured."""
+    for one in _unverified(rules):
+        against = f"; {one.against}" if one.against else ""
+        yield Finding(
+            rule="K315",
+            severity="warning" if one.against else "note",
+            where=f"config.json: {one.fact}",
+            message=f"{one.value}, by {one.word}, is not verified{against}",
+            fix="Have it measured: --target with --prompts or --states.",
+        )
+
+
+def _still_open(rules: HeadSubject) -> frozenset[str]:
+    """Return the facts of a head that its files leave open, or that rest on a user's word here or at its conversion."""
+    named = {one.fact for one in rules.reading.undecided} | {one.fact for one in _unverified(rules)}
+    return frozenset(named)
+
+
+def _assume(rules: HeadSubject) -> Head | None:
+    """Return a head that can be read in several ways in the first of them; None where anything else is wrong."""
+    reading = rules.reading
+    if not rules.with_values or any(problem.code not in ASSUMED for problem in reading.errors):
+        return None
+    hints, found = rules.hints, readings(reading.config, rules.hints, rules.checkpoint.tensors)
+    codes = {problem.code for problem in reading.errors}
+    if UNDECIDED in codes:
+        if not found:
+            return None
+        hints = replace(hints, captured=found[0].ids, captured_are="outputs")
+    if "K015" in codes:
+        hints = replace(hints, norm_before_residual=False)
+    assumed = read(rules.checkpoint, layout=rules.named_layout, hints=hints)
+    return None if assumed.errors else assumed.head
+
+
+def _measure_open(
+    head: Head, parity: Parity, findings: list[Finding], still_open: Collection[str], say: Say
+) -> tuple[list[Finding], Figures]:
+    """Measure the readings of a head that its files do not decide; how it is read by itself is not measured."""
+    from .parity import measure_parity
+    from .readings import judge_readings
+
+    told = measure_parity(head, None, parity, say, still_open).readings
+    if told is None:
+        return findings, Figures()
+    # No reading was taken that another one could beat.
+    judged = [finding for finding in judge_readings(told, still_open) if finding.severity != "error"]
+    rows = tuple(row.model_copy(update={"taken": False}) for row in told.figures())
+    return [*findings, *judged], Figures(readings=rows)
 
 
 def _refuse_other_layers(output: Head, source: Origin) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...bench.acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Metric
-from ...checkpoint.schema import first_wrong
+from ...checkpoint.schema import MAX_YAML, check_values, parse_yaml, read_bounded
 from ...errors import RecipeInvalid
 from ...validate.figures import TextKind
 from ...validate.report import REPORT, Report
@@ -100,19 +100,26 @@ def recipe_facts(folder: Path) -> Facts | None:
     return _read_part(folder, FACTS, Facts)
 
 
+def read_parts(folder: Path) -> dict[str, Any]:
+    """Return the recipe in a folder as plain values, by the keys at its top; empty where there is none.
+
+    Raises:
+        RecipeInvalid: it is no YAML that can be read.
+    """
+    file, fix = folder / RECIPE, "Correct it there."
+    if not os.path.lexists(file):
+        return {}
+    text = read_bounded(file, RecipeInvalid, limit=MAX_YAML, fix=fix)
+    held = parse_yaml(text, RecipeInvalid, where=file, what="recipe", fix=fix)
+    return held if isinstance(held, dict) else {}
+
+
 def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
-    file = folder / RECIPE
-    if not file.exists():
+    stated = read_parts(folder).get(key)
+    where = f"{folder / RECIPE}: {key}"
+    if stated is None:
         return None
-    try:
-        held = yaml.safe_load(file.read_bytes())
-        stated = held.get(key) if isinstance(held, dict) else None
-        return None if stated is None else schema.model_validate(stated)
-    except (yaml.YAMLError, ValidationError) as fault:
-        what = first_wrong(fault) if isinstance(fault, ValidationError) else "it is no YAML"
-        raise RecipeInvalid(
-            f"{RECIPE} cannot be read: {what}", where=f"{file}: {key}", fix="Put it right there."
-        ) from fault
+    return check_values(schema, stated, RecipeInvalid, where=where, what=f"{RECIPE}'s {key}", fix="Correct it there.")
 
 
 def find_measurements(

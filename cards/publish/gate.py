@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,18 +13,16 @@ from ..front_matter import CARD, INDEX, read_front_matter, results
 from ..license_checks import CHECKS as LICENSE_CHECKS
 from ..license_checks import check_folder
 from ..sections import not_repeated
+from ..target_card import is_target, lost
 from .floor import find_measurements, largest_loss, list_measured
 from .release import IMAGES, Candidate
+from .secrets import find_secrets
 
 # Of the card's front matter; the license checks see to the license and the base models.
-NEEDED = ("library_name", "pipeline_tag")
+NEEDED = ("pipeline_tag",)
 # What stands on a card around its exceptions.
 BEGIN, END = "<!-- kconv: exceptions -->", "<!-- kconv: end of exceptions -->"
 TITLE = "## Published with exceptions"
-
-# What tokens of the Hub and of the places that keep code look like.
-SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|hf_jwt_[\w.-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})")
-TEXT = (".md", ".json", ".yaml", ".yml", ".txt", ".sh", ".py", "")
 
 # A warning of validation, as its user may have meant it; who downloads the release cannot know that.
 # K307: the head was read otherwise than its own files say.
@@ -74,7 +71,8 @@ def _manifest(candidate: Candidate) -> Iterator[tuple[str, str]]:
     try:
         _ = candidate.manifest  # Reads every byte, and raises.
     except KconvError as fault:
-        yield fault.where or str(candidate.folder), fault.what
+        where, what = (text.replace(str(candidate.folder), str(candidate.origin)) for text in (fault.where, fault.what))
+        yield where or str(candidate.origin), what
 
 
 def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -83,9 +81,13 @@ def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    for name, file in candidate.files.items():
-        if file.is_symlink() or not file.is_file():
-            yield name, "it is no plain file; what it leads to is not the folder's own"
+    for name in candidate.odd:
+        yield name, "it is no plain file; what it leads to is not the folder's own"
+
+
+def _unfit(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    for name in candidate.unfit:
+        yield name, "a release holds no files of this kind: they may be code, a pickle, or nobody's to see"
 
 
 def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -104,6 +106,10 @@ def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for finding in report.findings:
         if finding.severity == "error" or finding.rule in AS_ERRORS:
             yield finding.where, f"validation found {finding.rule}: {finding.message}"
+    if is_target(candidate.manifest):
+        if report.provenance.get("checked") != "target":
+            yield REPORT, "the folder is a target, and was not checked as one"
+        return
     layout = candidate.manifest.layout
     unchecked = [engine for engine in written_for(layout) if engine not in report.provenance.get("for", ())]
     if unchecked:
@@ -114,6 +120,10 @@ def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if candidate.report is None:
         yield REPORT, "without a report nothing tells how far the weights are from the source's"
         return
+    if is_target(candidate.manifest):
+        for what in lost(candidate.report):
+            yield REPORT, what
+        return
     figures = candidate.report.figures
     if candidate.manifest.exact and figures.identical is not True:
         yield REPORT, "the weights are said to be the source's, and were not compared with them"
@@ -122,7 +132,8 @@ def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _floor_named(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if candidate.floor is None:
+    # A target drafts nothing: what it keeps is its perplexity, see P107.
+    if candidate.floor is None and not is_target(candidate.manifest):
         yield "min_acceptance", "nobody has said which acceptance this head must reach"
 
 
@@ -139,7 +150,7 @@ def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    if (floor := candidate.floor) is None:
+    if (floor := candidate.floor) is None or is_target(candidate.manifest):
         return
     if (report := candidate.report) and candidate.manifest.exact and report.figures.identical:
         return
@@ -187,9 +198,10 @@ def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    for name, file in candidate.files.items():
-        if file.suffix in TEXT and file.is_file() and SECRET.search(file.read_bytes()):
-            yield name, "it holds what looks like an access token"
+    for name in candidate.files:
+        data = None if name.endswith(".safetensors") else candidate.held(name)
+        if data is not None and (kinds := find_secrets(data)):
+            yield name, f"it holds what looks like a secret: {', '.join(kinds)}"
 
 
 MANIFEST_HOLDS = Check(
@@ -225,7 +237,14 @@ CHECKS = (
         "P113", "The card is complete, and says what manifest, report and acceptance say.",
         "Write it again: kconv card with this very evidence; give its --facts here too.", _card,
     ),
-    Check("P114", "No file holds an access token.", "Take it out, and revoke the token.", _secrets, allowable=False),
+    Check(
+        "P114", "No file but the weights holds a token, a key or a password.", "Take it out, and revoke it.", _secrets,
+        allowable=False,
+    ),
+    Check(
+        "P115", "Every file is of a kind that a release holds: no pickle, no code, nothing hidden.", "Take it out.",
+        _unfit, allowable=False,
+    ),
 )  # fmt: skip
 
 

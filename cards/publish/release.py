@@ -9,32 +9,51 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
 from ...bench.acceptance import ACCEPTANCE, AcceptanceFile, read_acceptance
-from ...checkpoint.bytes import file_digest
-from ...checkpoint.folder import LICENSE_FILES, in_any_case
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
+from ...checkpoint.schema import MAX_JSON, read_bounded
 from ...checkpoint.source import Source
 from ...checkpoint.staging import staged
-from ...errors import KconvError, NotACheckpoint
+from ...errors import KconvError, NotACheckpoint, PublishRefused
 from ...validate.report import REPORT, Report, read_report, report_file
 from ..card import gather_files, make_card, write
 from ..evidence import HeadIdentity, identify
 from ..facts import Facts
-from ..front_matter import CARD
+from ..front_matter import CARD, read_card
 from .floor import RECIPE, Floor
 
 # What may lie beside a head's own files: the card and its pictures, licenses, and the evidence.
 FURTHER = "acceptance-*.json"
-BESIDE = (
-    CARD, MANIFEST, RECIPE, REPORT, "report.md", ACCEPTANCE, FURTHER, "*.png", *in_any_case(LICENSE_FILES),
-)  # fmt: skip
+# In any case, and with what tells several apart: LICENSE-TARGET, THIRD_PARTY_NOTICES.md.
+TERMS = r"(?i:LICEN[SC]E|COPYING|NOTICE|THIRD_PARTY)(?:[-_][\w-]+)?(?i:\.md|\.txt)?"
+EVIDENCE = r"README\.md|kconv\.json|release\.yaml|report\.json|report\.md|report\.html|acceptance(?:-\d+)?\.json"
+PICTURES = r"[A-Za-z0-9][\w-]*\.png"
+BESIDE = re.compile(f"{EVIDENCE}|{TERMS}|{PICTURES}", re.ASCII)
+# What a manifest may record of a head or a target: weights, configs, a tokenizer that is no code, and launch files.
+RECORDED = re.compile(
+    r"[A-Za-z0-9][\w.-]*\.safetensors|model\.safetensors\.index\.json|config\.json|hf_quant_config\.json"
+    r"|(?:generation|preprocessor|tokenizer|video_preprocessor)_config\.json|tokenizer\.json|tokenizer\.model"
+    r"|tiktoken\.model|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.jinja"
+    r"|serve-[a-z0-9-]+\.(?:sh|yaml)",
+    re.ASCII,
+)
 IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
+
+
+# A weight file up to this is held in memory as every other file is: the Hub may take it for a small one, whose bytes go
+# into the commit as they are read then. A larger one is stored under the sha256 that was checked.
+HELD = 16 << 20
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -56,28 +75,41 @@ class Upload:
     @cached_property
     def blob_id(self) -> str:
         """Git's id of the file."""
-        data = self.content.read_bytes() if isinstance(self.content, Path) else self.content
-        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        digest = hashlib.sha1(b"blob %d\0" % self.size)
+        if isinstance(self.content, bytes):
+            digest.update(self.content)
+            return digest.hexdigest()
+        with self.content.open("rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is to be published, with what the gate judges it by.
+    """A folder that is to be published, as it was when it was opened, with what the gate judges it by.
+
+    What the checks read is what is uploaded: `folder` is a copy that nobody else writes to, and only large weight files
+    are led to where they lie; those are uploaded under the sha256 that was checked.
 
     Attributes:
-        folder: an output of kconv, with its card.
+        folder: the copy.
+        origin: the folder that the user named.
+        files: what would be published: where it is in the copy, by name.
+        odd: names of what is no plain file; its content is not the folder's own.
         report: a validation report.
         acceptance: each acceptance.json that goes along, by its name.
         floor: what its acceptance must reach.
-        beside: further files by the name that they are published under.
         facts: what no file says.
     """
 
     folder: Path
+    origin: Path
+    files: Mapping[str, Path]
+    odd: tuple[str, ...]
     report: Report | None
     acceptance: Mapping[str, AcceptanceFile]
     floor: Floor | None
-    beside: Mapping[str, Path] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
 
     @cached_property
@@ -91,22 +123,30 @@ class Candidate:
         return identify(self.folder, self.manifest)
 
     @cached_property
-    def files(self) -> dict[str, Path]:
-        """What would be published, by name."""
-        found = {str(p.relative_to(self.folder)): p for p in self.folder.rglob("*") if not p.is_dir()}
-        return dict(sorted({**found, **self.beside}.items()))
-
-    @cached_property
     def unaccounted(self) -> list[str]:
         """The files that neither the manifest records nor a release may hold."""
         recorded = {file.name for file in self.manifest.files}
-        return [name for name in self.files if name not in recorded and not _may_lie_beside(name)]
+        return [name for name in self.files if name not in recorded and not BESIDE.fullmatch(name)]
+
+    @cached_property
+    def unfit(self) -> list[str]:
+        """The files that are of no kind that a release holds, whoever records them: pickles, code, hidden files."""
+        return [
+            name
+            for name, file in self.files.items()
+            if not (BESIDE.fullmatch(name) or RECORDED.fullmatch(name))
+            or (name.endswith(".png") and file.is_file() and _held(file)[: len(PNG)] != PNG)
+        ]
+
+    def held(self, name: str) -> bytes | None:
+        """Return the bytes of a file; None of one whose weights are too large to be held, or that is none."""
+        file = self.files[name]
+        return None if file.is_symlink() or not file.is_file() else _held(file)
 
     @cached_property
     def card(self) -> str:
         """README.md's text, empty where there is none."""
-        file = self.folder / CARD
-        return file.read_text(errors="replace") if file.is_file() else ""
+        return read_card(self.folder)
 
 
 def acceptance_name(number: int) -> str:
@@ -157,10 +197,11 @@ def write_release(
         for record in manifest.files:
             _link(head / record.name, folder / record.name)
         _link(head / MANIFEST, folder / MANIFEST)
-        if report:
-            shutil.copyfile(report_file(report), folder / REPORT)
-        for number, file in enumerate(acceptance):
-            shutil.copyfile(file, folder / acceptance_name(number))
+        along = {acceptance_name(number): file for number, file in enumerate(acceptance)}
+        for name, file in {**along, **({REPORT: report_file(report)} if report else {})}.items():
+            missing = NotACheckpoint(f"there is no {file.name}", where=file, fix="Give a file that is there.")
+            fix = "Give a file that kconv validate or kconv bench wrote."
+            (folder / name).write_bytes(read_bounded(file, KconvError, limit=MAX_JSON, fix=fix, missing=missing))
         if recipe:
             (folder / RECIPE).write_text(recipe, encoding="utf-8")
         evidence = gather_files(
@@ -201,27 +242,73 @@ def open_candidate(
     Raises:
         NotACheckpoint: a file that was named is not there.
         ReportInvalid, AcceptanceInvalid: one of them is not of its schema.
+        PublishRefused: a file cannot be read, or is larger than any of a release.
     """
     refuse_absent(folder)
     figures = {acceptance_name(number): file for number, file in enumerate(acceptance)}
-    held = {file.name: file for pattern in (REPORT, ACCEPTANCE, FURTHER) for file in folder.glob(pattern)}
-    beside = figures | ({REPORT: report_file(report)} if report else {})
-    found = held | beside
-    reports = found.pop(REPORT, None)
+    elsewhere = figures | ({REPORT: report_file(report)} if report else {})
+    own = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
+    originals = dict(sorted({**own, **elsewhere}.items()))
+    room = Path(tempfile.mkdtemp(prefix="kconv-publish-"))
+    try:
+        # Named as the folder is, after which a card is headed where no facts name the head.
+        copy = room / folder.resolve().name
+        copy.mkdir()
+        for name, file in originals.items():
+            _hold(file, copy / name)
+        with _named_as(dict.fromkeys(originals, folder) | elsewhere, copy, folder):
+            made = _open_copy(copy, folder, originals, floor, facts or Facts())
+    except BaseException:
+        shutil.rmtree(room, ignore_errors=True)
+        raise
+    weakref.finalize(made, shutil.rmtree, room, ignore_errors=True)
+    return made
+
+
+def _open_copy(copy: Path, folder: Path, originals: Mapping[str, Path], floor: Floor | None, facts: Facts) -> Candidate:
+    figures = [name for name in originals if name == ACCEPTANCE or fnmatchcase(name, FURTHER)]
     return Candidate(
-        folder,
-        read_report(reports) if reports else None,
+        folder=copy,
+        origin=folder,
+        files={name: copy / name for name in originals},
+        odd=tuple(name for name, file in originals.items() if file.is_symlink() or not file.is_file()),
+        report=read_report(copy / REPORT) if REPORT in originals else None,
         # In the order of their numbers, which is that of the card's columns.
-        {name: read_acceptance(found[name]) for name in sorted(found, key=lambda name: (len(name), name))},
-        floor,
-        beside,
-        facts or Facts(),
+        acceptance={name: read_acceptance(copy / name) for name in sorted(figures, key=lambda name: (len(name), name))},
+        floor=floor,
+        facts=facts,
     )
 
 
-def _may_lie_beside(name: str) -> bool:
-    # A pattern's * would take a folder's name in too.
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in BESIDE)
+def _hold(file: Path, to: Path) -> None:
+    """Copy a file, or lead to it where it is one of large weights; of a pipe or a device nothing is read."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    found = file.stat() if file.exists() else None
+    if found is None and not file.is_symlink():
+        raise NotACheckpoint(f"there is no {file.name}", where=file.parent, fix="Give a file that is there.")
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return
+    if found.st_size > HELD and file.name.endswith(".safetensors"):
+        to.symlink_to(file.absolute())
+        return
+    fix = "Check the folder's permissions, and that the file belongs into a release."
+    to.write_bytes(read_bounded(file, PublishRefused, limit=MAX_JSON, fix=fix))
+
+
+@contextmanager
+def _named_as(originals: Mapping[str, Path], copy: Path, folder: Path) -> Iterator[None]:
+    """Have errors about the copy speak of the files that the user named."""
+    try:
+        yield
+    except KconvError as fault:
+        name = fault.where.removeprefix(f"{copy}/")
+        own = originals.get(name, folder)
+        fault.where = str(own if own != folder else folder / name) if name != fault.where else fault.where
+        raise
+
+
+def _held(file: Path) -> bytes:
+    return read_bounded(file, PublishRefused, limit=MAX_JSON, fix="Run the command again.")
 
 
 def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
@@ -232,23 +319,16 @@ def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
         card: README.md as it is published, which may say more than the folder's.
 
     Raises:
-        KconvError: a file cannot be read.
+        PublishRefused: a file cannot be read.
     """
     recorded = {file.name: file for file in candidate.manifest.files}
     made = []
-    try:
-        for name, file in candidate.files.items():
-            if name == CARD:
-                data = card.encode()
-                made.append(Upload(name, data, len(data), hashlib.sha256(data).hexdigest()))
-            elif name in recorded and name not in candidate.beside:
-                made.append(Upload(name, file, recorded[name].size, recorded[name].sha256))
-            else:
-                made.append(Upload(name, file, file.stat().st_size, file_digest(file)))
-    except OSError as fault:
-        raise KconvError(
-            f"a file cannot be read: {fault.strerror}", where=fault.filename, fix="Check the folder's permissions."
-        ) from fault
+    for name, file in candidate.files.items():
+        data = card.encode() if name == CARD else candidate.held(name)
+        if data is not None:
+            made.append(Upload(name, data, len(data), hashlib.sha256(data).hexdigest()))
+        else:
+            made.append(Upload(name, file.readlink(), recorded[name].size, recorded[name].sha256))
     return tuple(made)
 
 

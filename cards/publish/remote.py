@@ -31,7 +31,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
 
-from ...checkpoint.hub import LOGIN, named, refuse_garbled
+from ...checkpoint.hub import LOGIN, library_faults, refuse_garbled, shaped
 from ...errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishRefused, ReadBackFailed
 from .release import Upload
 
@@ -43,6 +43,7 @@ TRANSIENT = (408, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 600.0
 # The Hub's own, which tells git what is large.
 NOT_OURS = (".gitattributes",)
+MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,18 @@ class Remote:
 
     def look(self) -> RepositoryState | None:
         """Return what the repository is like; None where there is none, or this account is not shown it."""
+
+        def fetch() -> RepositoryState:
+            info = self._api.model_info(self.repo)
+            refs = self._api.list_repo_refs(self.repo)
+            heads = {branch.name: branch.target_commit for branch in refs.branches}
+            tags = {tag.name: tag.target_commit for tag in refs.tags}
+            if not isinstance(info.private, bool) or MAIN not in heads:
+                raise TypeError("a repository without a visibility or a main branch")
+            return RepositoryState(info.private, heads, tags)
+
         try:
-            info = self._try(lambda: self._api.model_info(self.repo))
-            refs = self._try(lambda: self._api.list_repo_refs(self.repo))
+            return self._try(fetch)
         except RepositoryNotFoundError:
             return None
         except HfHubHTTPError as fault:
@@ -100,8 +110,6 @@ class Remote:
             if fault.response.status_code == 401 and "authorization" not in fault.response.request.headers:
                 return None
             raise
-        heads = {branch.name: branch.target_commit for branch in refs.branches}
-        return RepositoryState(bool(info.private), heads, {tag.name: tag.target_commit for tag in refs.tags})
 
     def list(self, revision: str) -> dict[str, ListedFile]:
         """Return the files of a revision by path."""
@@ -168,10 +176,7 @@ class Remote:
         Raises:
             HubMoved: the branch is on another commit than `parent` by now.
         """
-        operations = [
-            *(CommitOperationAdd(f.name, f.content) for f in files),  # pyright: ignore[reportArgumentType]
-            *(CommitOperationDelete(name) for name in delete),
-        ]
+        operations = [*map(_addition, files), *(CommitOperationDelete(name) for name in delete)]
         lost = False
 
         def send() -> str:
@@ -201,7 +206,24 @@ class Remote:
             ) from fault
 
     def _try(self, call: Callable[[], Got]) -> Got:
-        return _retry(call, self._say)
+        # Inside the retries: a fault of kconv's own is no answer of the Hub's.
+        with shaped():
+            return _retry(call, self._say)
+
+
+def _addition(file: Upload) -> CommitOperationAdd:
+    """Return what adds a file, which must still be the one that was checked.
+
+    Of a file on the disk huggingface_hub takes the sha256 here; it is stored on the Hub under that, and nothing else.
+    """
+    made = CommitOperationAdd(file.name, file.content)  # pyright: ignore[reportArgumentType]
+    if (made.upload_info.size, made.upload_info.sha256.hex()) != (file.size, file.sha256):
+        raise PublishRefused(
+            f"{file.name} was changed after it was checked",
+            where=file.name,
+            fix="Nothing was uploaded. See what writes to the folder, then run the command again.",
+        )
+    return made
 
 
 def _retry(call: Callable[[], Got], say: Callable[[str], None], statuses: Collection[int] = TRANSIENT) -> Got:
@@ -250,7 +272,7 @@ def _named_faults(repo: str) -> Iterator[None]:
         raise HubUnreachable(
             f"HF_HUB_OFFLINE is set, and publishing {repo} takes the Hub", fix="Unset it, and run the command again."
         )
-    with named(repo, None):
+    with library_faults(repo, None):
         try:
             refuse_garbled(get_token())
             yield

@@ -21,10 +21,9 @@ from ..facts import Facts
 from .floor import RECIPE, Floor, read_floor, recipe_facts
 from .gate import Allowance, allowable, judge, let_pass, record_exceptions
 from .release import Candidate, Upload, digest_release, open_candidate, refuse_absent, uploads
-from .remote import Remote, RepositoryState, differing, read_back, same, surplus, writing
+from .remote import MAIN, Remote, RepositoryState, differing, read_back, same, surplus, writing
 
 Say = Callable[[str], None]
-MAIN = "main"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx")
 
 

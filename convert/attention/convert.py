@@ -25,6 +25,7 @@ from ...checkpoint.staging import refuse_existing
 from ...checkpoint.tensors import TORCH, read_tensor
 from ...engines.layout import Layout
 from ...errors import LayoutCannot, TensorValue
+from ...head.fingerprint import fingerprint
 from ...head.forward import DraftHead
 from ...head.rope import partial_factor, rotary_dims
 from ...head.slots import needs
@@ -180,6 +181,7 @@ def change_attention(head: Head, fitted: FittedAttention, calibration: Calibrati
         rows=fitted.rows,
         details=fitted.details,
         heal_steps=fitted.heal_steps,
+        fingerprint=fingerprint(fitted.head),
     )
     return Change(spec, replaced, conversion=conversion)
 

@@ -7,9 +7,11 @@ import statistics
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.spec_server import K, serving, steps_of
 
 from kconv.bench.measure import ServerRun, measure_server
+from kconv.cli import main
 from kconv.engines import client as client
 from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
 from kconv.engines.trtllm import ENGINE as TRTLLM
@@ -284,3 +286,21 @@ def test_counters_that_never_rest_are_named(monkeypatch):
     monkeypatch.setattr(client, "REST_SECONDS", 0.5)
     with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still move"):
         measure_server(server.url, SUITE, WISH)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--engine", "trtllm", "--engine-python", "p"], "is not one of vllm, sglang"),
+        (["--engine", "vllm", "--engine-python", "p", "--tree", "topk=4,nodes=8"], "vllm drafts chains alone"),
+        (["--engine", "sglang", "--engine-python", "p", "--tree", "topk=4"], "say chain, or e.g. topk=4,nodes=8"),
+        (["--engine", "sglang"], "--engine needs --engine-python"),
+        (["--engine-python", "p"], "with --url or --engine"),
+    ],
+)
+def test_an_engine_that_is_started_is_asked_rightly(tmp_path, monkeypatch, words, fault):
+    monkeypatch.delenv("KCONV_ENGINE_PYTHON", raising=False)
+    given = ["bench", "--head", "h", "--target", "t", "--suite", "s.jsonl", "--out", str(tmp_path / "a.json")]
+    done = CliRunner().invoke(main, [*given, *words])
+    assert done.exit_code == 2
+    assert fault in " ".join(done.output.split())

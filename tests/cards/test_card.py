@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from support.heads import MLA, random_slots, write_head
 
-from kconv.cards.card import write_card
+from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
@@ -49,7 +50,7 @@ def test_the_hubs_own_card_class_reads_it(output):
 
 def test_it_states_acceptance_with_its_definition(output):
     text = write_card(output, report(output), Facts()).read_text()
-    assert "| output | 2.518 ± 0.021 |" in text
+    assert "| this head | 2.518 ± 0.021 |" in text
     assert "3 drafted tokens, the bonus token included" in text
     assert "identical, bit by bit" in text
 
@@ -83,8 +84,29 @@ def test_an_existing_card_is_not_overwritten(output):
     (output / "README.md").write_text("mine")
     with pytest.raises(OutputExists) as caught:
         write_card(output, None, Facts())
-    assert "delete it" in caught.value.fix and "another name" not in caught.value.fix
+    assert "--force" in caught.value.fix and "another name" not in caught.value.fix
     assert (output / "README.md").read_text() == "mine"
+
+
+def test_a_card_is_written_again_where_that_is_asked(output):
+    for name in ("README.md", "NOTICE"):
+        (output / name).write_text("mine")
+    write(output, make_card(gather(output, None, Facts(name="org/head"))), force=True)
+    assert "# org/head" in (output / "README.md").read_text() and "org/head" in (output / "NOTICE").read_text()
+
+
+def test_an_exact_conversion_is_the_draft_as_it_ships(output):
+    assert "| draft | the draft as it ships: byte-identical" in write_card(output, None, Facts()).read_text()
+
+
+def test_a_converted_head_is_for_the_engine_it_was_converted_for_whatever_its_source_was_for(output):
+    facts = Facts.model_validate({"runtime": {"engines": "TensorRT-LLM"}, "architecture": {"parameters": "1.8e9"}})
+    text = make_card(gather(output, None, facts), "nvidia").text
+    assert "- Runtime engine(s): vLLM (its publisher states TensorRT-LLM)" in text
+    assert re.search(r"parameters: [\d,]+ \(.+\); as published: 1.8e9\n", text)
+    # The tags say the same, and no library of the Hub's list loads a head.
+    data = ModelCard(text).data
+    assert "vllm" in data.tags and data.library_name is None and "base_model_relation" not in data.to_dict()
 
 
 def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
@@ -106,5 +128,5 @@ def test_a_weight_that_was_rounded_is_named(tmp_path):
     head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
     execute(plan(head, by_name("vllm"), WriteOptions(dtype="BF16")), tmp_path / "out")
     text = write_card(tmp_path / "out", None, Facts()).read_text()
-    assert "**not exact**" in text
+    assert "**not exact**" in text and "| draft | **another draft** than the one it came from: not eligible" in text
     assert "fc.weight cast" in text

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kconv.cards.card import STYLES, make_card
 from kconv.cards.evidence import Evidence
 from kconv.cards.facts import SUBCARDS, Facts, read_facts
-from kconv.errors import FactsInvalid
+from kconv.cards.facts_file import write_facts
+from kconv.errors import FactsInvalid, OutputExists
 
 
 def read(tmp_path: Path, text: str) -> Facts:
@@ -26,8 +28,9 @@ def read(tmp_path: Path, text: str) -> Facts:
         ("license: {id: gpl-3.0}", "no license that kconv knows"),
         ("subcards: {ethics: {}}", "no subcard 'ethics'"),
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
-        ("training: [", "cannot be read"),
-        ("- a list", "the file"),
+        ("training: [", "no YAML"),
+        ("- a list", "its top"),
+        ("notes: {usgae: [a]}", "there is no section usgae; there are overview, license"),
     ],
 )
 def test_a_facts_file_that_is_none_is_named(tmp_path, text, what):
@@ -48,7 +51,8 @@ def test_an_engine_that_does_not_exist_is_named(tmp_path):
 @pytest.mark.parametrize("text", ["one | two", "one\ntwo\n\n# three", "| a | b |"])
 def test_words_do_not_break_a_table(text):
     facts = Facts(name="org/head", subcards={"bias": {"measures": text}})
-    made, plain = (make_card(Evidence(facts=f), "nvidia").text for f in (facts, Facts(name="org/head")))
+    other = Facts(name="org/head", subcards={"bias": {"measures": "none"}})
+    made, plain = (make_card(Evidence(facts=f), "nvidia").text for f in (facts, other))
     assert len(made.splitlines()) == len(plain.splitlines())
     [line] = [line for line in made.splitlines() if line.startswith("| Measures")]
     assert line.replace("\\|", "").count("|") == 3
@@ -65,9 +69,10 @@ def test_words_stay_as_they_were_written(tmp_path):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_what_nobody_said_is_asked_for_by_name_and_stands_as_that(style):
+def test_what_nobody_said_is_asked_for_by_name_and_left_out(style):
     card = make_card(Evidence(facts=Facts(name="org/head")), style)
     assert ("license: unknown" in card.text) and "org/head" in card.text
+    assert card.text.count("not stated") == (style != "short"), "but for the license"
     for name in card.missing:
         assert name.startswith("subcards.") or all(card.missing[name].split()), name
     # What is told is asked for no longer.
@@ -75,7 +80,7 @@ def test_what_nobody_said_is_asked_for_by_name_and_stands_as_that(style):
         assert "summary" in card.missing and "base_model" in card.missing
         told = make_card(Evidence(facts=Facts(name="org/head", summary="A head.", base_model="org/target")), style)
         assert card.missing.keys() - told.missing.keys() == {"summary", "base_model"}
-        assert card.text.count("not stated") > told.text.count("not stated")
+        assert "## Description" not in card.text and "A head." in told.text
 
 
 def test_the_nvidia_style_asks_for_every_subcard():
@@ -107,3 +112,34 @@ def test_commands_bear_the_heads_and_the_targets_names_and_arguments():
     assert '{"model": "org/head", "method": "eagle3", "num_speculative_tokens": 3}' in text
     assert "Requires vLLM >= 1." in text
     assert "**SGLang**\n\nNot there yet." in text and "launch_server" not in text
+
+
+def test_a_publishers_own_paragraphs_are_added_to_their_sections():
+    facts = Facts.model_validate({"name": "org/head", "notes": {"ethics": ["Ours."], "usage": ["Ask us."]}})
+    text = make_card(Evidence(facts=facts), "nvidia").text
+    assert "## Ethical Considerations\n\nOurs.\n" in text and "## Usage\n\nAsk us.\n" in text
+
+
+def test_an_engines_yaml_is_shown_as_it_runs():
+    serve = {"target": "org/target-NVFP4", "config": "speculative_model: PATH_OR_ID_OF_THIS_HEAD\n", "note": "N."}
+    facts = Facts.model_validate({"name": "org/head", "base_model": "org/target", "serve": {"trtllm": serve}})
+    text = make_card(Evidence(facts=facts), "nvidia").text
+    assert "trtllm-serve org/target-NVFP4 \\\n" in text and "--config serve-trtllm.yaml" in text
+    assert "with `serve-trtllm.yaml` being\n\n```yaml\nspeculative_model: org/head\n```" in text
+
+
+def test_a_facts_file_to_fill_in_asks_for_every_key_and_is_read_as_it_is(tmp_path):
+    file = write_facts(tmp_path / "facts.yaml", Facts(name="org/head"), tmp_path)
+    assert read_facts(file) == Facts(name="org/head")
+    text = file.read_text()
+    assert "summary:  # what it is, in your own words" in text and "name: org/head" in text
+    # Whatever a card asks for has its line, commented out or not.
+    for path in make_card(Evidence(facts=Facts(name="org/head")), "nvidia").missing:
+        assert re.search(rf"^[# ]*{path.split('.')[-1]}:", text, re.MULTILINE), path
+    # With the comment marks of its examples taken off, it is a facts file too.
+    filled = re.sub(r"(?m)^( *)# ((  )*)(?=[a-zA-Z_-])", r"\1\2", text.split("\n\n", 1)[1])
+    assert isinstance(yaml.safe_load(filled), dict)
+    with pytest.raises(OutputExists, match="already"):
+        write_facts(file, Facts(), tmp_path)
+    write_facts(file, Facts(name="org/other"), tmp_path, force=True)
+    assert read_facts(file).name == "org/other"

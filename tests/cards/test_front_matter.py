@@ -100,7 +100,7 @@ def test_each_figure_keeps_its_category_and_its_source():
 
 def test_what_is_written_stands_in_the_order_of_the_hubs_guide():
     written = yaml.safe_load(front_matter(evidence(), link="", model_index=True))
-    keys = ["license", "pipeline_tag", "base_model", "base_model_relation", "tags", "model-index"]
+    keys = ["license", "pipeline_tag", "base_model", "tags", "model-index"]
     assert list(written) == keys
 
 

@@ -228,7 +228,7 @@ def test_trained_and_copied_parameters_stand_apart(output):
     copied(output, 3072)
     total = read_manifest(output).parameters
     text = make(output, LICENSE=NVIDIA).read_text()
-    assert f"{total:,}: {total - 3072:,} trained, 3,072 copied from the target" in text
+    assert f"{total:,} ({total - 3072:,} trained; 3,072 copied from the target)" in text
     assert "covers the 3,072 parameters copied from it" in text
 
 

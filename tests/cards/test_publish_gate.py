@@ -143,7 +143,7 @@ def test_without_a_report_each_thing_that_it_would_show_is_to_be_allowed(folder)
 def test_what_differs_on_the_card_is_shown(folder):
     alter_card(folder, "2.500 ±", "3.875 ±")
     [told] = said(folder)
-    assert "| source | 2.500 ± 0.020 |" in told
+    assert "| this head, and the one it came from | 2.500 ± 0.020 |" in told
 
 
 def test_an_allowance_lets_pass_and_stands_on_the_card(folder):
@@ -193,7 +193,7 @@ def test_everything_that_is_published_has_its_files_hash(folder):
 
 def test_what_is_wrong_with_a_floor_is_said_with_its_key(folder):
     lacking = {key: value for key, value in FLOOR.items() if key != "draft_tokens"}
-    wrong = {"draft_tokens: Field required": lacking, "read: a floor on MT-Bench": FLOOR | SUITE | {"target": ""}}
+    wrong = {"draft_tokens: Field required": lacking, "its top: a floor on MT-Bench": FLOOR | SUITE | {"target": ""}}
     for said_of_it, held in wrong.items():
         (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": held}))
         with pytest.raises(RecipeInvalid, match=said_of_it):
@@ -230,7 +230,7 @@ def test_evidence_from_elsewhere_is_published_with_the_folder(folder, tmp_path):
     (folder / "report.json").rename(tmp_path / "elsewhere.json")
     made = open_candidate(folder, tmp_path / "elsewhere.json", (), read_floor(folder))
     files = {file.name: file for file in prepare(made).files}
-    assert files["report.json"].content == tmp_path / "elsewhere.json"
+    assert files["report.json"].content == (tmp_path / "elsewhere.json").read_bytes()
 
 
 def test_a_report_is_published_from_the_folder_that_kconv_validate_wrote(folder, tmp_path):
@@ -238,7 +238,7 @@ def test_a_report_is_published_from_the_folder_that_kconv_validate_wrote(folder,
     (folder / "report.json").rename(tmp_path / "rep" / "report.json")
     made = open_candidate(folder, tmp_path / "rep", (), read_floor(folder))
     files = {file.name: file for file in prepare(made).files}
-    assert files["report.json"].content == tmp_path / "rep" / "report.json"
+    assert files["report.json"].content == (tmp_path / "rep" / "report.json").read_bytes()
 
 
 def test_a_floor_of_another_name_is_shown_what_was_measured(folder):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.acceptance_rows import FULL, row
 
-from kconv.bench.acceptance import METHOD, AcceptanceFile, AcceptanceRow, Interval, SuiteRecord
+from kconv.bench.acceptance import METHOD, AcceptanceFile, AcceptanceRow, Interval, SuiteRecord, read_acceptance
 from kconv.bench.compare import compare, draw
 from kconv.bench.tables import describe, table_of
 from kconv.cards.card import draw_chart
@@ -110,7 +111,7 @@ def test_a_category_is_missing_only_where_the_column_has_it_on_no_prompts():
     assert table is not None
     assert [(line.category, line.cells) for line in table.lines] == [
         ("math", ("2.500", "")),
-        ("stem", ("2.100", "not published")),
+        ("stem", ("2.100", "unknown")),
         ("math", ("", "2.500")),
     ]
 
@@ -125,7 +126,7 @@ def test_what_was_measured_again_has_a_column_of_its_own_and_a_file_given_twice_
 
 def test_missing_categories_stand_in_their_lines():
     quoted = row(measured_by="quoted", url="https://example.org", decimals=2)
-    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"))
+    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"), source="whole")
     whole = row(measured_by="quoted", url="https://example.org", category="", value=2.6, decimals=2)
     table = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(quoted, whole))], {"SPEED-Bench": ()})
     assert table is not None
@@ -139,9 +140,36 @@ def test_missing_categories_stand_in_their_lines():
     assert measured is not None and measured.lines[1].cells == ("not measured",)
 
 
-def test_an_interval_stands_beside_its_figure():
+@pytest.mark.parametrize(("source", "word"), [("whole", "not published"), ("excerpt", "unknown"), (None, "unknown")])
+def test_only_of_a_source_that_was_read_whole_something_is_called_unpublished(source, word):
+    suite = SuiteRecord(dataset="MT-Bench", categories=("math", "stem"), source=source)
+    quoted = row(measured_by="quoted", url="https://example.org")
+    table = table_of([AcceptanceFile(head="h", suites=(suite,), rows=(quoted,))], {})
+    assert table is not None and table.lines[1].cells == (word,)
+    assert [line.startswith("*unknown*: ") for line in table.legend] == [True] * (word == "unknown")
+
+
+@pytest.mark.parametrize("spelled", ["MTBench", "mt_bench", "MT Bench"])
+def test_one_suite_is_one_however_it_is_spelled(spelled):
+    found = compare([head("a", row()), head("b", row(dataset=spelled, value=2.7))])
+    [(about, rows)] = found.tables[0].lines
+    assert about == "MT-Bench (math)" and [r and r.value for r in rows] == [2.5, 2.7] and not found.apart
+
+
+def test_the_published_figures_of_one_target_are_held_against_each_other():
+    """No two of them compare, and each pair on one suite says why, spelled alike or not."""
+    cards = Path(__file__).parents[2] / "docs" / "cards"
+    files = [read_acceptance(file) for file in sorted(cards.glob("*/acceptance.json"))]
+    found = compare(files)
+    assert len(found.heads) == 4 and not found.tables
+    [reason] = [a.reason for a in found.apart if a.head == "nvidia/Kimi-K2.6-Eagle3" and a.about == "MT-Bench"]
+    assert "engine trtllm here, vllm there" in reason and "averaging not stated by either" in reason
+
+
+def test_an_interval_stands_beside_its_figure_and_is_explained():
     table = table_of([head("h", row(interval=Interval(low=2.4, high=2.61, over="prompts", units=10)))], {})
     assert table is not None and table.lines[0].cells == ("2.500 [2.400, 2.610]",)
+    assert table.legend == ["In brackets: the 95% confidence interval, by bootstrap over prompts."]
 
 
 def test_nothing_known_and_nothing_looked_for_is_no_table():
@@ -150,7 +178,7 @@ def test_nothing_known_and_nothing_looked_for_is_no_table():
 
 def test_a_key_says_what_is_not_stated():
     text = describe(row(precision=None, averaging=None, measured_by="quoted", url="https://example.org"))
-    assert "precision not stated" in text and "kind of mean not stated" in text
+    assert "; not stated: kind of mean, precision; quoted from" in text
     assert "https://example.org" in text and "bonus token" in text
 
 

@@ -1,14 +1,17 @@
 """What is downloaded of a repository of the Hub: byte for byte, pinned, no more than is needed, and found offline."""
 
+import io
 import shutil
 
 import pytest
+import torch
 from blake3 import blake3
+from support.hub_head import SECRET, head, offline, weights
 from support.hub_repos import Reply
-from support.published import SECRET, head, offline, weights
 
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.source import resolve
+from kconv.checkpoint.tensors import read_tensor
 from kconv.errors import HubUnreachable
 
 
@@ -141,3 +144,13 @@ def test_without_a_network_what_was_downloaded_is_found(hub):
     resolve("org/head").open_weights()
     hub.fail(".*", Reply(503))
     assert resolve("org/head").open_weights().source == f"org/head@{sha}"
+
+
+def test_a_repository_of_pickles_alone_is_downloaded(hub):
+    saved = io.BytesIO()
+    torch.save(weights(), saved)
+    files = {name: content for name, content in head().items() if name != "model.safetensors"}
+    hub.commit("org/old", files | {"pytorch_model.bin": saved.getvalue()})
+    opened = resolve("org/old").open_headers()
+    assert opened.tensors.keys() == weights().keys() and not opened.headers_only
+    assert torch.equal(read_tensor(opened.tensors["fc.weight"]), weights()["fc.weight"])

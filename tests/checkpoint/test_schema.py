@@ -1,6 +1,9 @@
 """Files by a schema: whatever a stranger sends, the error is the one that the caller names."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -85,3 +88,77 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "MAX_JSON", 5)
     with pytest.raises(RecipeInvalid, match="more than 5"):
         load_json(Figures, tmp_path / "file", RecipeInvalid, **WORDS)
+
+
+MANY = {
+    "lists": b"[" + b"[]," * 33_000_000 + b"[]]",
+    "objects": b'{"a": [' + b"{}," * 33_000_000 + b"{}]}",
+    "keys": b"{" + b",".join(b'"%d":0' % i for i in range(4_000_000)) + b"}",
+}
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from kconv.checkpoint.folder import read_json
+from kconv.checkpoint.manifest import read_manifest
+from kconv.errors import KconvError
+folder = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_json(folder / "config.json") if sys.argv[2] == "config" else read_manifest(folder)
+except KconvError as error:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, error.what)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which, name", [("config", "config.json"), ("manifest", "kconv.json")])
+@pytest.mark.parametrize("kind", MANY)
+def test_99_mb_of_json_take_no_4_gb(tmp_path, kind, which, name):
+    (tmp_path / name).write_bytes(MANY[kind])
+    command = [sys.executable, "-c", MEASURED, str(tmp_path), which]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    grown, _, what = said.partition(" ")
+    # The text itself, and, of what is not refused for its number of values, what a schema that wants others takes.
+    assert int(grown) < 700 << 20, (int(grown) >> 20, what)
+
+
+def test_what_holds_many_values_is_refused_before_it_is_parsed(monkeypatch):
+    monkeypatch.setattr(schema, "MAX_JSON_VALUES", 5)
+    monkeypatch.setattr(schema.json, "loads", None)
+    for text in (b"[[], [], [], [], []]", b'{"a": 1, "b": 2, "c": [3, 4, 5]}'):
+        with pytest.raises(ValueError, match="more than 5 values"):
+            schema.parse_json(text)
+        with pytest.raises(ValueError, match="more than 5 values"):
+            schema.parse_object(text)
+
+
+READERS = ("read_bounded", "read_text", "read_lines")
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom", "/dev/null"])
+def test_a_device_is_named_and_not_read(reader, device, tmp_path):
+    (tmp_path / "config.json").symlink_to(device)
+    limit = {"limit": 100} if reader != "read_lines" else {}
+    with pytest.raises(NotACheckpoint):
+        list(getattr(schema, reader)(tmp_path / "config.json", NotACheckpoint, fix="x", **limit))
+
+
+def test_no_descriptor_is_left_open(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(NotACheckpoint):
+            schema.read_bounded(path, NotACheckpoint, limit=10, fix="x")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_lines_come_one_by_one_with_their_numbers(tmp_path, monkeypatch):
+    (tmp_path / "lines").write_bytes("\ufeffone\n\n  \nfour\r\nfive".encode())
+    assert list(schema.read_lines(tmp_path / "lines", NotACheckpoint, fix="x")) == [
+        (1, "one\n"), (4, "four\r\n"), (5, "five"),
+    ]  # fmt: skip
+    monkeypatch.setattr(schema, "MAX_LINE", 6)
+    (tmp_path / "lines").write_bytes(b"one\n\nthe third")
+    with pytest.raises(NotACheckpoint, match="line 3 is longer"):
+        list(schema.read_lines(tmp_path / "lines", NotACheckpoint, fix="x"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from support.published import head, weights
+from support.hub_head import head, weights
 
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.folder import INDEX, open_checkpoint
@@ -139,3 +139,27 @@ def test_a_server_without_ranges_is_not_read_whole(hub):
     with pytest.raises(HubUnreachable, match="whole files only") as raised:
         resolve("org/head").open_headers()
     assert "hf download org/head" in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://huggingface.co/org/head",
+        "https://huggingface.co/org/head/",
+        "https://huggingface.co/org/head/tree/main",
+        "https://huggingface.co/org/head/blob/main/config.json",
+        "http://hf.co/org/head?library=transformers",
+        "hf://org/head",
+        "hf://org/head@main",
+    ],
+)
+def test_a_pasted_url_is_the_repository_that_it_shows(hub, url):
+    commit = hub.commit("org/head", head())
+    assert resolve(url).name == f"org/head@{commit}"
+
+
+@pytest.mark.parametrize("url", ["https://example.com/org/head", "https://huggingface.co/org", "hf://../../etc"])
+def test_another_url_is_a_missing_folder(hub, url):
+    with pytest.raises(NotACheckpoint):
+        resolve(url).open_headers()
+    assert hub.served == []

@@ -78,7 +78,27 @@ def test_what_is_missing_is_listed_and_nothing_written(head):
     result = run(head, "--style", "nvidia", "--missing")
     assert result.exit_code == 1
     assert "summary: what it is, in your own words" in result.stdout.splitlines()
+    assert "facts are missing; kconv card --init writes a file" in result.stderr
     assert not (head / "README.md").exists()
+
+
+def test_a_facts_file_is_started_with_what_the_manifest_knows(head, tmp_path):
+    file = tmp_path / "facts.yaml"
+    result = run(head, "--init", file, "--base-model", "org/target")
+    assert (result.exit_code, result.stdout) == (0, f"{file}\n") and not (head / "README.md").exists()
+    assert "base_model: org/target" in file.read_text() and "known: MLA" in file.read_text()
+    run(head, "--facts", file, "--style", "nvidia")
+    assert "base_model:\n- org/target" in (head / "README.md").read_text()
+    assert run(head, "--init", file).exit_code == 1
+    assert run(head, "--init", file, "--check").exit_code == 2
+
+
+def test_a_written_card_says_how_much_it_lacks_and_is_written_again_with_force(head):
+    result = run(head, "--style", "nvidia")
+    assert "facts are missing and left out; kconv card --missing lists them" in result.stderr
+    assert "already" in run(head, "--style", "nvidia").stderr
+    assert (head / "README.md").write_text("mine") and run(head, "--force").stdout == f"{head / 'README.md'}\n"
+    assert "mine" not in (head / "README.md").read_text()
 
 
 def test_a_head_that_kconv_did_not_make_has_a_card_where_facts_name_it(tmp_path):
@@ -97,7 +117,7 @@ def test_checks_say_what_is_owed_and_write_nothing(head, tmp_path):
     arguments = (head, "--license", "apache-2.0", "--base-model", "org/target", "--no-chart")
     assert run(*arguments, "--license-file", license).exit_code == 0
     result = run(*arguments, "--check")
-    assert (result.exit_code, result.stdout) == (0, f"{head}: nothing found\n")
+    assert (result.exit_code, result.stdout) == (0, f"{head}: license checks passed\n")
 
 
 def test_a_card_that_lacks_what_is_owed_is_written_and_no_success(head):

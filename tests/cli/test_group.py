@@ -147,6 +147,19 @@ def test_tables_fit_80_columns_and_lose_nothing(tmp_path, arguments):
     assert "…" not in said
 
 
+def test_severities_have_colors_and_the_verdict_of_each_engine_stands_last(tmp_path):
+    head = str(write_head(tmp_path / "head", TRTLLM, MLA, random_slots(MLA)))
+    code, shown = on_terminal("validate", head, "--for", "all")
+    assert code == 1 and "\x1b[1;31merror K140\x1b[0m" in shown and "\x1b[1;33mwarning K143\x1b[0m" in shown
+    assert "note K" not in shown and re.search(r"\d notes; -v shows them", shown)
+    last = shown.splitlines()[-1]
+    assert last.startswith("\x1b[1;31mFAIL\x1b[0m vLLM (1) · \x1b[1;32mPASS\x1b[0m SGLang · ")
+    _, plain = on_terminal("validate", head, "--for", "all", "-v", NO_COLOR="1", COLUMNS="60")
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in plain.splitlines()]
+    assert lines[-1] == "FAIL vLLM (1) · PASS SGLang · PASS TensorRT-LLM"
+    assert "note K144" in plain and "-v shows" not in plain and not [line for line in lines if len(line) > 60]
+
+
 @pytest.mark.parametrize(("package", "extra"), [("transformers", "optimize"), ("matplotlib", "plots")])
 def test_a_package_of_an_extra_that_is_missing_is_named_with_the_extra(package, extra):
     group = Kconv("kconv")

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
 from support.heads import MLA, random_slots, read_bytes, write_head
+from support.published import OTHERS
 
 from kconv.cli import main
 from kconv.engines import BY_NAME
@@ -47,12 +46,11 @@ def test_inspect_names_the_source(head):
 
 
 def test_a_target_in_a_heads_place_is_told_where_it_goes(tmp_path):
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
-    save_file({"model.norm.weight": torch.ones(4)}, target / "model.safetensors")
-    found = kconv("inspect", target)
-    assert found.exit_code == 1 and f"where: {target}/config.json" in found.stderr and "--target" in found.stderr
+    target = OTHERS["a whole Qwen3"].write(tmp_path / "target")
+    shown = kconv("inspect", target)
+    assert (shown.exit_code, shown.stderr) == (0, "") and "a whole model" in shown.stdout and "--target" in shown.stdout
+    refused = kconv("to-vllm", target, tmp_path / "out")
+    assert refused.exit_code == 1 and "a whole model" in refused.stderr and not (tmp_path / "out").exists()
 
 
 def test_verify_finds_a_changed_output(head, tmp_path):

@@ -43,7 +43,7 @@ def test_a_broken_head_is_exit_1_with_its_rule_and_a_fix(tmp_path):
     folder = broken(tmp_path / "head", MLA_VLLM, drop("fc.weight"))
     shown = kconv("validate", folder)
     assert shown.exit_code == 1
-    assert "error K104 fc.weight" in shown.stdout and "fix: " in shown.stdout and "1 error(s)" in shown.stdout
+    assert "error K104 fc.weight" in shown.stdout and "fix: " in shown.stdout and "1 error" in shown.stdout
 
 
 UNREADABLE = {
@@ -80,7 +80,7 @@ def test_a_warning_is_exit_0_unless_strict(tmp_path):
     assert kconv("validate", folder, "--strict").exit_code == 0
     assert kconv("validate", warned, "--for", "vllm-v2").exit_code == 0
     shown = kconv("validate", warned, "--for", "vllm-v2", "--strict")
-    assert shown.exit_code == 1 and "warning K143" in shown.stdout and "1 warning(s)" in shown.stdout
+    assert shown.exit_code == 1 and "warning K143" in shown.stdout and "1 warning" in shown.stdout
 
 
 def test_headers_only_reads_no_value(tmp_path):
@@ -168,7 +168,7 @@ def test_an_embedding_that_was_not_compared_is_said_where_it_is_not_served(hub, 
     (target / "config.json").write_text(json.dumps(TARGET))
     hub.commit("org/target", {"config.json": json.dumps(TARGET).encode()})
     for options in ([], ["--target", "org/target"], ["--target", target]):
-        shown = kconv("validate", head, "--for", asked, *options)
+        shown = kconv("validate", head, "-v", "--for", asked, *options)
         assert shown.exit_code == 0 and ("note K214 embed_tokens.weight" in shown.stdout) is said
 
 

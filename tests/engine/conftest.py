@@ -34,6 +34,16 @@ def engine_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    """Return the interpreter that SGLang is started with: $KCONV_SGLANG_PYTHON, else what scripts/engine-env makes."""
+    given = os.environ.get("KCONV_SGLANG_PYTHON")
+    if given:
+        return Path(given)
+    made = subprocess.run([ROOT / "scripts" / "engine-env", "sglang"], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
 def random_target(tiny_target, tmp_path_factory) -> Path:
     """Return the tiny target with random weights in the trained ones' place.
 

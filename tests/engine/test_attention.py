@@ -63,7 +63,8 @@ def test_vllm_accepts_what_kconv_says_of_a_converted_head(
     with serve(Serving(engine_python, folder, head.checkpoint.folder), ENGINE) as served:
         before = served.client.read_counters(ENGINE.counters)
         outputs = [served.client.complete(prompt, NEW_TOKENS) for prompt in prompts]
-        counted = served.client.read_counters(ENGINE.counters).since(before)
+        after = served.client.read_counters(ENGINE.counters).since(before, "the server")
+        counted = ENGINE.counters.count(after, STEPS, PROMPTS, PROMPTS)
         # The simulation looks ahead of the last token by as much as a draft does.
         ahead = [served.client.complete(prompt, NEW_TOKENS + STEPS - 1) for prompt in prompts]
     assert [row[:NEW_TOKENS] for row in ahead] == outputs
@@ -78,6 +79,6 @@ def test_vllm_accepts_what_kconv_says_of_a_converted_head(
         accepted.append(greedy_acceptance(drafted, tokens[0], len(prompt)))
     said = pool(accepted)
     assert counted.drafts == said.drafts
-    assert counted.accepted_per_position == said.accepted
-    assert counted.acceptance_length == pytest.approx(said.length)
+    assert counted.per_position == said.accepted
+    assert 1 + counted.accepted / counted.drafts == pytest.approx(said.length)
     assert said.length > 1.5

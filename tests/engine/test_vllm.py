@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from support.heads import with_own_keys
 from support.record_drafts import record
 
 from kconv.checkpoint.folder import open_checkpoint
@@ -84,22 +85,6 @@ def folders(demo, tmp_path_factory) -> dict[str, dict[str, Path]]:
             made[kind][name] = root / f"{kind}-{name}"
             execute(plan(source, by_name(name)), made[kind][name])
     return made
-
-
-def with_own_keys(grouped: Path, folder: Path) -> Path:
-    """Write a trained GQA head as MHA: each head gets its group's key and value, a tenth apart from its neighbour's."""
-    config, weights = json.loads((grouped / "config.json").read_text()), load_file(grouped / "model.safetensors")
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    generator = torch.Generator().manual_seed(0)
-    for part in ("k_proj", "v_proj"):
-        name = f"layers.0.self_attn.{part}.weight"
-        shared = weights[name].unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
-        noise = torch.randn(shared.shape, generator=generator) * shared.std()
-        weights[name] = shared + 0.1 * noise
-    folder.mkdir()
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": heads}))
-    return folder
 
 
 @pytest.fixture(scope="module")

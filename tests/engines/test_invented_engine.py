@@ -129,6 +129,34 @@ def test_a_head_is_converted_there_and_back_and_detected(heads, tmp_path):
 
 
 @installed
+def test_its_command_and_a_recipe_write_the_same_folder(heads, tmp_path):
+    from click.testing import CliRunner
+
+    from kconv.cli import main
+
+    source, written = heads
+    recipe = tmp_path / "release.yaml"
+    steps = {
+        "converted": {"do": "convert", "head": str(source), "to": "otter"},
+        "report": {"do": "validate", "head": "$converted", "source": str(source), "for": "otter"},
+    }
+    recipe.write_text(json.dumps({"name": "otters", "steps": steps}))
+    for words in (
+        ["to-otter", source, tmp_path / "command"],
+        ["run", recipe, "--out", tmp_path / "run"],
+        ["inspect", tmp_path / "command"],
+    ):
+        done = CliRunner().invoke(main, [str(word) for word in words])
+        assert done.exit_code == 0, done.output
+    assert "otter" in done.output
+    folders = (tmp_path / "command", tmp_path / "run" / "converted")
+    for one in folders:
+        assert {file.name: file.read_bytes() for file in one.iterdir()} == {
+            file.name: file.read_bytes() for file in written.iterdir()
+        }
+
+
+@installed
 def test_what_it_cannot_hold_is_refused_and_a_rule_of_validate(tmp_path):
     from kconv.checkpoint.folder import open_checkpoint
     from kconv.checkpoint.source import Folder
@@ -221,4 +249,4 @@ def test_an_engine_of_another_package_is_known_everywhere(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:]
-    assert "7 passed" in run.stdout
+    assert "8 passed" in run.stdout

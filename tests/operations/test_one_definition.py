@@ -24,7 +24,7 @@ from kconv.pipeline.recipe import kinds, read_step
 
 COMMANDS = {name: name.replace("_", "-") for name in OPERATIONS} | {"convert": "to-vllm"}
 # What each command has beside its operation's options.
-BESIDE = {"as_json", "dry_run", "explain"}
+BESIDE = {"as_json", "dry_run", "explain", "verbose"}
 
 
 def command(name: str) -> click.Command:

@@ -13,7 +13,12 @@ from kconv.quantize.calibrate import calibrate
 from kconv.quantize.calibration import CalibrationPrompts, read_calibration
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import load_target
+from kconv.targets.weights import stored_weights
 
+KIMI = {
+    "model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840,
+    "num_attention_heads": 64, "max_position_embeddings": 262144,
+}  # fmt: skip
 PROMPTS = CalibrationPrompts(sha256="0" * 64, count=2, tokens=0)
 
 
@@ -68,6 +73,67 @@ def test_only_one_layer_is_ever_in_memory(forms, monkeypatch):
     monkeypatch.setattr(module, "_run", watched)
     run(forms("bf16"), sequences(1))
     assert len(layers) == 7 and set(resident) == {1}
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Leave so much memory that a layer fits with one expert, and not with all."""
+
+    def leave(folder):
+        from kconv.quantize import experts
+
+        source = open_checkpoint(folder)
+        config = parse_target_config(source.config)
+        whole, one = experts.layer_bytes(stored_weights(source, config), config, torch.float32)
+        assert one < whole
+        free = type("Memory", (), {"available": (whole + one) / 2 / experts.SHARE})
+        monkeypatch.setattr(experts.psutil, "virtual_memory", lambda: free)
+
+    return leave
+
+
+@pytest.mark.parametrize("form, wrapped", [("bf16", False), ("int4", True)])
+def test_a_layer_that_does_not_fit_is_run_expert_by_expert(form, wrapped, forms, little_memory, monkeypatch):
+    from kconv.quantize import experts
+
+    folder, said, read = forms(form, wrapped=wrapped), [], []
+    whole = run(folder, sequences()).input_amax
+    little_memory(folder)
+    weight = experts.ExpertsOneByOne._weight
+
+    def noted(self, expert, name):
+        read.append((self._base, expert, name))
+        return weight(self, expert, name)
+
+    monkeypatch.setattr(experts.ExpertsOneByOne, "_weight", noted)
+    source = open_checkpoint(folder)
+    parted = calibrate(
+        source, parse_target_config(source.config), sequences(), PROMPTS, dtype=torch.float32, say=said.append
+    ).input_amax
+    assert parted.keys() == whole.keys()
+    for name, amax in whole.items():
+        assert parted[name] == pytest.approx(amax, rel=1e-5), name
+    # Of all texts together each is read once.
+    assert read and len(read) == len(set(read))
+    assert "its experts are read one by one" in said[0] and "GB at a time" in said[0]
+
+
+def test_what_a_layer_of_kimi_k2_holds():
+    """384 experts of 3 * 7168 * 2048 parameters in bf16: 33.8 GB, and with one at a time less than one."""
+    from kconv.quantize.experts import layer_bytes
+
+    class Shape:
+        def __init__(self, *shape):
+            self.shape = shape
+
+    expert = {"gate_proj": (2048, 7168), "up_proj": (2048, 7168), "down_proj": (7168, 2048)}
+    names = {
+        f"model.layers.1.mlp.experts.{e}.{part}.weight": Shape(*shape)
+        for e in range(384)
+        for part, shape in expert.items()
+    } | {"model.layers.1.self_attn.o_proj.weight": Shape(7168, 8192), "lm_head.weight": Shape(163840, 7168)}
+    whole, one = layer_bytes(names, parse_target_config(KIMI), torch.bfloat16)
+    assert (round(whole / 1e9, 1), round(one / 1e9, 1)) == (33.9, 0.2)
 
 
 class Stopped(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Fault:
         target: the config of the target that the head is said to be for.
         raw: does it to the folder instead, where config and tensors cannot say it.
         lent: slots whose tensor of the target is at hand, another than the head's own.
+        hints: what the user says of it.
     """
 
     name: str
@@ -46,13 +47,16 @@ class Fault:
     target: Config | None = None
     raw: Callable[[Path], None] | None = None
     lent: tuple[str, ...] = ()
+    hints: Hints = field(default_factory=Hints)
 
     def wish(self, folder: Path) -> Checks:
         """Return for whom, and for which target, the head that is written into a folder is checked."""
         target = parse_target_config(self.target) if self.target else None
         layers = target.layers if target else None
         lent = partial(lend, folder.with_name("target"), self.lent, self.base.spec) if self.lent else None
-        return Checks(self.engines or self.base.engines, hints=Hints(target_layers=layers), target=target, lent=lent)
+        return Checks(
+            self.engines or self.base.engines, hints=replace(self.hints, target_layers=layers), target=target, lent=lent
+        )
 
     def write(self, folder: Path) -> Path:
         """Write the head with its fault into a folder."""

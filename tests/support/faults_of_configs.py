@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kconv.convert.captured import Hints
 from kconv.engines.keys import CONVENTION, TOP
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM_V1, VLLM_V2
 
@@ -77,6 +78,7 @@ OF_CONFIGS = (
     Fault("an MLA head without num_attention_heads", "K021", MLA_VLLM, put(num_attention_heads=...)),
     Fault("an MLA head without num_key_value_heads, for TensorRT-LLM", "K021", MLA_TRT, put(num_key_value_heads=...)),
     Fault("a dtype that torch has not", "K022", GQA_SGLANG, put(torch_dtype="bf16", dtype="bf16")),
+    Fault("num_hidden_layers of the target", "K023", GQA_VLLM, put(num_hidden_layers=36)),
     Fault("a sliding window", "K014", GQA_VLLM, put(sliding_window=4096)),
     Fault("speculators without norm_before_residual", "K015", SPECULATORS, put(norm_before_residual=...)),
     Fault("speculators' root and inner config differ", "K016", SPECULATORS, put(hidden_size=96)),
@@ -101,6 +103,7 @@ OF_CONFIGS = (
     Fault("num_aux_hidden_states of another count", "K149", MLA_VLLM, put(num_aux_hidden_states=2)),
     Fault("four states, and num_aux_hidden_states deleted", "K150", FOUR_STATES, put(num_aux_hidden_states=...)),
     Fault("use_aux_hidden_state off", "K151", MODELOPT_GQA, nest(use_aux_hidden_state=False)),
+    Fault("ModelOpt's outputs, said to be inputs", "K155", MODELOPT_GQA, hints=Hints(captured_are="inputs")),
     Fault("eagle_config as a text", "K152", MODELOPT_GQA, put(eagle_config="eagle3")),
     # RoPE.
     Fault("rope_theta stated twice, differently", "K160", GQA_VLLM, put(rope_theta=50000.0)),

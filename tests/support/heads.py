@@ -94,6 +94,22 @@ def write_head(
     return folder
 
 
+def with_own_keys(grouped: Path, folder: Path) -> Path:
+    """Write a trained GQA head as MHA: each head gets its group's key and value, a tenth apart from its neighbour's."""
+    config, weights = json.loads((grouped / "config.json").read_text()), load_file(grouped / "model.safetensors")
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(0)
+    for part in ("k_proj", "v_proj"):
+        name = f"layers.0.self_attn.{part}.weight"
+        shared = weights[name].unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+        noise = torch.randn(shared.shape, generator=generator) * shared.std()
+        weights[name] = shared + 0.1 * noise
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": heads}))
+    return folder
+
+
 def write_sparse(folder: Path, layout: Layout, spec: HeadSpec, config: dict, without: tuple[str, ...] = ()) -> int:
     """Write a head of any size, but for one value a tensor zeros that take no disk; return the bytes that it claims."""
     header, at = {}, 0

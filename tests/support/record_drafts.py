@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kconv.engines import start_server
 from kconv.engines.base import Serving
 from kconv.engines.vllm import environment
 
@@ -68,7 +69,7 @@ def record(
     (folder / "request.json").write_text(json.dumps(request))
     serving = Serving(python, target, next(iter(heads.values())))
     done = subprocess.run(
-        [python, RECORDER, folder / "request.json", folder / "answer.json"],
+        [python, RECORDER, folder / "request.json", folder / "answer.json", start_server.__file__],
         env=os.environ | environment(serving) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         cwd=folder,
         stdout=subprocess.PIPE,

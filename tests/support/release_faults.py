@@ -15,7 +15,7 @@ from kconv.cards.evidence import Evidence
 from kconv.cards.front_matter import results
 from kconv.cards.publish.floor import Floor, read_floor
 from kconv.cards.publish.gate import judge
-from kconv.cards.publish.release import open_candidate
+from kconv.cards.publish.release import PNG, open_candidate
 from kconv.validate.report import Finding
 
 OVERRULED = Finding(
@@ -90,6 +90,17 @@ def link_out(folder: Path) -> None:
     (folder.parent / "NOTICE").write_text("elsewhere")
     (folder / "NOTICE").symlink_to(folder.parent / "NOTICE")
 
+
+def record(folder: Path, name: str, content: bytes) -> None:
+    """Write a file, and have the manifest list it as one of the head's."""
+    (folder / name).write_bytes(content)
+    held = json.loads((folder / "kconv.json").read_text())
+    held["files"].append({"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+    (folder / "kconv.json").write_text(json.dumps(held))
+
+
+# In two parts, or this file would hold one itself.
+RSA = "RSA PRIVATE " + "KEY"
 
 BROKEN = {
     "a weight's byte": ("P101", lambda f: flip(f / "model.safetensors")),
@@ -184,9 +195,18 @@ BROKEN = {
     "a picture that is not there": (
         "P113", lambda f: (f / "README.md").write_text((f / "README.md").read_text() + "![bars](acceptance.png)\n"),
     ),
+    "a pickle that the manifest lists": ("P115", lambda f: record(f, "pytorch_model.bin", b"\x80\x04.")),
+    "code that the manifest lists": ("P115", lambda f: record(f, "modeling_evil.py", b"print()")),
+    "a hidden file that the manifest lists": ("P115", lambda f: record(f, ".env", b"A=1")),
+    "git's attributes in the manifest": ("P115", lambda f: record(f, ".gitattributes", b"* text")),
+    "a picture that is none": ("P115", lambda f: (f / "chart.png").write_bytes(b"GIF89a")),
+    "a key beside the head": ("P114", lambda f: (f / "NOTICE_id_rsa").write_text(f"-----BEGIN {RSA}-----")),
+    "a token in UTF-16": ("P114", lambda f: (f / "NOTICE.md").write_bytes(("hf_" + "a1B2" * 8).encode("utf-16"))),
+    "a token in what the manifest lists": ("P114", lambda f: record(f, "vocab.json", b'"X_hf_%s"' % (b"a1B2" * 8))),
+    "a token in a picture": ("P114", lambda f: (f / "a.png").write_bytes(PNG + b"hf_" + b"a1B2" * 8)),
     "a token in a file": ("P114", lambda f: (f / "NOTICE").write_text("hf_" + "a1B2" * 8)),
 }  # fmt: skip
 
 
 # A card that is not there does not say any of what it must.
-ALONG = {"P104": {"P107", "P110"}, "P113": {"L2", "L6", "L8"}, "L2": {"L5"}, "L6": {"P113"}}
+ALONG = {"P102": {"P115"}, "P104": {"P107", "P110"}, "P113": {"L2", "L6", "L8"}, "L2": {"L5"}, "L6": {"P113"}}

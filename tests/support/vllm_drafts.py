@@ -1,11 +1,12 @@
 """Run by the engine's python, not by the tests': serve one target with several heads and write down what they draft.
 
-    python vllm_drafts.py request.json answer.json
+    python vllm_drafts.py request.json answer.json START_SERVER
 
 The request is {"llm": keyword arguments of vllm.LLM, "steps": K, "new_tokens": N, "look_ahead": how many tokens more
 are generated without a head (0 if absent), "prompts": lists of token ids, "together": whether they go side by side,
 "heads": folder or null by name}. The answer gives by name {"outputs": ids per prompt, "drafts": K ids per draft per
-prompt, or of all in one list, "counters": what the engine counted meanwhile, by its names}, or {"error": text}. In one
+prompt, or of all in one list, "counters": what the engine counted meanwhile, by its names, "unreached": the head's
+parameters that no tensor reached, found by kconv's own file START_SERVER}, or {"error": text}. In one
 process a head takes seconds, where a server takes half a minute. vLLM has an emulation of NVFP4 matrices, which its CPU
 build does not consider until it is told to:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/kernels/linear/nvfp4/emulation.py#L14
@@ -14,7 +15,9 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/kernels/li
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -71,15 +74,29 @@ def generate(request: dict, head: str | None) -> dict:
     return answer
 
 
-def main(request_file: str, answer_file: str) -> None:
+def watch(start_server: str) -> None:
+    """Let kconv's own file watch what each head's tensors reach."""
+    spec = importlib.util.spec_from_file_location("start_server", start_server)
+    assert spec and spec.loader
+    starting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(starting)
+    starting.prepare("vllm")
+
+
+def main(request_file: str, answer_file: str, start_server: str) -> None:
+    watch(start_server)
+    unreached = Path(f"{answer_file}.unreached")
+    os.environ["KCONV_UNREACHED"] = str(unreached)
     request = json.loads(Path(request_file).read_text())
     SpecDecodeBaseProposer.propose = note
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     answers = {}
     for name, head in request["heads"].items():
         print(f"== HEAD {name}", flush=True)
+        unreached.unlink(missing_ok=True)
         try:
             answers[name] = generate(request, head)
+            answers[name]["unreached"] = json.loads(unreached.read_text()) if unreached.exists() else None
         except Exception as fault:
             answers[name] = {"error": f"{type(fault).__name__}: {fault}"}
         gc.collect()

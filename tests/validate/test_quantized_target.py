@@ -2,10 +2,12 @@
 
 import json
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 from click.testing import CliRunner
+from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors.torch import load_file, save_file
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
@@ -194,9 +196,44 @@ def test_perplexity_on_held_out_text_is_within_half_a_percent_of_the_sources(for
     assert about["prompts"]["file"] == "held-out.jsonl"
     if form == "int4":
         (before, one), (after, other) = (perplexity(folder) for folder in pair(form))
-        assert (figures.source, figures.output) == pytest.approx((before, after), rel=1e-6)
-        assert figures.top1 == pytest.approx(float((one == other).float().mean()))
+        assert figures.source == pytest.approx(before, rel=1e-6)
+        # Sums in another order put a few inputs on the other side of a rounding's edge.
+        assert figures.output == pytest.approx(after, rel=2e-4)
+        assert figures.top1 == pytest.approx(float((one == other).float().mean()), abs=0.003)
         assert figures.tokens == len(one)
+
+
+@contextmanager
+def inputs_rounded(folder, model):
+    """Round what the linears of a whole model read with ModelOpt's own quantizer, by the folder's input scales."""
+    scales = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name.endswith(".input_scale"):
+                module = name.removeprefix("language_model.").removesuffix(".input_scale")
+                scales[module] = tensor
+    by_place = {}
+    for name, tensor in model.state_dict().items():
+        base, _, last = name.rpartition(".")
+        if tensor.dim() == 3:
+            part = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}[last]
+            by_place |= {own.data_ptr(): f"{base}.{e}.{part}" for e, own in enumerate(tensor)}
+        else:
+            by_place[tensor.data_ptr()] = base
+    linear = torch.nn.functional.linear
+
+    def rounding(x, weight, bias=None):
+        scale = scales.get(by_place.get(weight.data_ptr(), ""))
+        if scale is not None and x.numel():
+            stored, blocks, double = NVFP4QTensor.quantize(x.reshape(-1, x.shape[-1]), 16, None, scale.reshape(1))
+            x = stored.dequantize(scale=blocks, double_scale=double, block_sizes={-1: 16}).view(x.shape).to(x.dtype)
+        return linear(x, weight, bias)
+
+    torch.nn.functional.linear = rounding
+    try:
+        yield len(scales)
+    finally:
+        torch.nn.functional.linear = linear
 
 
 def perplexity(folder):
@@ -206,8 +243,9 @@ def perplexity(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
     texts = [tokenizer.encode(text)[:128] for text in read_corpus().held_out if len(text) > 300][:120]
     model = load_target(folder, torch.float32)
+    model.set_experts_implementation("eager")
     losses, likeliest = [], []
-    with torch.no_grad():
+    with torch.no_grad(), inputs_rounded(folder, model):
         for text in texts:
             logits = model(torch.tensor([text])).logits[0, :-1]
             losses.append(cross_entropy(logits, torch.tensor(text[1:]), reduction="none"))
@@ -242,8 +280,7 @@ def test_the_command_measures_a_target_on_prompts(pair, spoiled, held_out, tmp_p
     assert found["prompts"] == 4 and abs(found["output"] / found["source"] - 1) < 0.02
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"| perplexity on held-out text | {found['output']:.4f} |" in text and "signal over noise, median" in text
-    # Nobody is to take the figure for the engine's, which rounds activations too.
-    assert "no input_scale" in text and "input_scale" in report["provenance"]["not_run"]
+    assert "rounded by their input_scale" in text and "input_scale" in report["provenance"]["dtype"]
     # What is wrong is told by the tensors' noise, and not run.
     code, report = kconv(spoiled("bf16", swap_nibbles), "--source", source, "--prompts", few)
     assert code == 1 and report["figures"]["perplexity"] is None

@@ -16,7 +16,7 @@ from ...checkpoint.source import Source
 from ...convert.read import Head
 from ...engines.base import Engine, Serving
 from ...engines.client import Client, check_told, connect
-from ...engines.counters import Counters, check_possible
+from ...engines.counters import Counters, Counts, check_possible
 from ...engines.registry import engine, startable
 from ...engines.serving import serve
 from ...errors import EngineFailed, PromptsInvalid
@@ -33,6 +33,9 @@ from .simulate import find_reading, simulate
 
 Say = Callable[[str], None]
 WITHOUT, FORWARD = "the same engine without speculation", "kconv's forward of the target"
+PER_REQUEST = "counted by the engine for each request"
+# Kernels of quantized linears take no fp32; kconv computes in it all the same, so counts are near and not equal.
+QUANTIZED_IN = "bfloat16"
 MARGIN = 16  # tokens of context beyond what is asked for
 
 
@@ -84,13 +87,18 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Served:
-    """What a server gave: how many outputs equal the reference, and its counters."""
+    """What a server gave: how many outputs equal the reference, and what it counted.
+
+    Attributes:
+        cut: whether accepted tokens past the limit are left out of the counts.
+    """
 
     engine: str
     same: int
     drafts: int
     accepted: int
     per_position: tuple[int, ...] | None
+    cut: bool = False
     note: str = ""
 
 
@@ -113,10 +121,12 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
     """
     bench = _prepare(asked, say)
     ahead = asked.new_tokens + asked.steps - 1
+    dtype = QUANTIZED_IN if head.is_quantized else "float32"
     if asked.url:
         reference = generate_greedy(bench.model, bench.prompts, ahead)  # pyright: ignore[reportArgumentType]
         say("asking the server")
-        served, strict, of = _reach(asked, bench, reference), False, FORWARD
+        served, strict, of, unreached = _reach(asked, bench, reference), False, FORWARD, None
+        kernels = ""
     else:
         started = engine(asked.engine or startable()[0])
         if asked.python is None:
@@ -124,22 +134,28 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
                 f"no environment with {started.title} in it is named",
                 fix="Give --engine-python, or --url of a running server.",
             )
-        serving = Serving(asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead))
+        serving = Serving(
+            asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead), dtype=dtype
+        )
         say(f"{started.title} without speculation: starting")
         with serve(serving, started) as plain:
             say(f"{started.title} without speculation: generating")
-            reference = [plain.client.complete(prompt, ahead) for prompt in bench.prompts]
+            reference = [_continue(plain.client, started, prompt, ahead) for prompt in bench.prompts]
         say(f"{started.title} with the head: starting")
         with serve(replace(serving, head=head.checkpoint.folder), started) as speculating:
             say(f"{started.title} with the head: generating")
             served = _count(speculating.client, started, started.counters, bench, reference, asked)
-        strict, of = True, WITHOUT
+            unreached = speculating.unreached()
+        strict, of = not head.is_quantized, WITHOUT
+        kernels = started.starter.note(asked.python) if started.starter else ""
     say("simulating the chain")
 
     def chain(one: Head) -> Acceptance:
         return simulate(one, bench.model, bench.folder, bench.prompts, reference, asked.steps)
 
     expected = chain(head)
+    # Of each answer one token is its prefill's, and each verify step gives one more than it accepts.
+    kept = len(bench.prompts) * (asked.new_tokens - 1) - expected.drafts if served.cut else None
     figures = EngineFigures(
         engine=served.engine,
         url=asked.url or "",
@@ -154,10 +170,13 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         length=1 + served.accepted / served.drafts,
         expected_drafts=expected.drafts,
         expected_per_position=tuple(int(count) for count in expected.accepted),
-        expected_length=expected.length,
+        expected_length=expected.length if kept is None else 1 + kept / expected.drafts,
+        expected_accepted=kept,
+        unreached=unreached,
     )
     about: dict[str, object] = {
-        "engine": {"name": served.engine, "note": served.note, "dtype": "float32" if strict else "the server's"}
+        "engine": {"name": served.engine, "note": served.note, "dtype": "the server's" if asked.url else dtype}
+        | ({"kernels": kernels} if kernels else {})
     }
     read_as = None
     if figures.per_position is not None and not counts_agree(figures):
@@ -193,6 +212,12 @@ def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) ->
     return _count(server, found, counters, bench, reference, asked)
 
 
+def _continue(client: Client, engine: Engine, prompt: list[int], new_tokens: int) -> list[int]:
+    if engine.per_request is None:
+        raise EngineFailed(f"{engine.title} gives no token ids", fix="Give the --url of one that runs.")
+    return client.continue_counted(engine.per_request, prompt, new_tokens, 0)[0]
+
+
 def _count(
     client: Client,
     engine: Engine,
@@ -201,14 +226,19 @@ def _count(
     reference: Sequence[Sequence[int]],
     asked: Engined,
 ) -> _Served:
-    """Have a server continue the prompts; outputs are compared as text where it gives no token ids."""
+    """Have a server continue the prompts, and count what it drafted: by each answer, or else by its counters."""
     if counters is None:
         raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Ask another engine.")
     before = client.rest(counters)
     own = [list(row[: asked.new_tokens]) for row in reference]
-    if engine.gives_token_ids:
-        outputs = [client.complete(prompt, asked.new_tokens) for prompt in bench.prompts]
-        same = sum(mine == output for mine, output in zip(own, outputs, strict=True))
+    answers = _ask(client, engine, bench.prompts, asked)
+    if answers is not None:
+        same = sum(mine == output for mine, (output, _) in zip(own, answers, strict=True))
+        told = [counts for _, counts in answers if counts is not None]
+        if len(told) == len(own):
+            counts = Counts.pool(told)
+            check_possible(counts, asked.steps, client.url)
+            return _Served(engine.name, same, *_whole(counts), note=PER_REQUEST)
     else:
         texts = [client.complete_text(prompt, asked.new_tokens).strip() for prompt in bench.prompts]
         decode = bench.tokenizer.inner.decode
@@ -218,7 +248,24 @@ def _count(
     found = client.rest(counters).since(before, client.url)
     counts = counters.count(found, asked.steps, len(own), len(own))
     check_possible(counts, asked.steps, client.url)
+    drafts, accepted, places = _whole(counts)
     # Only where the tokens are compared are places, too: a text may hide a token that the engine did not count.
-    places = counts.per_position if engine.gives_token_ids else None
+    return _Served(
+        engine.name, same, drafts, accepted, None if answers is None else places, counters.cuts, counters.note
+    )
+
+
+def _ask(
+    client: Client, engine: Engine, prompts: Sequence[list[int]], asked: Engined
+) -> list[tuple[list[int], Counts | None]] | None:
+    """Return each prompt's continuation with what was drafted for it; None where the server gives text alone."""
+    asking = engine.per_request
+    if asking is None or (asking.beside and not client.page(asking.beside)):
+        return None
+    return [client.continue_counted(asking, prompt, asked.new_tokens, asked.steps) for prompt in prompts]
+
+
+def _whole(counts: Counts) -> tuple[int, int, tuple[int, ...] | None]:
+    places = counts.per_position
     whole = None if places is None else tuple(round(count) for count in places)
-    return _Served(engine.name, same, round(counts.drafts), round(counts.accepted), whole, counters.note)
+    return round(counts.drafts), round(counts.accepted), whole

@@ -7,17 +7,24 @@ from math import sqrt
 from ..figures import EngineFigures
 from ..report import Finding
 
-OUTPUT, COUNTS = "K701", "K702"
+OUTPUT, COUNTS, UNREACHED = "K701", "K702", "K703"
 # How far near ties, decided otherwise by another dtype, may take an acceptance length: this share of it, or as many
 # standard errors of the difference of two texts' lengths where there are so few drafts that these are more.
 SHARE, ERRORS = 0.1, 3.0
+SHOWN = 8
 
 
 def counts_agree(figures: EngineFigures) -> bool:
     """Say whether the engine counted what kconv's chain says; in all, where it does not count by place."""
-    places = figures.expected_per_position
-    counted = (figures.drafts, figures.per_position or figures.accepted)
-    return counted == (figures.expected_drafts, places if figures.per_position is not None else sum(places))
+    if figures.per_position is not None:
+        return (figures.drafts, figures.per_position) == (figures.expected_drafts, figures.expected_per_position)
+    return (figures.drafts, figures.accepted) == (figures.expected_drafts, all_accepted(figures))
+
+
+def all_accepted(figures: EngineFigures) -> int:
+    """Return how many accepted tokens the engine must count in all."""
+    cut = figures.expected_accepted
+    return sum(figures.expected_per_position) if cut is None else cut
 
 
 def beyond_ties(figures: EngineFigures) -> bool:
@@ -42,6 +49,20 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
             the head's own.
     """
     findings = []
+    if figures.unreached:
+        findings.append(
+            Finding(
+                rule=UNREACHED,
+                severity="error",
+                where=figures.engine,
+                message=f"no tensor of the folder reached {len(figures.unreached)} of the head's parameters: "
+                f"{', '.join(figures.unreached[:SHOWN])}{' …' if len(figures.unreached) > SHOWN else ''}; the engine "
+                "says nothing, and serves what its memory holds there",
+                fix="Look for the tensors that these are filled from: kconv inspect shows which the folder has, and "
+                "kconv validate what the engine calls them.",
+                engines=(figures.engine,),
+            )
+        )
     if figures.same_output < figures.prompts:
         findings.append(
             Finding(
@@ -65,7 +86,8 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
                 where=figures.engine,
                 message=f"the engine counted {figures.drafts} drafts and accepted {counted}, acceptance length "
                 f"{figures.length:.3f}; kconv's chain gives {figures.expected_drafts} and "
-                f"{expected if figures.per_position is not None else sum(expected)}, {figures.expected_length:.3f}"
+                f"{expected if figures.per_position is not None else all_accepted(figures)}, "
+                f"{figures.expected_length:.3f}"
                 + (f". Fed the outputs of layers {list(read_as)}, it gives the engine's own counts" if read_as else ""),
                 fix=f"The engine reads this folder's list of captured layers otherwise than it is meant: convert the "
                 f"head (kconv to-{figures.engine}), which lists them as the engine counts, and serve that."

@@ -258,4 +258,12 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "eagle_config is no object, and no engine finds a key in it.",
         fix="Export the head again.",
     ),
+    Rule(
+        "K155",
+        "captured-against-marks",
+        "warning",
+        "The user's reading of the captured layers contradicts the one that the head's own files decide: its trainer's"
+        " marks, its tensors' names, or the convention that its list can only be in.",
+        fix="Leave --captured and --captured-are out, or measure both readings: --target with --prompts or --states.",
+    ),
 )

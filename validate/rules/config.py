@@ -348,4 +348,12 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L317-L325",
         check=dtype_unknown,
     ),
+    Rule(
+        "K023",
+        "layers-of-the-target",
+        "error",
+        "num_hidden_layers is not the number of decoder layers that the head stores, but, by its size, the target's:"
+        " engines would build as many, and leave them uninitialized.",
+        fix="Say --layers with the number that is stored, when you convert the head; kconv's layouts write it.",
+    ),
 )

@@ -38,6 +38,23 @@ OF_TARGETS = (nvfp4, nvfp4_config)
 HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(one for subject in OF_HEADS for one in subject.RULES)
 # Over a target's checkpoint, quantized or not.
 TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARGETS for one in subject.RULES)
+# What each file of rules is about, as a report's table says it.
+OF_COMPARISON = "The same as its source"
+SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
+    "Config": config.RULES,
+    "Tensors": tensors.RULES,
+    "Captured layers": captured.RULES,
+    "RoPE": rope.RULES,
+    "Vocabulary": vocabulary.RULES,
+    "What it says it is": identity.RULES,
+    "Quantized linears": quantized_head.RULES,
+    "Values of the weights": values.RULES,
+    "Limits of the engine": limits.RULES,
+    "NVFP4 tensors": nvfp4.RULES,
+    "NVFP4 config": nvfp4_config.RULES,
+    OF_COMPARISON: comparisons.RULES,
+}
+OF_TARGET = frozenset(("NVFP4 tensors", "NVFP4 config"))
 EVERY_RULE: tuple[Rule[Any], ...] = (*HEAD_RULES, *TARGET_RULES, *comparisons.RULES)
 BY_ID: dict[str, Rule[Any]] = {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}
 # Rules that speak of a checkpoint that cannot be opened.

@@ -12,7 +12,8 @@ from kconv.engines.client import ONE_TOKEN
 from kconv.errors import CountersMissing, DefinitionsMixed, EngineFailed, PromptsInvalid
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.validate.engines.check import FORWARD, Engined, check_engine
-from kconv.validate.engines.judge import COUNTS, OUTPUT
+from kconv.validate.engines.judge import COUNTS, OUTPUT, UNREACHED, judge
+from kconv.validate.figures import EngineFigures
 
 
 @pytest.fixture
@@ -80,16 +81,23 @@ def test_sglang_and_tensorrt_llm_are_read_by_their_own_counters(head, server, as
     accepted = int(sum(expected.accepted))
     drafts = expected.drafts
     pages = {
-        # A first token of each of the five requests comes from its prefill, and each verify call gives a bonus token.
-        "sglang": (sglang(4, 20, 2), sglang(4 + drafts, 20 + 5 + drafts + accepted, 2 + 5)),
+        # It counts the five answers' tokens, and not what their limit cuts off.
+        "sglang": (sglang(4, 20, 2), sglang(4 + drafts, 20 + 5 * NEW_TOKENS, 2 + 5)),
         "trtllm": (trtllm(30, 9), trtllm(30 + STEPS * drafts, 9 + accepted)),
     }
+    cut = 5 * (NEW_TOKENS - 1) - drafts
+    assert cut < accepted
+    counted = {"sglang": cut, "trtllm": accepted}
     for engine, (before, after) in pages.items():
         found = check_engine(head, asked(url=server(engine, before, after), engine=engine), lambda _: None)
         assert found.findings == (), engine
-        assert (found.figures.engine, found.figures.drafts, found.figures.accepted) == (engine, drafts, accepted)
+        assert (found.figures.engine, found.figures.drafts, found.figures.accepted) == (
+            engine,
+            drafts,
+            counted[engine],
+        )
         assert found.figures.per_position is None
-        assert found.figures.length == pytest.approx(expected.length)
+        assert found.figures.length == found.figures.expected_length == pytest.approx(1 + counted[engine] / drafts)
         assert found.figures.same_output == 5
 
 
@@ -135,3 +143,55 @@ def test_a_server_that_drafts_nothing_is_told(head, server, asked):
     nothing = metrics(0, (0, 0, 0))
     with pytest.raises(CountersMissing, match="nothing was drafted"):
         check_engine(head, asked(url=server("vllm", nothing, nothing)), lambda _: None)
+
+
+def test_sglang_tells_of_each_request_what_its_counters_cut(head, server, asked, stand_in, known):
+    """Its histograms hold every accepted token, so they are held against the whole chain, place by place."""
+    ids, own, expected = known
+    places = [int(count) for count in expected.accepted]
+    whole = [expected.drafts, *places]
+    url = server("sglang", sglang(0, 0, 0), sglang(9, 99, 9))
+    stand_in.answers["/server_info"] = (200, "{}")
+    histograms = [[0] * (STEPS + 1)] * (len(ids) - 1)
+    histograms.append([more - less for more, less in zip(whole, [*places, 0], strict=True)])
+
+    def generate(body):
+        at = ids.index(body["input_ids"])
+        assert body["sampling_params"] == {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        meta = {"spec_correct_drafts_histogram": histograms[at]}
+        return 200, json.dumps({"output_ids": own[at][:NEW_TOKENS], "meta_info": meta})
+
+    stand_in.answers["/generate"] = generate
+    found = check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
+    assert found.findings == ()
+    assert found.figures.per_position == tuple(places)
+    assert found.provenance["engine"]["note"] == "counted by the engine for each request"
+    # One place less in one request is found.
+    histograms[-1][0] += 1
+    histograms[-1][1] -= 1
+    [finding] = check_engine(head, asked(url=url, engine="sglang"), lambda _: None).findings
+    assert finding.rule == COUNTS
+
+
+def test_what_a_limit_cuts_off_is_no_finding():
+    """As a served SGLang 0.5.23 counted over 48 answers of 64 tokens, and kconv's chain of the same head did."""
+    figures = EngineFigures(
+        engine="sglang", url="http://127.0.0.1:30123", prompts=48, new_tokens=64, steps=3, same_output=48,
+        reference=FORWARD, drafts=1231, accepted=1793, per_position=None, length=1 + 1793 / 1231, expected_drafts=1231,
+        expected_per_position=(900, 600, 345), expected_length=1 + 1793 / 1231, expected_accepted=48 * 63 - 1231,
+    )  # fmt: skip
+    assert judge(figures, strict=True) == []
+    uncut = figures.model_copy(update={"expected_accepted": None})
+    assert [found.rule for found in judge(uncut, strict=True)] == [COUNTS]
+    assert "accepted 1793" in judge(uncut, strict=True)[0].message
+
+
+def test_what_no_tensor_reached_is_an_error():
+    figures = EngineFigures(
+        engine="sglang", url="", prompts=1, new_tokens=8, steps=3, same_output=1, reference=FORWARD, drafts=7,
+        accepted=0, per_position=(0, 0, 0), length=1.0, expected_drafts=7, expected_per_position=(0, 0, 0),
+        expected_length=1.0, unreached=("model.fc.weight",),
+    )  # fmt: skip
+    [found] = judge(figures, strict=False)
+    assert (found.rule, found.severity) == (UNREACHED, "error")
+    assert "model.fc.weight" in found.message

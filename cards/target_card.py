@@ -1,0 +1,95 @@
+"""The card of a quantized target: what it was made from and how, what that cost, and how to serve it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.source import HUB_ID
+from ..escape import shell
+from ..validate.report import Report
+from .evidence import Evidence
+
+TARGET = "target"
+TAGS = ("nvfp4", "quantized", "modelopt")
+# What a card says of manifest and report, in these very words.
+REPEATED = ("target_made.jinja", "target_measured.jinja")
+TEMPLATE = "target.md.jinja"
+# How much perplexity may grow, beyond its standard error, for a target to be published without a reason.
+MAX_GROWTH = 0.01
+# How engines are told of the format: they read config.json's quantization_config, and need no flag for it.
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
+COMMANDS = (
+    ("vLLM", "vllm serve {name} --tensor-parallel-size 8 --trust-remote-code"),
+    ("SGLang", "python -m sglang.launch_server --model-path {name} --tp-size 8 --trust-remote-code"),
+    ("TensorRT-LLM", "trtllm-serve {name} --tp_size 8 --trust_remote_code"),
+)
+
+
+def is_target(manifest: Manifest | None) -> bool:
+    """Say whether a manifest is of a quantized target, and of no head."""
+    return manifest is not None and manifest.spec.get("kind") == TARGET
+
+
+def base_model(evidence: Evidence) -> str:
+    """Return the hub id of what a target was quantized from; "" where nobody says it."""
+    if evidence.facts.base_model:
+        return evidence.facts.base_model
+    found = HUB_ID.fullmatch(evidence.manifest.source) if evidence.manifest else None
+    return found["repo"] if found and found["revision"] else ""
+
+
+def figures(evidence: Evidence) -> dict[str, Any]:
+    """Return what a target's manifest and report say, for the templates."""
+    manifest = evidence.manifest
+    spec = manifest.spec if manifest else {}
+    recipe = spec.get("recipe", {})
+    return {
+        "manifest": manifest,
+        "copied": "",
+        "base": base_model(evidence),
+        "recipe": recipe.get("name", ""),
+        "about": recipe.get("about", ""),
+        "patterns": recipe.get("quantize", ()),
+        "activations": "left as they are" if recipe.get("weight_only") else "NVFP4, rounded by input_scale",
+        "input_scale": spec.get("input_scale", ""),
+        "kv_cache": recipe.get("kv_cache", ""),
+        "modules": f"{spec.get('quantized_modules', 0):,}",
+        "parameters": f"{manifest.parameters:,}" if manifest else "",
+        "rows": _rows(evidence.report),
+        "commands": [(title, line.format(name=shell(evidence.name))) for title, line in COMMANDS],
+    }
+
+
+def _rows(report: Report | None) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    noise = report.figures.noise if report else None
+    if noise and noise.median is not None:
+        found += [
+            ("tensors in NVFP4", f"{noise.tensors:,}"),
+            ("signal over noise, median", f"{noise.median:.1f} dB"),
+            ("signal over noise, at worst", f"{noise.worst:.1f} dB ({noise.worst_tensor})"),
+        ]
+    text = report.figures.perplexity if report else None
+    if text:
+        error = "" if text.log_ratio_se is None else f" ± {text.log_ratio_se:.2%}"
+        found += [
+            ("perplexity on held-out text", f"{text.output:.4f}, the source's {text.source:.4f}"),
+            ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
+            ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
+        ]
+    return found
+
+
+def lost(report: Report) -> list[str]:
+    """Return what a report on a target leaves open of how far it is from its source, or finds too far."""
+    noise, text = report.figures.noise, report.figures.perplexity
+    if noise is None or noise.median is None:
+        return ["the weights are not the source's, and their noise was not measured"]
+    if text is None:
+        return ["its perplexity beside the source's was not measured"]
+    growth = math.expm1(text.log_ratio)
+    if not growth - 2 * (text.log_ratio_se or 0.0) <= MAX_GROWTH:
+        return [f"its perplexity is {growth:+.2%} above the source's, and {MAX_GROWTH:.0%} may be"]
+    return []

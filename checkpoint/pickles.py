@@ -1,0 +1,90 @@
+"""pytorch_model.bin, for heads that are published as nothing else: where its tensors' bytes are.
+
+`torch.save` writes a zip archive whose members are not compressed: a pickle that says what the tensors are, and the
+bytes of each storage in one piece. `torch.load(weights_only=True, map_location="meta")` unpickles tensors, dicts and
+numbers and nothing that could run, reads no storage, and notes where each begins; so the bytes are then streamed from
+the file like those of a safetensors file:
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/serialization.py
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CorruptHeader, NotACheckpoint
+from .header import TensorInfo
+
+# The names by which transformers and engines find such files.
+PICKLE = "pytorch_model*.bin"
+BY_HAND = (
+    "Save it as safetensors where you trust it, in Python: d = torch.load('{0}', weights_only=True);"
+    " safetensors.torch.save_file({{k: v.clone().contiguous() for k, v in d.items()}}, 'model.safetensors')"
+)
+
+
+def read_pickle_header(file: Path) -> dict[str, TensorInfo]:
+    """Return what a file of torch.save holds; no byte of a tensor is read, and nothing in it is run.
+
+    Args:
+        file: a .bin file.
+
+    Raises:
+        NotACheckpoint: it is no archive of torch.save, or holds something else than tensors by name.
+        CorruptHeader: its archive is compressed, or its tensors are not where it says.
+    """
+    import torch
+
+    from .tensors import NAMES
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            order = next((m.filename for m in members if m.filename.endswith("/byteorder")), None)
+            little = order is None or archive.read(order) == b"little"
+        loaded = torch.load(file, weights_only=True, map_location="meta")
+    except Exception as fault:  # a stranger's pickle, in which torch finds whatever it finds
+        raise NotACheckpoint(
+            f"{file.name} cannot be read as tensors alone: {type(fault).__name__}",
+            where=file,
+            fix=f"Ask its publisher for safetensors. {BY_HAND.format(file.name)}",
+        ) from fault
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members) or not little:
+        raise CorruptHeader(
+            f"{file.name} is compressed or big-endian, as torch.save writes none", where=file, fix="Fetch it again."
+        )
+    if not isinstance(loaded, Mapping) or not all(isinstance(name, str) for name in loaded):
+        raise NotACheckpoint(
+            f"{file.name} holds no tensors by name, but a {type(loaded).__name__}",
+            where=file,
+            fix=BY_HAND.format(file.name),
+        )
+    size = file.stat().st_size
+    return {name: _info(name, tensor, file, size, NAMES) for name, tensor in loaded.items()}
+
+
+def _info(name: str, tensor: Any, file: Path, size: int, names: Mapping[Any, str]) -> TensorInfo:
+    import torch
+
+    begin = None
+    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dtype in names:
+        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if begin is None:
+        raise NotACheckpoint(
+            f"{name} in {file.name} is no plain tensor of a known dtype, or of a file older than torch 1.6",
+            where=file,
+            fix=BY_HAND.format(file.name),
+        )
+    if not tensor.is_contiguous():
+        raise NotACheckpoint(
+            f"{name} in {file.name} is stored in another order of dims than it is used in",
+            where=file,
+            fix=BY_HAND.format(file.name),
+        )
+    begin += tensor.storage_offset() * tensor.element_size()
+    count = tensor.numel() * tensor.element_size()
+    if begin < 0 or begin + count > size:
+        raise CorruptHeader(f"{name} lies outside of {file.name}", where=file, fix="Fetch the file again.")
+    return TensorInfo(name, names[tensor.dtype], tuple(tensor.shape), file, begin, count)

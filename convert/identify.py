@@ -1,0 +1,240 @@
+"""What a checkpoint is where it is no Eagle3 head, what a head's files leave open, and which target they name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.header import TensorInfo
+from ..checkpoint.schema import parse_yaml, read_text
+from ..errors import NotACheckpoint, Problem, UnknownLayout
+from .captured import UNDECIDED, Hints, default_formula, readings
+from .config import TARGETS_DEPTH, stored_layers
+from .rope import DEFAULT_THETA
+
+Config = Mapping[str, Any]
+Names = Mapping[str, TensorInfo]
+# A README of a head is some kilobytes; a front matter, some lines.
+README_BYTES = 1_000_000
+FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
+# A name that the Hub would give a repository: nothing else of a stranger's file becomes part of a command.
+REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of draft model or checkpoint that is no Eagle3 head.
+
+    Attributes:
+        name: as `kconv inspect` calls it.
+        what: a phrase that says what it is, after "this is".
+        fix: what to do with it.
+        marks: whether a config and tensor names bear its marks.
+        is_head: whether its files are read as those of an Eagle3 head all the same, as far as that goes.
+    """
+
+    name: str
+    what: str
+    fix: str
+    marks: Callable[[Config, Names], bool]
+    is_head: bool = False
+
+
+def _architectures(config: Config) -> str:
+    names = config.get("architectures")
+    return " ".join(map(str, names)) if isinstance(names, list) else str(names)
+
+
+def _has(names: Names, *ends: str) -> bool:
+    return any(name.endswith(ends) for name in names)
+
+
+def _has_fc(names: Names) -> bool:
+    return _has(names, "fc.weight")
+
+
+# Names that an Eagle3 head has and the drafts of EAGLE-1 and EAGLE-2 have not: the norm of the fed-back state.
+# https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/model/cnets1.py#L487
+# https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/model/cnets.py#L438
+_IN_LAYER = re.compile(r"(?:^|\.)(?:midlayer|layers)\.(?:\d+\.)?hidden_norm\.weight$")
+
+
+def _is_eagle1(config: Config, names: Names) -> bool:
+    fc = names.get("fc.weight")
+    two_wide = fc is not None and len(fc.shape) == 2 and fc.shape[1] == 2 * fc.shape[0]
+    return two_wide and not any(map(_IN_LAYER.search, names)) and bool(stored_layers(names))
+
+
+def _drafts_blocks(config: Config, word: str) -> bool:
+    said = f"{_architectures(config)} {config.get('speculators_model_type')}".lower()
+    projector = config.get("dflash_config")
+    kind = projector.get("projector_type") if isinstance(projector, Mapping) else ""
+    return word in said or kind == word
+
+
+OTHER_METHOD = "It is served by its own method (vLLM's --speculative-config has it as `method`), and needs no kconv."
+# In order: the first whose marks a checkpoint bears is what it is.
+KINDS = (
+    Kind(
+        "LoRA",
+        "a LoRA adapter, not a draft head",
+        "Merge it into its base model; that may then be a --target.",
+        lambda _, names: any(".lora_A." in name or ".lora_B." in name for name in names),
+    ),
+    Kind(
+        "Medusa",
+        "a Medusa draft (heads on the last hidden state), not an Eagle3 head",
+        OTHER_METHOD,
+        lambda config, _: "medusa_num_heads" in config or "medusa" in _architectures(config).lower(),
+    ),
+    Kind(
+        "DSpark",
+        "a DSpark draft (it drafts blocks), not an Eagle3 head",
+        OTHER_METHOD,
+        lambda config, _: _drafts_blocks(config, "dspark"),
+    ),
+    Kind(
+        "DFlash",
+        "a DFlash draft (it drafts blocks), not an Eagle3 head",
+        OTHER_METHOD,
+        lambda config, _: _drafts_blocks(config, "dflash"),
+    ),
+    Kind(
+        "MTP",
+        "a multi-token-prediction (MTP) layer of a target, not an Eagle3 head",
+        "Serve it with the engine's own mtp method; kconv has nothing to convert.",
+        lambda _, names: _has(names, "eh_proj.weight", ".enorm.weight", "mtp.fc.weight") and stored_layers(names) < 3,
+    ),
+    Kind(
+        "P-EAGLE",
+        "a P-EAGLE head (it drafts all tokens in parallel, from mask_hidden), not a plain Eagle3 head",
+        "Serve it with an engine that has parallel drafting; kconv does not convert these.",
+        lambda config, names: _has(names, "mask_hidden") or config.get("parallel_drafting") is True,
+        is_head=True,
+    ),
+    Kind(
+        "Kimi-K3 head",
+        "an Eagle3 head for Kimi-K3, whose attention has no RoPE",
+        "Serve it with the engine it was made for; kconv does not support Kimi-K3 heads yet.",
+        lambda config, _: config.get("mla_use_nope") is True,
+        is_head=True,
+    ),
+    Kind(
+        "EAGLE-1/2",
+        "a draft of EAGLE-1 or EAGLE-2 (its fc takes two hidden sizes, and no layer has a hidden_norm)",
+        "Serve it with the engine's eagle method; kconv converts Eagle3 heads.",
+        _is_eagle1,
+    ),
+    Kind(
+        "target",
+        "a whole model, not a draft head",
+        "Give it to kconv validate, or with --target.",
+        lambda config, names: (
+            not _has_fc(names)
+            and "eagle_config" not in config
+            and any(name.startswith(("model.layers.", "language_model.model.layers.")) for name in names)
+        ),
+    ),
+)
+
+
+def identify(config: Config, names: Names) -> Kind | None:
+    """Return what a checkpoint is, where it is no Eagle3 head by its marks; None where nothing says so."""
+    return next((kind for kind in KINDS if kind.marks(config, names)), None)
+
+
+def looks_like_eagle3(names: Names) -> bool:
+    """Say whether tensor names are an Eagle3 head's, under any prefix: fc, and a norm in its layer."""
+    return _has_fc(names) and any(map(_IN_LAYER.search, names))
+
+
+def not_a_head(kind: Kind, config: Config) -> Problem:
+    """Return the problem of a checkpoint that is something else than a head."""
+    error = UnknownLayout(
+        f"this is {kind.what}: architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
+        where="config.json",
+        fix=kind.fix,
+    )
+    return error.problem("K004")
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A fact that a head's files leave open.
+
+    Attributes:
+        fact: the config key, or "captured".
+        what: one sentence that says what is there.
+        candidates: what it may be, phrases; empty where anything may be.
+        decide: what would decide it, an imperative sentence.
+    """
+
+    fact: str
+    what: str
+    candidates: tuple[str, ...]
+    decide: str
+
+
+# Which fact each problem of a reading leaves open, by the rule that speaks of it.
+OPEN_FACTS = {
+    UNDECIDED: "captured", "K162": "rope_theta", "K015": "norm_before_residual", TARGETS_DEPTH: "num_hidden_layers",
+}  # fmt: skip
+
+
+def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
+    """Return what a head's files leave open, each fact once.
+
+    Args:
+        problems: what its reading found.
+        config: in the keys of `engines.keys`.
+        hints: what the user says.
+        names: of its tensors.
+    """
+    found = {OPEN_FACTS[problem.code]: problem for problem in reversed(problems) if problem.code in OPEN_FACTS}
+    return tuple(
+        Undecided(fact, problem.what, tuple(CANDIDATES[fact](config, hints, names)), problem.fix)
+        for fact, problem in reversed(found.items())
+    )
+
+
+def _captured(config: Config, hints: Hints, names: Names) -> list[str]:
+    found = [f"outputs of layers {list(one.ids)}: {one.how}" for one in readings(config, hints, names)]
+    return found or [default_formula()]
+
+
+CANDIDATES: Mapping[str, Callable[[Config, Hints, Names], list[str]]] = {
+    "captured": _captured,
+    "rope_theta": lambda config, hints, names: [f"{DEFAULT_THETA:g}: the default of trainers and of LlamaConfig"],
+    "norm_before_residual": lambda config, hints, names: ["false: the speculators library", "true: vLLM"],
+    "num_hidden_layers": lambda config, hints, names: [f"{stored_layers(names)}: what is stored"],
+}
+
+
+def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
+    """Return the targets that a head's files name, as hub ids: its verifier, and its README's base models.
+
+    Args:
+        folder: the head's; nothing is read where it is no folder of this machine.
+        config: its config.json.
+    """
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
+    names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
+    found = (*names, *_base_models(folder))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
+
+
+def _base_models(folder: Path) -> list[Any]:
+    """Return what the front matter of a folder's README calls base_model; nothing where it cannot be read."""
+    readme = folder / "README.md"
+    try:
+        text = read_text(readme, NotACheckpoint, limit=README_BYTES, fix="")
+        found = FRONT_MATTER.search(text)
+        matter = parse_yaml(found[1], NotACheckpoint, where=readme, what="front matter", fix="") if found else None
+    except NotACheckpoint:
+        return []
+    named = matter.get("base_model") if isinstance(matter, Mapping) else None
+    return named if isinstance(named, list) else [named]

@@ -1,0 +1,121 @@
+"""A layer's routed experts, read from the disk one by one.
+
+A layer of Kimi-K2 is 384 experts of 44 million parameters: 34 GB in bf16, 68 GB in fp32. A machine that cannot hold it
+holds one expert at a time: the tokens of all texts go through the layer together, so that each expert is read once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import TargetTooLarge
+from ..targets.config import TargetConfig
+from ..targets.weights import StoredWeight
+
+# What a linear's input becomes before it is multiplied: the module's group and the input, `[N, in]`, to the same shape.
+See = Callable[[str, Tensor], Tensor]
+# Of what is free, the share that weights may take: the rest is for what is computed.
+SHARE = 0.8
+
+
+def layer_bytes(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of a target's largest layer in memory: whole, and with one routed expert alone.
+
+    Args:
+        stored: its weights, by their names on disk; headers suffice.
+        config: its config.
+        dtype: of the weights in memory.
+    """
+    whole: dict[int, int] = {}
+    experts: dict[int, dict[str, int]] = {}
+    for name, weight in stored.items():
+        parts = name.removeprefix(config.prefix).split(".")
+        if parts[:2] != ["model", "layers"]:
+            continue
+        layer, size = int(parts[2]), math.prod(weight.shape) * dtype.itemsize
+        whole[layer] = whole.get(layer, 0) + size
+        if "experts" in parts:
+            own = experts.setdefault(layer, {})
+            expert = parts[parts.index("experts") + 1]
+            own[expert] = own.get(expert, 0) + size
+    parted = {
+        layer: size - sum((own := experts.get(layer, {})).values()) + max(own.values(), default=0)
+        for layer, size in whole.items()
+    }
+    return max(whole.values(), default=0), max(parted.values(), default=0)
+
+
+def must_part(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype, where: object) -> bool:
+    """Say whether a target's experts must be read one by one for its layers to fit into memory.
+
+    Raises:
+        TargetTooLarge: not even so do they.
+    """
+    whole, parted = layer_bytes(stored, config, dtype)
+    left = int(psutil.virtual_memory().available * SHARE)
+    if parted > left:
+        raise TargetTooLarge(
+            f"a layer of the target takes {parted / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')} with "
+            f"one expert at a time, and {left / 1e9:,.1f} GB may be used",
+            where=where,
+            fix="Run it on a machine with more memory.",
+        )
+    return whole > left
+
+
+def describe_memory(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype, parted: bool) -> str:
+    """Say what a layer holds in memory, and how it is run."""
+    whole, one = layer_bytes(stored, config, dtype)
+    said = f"a layer takes {whole / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}"
+    return f"{said}: its experts are read one by one, {one / 1e9:,.1f} GB at a time" if parted else said
+
+
+class ExpertsOneByOne(torch.nn.Module):
+    """Routed experts of a layer, each read when its tokens come: takes the place of transformers' own module.
+
+    Args:
+        stored: the target's weights, by their names on disk.
+        base: the experts' name on disk, e.g. "model.layers.3.mlp.experts".
+        dtype: to compute in.
+        see: called with each input; the groups are `base` with ".gate_up_proj" and ".down_proj".
+    """
+
+    def __init__(self, stored: Mapping[str, StoredWeight], base: str, dtype: torch.dtype, see: See) -> None:
+        super().__init__()
+        self._stored, self._base, self._dtype, self._see = stored, base, dtype, see
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See transformers' `DeepseekV3Experts.forward`."""
+        total = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            rows, place = (top_k_index == expert).nonzero(as_tuple=True)
+            # Experts that no token goes to are not read.
+            gate, up, down = (self._weight(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
+            x = self._see("gate_up_proj", hidden_states[rows])
+            x = self._see("down_proj", F.silu(F.linear(x, gate)) * F.linear(x, up))
+            total.index_add_(0, rows, (F.linear(x, down) * top_k_weights[rows, place, None]).to(total.dtype))
+        return total
+
+    def _weight(self, expert: int, name: str) -> Tensor:
+        return self._stored[f"{self._base}.{expert}.{name}.weight"].read().to(self._dtype)
+
+
+def run_together(layer: Any, hidden: Sequence[Tensor], attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Run a layer over several texts, whose tokens go through its MLP together.
+
+    Args:
+        layer: transformers' decoder layer.
+        hidden: its input of each text, `[1, T, hidden]`.
+        attend: the output of its attention, of a normed input.
+    """
+    between = [states + attend(layer.input_layernorm(states)) for states in hidden]
+    normed = torch.cat([layer.post_attention_layernorm(states) for states in between], dim=1)
+    mixed = layer.mlp(normed).split([states.shape[1] for states in hidden], dim=1)
+    return [states + own for states, own in zip(between, mixed, strict=True)]

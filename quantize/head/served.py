@@ -1,0 +1,152 @@
+"""A quantized head that computes: weights as they are stored, inputs rounded as engines round them.
+
+What a linear's scales say decides how its input is rounded, and modules that an engine fuses share the largest scale:
+
+- NVFP4 with `input_scale`: groups of sixteen along a row, each with an e4m3 scale of its own below that one
+  (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2095,
+  https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py#L640-L654);
+  without it, weights alone are quantized.
+- FP8 with `input_scale`: one scale for all; weights of one fused module are rounded again to the largest of theirs
+  (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2147-L2169);
+  without it, a scale for each token.
+- FP8 in blocks: a scale for each token and 128 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...calibrate.measure import WatchedInputs
+from ...checkpoint.formats import BLOCK, E4M3_MAX
+from ...convert.quantized import SUFFIXES
+from ...convert.read import Head, read_slot
+from ...head.attention import Context
+from ...head.forward import DraftHead
+from ...head.spec import HeadSpec
+from ...targets.weights import dequantize_fp8, dequantize_nvfp4
+from ..formats import fused_group
+from .formats import FP8, NVFP4
+
+Round = Callable[[Tensor], Tensor]
+Scales = Mapping[str, Tensor]
+
+
+class RoundedHead(DraftHead):
+    """A head whose linears read rounded inputs.
+
+    Args:
+        spec, weights: as of `DraftHead`; the quantized weights as what they stand for.
+        inputs: by slot, what an engine makes of an input `[..., in]` before it is multiplied.
+    """
+
+    def __init__(self, spec: HeadSpec, weights: Mapping[str, Tensor], inputs: Mapping[str, Round]) -> None:
+        super().__init__(spec, weights)
+        self.inputs = dict(inputs)
+        self._rounds = False
+
+    def altered(self, spec: HeadSpec | None = None, weights: Mapping[str, Tensor] | None = None) -> DraftHead:
+        """See `DraftHead.altered`; inputs are rounded as before."""
+        return RoundedHead(spec or self.spec, {**self.weights, **(weights or {})}, self.inputs)
+
+    @contextmanager
+    def _rounding(self) -> Iterator[None]:
+        if self._rounds:  # within a step
+            yield
+            return
+        self._rounds = True
+        try:
+            watched = {slot: self.weights[slot] for slot in self.inputs}
+            with WatchedInputs(watched, lambda slot, x: self.inputs[slot](x)):
+                yield
+        finally:
+            self._rounds = False
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        """See `DraftHead.fuse`."""
+        with self._rounding():
+            return super().fuse(captured)
+
+    def attend(self, layer: int, x: Tensor, positions: Tensor, context: Context) -> Tensor:
+        """See `DraftHead.attend`."""
+        with self._rounding():
+            return super().attend(layer, x, positions, context)
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        """See `DraftHead.mlp`."""
+        with self._rounding():
+            return super().mlp(layer, x)
+
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """See `DraftHead.step`."""
+        with self._rounding():
+            return super().step(tokens, hidden, positions, context)
+
+
+def read_served(head: Head) -> tuple[dict[str, Tensor], dict[str, Round]]:
+    """Read a quantized head as an engine computes with it.
+
+    Returns:
+        Each weight by slot, the quantized ones in fp32; and by slot, how the inputs of these are rounded.
+    """
+    scales = _scales_of(head)
+    weights = {slot: read_slot(head, slot) for slot in head.places if slot.rpartition(".")[2] not in SUFFIXES}
+    inputs: dict[str, Round] = {}
+    for slot, own in scales.items():
+        shared = [other for name, other in scales.items() if fused_group(name) == fused_group(slot)]
+        weights[slot] = _unpack(weights[slot], own, shared)
+        how = _rounding_of(own, shared)
+        if how is not None:
+            inputs[slot] = how
+    return weights, inputs
+
+
+def _scales_of(head: Head) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in head.places:
+        slot, _, suffix = name.rpartition(".")
+        if suffix in SUFFIXES:
+            found.setdefault(slot, {})[suffix] = read_slot(head, name)
+    return found
+
+
+def _unpack(weight: Tensor, own: Scales, shared: list[Scales]) -> Tensor:
+    if "weight_scale_2" in own:
+        return dequantize_nvfp4(weight, own["weight_scale"], _largest(shared, "weight_scale_2"))
+    if "weight_scale_inv" in own:
+        return dequantize_fp8(weight, own["weight_scale_inv"], (BLOCK, BLOCK))
+    scale = own["weight_scale"].float()
+    if scale.numel() > 1:
+        return weight.float() * scale.reshape(-1, 1)
+    plain, largest = weight.float() * scale, _largest(shared, "weight_scale")
+    if torch.equal(scale.reshape(()), largest):
+        return plain
+    return (plain / largest).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * largest
+
+
+def _rounding_of(own: Scales, shared: list[Scales]) -> Round | None:
+    static = _largest(shared, "input_scale") if "input_scale" in own else None
+    if "weight_scale_2" in own:
+        return None if static is None else lambda x: NVFP4.round(x, static)
+    if "weight_scale_inv" in own:
+        return _by_blocks
+    return _by_token if static is None else lambda x: FP8.round(x, static)
+
+
+def _largest(shared: list[Scales], suffix: str) -> Tensor:
+    return torch.stack([one[suffix].float().reshape(()) for one in shared if suffix in one]).max()
+
+
+def _by_token(x: Tensor) -> Tensor:
+    largest = x.abs().amax(-1, keepdim=True).float()
+    return FP8.round(x, torch.where(largest > 0, largest / E4M3_MAX, 1.0)).to(x.dtype)
+
+
+def _by_blocks(x: Tensor) -> Tensor:
+    columns = x.shape[-1]
+    padded = F.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return _by_token(padded).flatten(-2)[..., :columns]

@@ -1,0 +1,95 @@
+"""What SGLang needs to serve on a CPU without its own kernels: `prepare()`, before anything of SGLang is imported.
+
+SGLang's code stays as it is. `sgl_kernel` beside this file stands in for its kernels, and here
+
+- torchvision, which SGLang imports and text never calls, gets an empty stand-in;
+- SGLang's own switch for tests says that the CPU has AMX, as its one attention backend that drafts on a CPU asks for
+  that; its layers ask the CPU itself, find none, and so compute in torch;
+- processes are forked, as there is no GPU whose state a fork would break: each would import SGLang for itself.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import os
+import sys
+import types
+
+ABSENT = "torchvision"
+# How SGLang's server is started so; "" for an option without a value.
+OPTIONS = {
+    "--device": "cpu",
+    "--attention-backend": "intel_amx",
+    "--disable-overlap-schedule": "",
+    "--mem-fraction-static": "0.5",
+    "--max-total-tokens": "8192",
+    "--max-running-requests": "8",
+}
+
+
+class _Nothing(type):
+    """A class that has whatever is asked of it, and does nothing."""
+
+    def __getattr__(cls, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing(name)
+
+    def __iter__(cls):
+        return iter(())
+
+
+def _nothing(name: str) -> _Nothing:
+    def call(_: object, *given: object, **__: object) -> object:
+        # As a decorator it leaves what it decorates.
+        return given[0] if given else None
+
+    return _Nothing(name, (), {"__init__": _ignore, "__call__": call})
+
+
+class _Stub(types.ModuleType):
+    __path__ = ()
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _nothing(name)
+        setattr(self, name, value)
+        return value
+
+
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+        found = fullname.partition(".")[0] == ABSENT
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if found else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def prepare() -> None:
+    """Make SGLang importable and able to serve on this CPU, in this process and in those forked from it."""
+    import torch
+    from transformers.utils.import_utils import is_torchvision_available, is_torchvision_v2_available
+
+    # Asked once and remembered: transformers shall not take the stand-in for torchvision.
+    assert not (is_torchvision_available() or is_torchvision_v2_available())
+    sys.meta_path.append(_Stubs())
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # A head waits for the GPU after it was given the target's embedding.
+    torch.cuda.synchronize = torch.cuda.empty_cache = _ignore
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = _ignore
+    from sglang.srt.runtime_context import override_platform  # pyright: ignore[reportMissingImports]
+
+    override_platform(has_amx=True).install()
+
+
+def _ignore(*_: object, **__: object) -> None:
+    pass

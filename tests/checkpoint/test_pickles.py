@@ -1,0 +1,81 @@
+"""pytorch_model.bin: the tensors of torch's own reader, byte for byte, and nothing that a stranger put in is run."""
+
+import json
+import zipfile
+
+import pytest
+import torch
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.pickles import read_pickle_header
+from kconv.checkpoint.tensors import read_tensor
+from kconv.errors import CorruptHeader, NotACheckpoint
+
+TENSORS = {
+    "a": torch.arange(12.0).reshape(3, 4).bfloat16(),
+    "b": torch.arange(7),
+    "part": torch.arange(10.0)[3:6],
+    "marks": torch.tensor([True, False]),
+    "none": torch.empty(0, 4),
+}
+
+
+def save(folder, value, **options):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({}))
+    torch.save(value, folder / "pytorch_model.bin", **options)
+    return folder
+
+
+def test_the_tensors_are_torchs_own(tmp_path):
+    opened = open_checkpoint(save(tmp_path / "head", TENSORS))
+    expected = torch.load(tmp_path / "head" / "pytorch_model.bin", weights_only=True, mmap=True)
+    assert opened.tensors.keys() == expected.keys()
+    for name, info in opened.tensors.items():
+        assert torch.equal(read_tensor(info), expected[name]) and info.size == expected[name].nbytes
+
+
+def test_safetensors_win(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = save(tmp_path / "head", TENSORS)
+    save_file({"other": torch.ones(2)}, folder / "model.safetensors")
+    assert open_checkpoint(folder).tensors.keys() == {"other"}
+
+
+class Runs:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+UNREADABLE = {
+    "a transposed tensor": lambda folder: save(folder, {"a": torch.ones(2, 3).T}),
+    "a list": lambda folder: save(folder, [torch.ones(2)]),
+    "an optimizer's state": lambda folder: save(folder, {"step": 7}),
+    "the format before torch 1.6": lambda folder: save(folder, TENSORS, _use_new_zipfile_serialization=False),
+    "code": lambda folder: save(folder, {"a": Runs()}),
+}
+
+
+@pytest.mark.parametrize("write", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_holds_no_plain_tensors_is_refused(write, tmp_path, capsys):
+    with pytest.raises(NotACheckpoint) as caught:
+        open_checkpoint(write(tmp_path / "head"))
+    assert "pytorch_model.bin" in caught.value.what and "weights_only=True" in caught.value.fix
+    assert capsys.readouterr().out == ""
+
+
+def test_a_compressed_archive_is_refused(tmp_path):
+    file = save(tmp_path / "head", TENSORS) / "pytorch_model.bin"
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as new:
+        for member in old.infolist():
+            new.writestr(member.filename, old.read(member))
+    with pytest.raises((CorruptHeader, NotACheckpoint)):
+        read_pickle_header(tmp_path / "packed.bin")
+
+
+def test_a_file_cut_short_is_refused(tmp_path):
+    file = save(tmp_path / "head", TENSORS) / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(NotACheckpoint):
+        open_checkpoint(tmp_path / "head")

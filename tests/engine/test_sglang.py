@@ -1,0 +1,92 @@
+"""SGLang's own code, but its kernels, serves heads and accepts what kconv's chain says, place by place.
+
+The kernels are plain torch (scripts/sglang_cpu); scheduler, loader, model classes, capture of layers, drafting and
+verification are SGLang's. Its verification is greedy on a CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.silent_faults import SILENT
+from support.witness import (
+    LONG,
+    LONGER,
+    NEW_TOKENS,
+    RIGHT,
+    TREE,
+    Served,
+    expect,
+    load,
+    prompts_of,
+    rules_that_name,
+    serve_sglang,
+    write_broken,
+    write_right,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+FAULTS = tuple(fault for fault in SILENT if "sglang" in fault.engines)
+
+
+@pytest.fixture(scope="module")
+def target(demo):
+    return load(demo)
+
+
+@pytest.fixture(scope="module")
+def right(demo, tmp_path_factory) -> dict[str, Path]:
+    return write_right(demo, tmp_path_factory.mktemp("right"), "sglang")
+
+
+@pytest.fixture(scope="module")
+def broken(right, tmp_path_factory) -> dict[str, Path]:
+    return write_broken(right, tmp_path_factory.mktemp("broken"), "sglang")
+
+
+@pytest.fixture(scope="module")
+def served(sglang_python, demo, right, broken, tmp_path_factory) -> Served:
+    """Have SGLang serve all of them, and once none."""
+    return serve_sglang(sglang_python, demo, right | broken, tmp_path_factory.mktemp("sglang"))
+
+
+def test_greedy_decoding_is_that_of_transformers(target, demo, served):
+    for prompt, output in zip(prompts_of(demo / "target"), served[1], strict=True):
+        with torch.no_grad():
+            logits = target(input_ids=torch.tensor([prompt + output]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == output
+        assert len(output) == NEW_TOKENS + LONGER - 1
+
+
+@pytest.mark.parametrize(("name", "steps"), [*((name, 3) for name in RIGHT["sglang"]), (LONG, LONGER)])
+def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, demo, name, steps):
+    answers, own = served
+    head = right.get(name, right["mla sglang"])
+    found = expect(answers[name], head, target, demo, own, steps)
+    assert not found.error
+    assert found.same == found.prompts == len(own)
+    assert (found.drafts, found.places) == (found.expected_drafts, found.expected_places)
+    assert found.length > (1.1 if "EAGLE-3.1" in name else 1.5)
+    assert found.unreached == ()
+
+
+def test_a_tree_accepts_more_than_a_chain(served):
+    tree, chain = served[0][TREE], served[0]["mla sglang"]
+    assert tree.same == tree.prompts
+    assert tree.length > chain.length + 0.1
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_silent_fault_is_served_without_a_word_and_named_by_a_rule(served, broken, demo, fault):
+    found, good = served[0][fault.name], served[0][f"{fault.kind} sglang"]
+    # It answers, and rightly: speculation changes no output. What it accepts is another thing.
+    assert not found.error
+    assert found.same == found.prompts
+    assert ((found.drafts, found.places) == (good.drafts, good.places)) == fault.dropped
+    # What no tensor reached is named, by the mark that kconv puts there.
+    assert bool(found.unreached) == bool(fault.unreached)
+    assert all(fault.unreached in name for name in found.unreached)
+    assert rules_that_name(broken[fault.name], "sglang", demo / fault.kind / "trained")

@@ -1,0 +1,50 @@
+"""vLLM serves heads with a fault each without a word of it; kconv's rules name each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.silent_faults import SILENT
+from support.witness import Served, rules_that_name, serve_vllm, write_broken, write_right
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+FAULTS = tuple(fault for fault in SILENT if "vllm" in fault.engines)
+GOOD = ("mla vllm", "gqa vllm", "mla EAGLE-3.1", "gqa EAGLE-3.1")
+
+
+@pytest.fixture(scope="module")
+def right(demo, tmp_path_factory) -> dict[str, Path]:
+    return write_right(demo, tmp_path_factory.mktemp("right"), "vllm")
+
+
+@pytest.fixture(scope="module")
+def broken(right, tmp_path_factory) -> dict[str, Path]:
+    return write_broken(right, tmp_path_factory.mktemp("broken"), "vllm")
+
+
+@pytest.fixture(scope="module")
+def served(engine_python, demo, right, broken, tmp_path_factory) -> Served:
+    """Have vLLM serve them, and some that are right."""
+    good = {name: right[name] for name in GOOD}
+    return serve_vllm(engine_python, demo, good | broken, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_every_parameter_of_a_right_head_is_reached(served, name):
+    found = served[0][name]
+    assert not found.error
+    assert found.unreached == ()
+    assert found.same == found.prompts
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_silent_fault_is_served_without_a_word_and_named_by_a_rule(served, broken, demo, fault):
+    found, good = served[0][fault.name], served[0][f"{fault.kind} vllm"]
+    assert not found.error
+    assert found.same == found.prompts
+    assert ((found.drafts, found.places) == (good.drafts, good.places)) == fault.dropped
+    assert bool(found.unreached) == bool(fault.unreached)
+    assert all(fault.unreached in name for name in found.unreached)
+    assert rules_that_name(broken[fault.name], "vllm", demo / fault.kind / "trained")

@@ -1,0 +1,113 @@
+"""The mark that is put into a head's parameters before an engine loads it, and what is told of those that keep it."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kconv.engines.base import Serving
+from kconv.engines.sglang import ENGINE as SGLANG
+from kconv.engines.start_server import REPORT, watch_load
+
+
+class Eagle3Stub(nn.Module):
+    """A head with a map of ids, an embedding that an engine shares with its target, and a scale of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.embed = (nn.Parameter(torch.full((4,), 7.0)) for _ in range(3))
+        self.low = nn.Parameter(torch.full((4,), 7.0, dtype=torch.bfloat16))
+        self.d2t = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+        self.packed = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+        self.k_scale = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, x: int) -> int:
+        return x + 1
+
+
+class TargetStub(Eagle3Stub):
+    """A target: nothing of its name is a head's."""
+
+
+TargetStub.__name__ = "DeepseekV3ForCausalLM"
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(REPORT, str(tmp_path / "unreached.json"))
+    return tmp_path / "unreached.json"
+
+
+def test_what_no_tensor_reached_is_named_at_the_first_step_and_left_as_it_was(report):
+    model = Eagle3Stub()
+
+    def load() -> str:
+        assert math.isnan(model.fc[0]) and math.isnan(model.low[0])
+        assert float(model.k_scale) == -1.0
+        model.norm.data[:2] = 1.0  # a part of it alone
+        model.fc.data.fill_(2.0)
+        return "loaded"
+
+    assert watch_load(model, load) == "loaded"
+    # Shared with the target, as engines do after the load.
+    model.embed = nn.Parameter(torch.ones(4))
+    assert not report.exists()
+    assert model.forward(1) == 2
+    assert json.loads(report.read_text()) == ["d2t", "low", "norm"]
+    assert model.norm.tolist() == [1.0, 1.0, 7.0, 7.0]
+    assert model.d2t.tolist() == [0, 0, 0, 0] and model.low.tolist() == [7.0] * 4
+    report.unlink()
+    assert model.forward(2) == 3 and not report.exists()
+
+
+def test_where_every_parameter_is_reached_nothing_is_named(report):
+    model = Eagle3Stub()
+
+    def load() -> None:
+        for name, parameter in model.named_parameters():
+            if name != "k_scale":
+                parameter.data.zero_()
+
+    watch_load(model, load)
+    model.forward(1)
+    assert json.loads(report.read_text()) == []
+
+
+def test_a_target_is_left_alone(report):
+    model = TargetStub()
+    watch_load(model, lambda: None)
+    model.forward(1)
+    assert model.fc.tolist() == [7.0] * 4 and not report.exists()
+
+
+def test_sglangs_command_line_says_what_is_served(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert SGLANG.starter
+    serving = Serving(Path("env/bin/python"), Path("target"), Path("head"), draft_tokens=5, branches=4, nodes=8)
+    words = SGLANG.starter.command(serving, 8123)
+    assert (words[0], words[2]) == (str(tmp_path / "env/bin/python"), "sglang.launch_server")
+    options = dict(pairwise(words))
+    assert options["--model-path"] == str(tmp_path / "target")
+    assert options["--speculative-draft-model-path"] == str(tmp_path / "head")
+    said = [options[f"--speculative-{name}"] for name in ("num-steps", "eagle-topk", "num-draft-tokens")]
+    assert said == ["5", "4", "8"]
+    # A chain of 5 verifies 6 tokens, the last accepted one among them.
+    chain = SGLANG.starter.command(Serving(Path("python"), Path("t"), Path("h"), draft_tokens=5), 8123)
+    assert chain[chain.index("--speculative-num-draft-tokens") + 1] == "6"
+    assert "--speculative-algorithm" not in SGLANG.starter.command(Serving(Path("python"), Path("t")), 8123)
+
+
+def test_what_stands_in_for_kernels_is_said_where_it_does(tmp_path):
+    assert SGLANG.starter
+    python = tmp_path / "bin" / "python"
+    assert SGLANG.starter.note(python) == ""
+    made = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang_on_cpu.py"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert "but the kernels" in SGLANG.starter.note(python)

@@ -1,0 +1,192 @@
+"""Right heads, and heads with a silent fault, as the real engines serve them beside the demo's target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from click.testing import CliRunner
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.cli import main
+from kconv.convert.execute import execute
+from kconv.convert.plan import plan
+from kconv.convert.read import read_head, read_weights
+from kconv.engines import by_name
+from kconv.engines.counters import Counts
+from kconv.head.spec import Norms
+from kconv.targets.model import load_target
+from kconv.targets.tokenizer import load_tokenizer
+from kconv.tiny.target import pack
+from kconv.tiny.text import read_corpus
+from kconv.validate.engines.simulate import simulate
+
+from . import sglang_record, silent_faults
+from .heads import with_own_keys, write_head
+from .record_drafts import record as record_vllm
+from .silent_faults import SILENT
+
+STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, LONGER = 3, 16, 64, 20, 5
+KINDS = ("mla", "gqa", "mha")
+EAGLE_3_1 = ("mla EAGLE-3.1", "gqa EAGLE-3.1")
+RIGHT = {
+    engine: (*(f"{kind} {layout}" for kind in KINDS for layout in (engine, "portable")), *EAGLE_3_1)
+    for engine in ("vllm", "sglang")
+}
+LONG, TREE = "mla sglang, K = 5", "mla sglang, tree"
+# vLLM computes a target's MLA otherwise beside a head without, so those are served in another process.
+Served = tuple[dict[str, "Witnessed"], list[list[int]]]
+PROCESSES = (("mla",), ("gqa", "mha"))
+
+
+@dataclass(frozen=True)
+class Witnessed:
+    """What an engine did with a head.
+
+    Attributes:
+        engine, head: who served which.
+        same: how many outputs equal those without a head.
+        prompts: of how many.
+        drafts, places: verify steps, and how many accepted the token of each place.
+        expected_drafts, expected_places: what kconv's chain gives; None for a head with a fault.
+        unreached: the head's parameters that no tensor reached.
+        rules: of kconv's, that name the fault.
+        error: what the engine said where it did not serve.
+    """
+
+    engine: str
+    head: str
+    same: int = 0
+    prompts: int = 0
+    drafts: int = 0
+    places: tuple[int, ...] = ()
+    expected_drafts: int | None = None
+    expected_places: tuple[int, ...] | None = None
+    unreached: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    error: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @property
+    def length(self) -> float:
+        return 1 + sum(self.places) / self.drafts if self.drafts else 0.0
+
+
+def prompts_of(target: Path) -> list[list[int]]:
+    """Return held-out text, as token ids."""
+    stream = pack(load_tokenizer(target).inner, read_corpus().held_out)
+    return stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
+
+
+def with_norms(trained: Path, folder: Path) -> Path:
+    """Write a trained head as an EAGLE-3.1 one: a norm for each captured state, and one for what is handed on."""
+    head = read_head(open_checkpoint(trained))
+    slots, generator = read_weights(head), torch.Generator().manual_seed(0)
+    for state in range(len(head.spec.captured)):
+        slots[f"fc_norm.{state}"] = 1 + 0.1 * torch.randn(head.spec.target_hidden, generator=generator)
+    return write_head(folder, by_name("portable"), replace(head.spec, norms=Norms(fc=True, output=True)), slots)
+
+
+def write_right(demo: Path, root: Path, engine: str) -> dict[str, Path]:
+    """Write the right heads of an engine from the demo's trained ones; by name."""
+    trained = {kind: demo / kind / "trained" for kind in ("mla", "gqa")}
+    trained["mha"] = with_own_keys(trained["gqa"], root / "mha")
+    made: dict[str, Path] = {}
+    for name in RIGHT[engine]:
+        kind, layout = name.split()
+        made[name] = root / name.replace(" ", "-")
+        if layout == "EAGLE-3.1":
+            with_norms(trained[kind], made[name])
+        else:
+            execute(plan(read_head(open_checkpoint(trained[kind])), by_name(layout)), made[name])
+    return made
+
+
+def write_broken(right: Mapping[str, Path], root: Path, engine: str) -> dict[str, Path]:
+    """Write heads with a fault each that concerns an engine; by the fault's name."""
+    return {
+        fault.name: silent_faults.write(fault, right[f"{fault.kind} {engine}"], root / str(number))
+        for number, fault in enumerate(SILENT)
+        if engine in fault.engines
+    }
+
+
+def rules_that_name(folder: Path, engine: str, source: Path) -> tuple[str, ...]:
+    """Return the errors that `kconv validate` finds in a folder, with and without the source at hand."""
+    done = CliRunner().invoke(main, ["validate", str(folder), "--for", engine, "--source", str(source), "--json"])
+    findings = json.loads(done.stdout)["findings"]
+    return tuple(dict.fromkeys(one["rule"] for one in findings if one["severity"] == "error"))
+
+
+def serve_sglang(python: Path, demo: Path, heads: Mapping[str, Path], folder: Path) -> Served:
+    """Have SGLang serve heads; "" is none, whose outputs the others must have. A chain of 5 and a tree beside them."""
+    target, job = demo / "target", sglang_record.Job
+    jobs = {"": job(target, look_ahead=LONGER - 1)} | {name: job(target, head) for name, head in heads.items()}
+    jobs[LONG] = job(target, heads["mla sglang"], steps=LONGER)
+    tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+    jobs[TREE] = job(target, heads["mla sglang"], more=tree)
+    answers = sglang_record.record(python, jobs, prompts_of(target), folder, new_tokens=NEW_TOKENS)
+    own = answers[""].outputs
+    return {
+        name: _witnessed("sglang", name, one.outputs, own, one.counts, one.unreached, one.error)
+        for name, one in answers.items()
+    }, own
+
+
+def serve_vllm(python: Path, demo: Path, heads: Mapping[str, Path], folder: Path) -> Served:
+    """Have vLLM serve heads; see `serve_sglang`."""
+    found: dict[str, Witnessed] = {}
+    own: list[list[int]] = []
+    for kinds in PROCESSES:
+        mine = {name: head for name, head in heads.items() if read_kind(head) in kinds}
+        (work := folder / kinds[0]).mkdir()
+        answers = record_vllm(
+            python, demo / "target", mine, prompts_of(demo / "target"), work, steps=STEPS, new_tokens=NEW_TOKENS,
+            look_ahead=LONGER - 1, together=True,
+        ).answers  # fmt: skip
+        own = own or answers[""]["outputs"]
+        for name in mine:
+            answer = answers[name]
+            counted = {n.removeprefix("vllm:spec_decode_num_"): v for n, v in answer.get("counters", {}).items()}
+            places = tuple(counted.get("accepted_tokens_per_pos", ()))
+            counts = Counts(counted["drafts"][0], sum(places), places) if places else None
+            unreached = answer.get("unreached")
+            found[name] = _witnessed(
+                "vllm", name, answer.get("outputs", []), own, counts, unreached, answer.get("error", "")
+            )
+    return found, own
+
+
+def read_kind(head: Path) -> str:
+    """Return the attention of a head that is served, by its config."""
+    config = json.loads((head / "config.json").read_text())
+    if config.get("kv_lora_rank"):
+        return "mla"
+    return "mha" if config["num_key_value_heads"] == config["num_attention_heads"] else "gqa"
+
+
+def _witnessed(engine, name, outputs, own, counts, unreached, error) -> Witnessed:
+    same = sum(mine == output[: len(mine)] for mine, output in zip(outputs, own, strict=False))
+    if counts is None:
+        return Witnessed(engine, name, same, len(own), error=error.strip().rpartition("\n")[2])
+    places = tuple(int(place) for place in counts.per_position or ())
+    return Witnessed(engine, name, same, len(own), int(counts.drafts), places, unreached=tuple(unreached or ()))
+
+
+def expect(one: Witnessed, head: Path, model, demo: Path, own: list[list[int]], steps: int = STEPS) -> Witnessed:
+    """Put beside what an engine did what kconv's chain of the head gives."""
+    texts = [output[: NEW_TOKENS + steps - 1] for output in own]
+    target = demo / "target"
+    said = simulate(read_head(open_checkpoint(head)), model, target, prompts_of(target), texts, steps)
+    places = tuple(int(place) for place in said.accepted)
+    return replace(one, expected_drafts=said.drafts, expected_places=places)
+
+
+def load(demo: Path):
+    """Return the demo's target."""
+    return load_target(demo / "target", torch.float32)

@@ -1,0 +1,155 @@
+"""Text of strangers where it is shown: each function by an outside reader, and nothing printed around them."""
+
+import ast
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+import kconv
+from kconv import escape
+
+ROOT = Path(kconv.__file__).parent
+HOSTILE = (
+    "\x1b[2J\x1b[H\x1b]0;title\x07", "\x9b31m", "a\r\nb", "\u202egnp.exe", "\x00\x08\x7f", "\ud800", "| a | b |",
+    "# Acceptance", "[link](https://evil)", "![x](https://evil/x.png)", "<script>alert(1)</script>", "`code`", "```",
+    "[r]: https://evil", "> quoted", "---", "a\n\n## Acceptance\n\n| drafter | sampled |", "$(touch x)", "; rm -rf ~",
+    "a: b", "no", "2026-01-01", "1e3", "*x", "&a", "!!python/object:os", "{{ 7*7 }}", "'", '"', "", " ", "é\U0001f600",
+)  # fmt: skip
+TEXTS = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=40), st.text("#|[]()<>`~-=!\\\n\r\x1b ab", max_size=30))
+
+
+@given(TEXTS)
+def test_a_terminal_is_given_nothing_to_obey(text):
+    shown = escape.terminal(text)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    assert escape.terminal(shown.encode().decode()) == shown
+
+
+@given(TEXTS)
+def test_json_that_is_shown_is_still_that_json(text):
+    assert json.loads(escape.terminal(json.dumps(text, ensure_ascii=False))) == text
+
+
+@given(TEXTS)
+def test_a_shells_word_is_that_word(text):
+    text = text.replace("\0", "").encode(errors="ignore").decode()
+    said = subprocess.run(["/bin/sh", "-c", f"printf %s {escape.shell(text)}"], capture_output=True, check=True)
+    assert said.stdout.decode() == text
+
+
+@given(TEXTS)
+def test_a_yaml_value_is_that_text(text):
+    text = text.encode(errors="ignore").decode()
+    assert yaml.safe_load(f"key: {escape.yaml(text)}") == {"key": text}
+
+
+def kinds(markdown):
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(markdown)
+    return [t.type for t in tokens], [c.type for t in tokens for c in t.children or ()]
+
+
+@given(TEXTS)
+def test_text_in_markdown_is_one_cell_of_text(text):
+    blocks, inline = kinds(f"| a | b |\n|---|---|\n| {escape.markdown(text)} | {escape.code(text)} |\n\nend")
+    assert blocks.count("td_open") == 2 and blocks.count("table_open") == 1 and "heading_open" not in blocks
+    assert not {"link_open", "image", "html_inline"} & set(inline), inline
+
+
+@given(TEXTS)
+def test_text_at_the_start_of_a_line_of_markdown_begins_no_block(text):
+    blocks, inline = kinds(f"before\n\n{escape.markdown(text)}\n\nafter")
+    assert not {"heading_open", "fence", "blockquote_open", "hr", "html_block", "table_open"} & set(blocks)
+    assert not {"link_open", "image", "html_inline"} & set(inline), inline
+
+
+def calls(file):
+    return [ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+
+
+CLI = sorted((ROOT / "cli").glob("*.py"))
+PRODUCT = [
+    file
+    for file in ROOT.rglob("*.py")
+    if file.relative_to(ROOT).parts[0] not in ("tests", "scripts", "docs", "build")
+    and not file.relative_to(ROOT).parts[0].startswith(".")
+]
+
+
+@pytest.mark.parametrize("file", [file for file in CLI if file.name != "terminal.py"], ids=lambda file: file.name)
+def test_the_command_line_prints_through_the_one_place(file):
+    assert not {"click.echo", "print", "Console", "sys.stdout.write", "sys.stderr.write"} & set(calls(file))
+
+
+def test_what_else_prints_is_known():
+    printing = {str(f.relative_to(ROOT)) for f in PRODUCT if {"click.echo", "print", "Console"} & set(calls(f))}
+    assert printing == {"cli/terminal.py"}
+
+
+def test_shell_words_and_commands_are_quoted_in_one_place():
+    quoting = {
+        str(file.relative_to(ROOT)) for file in PRODUCT if {"shlex.quote", "shlex.join"} & set(calls(file))
+    }  # fmt: skip
+    assert quoting == {"escape.py"}
+    for file in PRODUCT:
+        assert "shell=True" not in file.read_text(), file
+        assert not {"eval", "exec", "os.system", "os.popen"} & set(calls(file)), file
+
+
+@pytest.mark.parametrize("name", ["made", "measured", "performance"])
+def test_what_evidence_says_goes_into_a_card_escaped(name):
+    """Evidence is another's; facts are the owner's own words, of which `said` makes one line."""
+    text = (ROOT / "cards" / "templates" / f"{name}.jinja").read_text()
+    own = {"verified", "chart", "steps", "steps + 1", '"%.0f" | format(100 * text.distinct_4grams)'}
+    for shown in re.findall(r"\{\{-?\s*(.*?)\s*-?\}\}", text):
+        assert shown in own or re.search(r"\| (cell|code)$", shown), shown
+
+
+def test_a_head_with_hostile_names_tells_a_terminal_nothing(tmp_path):
+    """The attack's own case: names and keys with escape sequences, shown on a real pty."""
+    from support import heads
+    from support.makers import make_config
+
+    from kconv.engines import BY_NAME
+
+    layout = BY_NAME["vllm"]
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b1m\u202e"
+    config = make_config(layout, heads.MLA) | {evil: evil}
+    folder = heads.write_head(tmp_path / "head", layout, heads.MLA, heads.random_slots(heads.MLA), config)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {evil: tensors["norm.weight"].clone()}, folder / "model.safetensors")
+    for command in (["inspect"], ["inspect", "--json"], ["validate", "--for", "all"]):
+        said = on_a_terminal([sys.executable, "-m", "kconv", *command, str(folder)])
+        assert "owned" in said
+        for sequence in ("\x1b]0;", "\x1b[2J", "\x9b", "\u202e", "\x07"):
+            assert sequence not in said, (command, sequence)
+
+
+def on_a_terminal(command):
+    """Return what a command prints on a terminal, with what rich and click say to it."""
+    main, other = pty.openpty()
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, cwd=ROOT.parent)
+    os.close(other)
+    said = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # the other end was closed
+            break
+        if not part:
+            break
+        said += part
+    os.close(main)
+    process.wait()
+    return said.decode(errors="replace")

@@ -1,0 +1,105 @@
+"""Which reading of a head the target's states confirm: what is measured, and what is said of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.heads import GQA, MLA, TARGET, random_slots, write_head
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.read import read_head, read_weights
+from kconv.engines import BY_NAME
+from kconv.head.chain import Acceptance
+from kconv.head.forward import DraftHead
+from kconv.targets.config import parse_target_config
+from kconv.targets.forward import States
+from kconv.validate.readings import Reading, ReadingsMeasured, find_readings, judge_readings, measure_readings
+from kconv.validate.texts import Batch, Text
+
+CONFIG = parse_target_config(TARGET)
+OUTPUTS, EARLY = Reading(MLA), Reading(replace(MLA, captured=(0, 2, 4)))
+OTHER_BASE = Reading(replace(MLA, rope=replace(MLA.rope, theta=1e6)))
+
+
+def accepted(*counts, drafts=100):
+    return tuple(Acceptance(3, drafts, (count, count // 2, count // 4), "") for count in counts)
+
+
+def measured(*readings):
+    return ReadingsMeasured(tuple(one for one, _ in readings), "held-out", tuple(parts for _, parts in readings))
+
+
+RIGHT = accepted(80, 78, 82, 81, 79, 80, 77, 83)
+WORSE = accepted(70, 69, 72, 70, 70, 69, 68, 72)
+
+
+def test_a_reading_that_another_one_beats_is_an_error_that_names_both_figures():
+    found = measured((EARLY, WORSE), (OUTPUTS, RIGHT))
+    (finding,) = judge_readings(found, {"captured"})
+    taken, best = found.lengths
+    assert (finding.rule, finding.severity) == ("K312", "error")
+    assert f"{taken:.3f}" in finding.message and f"{best:.3f}" in finding.message and "[0, 2, 4]" in finding.message
+    assert "--captured 1,3,5" in finding.fix
+    assert found.figures()[0].taken and found.figures()[0].behind_best == pytest.approx(best - taken)
+
+
+def test_the_best_reading_is_no_error_and_decides_what_is_open():
+    found = measured((OUTPUTS, RIGHT), (EARLY, WORSE))
+    assert list(judge_readings(found, ())) == []
+    (finding,) = judge_readings(found, {"captured"})
+    assert (finding.rule, finding.severity) == ("K313", "note") and "[1, 3, 5]" in finding.message
+
+
+NOISE = accepted(79, 80, 81, 80, 80, 79, 78, 83)
+CANNOT = {
+    "within the noise": ((OUTPUTS, RIGHT), (EARLY, NOISE)),
+    "one sequence": ((OUTPUTS, RIGHT[:1]), (EARLY, WORSE[:1])),
+    "three sequences": ((OUTPUTS, RIGHT[:3]), (EARLY, WORSE[:3])),
+    "equal to the last token": ((OUTPUTS, RIGHT), (EARLY, RIGHT)),
+}
+
+
+@pytest.mark.parametrize("readings", CANNOT.values(), ids=CANNOT)
+def test_what_is_within_the_noise_cannot_be_told(readings):
+    (finding,) = judge_readings(measured(*readings), {"captured"})
+    assert finding.rule == "K314" and "cannot be told" in finding.message
+    assert not list(judge_readings(measured(*readings[::-1]), ()))
+
+
+def test_of_few_sequences_each_one_must_say_the_same():
+    agree, apart = accepted(80, 81, 80, 79), accepted(70, 70, 82, 70)
+    assert measured((EARLY, accepted(70, 71, 70, 69)), (OUTPUTS, agree)).beats(1, 0)
+    assert not measured((EARLY, apart), (OUTPUTS, agree)).beats(1, 0)
+
+
+def test_each_open_fact_is_told_on_its_own():
+    found = measured((OUTPUTS, RIGHT), (EARLY, WORSE), (OTHER_BASE, NOISE))
+    told = {finding.where: finding.rule for finding in judge_readings(found, {"captured", "rope_theta"})}
+    assert told == {"config.json: captured": "K313", "config.json: rope_theta": "K314"}
+
+
+def test_layers_one_early_and_one_late_are_always_measured(tmp_path):
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], MLA, random_slots(MLA))))
+    found = find_readings(head, CONFIG, ())
+    assert [one.spec.captured for one in found] == [(1, 3, 5), (0, 2, 4), (2, 4, 6)]
+    assert [one.spec.captured for one in find_readings(head, CONFIG, (), (1, 2, 3, 4, 5, 6))] == [(1, 3, 5), (2, 4, 6)]
+    bases = {one.spec.rope.theta for one in find_readings(head, CONFIG, {"rope_theta"})}
+    assert bases >= {MLA.rope.theta, 10000.0, 1000000.0}
+    normed = {one.spec.norms.before_residual for one in find_readings(head, CONFIG, {"norm_before_residual"})}
+    assert normed == {False, True}
+
+
+def test_each_reading_runs_over_its_own_layers(tmp_path):
+    """A head whose fc sees one state alone drafts from that state; told another, it drafts something else."""
+    slots = random_slots(GQA)
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], GQA, slots)))
+    draft = DraftHead(head.spec, {name: w.float() for name, w in read_weights(head).items() if w.is_floating_point()})
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 64, (4, 12), generator=generator)
+    states = States(torch.randn(4, 12, 7 * 48, generator=generator), torch.randn(4, 12, 48), torch.randn(4, 12, 64))
+    text = Text("held-out", (Batch(tokens, 1),))
+    found = find_readings(head, CONFIG, ())
+    both = measure_readings(text, lambda batch: states, tuple(range(7)), 2, draft, found)
+    alone = measure_readings(text, lambda batch: states, tuple(range(7)), 2, draft, found[1:2])
+    assert len(both.parts) == 3 and both.sequences == 4
+    assert both.parts[1] == alone.parts[0] and both.parts[0] != both.parts[1]

@@ -1,0 +1,159 @@
+"""A report as one HTML file that needs nothing else: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..escape import terminal
+from .figures import AcceptanceFigures
+from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
+from .report import UNREAD, Finding, Report, Verdict, verdicts
+
+TEMPLATE = "report.html.jinja"
+SEVERITIES = ("error", "warning", "note")
+# Of a chart, in its own units; the page scales it.
+WIDTH, NAME, ROW, RIGHT, TOP, BOTTOM = 640, 170, 26, 70, 8, 34
+# Of the standard error: a 95 % interval of a normal mean.
+SPREAD = 1.96
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a subject of checks came to for an engine: its words, and "error", "warning", "good" or "none"."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A row of a chart: a name, a value, half its interval (None where there is none), and which series it is of."""
+
+    name: str
+    value: float
+    half: float | None
+    series: int
+
+
+def to_html(report: Report) -> str:
+    """Return report.html's text."""
+    figures = report.figures
+    environment = Environment(
+        loader=PackageLoader("kconv.validate", "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
+    )  # fmt: skip
+    judged = verdicts(report)
+    return environment.get_template(TEMPLATE).render(
+        report=report,
+        verdict=verdict_line(report).replace("**", ""),
+        verdicts=[(one, verdict_words(one)) for one in judged],
+        matrix=list(_matrix(report, judged)),
+        findings=[(severity, [f for f in report.findings if f.severity == severity]) for severity in SEVERITIES],
+        titles=lambda finding: [one.title for one in judged if finding.engines and one.concerns(finding)],
+        numbers=list(summary(figures)),
+        details=list(details(figures)),
+        charts=list(_charts(report, "Acceptance length", figures.acceptance)),
+        by_category=list(_charts(report, "Acceptance length by category", figures.acceptance_by_category)),
+        exact=EXACT if is_exact(figures) else "",
+        plain=plain,
+    )
+
+
+def _shown(value: object) -> object:
+    """Return a value without what a browser would obey beside HTML: control characters, and turned directions."""
+    return value if isinstance(value, Markup) else terminal(value)
+
+
+def _matrix(report: Report, judged: Sequence[Verdict]) -> Iterator[tuple[str, list[Cell]]]:
+    """Yield each subject of checks with a cell for each engine."""
+    from .rules.table import OF_TARGET, SUBJECTS
+
+    measured = {rule.id for rules in SUBJECTS.values() for rule in rules if rule.values}
+    ids = {title: {rule.id for rule in rules} for title, rules in SUBJECTS.items()}
+    in_target = {rule.id for title in OF_TARGET for rule in SUBJECTS[title]}
+    of_target = report.figures.noise is not None or any(finding.rule in in_target for finding in report.findings)
+    for title, own in ids.items():
+        found = [finding for finding in report.findings if finding.rule in own]
+        if not found and not _applies(report, title, of_target):
+            continue
+        # What was not read may be wrong, and nothing was found there.
+        blind = UNREAD in report.provenance or (own <= measured and not report.weights)
+        yield title, [_cell([f for f in found if one.concerns(f)], blind) for one in judged]
+
+
+def _applies(report: Report, title: str, of_target: bool) -> bool:
+    from .rules.table import OF_COMPARISON, OF_TARGET
+
+    if title == OF_COMPARISON:
+        return report.figures.identical is not None
+    return (title in OF_TARGET) == of_target
+
+
+def _cell(findings: Sequence[Finding], blind: bool) -> Cell:
+    for severity in SEVERITIES[:2]:
+        if count := sum(finding.severity == severity for finding in findings):
+            return Cell(f"{count} {severity}{'s' * (count != 1)}", severity)
+    return Cell("not checked", "none") if blind else Cell("passed", "good")
+
+
+def _charts(report: Report, title: str, rows: Sequence[AcceptanceFigures]) -> Iterator[tuple[str, Markup]]:
+    """Yield a caption and a drawing for each text."""
+    # Of the same bytes the source's figures are the output's.
+    shown = [row for row in rows if not (is_exact(report.figures) and row.drafter == "source")]
+    series = list(dict.fromkeys(row.drafter for row in shown))
+    for kind in dict.fromkeys(row.text for row in shown):
+        own = [row for row in shown if row.text == kind]
+        dots = [Dot(_label(row), row.length, _half(row), series.index(row.drafter)) for row in own]
+        yield f"{title} on {kind} text, K = {own[0].steps}, bonus token included", _dots(dots, own[0].steps)
+
+
+def _label(row: AcceptanceFigures) -> str:
+    return terminal(f"{row.category}, {row.drafter}" if row.category else row.drafter)
+
+
+def _half(row: AcceptanceFigures) -> float | None:
+    return None if row.standard_error is None else SPREAD * row.standard_error
+
+
+def _dots(dots: Sequence[Dot], steps: int) -> Markup:
+    """Draw lengths with their intervals, one below the other, on an axis of all that K drafts can give."""
+    low, high = 1.0, steps + 1.0
+    height = TOP + ROW * len(dots) + BOTTOM
+
+    def x(value: float) -> float:
+        inside = min(max(value, low), high)
+        return NAME + (inside - low) / (high - low) * (WIDTH - NAME - RIGHT)
+
+    parts = [
+        Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
+            WIDTH, height, "; ".join(f"{dot.name} {dot.value:.3f}" for dot in dots)
+        )
+    ]
+    for at in range(1, steps + 2):
+        parts.append(
+            Markup('<line class="grid" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(
+                x(at), TOP, height - BOTTOM
+            )
+            + Markup('<text class="tick" x="{:.1f}" y="{}">{}</text>').format(x(at), height - BOTTOM + 18, at)
+        )
+    for place, dot in enumerate(dots):
+        y = TOP + ROW * (place + 0.5)
+        parts.append(Markup('<text class="name" x="{}" y="{:.1f}">{}</text>').format(NAME - 10, y + 4, dot.name))
+        if dot.half is not None:
+            ends = x(dot.value - dot.half), x(dot.value + dot.half)
+            parts.append(
+                Markup('<line class="s{}" x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"/>').format(
+                    dot.series % 4, *ends, y, y
+                )
+            )
+        parts.append(
+            Markup('<circle class="s{}" cx="{:.1f}" cy="{:.1f}" r="5"/>').format(dot.series % 4, x(dot.value), y)
+        )
+        parts.append(
+            Markup('<text class="value" x="{}" y="{:.1f}">{:.3f}</text>').format(WIDTH - RIGHT + 12, y + 4, dot.value)
+        )
+    return Markup("").join([*parts, Markup("</svg>")])

@@ -1,0 +1,189 @@
+"""What a report has to say, as sentences and tables of text, for Markdown, HTML and the terminal alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
+from .report import Report, Verdict
+
+EXACT = "Bit-identical to the source, in every weight and every logit: there is no difference to show."
+NO_PART_DIFFERS = "Each part of the head gives the very numbers of the source's."
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A table of what was measured.
+
+    Attributes:
+        title, note: what stands above it; the note may be empty.
+        heads, rows: as they are shown; both empty where the note says all.
+    """
+
+    title: str
+    note: str = ""
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[object]] = ()
+
+
+def summary(figures: Figures) -> Iterator[Numbers]:
+    """Yield what a reader looks for first: acceptance, and parity with the source."""
+    if figures.acceptance:
+        heads = ("drafter", "text", "K", "acceptance length", "standard error", "positions")
+        yield Numbers("Acceptance", "The bonus token is included.", heads, list(map(_acceptance, figures.acceptance)))
+    if figures.parity:
+        if is_exact(figures):
+            yield Numbers("Parity with the source", EXACT)
+            return
+        heads = ("text", "RMS of logits", "largest", "KL, nats", "same likeliest token", "acceptance length")
+        yield Numbers("Parity with the source", "", heads, list(map(_parity, figures.parity)))
+
+
+def details(figures: Figures) -> Iterator[Numbers]:
+    """Yield what else was measured: by category, by step, by part, in an engine, of a quantized target."""
+    if figures.acceptance_by_category:
+        heads = ("category", "text", "drafter", "sequences", "acceptance length", "standard error")
+        rows = [
+            (r.category or "none", r.text, r.drafter, r.sequences, f"{r.length:.4f}", _error(r.standard_error))
+            for r in figures.acceptance_by_category
+        ]
+        yield Numbers("Acceptance by category", "", heads, rows)
+    if not is_exact(figures):
+        yield from _differences(figures)
+    if figures.engine:
+        yield _engine(figures.engine)
+    if figures.noise or figures.perplexity:
+        rows = _quantization(figures.noise, figures.perplexity)
+        yield Numbers("Quantization", "", ("what", "figure"), rows)
+
+
+def is_exact(figures: Figures) -> bool:
+    """Say whether every weight is the source's and so is every number that was measured of both."""
+    return figures.identical is True and not any(row.rms_error for row in (*figures.parity, *figures.parts))
+
+
+def _differences(figures: Figures) -> Iterator[Numbers]:
+    if figures.parity_by_category:
+        heads = ("category", "text", "RMS of logits", "KL, nats", "same likeliest token", "acceptance length")
+        rows = [
+            (
+                row.category or "none",
+                row.text,
+                f"{row.rms_error:.1e}",
+                f"{row.kl:.1e}",
+                f"{row.top1:.2%}",
+                _difference(row.length_difference, row.length_difference_se),
+            )
+            for row in figures.parity_by_category
+        ]
+        yield Numbers("Parity by category", "", heads, rows)
+    if any(row.by_step for row in figures.parity):
+        heads = ("text", "step", "RMS of logits", "largest", "KL, nats", "same likeliest token", "accepted up to here")
+        rows = [
+            (
+                row.text,
+                step.step,
+                f"{step.rms_error:.1e}",
+                f"{step.relative_error:.1e}",
+                f"{step.kl:.1e}",
+                f"{step.top1:.2%}",
+                _difference(step.rate_difference, step.rate_difference_se),
+            )
+            for row in figures.parity
+            for step in row.by_step
+        ]
+        yield Numbers("Parity by draft step", "", heads, rows)
+    if figures.parts:
+        if any(row.rms_error > 0 for row in figures.parts):
+            rows = [(r.part, r.text, f"{r.rms_error:.1e}", f"{r.relative_error:.1e}") for r in figures.parts]
+            yield Numbers("Error by part", "", ("part", "text", "RMS", "largest"), rows)
+        else:
+            yield Numbers("Error by part", NO_PART_DIFFERS)
+
+
+def _engine(found: EngineFigures) -> Numbers:
+    by = found.url or "started for this"
+    rows = [
+        (found.engine, found.drafts, _places(found.per_position) or f"{found.accepted} in all", f"{found.length:.4f}"),
+        (
+            "kconv's chain",
+            found.expected_drafts,
+            _places(found.expected_per_position),
+            f"{found.expected_length:.4f}",
+        ),
+    ]
+    note = (
+        f"{found.engine} ({by}), {found.prompts} prompts continued greedily by {found.new_tokens} tokens, "
+        f"K={found.steps}: {found.same_output} of {found.prompts} outputs equal those of {found.reference}."
+    )
+    return Numbers("Engine", note, ("who", "drafts", "accepted up to each place", "acceptance length"), rows)
+
+
+def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    if noise:
+        rows += [("tensors in NVFP4", f"{noise.tensors:,}")]
+    if noise and noise.median is not None:
+        rows += [
+            ("signal over noise, median", f"{noise.median:.1f} dB"),
+            ("at worst", f"{noise.worst:.1f} dB ({noise.worst_tensor})"),
+        ]
+    if text:
+        error = "" if text.log_ratio_se is None else f" ± {text.log_ratio_se:.2%}"
+        rows += [
+            ("perplexity on held-out text", f"{text.output:.4f}"),
+            ("the source's", f"{text.source:.4f}"),
+            ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
+            ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
+            ("activations", "not rounded: the weights alone were run, and no input_scale"),
+        ]
+    return rows
+
+
+def verdict_words(verdict: Verdict) -> str:
+    """Return a verdict in words, e.g. "FAIL: 1 error, 2 warnings"."""
+    counts = [(verdict.errors, "error"), (verdict.warnings, "warning")]
+    found = ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts if count)
+    return ("PASS" if verdict.passed else "FAIL") + (f": {found}" if found else "")
+
+
+def verdict_line(report: Report) -> str:
+    """Return what a report comes to in a line."""
+    counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "note")}
+    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items())
+    return f"**{'No errors' if report.clean else 'Not to be served'}**: {said}."
+
+
+def _acceptance(row: AcceptanceFigures) -> Sequence[object]:
+    error = "" if row.standard_error is None else f"{row.standard_error:.4f}"
+    return row.drafter, row.text, row.steps, f"{row.length:.4f}", error, row.drafts
+
+
+def _parity(row: ParityFigures) -> Sequence[object]:
+    lengths = f"{row.length_difference:+.4f}"
+    if row.length_difference_se is not None:
+        lengths += f" ± {row.length_difference_se:.4f}"
+    return row.text, f"{row.rms_error:.1e}", f"{row.relative_error:.1e}", f"{row.kl:.1e}", f"{row.top1:.2%}", lengths
+
+
+def _places(counts: Sequence[int] | None) -> str:
+    return "" if counts is None else " / ".join(map(str, counts))
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _difference(value: float, error: float | None) -> str:
+    return f"{value:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def plain(value: object) -> str:
+    """Return a value of the provenance as a person reads it: names and values, no Python."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain, value))
+    return str(value)

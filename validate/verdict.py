@@ -1,0 +1,138 @@
+"""What measured figures say of a head: what its manifest claims, what was asked for, and what needs no head at all.
+
+Each judgment allows for its standard error, so that a few prompts refuse nothing by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..calibrate.retention import GREEDY_SIGMAS
+from ..checkpoint.manifest import MANIFEST, ConversionRecord
+from ..head.fingerprint import TOLERANCE
+from .figures import AcceptanceFigures
+from .measure import Measured
+from .misread import Gain
+from .report import Finding
+from .rules.comparisons import RULES
+from .rules.rule import Found
+
+OUTPUT, BIGRAM, LOOKUP = "output", "bigram", "prompt lookup"
+BASELINES = (BIGRAM, LOOKUP)
+# Of a loss that is called one.
+SIGMAS = 3.0
+# Text of another kind than the calibration's keeps a little more or less of the acceptance.
+OTHER_TEXT = 0.01
+# Texts that are judged beside drafters without a network; a small target's greedy text runs in circles, which prompt
+# lookup drafts better than any head.
+OPEN_TEXTS = ("held-out", "sampled")
+_BY_ID = {rule.id: rule for rule in RULES}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a manifest says that an approximate head keeps of its source's sampled acceptance length."""
+
+    kept: float
+    error: float
+
+    @classmethod
+    def of(cls, record: ConversionRecord | None) -> Claim | None:
+        """Return what a record says; None where it says nothing, or nothing that is a number."""
+        held_out = record.held_out if record else {}
+        kept, error = held_out.get("kept"), held_out.get("kept_error")
+        if not isinstance(kept, int | float):
+            return None
+        return cls(float(kept), float(error) if isinstance(error, int | float) else 0.0)
+
+
+def judge_retention(measured: Iterable[Measured], claim: Claim | None, least: float | None) -> Iterator[Finding]:
+    """Hold what an approximate head keeps of its source against its manifest's claim, and against what is asked for.
+
+    Args:
+        measured: both heads on each text.
+        claim: what the manifest says; None where it says nothing.
+        least: share that must be kept, sampled and greedy; None to ask for nothing.
+    """
+    for one in measured:
+        parity = one.parity
+        if parity is None or parity.kept is None or parity.kept_se is None:
+            continue
+        kept, error = parity.kept, parity.kept_se
+        said = f"on {one.text.kind} text the head keeps {kept:.2%} ± {error:.2%} of its source's acceptance length"
+        if claim is not None and one.text.kind in OPEN_TEXTS:
+            short, apart = claim.kept - kept, SIGMAS * (error**2 + claim.error**2) ** 0.5
+            # NaN is no agreement.
+            if not short <= max(apart, OTHER_TEXT):
+                stated = f"{MANIFEST} states {claim.kept:.2%} ± {claim.error:.2%}"
+                yield _finding("K360", MANIFEST, f"{said}, and {stated}")
+        if least is not None and not kept + GREEDY_SIGMAS * error >= least:
+            yield _finding("K361", one.text.kind, f"{said}, and {least:.2%} is asked for")
+
+
+def judge_fingerprint(apart: float | None) -> Iterator[Finding]:
+    """Find that a folder does not compute what the measured head did; see `head.fingerprint`."""
+    if apart is not None and not apart <= TOLERANCE:
+        said = f"its logits on fixed inputs are {apart:.1e} from those of the head that {MANIFEST} speaks of"
+        yield _finding("K362", MANIFEST, f"{said}, and rounding takes them {TOLERANCE:.0e} apart at the most")
+
+
+def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
+    """Find that a head drafts worse than drafters without a network do, in all or at a place of the draft.
+
+    Args:
+        rows: acceptance of the head and of `BASELINES`, on each text and of all prompts.
+    """
+    for text in OPEN_TEXTS:
+        own = {row.drafter: row for row in rows if row.text == text and not row.category}
+        if (head := own.get(OUTPUT)) is None:
+            continue
+        for name in BASELINES:
+            if (base := own.get(name)) is None:
+                continue
+            if _is_below(head.length, head.standard_error, base.length, base.standard_error):
+                said = f"an acceptance length of {head.length:.3f}, and {_article(name)} has {base.length:.3f}"
+                yield _finding("K363", text, f"the head drafts worse than {_article(name)} on {text} text: {said}")
+            elif place := _worse_place(head, base):
+                at = f"{head.rates[place - 1]:.1%} of its drafts are accepted up to token {place}"
+                yield _finding(
+                    "K363",
+                    text,
+                    f"the head drafts worse than {_article(name)} on {text} text from token {place} on: {at}, and "
+                    f"{base.rates[place - 1]:.1%} of the other's",
+                )
+
+
+def judge_misreadings(gains: Sequence[Gain]) -> Iterator[Finding]:
+    """Find that a head is accepted more often when it is read otherwise; the greatest gain names what is wrong."""
+    clear = [gain for gain in gains if gain.is_clear]
+    structure = [gain for gain in clear if gain.reading.kind == "structure"]
+    # A scale that makes up for half of what is wrong elsewhere is not what is wrong.
+    for gain in (structure or clear)[:1]:
+        rule = "K364" if gain.reading.kind == "structure" else "K365"
+        said = f"with {gain.reading.name} it is accepted {gain.after:.3f} tokens a step, as it stands {gain.before:.3f}"
+        yield _finding(rule, gain.reading.name, f"{said} (a gain of {gain.after - gain.before:.3f} ± {gain.error:.3f})")
+
+
+def _is_below(one: float, its_error: float | None, other: float, other_error: float | None) -> bool:
+    """Say whether a figure is clearly below another; NaN is. Errors are taken as if nothing were paired: cautious."""
+    if its_error is None or other_error is None:
+        return False
+    return not one >= other - SIGMAS * (its_error**2 + other_error**2) ** 0.5
+
+
+def _worse_place(head: AcceptanceFigures, base: AcceptanceFigures) -> int:
+    """Return the first place, from 1, up to which clearly fewer drafts are accepted; 0 for none."""
+    for place, (one, other) in enumerate(zip(head.rates, base.rates, strict=True)):
+        if _is_below(one, head.rate_errors[place], other, base.rate_errors[place]):
+            return place + 1
+    return 0
+
+
+def _article(name: str) -> str:
+    return f"a {name}" if name == BIGRAM else name
+
+
+def _finding(rule: str, where: str, message: str) -> Finding:
+    return _BY_ID[rule].finding(Found(where, message))
