@@ -97,7 +97,7 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitte
     batches = StoredBatches(states)
     if is_fitted:
         check_amount(batches.shapes, batches.parts, spec, folder.name)
-    digests = tuple(sequence.digest for sequence in states.sequences)
+    digests = tuple(states.record.digests)
     return CalibrationTexts(folder.name, digests, batches.parts, lambda: batches)
 
 

@@ -236,13 +236,19 @@ def beside_index(name: str, index: Path | str) -> CorruptIndex:
     )
 
 
-def locate(wanted: Iterable[str], files: Iterable[str], fetch: Callable[[str], Path]) -> dict[str, TensorInfo]:
+def locate(
+    wanted: Iterable[str],
+    files: Iterable[str],
+    fetch: Callable[[str], Path],
+    read: Callable[[str], dict[str, TensorInfo]] | None = None,
+) -> dict[str, TensorInfo]:
     """Find some tensors of a checkpoint.
 
     Args:
         wanted: tensor names.
         files: names of the checkpoint's files.
         fetch: gives the path of one of them, which may take a download.
+        read: gives the header of one of them, where that takes no download of the file; None to fetch it.
 
     Returns:
         Those of the tensors that the checkpoint holds, by name.
@@ -271,7 +277,7 @@ def locate(wanted: Iterable[str], files: Iterable[str], fetch: Callable[[str], P
         shards = named
     found: dict[str, TensorInfo] = {}
     for shard in sorted(shards):
-        header = read_header(fetch(shard))
+        header = read(shard) if read else read_header(fetch(shard))
         for name in wanted & header.keys() & found.keys():
             raise CorruptIndex(
                 f"{name} stands in {found[name].file.name} and in {shard}",

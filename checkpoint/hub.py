@@ -10,14 +10,25 @@ No text of the library's exceptions is repeated: one about a header holds the to
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, is_offline_mode, snapshot_download
+from filelock import FileLock
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -34,13 +45,15 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
 
 from ..errors import DownloadDamaged, HubRefused, HubUnreachable, KconvError, NotACheckpoint, OutputFailed
-from .bytes import file_digest
+from .bytes import Entry, file_digest, stream, write_safetensors
 from .folder import INDEX, LICENSE_FILES, Checkpoint, gather, in_any_case, locate, open_checkpoint, read_json
-from .header import TensorInfo, parse_header
+from .header import TensorInfo, parse_header, read_header
 from .pickles import PICKLE
 from .schema import MAX_JSON, read_bounded, read_text
 from .staging import cache_root
 
+# Folder of tensors that were downloaded by themselves, and the bytes that one request asks for.
+KEPT, RANGE = "kconv-tensors", 64 << 20
 # How a large file and a small one are called in the cache, and a commit on the Hub.
 DIGEST, COMMIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 LICENSES = in_any_case(LICENSE_FILES)
@@ -122,6 +135,53 @@ class HubRepo:
             folder = self.fetch_config()
             return locate(names, (file.name for file in folder.iterdir()), folder.joinpath)
         return locate(names, self._list(), self._fetch)
+
+    def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Download some of its tensors by range requests, or find them in the local cache, and open those.
+
+        They are kept beside the library's own cache, in one file; processes that want the same wait for the first.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            ConfigInvalid, CorruptIndex, CorruptHeader: see `locate`.
+        """
+        wanted = sorted(set(names))
+        folder = Path(constants.HF_HUB_CACHE) / KEPT / f"{self.repo.replace('/', '--')}@{self.commit}"
+        kept = folder / f"{hashlib.sha256(chr(10).join(wanted).encode()).hexdigest()[:16]}.safetensors"
+        if not kept.exists() and is_offline_mode():
+            return self.open_tensors(wanted)
+        with library_faults(self.repo, self.commit):
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(kept.with_suffix(".lock")):
+                if not kept.exists():
+                    self._download_tensors(wanted, kept)
+        return read_header(kept)
+
+    def _download_tensors(self, names: Sequence[str], kept: Path) -> None:
+        sizes = self._list()
+
+        def read(shard: str) -> dict[str, TensorInfo]:
+            cached = try_to_load_from_cache(self.repo, shard, revision=self.commit)
+            if isinstance(cached, str):
+                check_download(Path(cached))
+                return read_header(Path(cached))
+            # A bare name: the file is nowhere on this machine.
+            return parse_header(RangeReader(self.repo, self.commit, shard, sizes[shard]), Path(shard), sizes[shard])
+
+        def chunks(info: TensorInfo) -> Iterator[memoryview | bytes]:
+            if info.file.is_absolute():
+                yield from stream(info)
+                return
+            reader = RangeReader(self.repo, self.commit, info.file.name, info.begin + info.size, info.begin)
+            while data := reader.read(RANGE):
+                yield data
+
+        found = locate(names, sizes, self._fetch, read)
+        entries = [Entry(i.name, i.dtype, i.shape, functools.partial(chunks, i)) for i in found.values()]
+        draft = kept.with_suffix(".part")
+        draft.unlink(missing_ok=True)
+        write_safetensors(draft, entries)
+        draft.replace(kept)
 
     def fetch_config(self) -> Path:
         """Download config.json, or find it in the local cache, and return its folder.

@@ -48,6 +48,10 @@ class Source(Protocol):
         """Find some of its tensors, of which only the files that hold them are downloaded."""
         ...
 
+    def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Find some of its tensors, of whose files nothing but headers and these tensors' bytes is downloaded."""
+        ...
+
     def fetch_config(self) -> Path:
         """Return a folder that holds its config.json, and maybe nothing else."""
         ...
@@ -92,6 +96,10 @@ class Folder:
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Find some tensors of the folder; see `locate` for its faults."""
         return locate(names, (file.name for file in self.path.iterdir()), lambda name: self.path / name)
+
+    def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Find some tensors of the folder; see `locate` for its faults."""
+        return self.open_tensors(names)
 
     def fetch_config(self) -> Path:
         """Return the folder."""

@@ -13,6 +13,7 @@ import fcntl
 import json
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,8 @@ from ..errors import EngineFailed, KconvError, StatesInvalid
 from .client import SHOWN, Client
 from .keys import IDS
 
-WRITTEN_SECONDS, POLL_SECONDS = 120.0, 0.01
+WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01
+ROWS = 8192  # of the output matrix, at a time
 CONNECTOR = "ExampleHiddenStatesConnector"
 # How far a logprob may be from the server's: it sums in its own order, and rounds to its dtype on the way.
 NEAR = {"F32": 1e-3, "F16": 0.05, "BF16": 0.2}
@@ -78,6 +80,7 @@ class ServedRunner:
         norm, lm_head: the target's final norm [H] and output matrix [V, H].
         dtype: safetensors name of the dtype that the server computes in.
         patience: seconds that it may take to write a file.
+        at_once: requests in flight.
     """
 
     client: Client
@@ -87,6 +90,7 @@ class ServedRunner:
     lm_head: torch.Tensor
     dtype: str
     patience: float = WRITTEN_SECONDS
+    at_once: int = 1
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.capture`.
@@ -96,6 +100,7 @@ class ServedRunner:
             StatesInvalid: the states are not those of these tokens, layers and dtype.
         """
         ids = tokens[0].tolist()
+        # The whole sequence is a prompt, so the server prefills it and generates a token that only checks its states.
         [token], file, said = self._ask(ids, 1)
         count = len(captured) + (captured[-1] + 1 < self.config.layers)
         states = self._read(file, ids, count, captured)
@@ -114,16 +119,19 @@ class ServedRunner:
             raise EngineFailed(
                 "a server's sampling under speculation is not held against the target's distribution",
                 where=self.client.url,
-                fix="Leave --sampled out, or give prompts that hold sampled text already.",
+                fix="Let kconv generate write sampled answers, from a server without speculation, and give them with "
+                "--data.",
             )
-        found = []
-        for prompt in prompts:
+
+        def continue_one(prompt: Sequence[int]) -> list[int]:
             tokens, file, _ = self._ask(list(prompt), length)
             # Each request leaves a file, and nobody reads this one.
             self._wait(file)
             _remove(file)
-            found.append(tokens)
-        return found
+            return tokens
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            return list(pool.map(continue_one, prompts))
 
     def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
         """Return new tokens, the file that the prompt's states are being written to, and the first one's logprob."""
@@ -168,7 +176,8 @@ class ServedRunner:
 
     def _wait(self, file: Path) -> None:
         """Wait until the server has let go of the lock beside a file, which it holds while it writes."""
-        lock, deadline = file.with_name(f"{file.name}.lock"), time.monotonic() + self.patience
+        lock, began = file.with_name(f"{file.name}.lock"), time.monotonic()
+        asked = began
         while True:
             try:
                 with lock.open() as held:
@@ -177,7 +186,16 @@ class ServedRunner:
                     return
             except OSError:  # not there yet, or held
                 pass
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - asked > HEALTH_SECONDS:
+                asked = now
+                if not self.client.is_healthy():
+                    raise EngineFailed(
+                        f"the server died before it wrote {file.name}",
+                        where=self.client.url,
+                        fix="Look into its log and start it again; the same command goes on where it stopped.",
+                    )
+            if now - began > self.patience:
                 raise StatesInvalid(
                     f"{file.name} was not written in {self.patience:.0f} s",
                     where=self.shared,
@@ -187,7 +205,9 @@ class ServedRunner:
 
     def _hold(self, hidden: torch.Tensor, token: int, said: float) -> None:
         """Refuse final states that do not give the server's own next token the probability that it said."""
-        logprob = float(F.linear(hidden.float(), self.lm_head.float()).log_softmax(-1)[token])
+        # By some rows at a time: in float32 all of Kimi-K2's matrix is 4.7 GB, in each of the threads.
+        parts = [F.linear(hidden.float(), rows.float()) for rows in self.lm_head.split(ROWS)]
+        logprob = float(torch.cat(parts).log_softmax(-1)[token])
         if not abs(logprob - said) <= NEAR[self.dtype]:
             raise StatesInvalid(
                 f"token {token}, the server's next, has logprob {said:.4f}, and {logprob:.4f} by the states that it "

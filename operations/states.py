@@ -36,8 +36,11 @@ class States(Operation):
     """Run TARGET over prompts and write what an Eagle3 head reads of it into the new folder OUT.
 
     For each sequence: token ids, the captured layers' outputs side by side, the state after the final norm, and for
-    continuations a mask of the target's own tokens. One sequence is in memory at a time; a run that was killed goes
-    on where it stopped when it is started again.
+    answers and continuations a mask of the target's own tokens. A run that was killed goes on where it stopped when it
+    is started again.
+
+    --data takes dialogues with their answers, as kconv generate writes them, for kconv train --states. --prompts takes
+    prompts, and the target continues them.
 
     A target that only fits into a server is run there: vLLM 0.32 or later with its hidden-state extraction. Its layer
     ids are those of --captured plus one, and the number of layers as the last; they cannot be asked for, so what
@@ -52,21 +55,26 @@ class States(Operation):
 
     EXAMPLES = (
         "kconv states my-target my-states --prompts held-out.jsonl --prompt-tokens 32 --sampled 64 --greedy 64",
-        "kconv states my-target my-states --prompts held-out.jsonl --url http://host:8000 --shared /shared",
+        "kconv states my-target my-states --data dialogues.jsonl --url http://host:8000 --shared /shared",
     )
     HEAVY = True
     RESUMES = True
 
     target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; nothing may be there.", kind="output")
-    prompts: Name = option(..., "Prompts (JSONL, MT-Bench's form among others).", kind="file")
+    prompts: Name | None = option(None, "Prompts (JSONL, MT-Bench's form among others).", kind="file")
+    data: Name | None = option(
+        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
+    )
+    split: str | None = option(None, "Of a dataset; by default train.")
+    revision: str | None = option(None, "Of a dataset.")
     captured: LayerIds | None = option(
         None, "Layers, as outputs of 0-based layers; by default 1, N/2 - 1, N - 4.", kind="ids"
     )
     sampled: Tokens = option(0, "Also continue each prompt by N drawn tokens.", metavar="N")
     greedy: Tokens = option(0, "Also continue each prompt greedily by N tokens.", metavar="N")
     prompt_tokens: Count | None = option(None, "Cut prompts to N tokens before continuing them.", metavar="N")
-    text_tokens: Count | None = option(None, "Cut the prompts' own text to N tokens.", metavar="N")
+    text_tokens: Count | None = option(None, "Cut the prompts' own text, or dialogues, to N tokens.", metavar="N")
     chat: bool = option(False, "Put prompts through the target's chat template.")
     held_out: bool = option(True, "Only continuations, not the prompts' own text.")
     seed: int = option(0, "Of the drawn tokens.")
@@ -76,14 +84,27 @@ class States(Operation):
         None, "A vLLM that serves TARGET and hands out hidden states; the target is not loaded here."
     )
     shared: Name | None = option(None, "The folder that this vLLM writes states to, as seen from here.", metavar="DIR")
+    concurrency: Count = option(16, "Sequences at once, with --url.", metavar="N")
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if bool(self.url) != bool(self.shared):
             raise ValueError("--url and --shared go together: the server's states come as files")
+        if (self.prompts is None) == (self.data is None):
+            raise ValueError("give either --prompts or --data")
+        if self.data:
+            self.refuse(
+                *("prompt_tokens", "sampled", "greedy", "chat", "held_out", "seed"),
+                unless="with --prompts; dialogues hold their answers",
+            )
+            return self
+        self.refuse("split", "revision", unless="with --data")
         if self.url and self.sampled:
-            raise ValueError("--sampled is drawn by a target in memory; with --url take --greedy")
+            raise ValueError(
+                "--sampled is drawn by a target in memory; with --url, let kconv generate write sampled answers, and "
+                "give them with --data"
+            )
         if not self.held_out and not self.sampled and not self.greedy:
             raise ValueError("--no-held-out leaves nothing to write; add --sampled or --greedy")
         return self
@@ -98,12 +119,21 @@ class States(Operation):
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
         from ..convert.captured import default_outputs
-        from ..targets.write_states import Wanted, capture_states
+        from ..targets.write_states import Wanted, WantedAnswers, capture_states
 
-        def wanted(config: TargetConfig) -> Wanted:
+        def wanted(config: TargetConfig) -> Wanted | WantedAnswers:
+            captured = self.captured or default_outputs(config.layers)
+            if self.data is not None:
+                return WantedAnswers(
+                    str(context.path(self.data)),
+                    captured,
+                    text_tokens=self.text_tokens,
+                    split=self.split or WantedAnswers.split,
+                    revision=self.revision,
+                )
             return Wanted(
-                context.path(self.prompts),
-                self.captured or default_outputs(config.layers),
+                context.path(self.prompts or ""),
+                captured,
                 prompt_tokens=self.prompt_tokens,
                 text_tokens=self.text_tokens,
                 sampled=self.sampled,
@@ -130,10 +160,16 @@ class States(Operation):
         from ..checkpoint.tensors import read_tensor
         from ..engines.client import connect
         from ..engines.vllm_states import ServedRunner
+        from ..targets.model import find_ends
 
-        norm = f"{config.prefix}model.norm.weight"
-        ends = context.source(self.target).open_tensors({norm, config.lm_head})
+        ends = find_ends(context.source(self.target)).tensors
         server = connect(self.url or "", None, {}, 600.0)
         return ServedRunner(
-            server, Path(self.shared or ""), config, read_tensor(ends[norm]), read_tensor(ends[config.lm_head]), dtype
+            server,
+            Path(self.shared or ""),
+            config,
+            read_tensor(ends[f"{config.prefix}model.norm.weight"]),
+            read_tensor(ends[config.lm_head]),
+            dtype,
+            at_once=self.concurrency,
         )

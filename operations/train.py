@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # A head's size does not hang on how much it is trained on.
 ANY_ROWS = 1 << 20
+NUMBERS = re.compile(r"\d+(,\d+)+")
 
 
 def _settings(value: Any) -> Any:
@@ -34,7 +36,8 @@ def _settings(value: Any) -> Any:
         if not equals or not key:
             raise ValueError(f"{setting!r} is not KEY=VALUE")
         try:
-            found[key] = parse_json(text)
+            # A list of numbers may go without its brackets, as everywhere on the command line.
+            found[key] = parse_json(f"[{text}]" if NUMBERS.fullmatch(text) else text)
         except ValueError:
             found[key] = text
     return found

@@ -226,6 +226,11 @@ class LocalRunner:
         """See `Runner.dtype`."""
         return NAMES[self.model.lm_head.weight.dtype]
 
+    @property
+    def at_once(self) -> int:
+        """One: see `Runner.at_once`."""
+        return 1
+
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.capture`."""
         states, hidden = capture(self.model, tokens.to(self.model.device), captured)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.header import TensorInfo
+from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..errors import TargetInvalid, TargetTooLarge
-from .config import TargetConfig, parse_target_config
+from .config import TargetConfig, parse_target_config, read_target_config
 from .weights import StoredWeight, stored_weights
 
 TEXT_MODELS = ("kimi_k2", "deepseek_v3")
@@ -86,11 +90,10 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> D
     return model
 
 
-def check_memory(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> None:
+def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, *, instead: str = STATES) -> None:
     """Raise TargetTooLarge, and whatever else its headers tell, if `load_target` would; no weight is read."""
-    checkpoint = open_checkpoint(folder)
-    config = parse_target_config(checkpoint.config, where=folder / "config.json")
-    _check_memory(folder, stored_weights(checkpoint, config), dtype, instead)
+    config = parse_target_config(checkpoint.config, where=checkpoint.folder / "config.json")
+    _check_memory(checkpoint.folder, stored_weights(checkpoint, config), dtype, instead)
 
 
 def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dtype, instead: str) -> None:
@@ -199,11 +202,44 @@ def _account(
 # Training from stored states needs no more of a target, whose layers may be a trillion parameters.
 
 
-def load_ends(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+@dataclass(frozen=True)
+class Ends:
+    """Where a target's embedding, final norm and output matrix are.
+
+    Attributes:
+        config: the target's.
+        tensors: they, by their names on disk; a checkpoint that lacks one has fewer.
+        name: the target's, for messages.
+    """
+
+    config: TargetConfig
+    tensors: Mapping[str, TensorInfo]
+    name: str
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """The blake3 of each one's bytes, which are read once for that."""
+        return {name: digest(info) for name, info in sorted(self.tensors.items())}
+
+
+def find_ends(source: Source) -> Ends:
+    """Find a target's ends; of a hub id their bytes alone are downloaded, and of a folder no other shard is opened.
+
+    Raises:
+        HubRefused, HubUnreachable, OutputFailed: see `checkpoint.hub`.
+        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it cannot be read.
+        TargetInvalid: it is no target.
+    """
+    config = read_target_config(source.fetch_config())
+    names = {config.embed_tokens, f"{config.prefix}model.norm.weight", config.lm_head}
+    return Ends(config, source.fetch_tensors(names), source.name)
+
+
+def load_ends(ends: Ends, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
     """Load a target's embedding, final norm and output matrix, in evaluation mode.
 
     Args:
-        folder: a checkpoint folder. Its layers may be quantized; its ends may not, and no Kimi's are.
+        ends: of a target whose layers may be quantized; its ends may not, and no Kimi's are.
         dtype: of the weights in memory.
 
     Returns:
@@ -211,19 +247,17 @@ def load_ends(folder: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
 
     Raises:
         TargetInvalid: the target is of another family, or an end is missing, of a wrong shape, or quantized.
-        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
     """
-    checkpoint = open_checkpoint(folder)
-    config = parse_target_config(checkpoint.config, where=folder / "config.json")
+    config = ends.config
     model = build_target(replace(config, text=config.text | {"num_hidden_layers": 0}), dtype)
     for name, own in model.state_dict().items():
         stored = config.lm_head if name == "lm_head.weight" else config.prefix + name
-        info = checkpoint.tensors.get(stored)
+        info = ends.tensors.get(stored)
         if info is None or info.shape != tuple(own.shape) or info.dtype not in SOURCE_DTYPES:
             found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
             raise TargetInvalid(
                 f"the target's {stored} should be {'/'.join(SOURCE_DTYPES)} {list(own.shape)}, and {found}",
-                where=folder,
+                where=ends.name,
                 fix="Check that config.json and the weights are of the same model.",
             )
         own.copy_(read_tensor(info))

@@ -43,6 +43,15 @@ class ModelOptStates:
         """See `StatesFolder.read_tokens`."""
         return self.read(index).tokens
 
+    def read_mask(self, index: int) -> torch.Tensor | None:
+        """See `StatesFolder.read_mask`."""
+        return self.read(index).loss_mask
+
+    def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StatesFolder.read_span`; the files are mapped, so no more than that is read."""
+        stored = self.read(index)
+        return stored.captured[begin:end], stored.hidden[begin:end]
+
     def read(self, index: int) -> StoredSequence:
         """See `StatesFolder.read`."""
         return _read(self.files[index], self.config, self.layers)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,8 +23,8 @@ from ..checkpoint.tensors import read_tensor
 from ..errors import StatesInvalid
 from .config import TargetConfig
 
-RECORD = "states.json"
-Kind = Literal["held-out", "sampled", "greedy"]
+RECORD, INDEX = "states.json", "index.safetensors"
+Kind = Literal["held-out", "sampled", "greedy", "dialogue"]
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -49,9 +51,10 @@ class PromptsRecord(Record):
     """What the sequences were made of.
 
     Attributes:
-        file: the file's name.
-        sha256: of the file.
+        file: the file's name, or a data set's id.
+        sha256: of the file; of a data set, of the tokens and masks that it gave.
         chat: prompts went through the chat template; else they are plain text.
+        dialogues: it holds dialogues with their answers, and no prompts.
         prompt_tokens: prompts were cut to this before they were continued; None for whole.
         text_tokens: held-out text was cut to this; None for whole.
     """
@@ -59,6 +62,7 @@ class PromptsRecord(Record):
     file: str
     sha256: str
     chat: bool
+    dialogues: bool = False
     prompt_tokens: int | None
     text_tokens: int | None
 
@@ -70,9 +74,10 @@ class SequenceRecord(Record):
         prompt: the prompt's id.
         category: the prompt's, "" where it has none.
         digest: sha256 of the prompt's turns.
-        kind: the prompt's own text ("held-out"), or the target's continuation of it.
-        prompt_length: tokens of it that are the prompt; 1 for held-out text.
+        kind: the prompt's own text ("held-out"), the target's continuation of it, or a dialogue with its answers.
+        prompt_length: tokens of it that are the prompt; 1 for held-out text. Of a dialogue, those before what counts.
         length: all of its tokens.
+        answered: of a dialogue, the digests of the prompts that are answered in it; `digest` is of all its turns.
     """
 
     prompt: str
@@ -81,6 +86,19 @@ class SequenceRecord(Record):
     kind: Kind
     prompt_length: int
     length: int
+    answered: tuple[str, ...] = ()
+
+
+class IndexRecord(Record):
+    """The file that holds the tokens and masks of all sequences, one after the other.
+
+    Attributes:
+        file, size, sha256: the file.
+    """
+
+    file: str
+    size: int
+    sha256: str
 
 
 class ShardRecord(Record):
@@ -112,6 +130,7 @@ class StatesRecord(Record):
         new_tokens: how many tokens were added, by kind.
         sequences: in order.
         shards: in order; empty in the plan of a run that goes on.
+        index: tokens and masks alone, which training reads first; None in folders of older versions.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -125,6 +144,7 @@ class StatesRecord(Record):
     new_tokens: dict[Kind, int]
     sequences: tuple[SequenceRecord, ...]
     shards: tuple[ShardRecord, ...] = ()
+    index: IndexRecord | None = None
 
     @property
     def rows(self) -> int:
@@ -134,7 +154,7 @@ class StatesRecord(Record):
     @property
     def digests(self) -> frozenset[str]:
         """The prompts' digests."""
-        return frozenset(sequence.digest for sequence in self.sequences)
+        return frozenset(digest for s in self.sequences for digest in (s.digest, *s.answered))
 
     def to_json(self) -> str:
         """Return states.json's text."""
@@ -227,6 +247,22 @@ class StatesFolder(Protocol):
         """
         ...
 
+    def read_mask(self, index: int) -> torch.Tensor | None:
+        """Read which tokens of a sequence are an answer's, [T] bool; None where that is not said.
+
+        Raises:
+            StatesInvalid: a file is missing or damaged.
+        """
+        ...
+
+    def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the captured and final states of a sequence's tokens from `begin` up to `end`, and no others.
+
+        Raises:
+            StatesInvalid: a file is missing or damaged.
+        """
+        ...
+
     def read(self, index: int) -> StoredSequence:
         """Read one sequence.
 
@@ -250,6 +286,8 @@ class StoredStates:
     record: StatesRecord
     columns: tuple[int, ...]
     _headers: dict[str, dict[str, TensorInfo]] = field(default_factory=dict, repr=False, compare=False)
+    _index: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _starts: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def sequences(self) -> Sequence[SequenceRecord]:
@@ -258,21 +296,53 @@ class StoredStates:
 
     def read_tokens(self, index: int) -> torch.Tensor:
         """See `StatesFolder.read_tokens`."""
-        return self._part(index, "input_ids")
+        return self._indexed(index, "input_ids").long()
+
+    def read_mask(self, index: int) -> torch.Tensor | None:
+        """See `StatesFolder.read_mask`."""
+        return self._indexed(index, "loss_mask") if self.record.sequences[index].kind != "held-out" else None
+
+    def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StatesFolder.read_span`."""
+        width, layers = self.record.target.hidden, len(self.record.captured)
+        captured, hidden = (
+            read_tensor(_rows_of(self._info(index, name, columns), begin, end))
+            for name, columns in (("aux_hidden_states", layers * width), ("hidden_states", width))
+        )
+        if self.columns != tuple(range(layers)):
+            captured = captured.unflatten(1, (layers, -1))[:, list(self.columns)].flatten(1)
+        return captured, hidden
 
     def read(self, index: int) -> StoredSequence:
         """See `StatesFolder.read`."""
-        tokens, hidden = self._part(index, "input_ids"), self._part(index, "hidden_states", self.record.target.hidden)
-        layers = len(self.record.captured)
-        captured = self._part(index, "aux_hidden_states", layers * self.record.target.hidden)
-        if self.columns != tuple(range(layers)):
-            captured = captured.unflatten(1, (layers, -1))[:, list(self.columns)].flatten(1)
-        masked = self.record.sequences[index].kind != "held-out"
-        return StoredSequence(tokens, captured, hidden, self._part(index, "loss_mask") if masked else None)
+        captured, hidden = self.read_span(index, 0, self.record.sequences[index].length)
+        return StoredSequence(self.read_tokens(index), captured, hidden, self.read_mask(index))
 
-    def _part(self, index: int, name: str, *width: int) -> torch.Tensor:
-        """Read one tensor of a sequence, [T, *width]."""
-        shard = next(s for s in self.record.shards if s.first <= index < s.first + s.count)
+    def _indexed(self, index: int, name: str) -> torch.Tensor:
+        """Return the tokens or the mask of a sequence, from the index where there is one."""
+        if self.record.index is None:
+            return read_tensor(self._info(index, name))
+        if not self._index:
+            self._open_index(self.record.index)
+        return self._index[name][self._starts[index] : self._starts[index + 1]]
+
+    def _open_index(self, index: IndexRecord) -> None:
+        """Map the index, and refuse one that is not of the record's length."""
+        header = read_header(_sized(self.folder, index))
+        rows = self.record.rows
+        if any(name not in header or header[name].shape != (rows,) for name in ("input_ids", "loss_mask")):
+            raise StatesInvalid(
+                f"{index.file} does not hold {rows:,} tokens, as {RECORD} says",
+                where=self.folder,
+                fix="Fetch it again, or make the states again.",
+            )
+        self._starts.extend(accumulate((s.length for s in self.record.sequences), initial=0))
+        self._index.update({name: read_tensor(header[name]) for name in ("input_ids", "loss_mask")})
+
+    def _info(self, index: int, name: str, *width: int) -> TensorInfo:
+        """Find one tensor of a sequence, [T, *width]."""
+        place = bisect_right(self.record.shards, index, key=lambda shard: shard.first) - 1
+        shard = self.record.shards[place]
         info = self._header(shard).get(f"{index:06d}.{name}")
         if info is None or info.shape != (self.record.sequences[index].length, *width):
             raise StatesInvalid(
@@ -280,7 +350,7 @@ class StoredStates:
                 where=self.folder,
                 fix="Make the states again.",
             )
-        return read_tensor(info)
+        return info
 
     def verify(self) -> None:
         """Hold every shard against its sha256.
@@ -288,7 +358,7 @@ class StoredStates:
         Raises:
             StatesInvalid: one is missing, or its bytes are not the ones that were written.
         """
-        for shard in self.record.shards:
+        for shard in (*self.record.shards, *([self.record.index] if self.record.index else [])):
             try:
                 whole = file_digest(self.folder / shard.file) == shard.sha256
             except OSError as fault:
@@ -302,18 +372,7 @@ class StoredStates:
 
     def _header(self, shard: ShardRecord) -> dict[str, TensorInfo]:
         if shard.file not in self._headers:
-            file = self.folder / shard.file
-            try:
-                size = file.stat().st_size
-            except OSError as fault:
-                raise _missing(self.folder, shard, fault) from fault
-            if size != shard.size:
-                raise StatesInvalid(
-                    f"{shard.file} is {size:,} bytes, and {shard.size:,} were written",
-                    where=self.folder,
-                    fix="Fetch it again, or make the states again.",
-                )
-            self._headers[shard.file] = read_header(file)
+            self._headers[shard.file] = read_header(_sized(self.folder, shard))
         return self._headers[shard.file]
 
 
@@ -349,7 +408,8 @@ def _check_shards(folder: Path, record: StatesRecord) -> None:
     """Refuse a record whose shards do not follow one another over all of its sequences, or leave the folder."""
     ends = [0, *(shard.first + shard.count for shard in record.shards)]
     follows = [shard.first for shard in record.shards] == ends[:-1] and ends[-1] == len(record.sequences)
-    if not follows or any(Path(shard.file).name != shard.file for shard in record.shards):
+    named = [shard.file for shard in record.shards] + ([record.index.file] if record.index else [])
+    if not follows or any(Path(file).name != file for file in named):
         raise StatesInvalid(
             f"{RECORD} lists shards that do not make up its {len(record.sequences)} sequences",
             where=folder,
@@ -373,7 +433,29 @@ def _check_target(folder: Path, record: StatesRecord, config: TargetConfig) -> N
             )
 
 
-def _missing(folder: Path, shard: ShardRecord, fault: OSError) -> StatesInvalid:
+def _sized(folder: Path, shard: ShardRecord | IndexRecord) -> Path:
+    """Return a file's path, and refuse one that is missing or of another size."""
+    file = folder / shard.file
+    try:
+        size = file.stat().st_size
+    except OSError as fault:
+        raise _missing(folder, shard, fault) from fault
+    if size != shard.size:
+        raise StatesInvalid(
+            f"{shard.file} is {size:,} bytes, and {shard.size:,} were written",
+            where=folder,
+            fix="Fetch it again, or make the states again.",
+        )
+    return file
+
+
+def _rows_of(info: TensorInfo, begin: int, end: int) -> TensorInfo:
+    """Return a matrix's rows from `begin` up to `end` as a tensor of their own."""
+    row = info.size // info.shape[0]
+    return replace(info, shape=(end - begin, *info.shape[1:]), begin=info.begin + begin * row, size=(end - begin) * row)
+
+
+def _missing(folder: Path, shard: ShardRecord | IndexRecord, fault: OSError) -> StatesInvalid:
     return StatesInvalid(
         f"{shard.file} cannot be read: {fault.strerror}", where=folder, fix="Fetch it again, or make the states again."
     )

@@ -1,20 +1,27 @@
 """Hidden states written to disk, shard by shard.
 
-One sequence's states are in memory at a time. Finished shards wait in a hidden folder beside the output, each with
-its sha256; a run that was killed goes on behind them, and the folder gets its name when all are there.
+As many sequences' states are in memory as the target runs at once: one here, and what a server is asked for side by
+side. Finished shards wait in a hidden folder beside the output, each with its sha256; a run that was killed goes on
+behind them, and the folder gets its name when all are there.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,19 +32,23 @@ from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, finish, refuse_existing
 from ..checkpoint.tensors import TORCH
 from ..checkpoint.values import Values
-from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid, TrainingDataInvalid
 from .config import TargetConfig, read_target_config
+from .dialogues import encode_row, read_rows
 from .forward import LocalRunner, check_captured
-from .model import load_target
+from .model import check_memory, find_ends, load_target
 from .prompts import Prompt, read_prompts
 from .states import (
     DTYPE_BYTES,
+    INDEX,
     RECORD,
+    IndexRecord,
     Kind,
     PromptsRecord,
     SequenceRecord,
     ShardRecord,
     StatesRecord,
+    StoredStates,
     TargetRecord,
     config_sha256,
     cut_shards,
@@ -73,11 +84,38 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class WantedAnswers:
+    """What states of dialogues, which hold their answers already, are wanted.
+
+    Attributes:
+        data: a JSONL file, or a dataset's id; see `targets.dialogues`.
+        captured: layers, as outputs of 0-based decoder layers.
+        text_tokens: dialogues are cut to this; None for whole.
+        split, revision: of a dataset.
+    """
+
+    data: str
+    captured: tuple[int, ...]
+    text_tokens: int | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A sequence: what it is, its tokens [L] int32 as far as they are known, and a dialogue's mask of answers [L]."""
+
+    record: SequenceRecord
+    tokens: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class PlannedStates:
-    """The record without its shards, and each sequence's tokens as far as they are known."""
+    """The record without its shards, and the sequences."""
 
     record: StatesRecord
-    starts: list[list[int]]
+    sequences: list[Planned]
     shards: list[range]
 
 
@@ -86,7 +124,7 @@ def plan_states(
     checkpoint: Checkpoint,
     config: TargetConfig,
     tokenizer: Tokenizer,
-    wanted: Wanted,
+    wanted: Wanted | WantedAnswers,
     shard_bytes: int,
 ) -> PlannedStates:
     """Plan every sequence and shard, before anything is run.
@@ -95,15 +133,17 @@ def plan_states(
 
     Raises:
         PromptsInvalid: no prompt is left, or one is too long for the target.
+        TrainingDataInvalid: the dialogues cannot be read, or hold no answer.
         TargetInvalid: a layer cannot be captured.
     """
     captured = check_captured(wanted.captured, config.layers)
     dtype = runner.dtype
-    rows = list(_sequences(read_prompts(wanted.prompts), tokenizer, wanted, config.max_positions))
-    if not rows:
-        raise PromptsInvalid(
-            "no prompt gives a sequence of at least two tokens", where=wanted.prompts, fix="Give longer prompts."
-        )
+    if isinstance(wanted, Wanted):
+        rows, prompts = _of_prompts(wanted, tokenizer, config.max_positions)
+        seed, new_tokens = wanted.seed, {"sampled": wanted.sampled, "greedy": wanted.greedy}
+    else:
+        rows, prompts = _of_dialogues(wanted, tokenizer, config.max_positions)
+        seed, new_tokens = 0, {}
     record = StatesRecord(
         target=TargetRecord(
             source=checkpoint.source,
@@ -116,41 +156,92 @@ def plan_states(
         ),
         captured=tuple(captured),
         dtype=dtype,  # pyright: ignore[reportArgumentType]
-        prompts=PromptsRecord(
-            file=wanted.prompts.name,
-            sha256=file_digest(wanted.prompts),
-            chat=wanted.chat,
-            prompt_tokens=wanted.prompt_tokens,
-            text_tokens=wanted.text_tokens,
-        ),
+        prompts=prompts,
         tokenizer=tokenizer.identity,
-        seed=wanted.seed,
-        new_tokens={"sampled": wanted.sampled, "greedy": wanted.greedy},
-        sequences=tuple(sequence for sequence, _ in rows),
+        seed=seed,
+        new_tokens=new_tokens,  # pyright: ignore[reportArgumentType]
+        sequences=tuple(row.record for row in rows),
     )
     token_bytes = 8 + (len(captured) + 1) * config.hidden * DTYPE_BYTES[dtype]
     cuts = cut_shards([s.length for s in record.sequences], token_bytes, shard_bytes)
-    return PlannedStates(record, [start for _, start in rows], cuts)
+    return PlannedStates(record, rows, cuts)
 
 
-def _sequences(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, wanted: Wanted, longest: int
-) -> Iterator[tuple[SequenceRecord, list[int]]]:
+def _of_prompts(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> tuple[list[Planned], PromptsRecord]:
+    rows = list(_continued(wanted, tokenizer, longest))
+    if not rows:
+        raise PromptsInvalid(
+            "no prompt gives a sequence of at least two tokens", where=wanted.prompts, fix="Give longer prompts."
+        )
+    return rows, PromptsRecord(
+        file=wanted.prompts.name,
+        sha256=file_digest(wanted.prompts),
+        chat=wanted.chat,
+        prompt_tokens=wanted.prompt_tokens,
+        text_tokens=wanted.text_tokens,
+    )
+
+
+def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> tuple[list[Planned], PromptsRecord]:
+    rows, content = [], hashlib.sha256()
+    for place, (where, row) in enumerate(read_rows(wanted.data, wanted.split, wanted.revision)):
+        samples = list(encode_row(row, tokenizer, where))
+        for sample in samples:
+            ids, mask = sample.ids[: wanted.text_tokens].int(), sample.mask[: wanted.text_tokens]
+            # A draft starts behind an answer's first token: of nothing but a prompt there is nothing to learn.
+            if not mask[1:].any():
+                continue
+            if len(ids) > longest:
+                raise TrainingDataInvalid(
+                    f"this dialogue has {len(ids)} tokens, and the target takes {longest}",
+                    where=where,
+                    fix="Cut dialogues with --text-tokens, or take this one out.",
+                )
+            content.update(ids.numpy().tobytes() + mask.numpy().tobytes())
+            record = SequenceRecord(
+                prompt=str(row.get("id", place)),
+                category=str(row.get("category") or ""),
+                # Of a dialogue that its template cuts in several, all parts are held out together or none is.
+                digest=samples[-1].prompts[-1],
+                kind="dialogue",
+                prompt_length=max(1, int(mask.int().argmax())),
+                length=len(ids),
+                answered=sample.prompts,
+            )
+            rows.append(Planned(record, ids, mask))
+    if not rows:
+        raise TrainingDataInvalid(
+            "no dialogue holds an answer", where=wanted.data, fix="Let kconv generate write the answers first."
+        )
+    file = Path(wanted.data)
+    return rows, PromptsRecord(
+        file=file.name if file.exists() else wanted.data,
+        sha256=file_digest(file) if file.exists() else content.hexdigest(),
+        chat=True,
+        dialogues=True,
+        prompt_tokens=None,
+        text_tokens=wanted.text_tokens,
+    )
+
+
+def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[Planned]:
     """Yield each sequence with its known tokens: all of held-out text, and the prompt of a continuation."""
-    for prompt in prompts:
+    for prompt in read_prompts(wanted.prompts):
         ids = tokenizer.encode_chat(prompt.turns[:1]) if wanted.chat else tokenizer.encode(prompt.turns[0])
-        about = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
+        about: dict[str, Any] = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
         text = ids[: wanted.text_tokens]
         if wanted.held_out and len(text) > 1:
             _check_length(prompt, len(text), longest)
-            yield SequenceRecord(**about, kind="held-out", prompt_length=1, length=len(text)), text
+            record = SequenceRecord(**about, kind="held-out", prompt_length=1, length=len(text))
+            yield Planned(record, torch.tensor(text, dtype=torch.int32))
         start = ids[: wanted.prompt_tokens]
         kinds: tuple[tuple[Kind, int], ...] = (("sampled", wanted.sampled), ("greedy", wanted.greedy))
         for kind, added in kinds:
             if added and start:
                 length = len(start) + added
                 _check_length(prompt, length, longest)
-                yield SequenceRecord(**about, kind=kind, prompt_length=len(start), length=length), start
+                record = SequenceRecord(**about, kind=kind, prompt_length=len(start), length=length)
+                yield Planned(record, torch.tensor(start, dtype=torch.int32))
 
 
 def _check_length(prompt: Prompt, length: int, longest: int) -> None:
@@ -161,12 +252,21 @@ def _check_length(prompt: Prompt, length: int, longest: int) -> None:
         )
 
 
+Captured = tuple[torch.Tensor, torch.Tensor]
+"""Captured [1, T, A * H] and final [1, T, H] states."""
+
+
 class Runner(Protocol):
     """A target that runs, here or behind a server."""
 
     @property
     def dtype(self) -> str:
         """Safetensors name of the dtype that its states have."""
+        ...
+
+    @property
+    def at_once(self) -> int:
+        """How many sequences it runs side by side, each asked for from a thread of its own; 1 for no threads."""
         ...
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +283,7 @@ SHARD_BYTES = 512 << 20
 
 def capture_states(
     target: Source,
-    wanted: Callable[[TargetConfig], Wanted],
+    wanted: Callable[[TargetConfig], Wanted | WantedAnswers],
     out: Path,
     *,
     connect: Callable[[TargetConfig, str], Runner] | None = None,
@@ -210,15 +310,17 @@ def capture_states(
         TargetTooLarge, SourceFormatUnknown, TensorShape: see `load_target`.
     """
     refuse_existing(out)
-    folder = target.fetch_tokenizer() if connect else target.fetch_model()
-    config = read_target_config(folder)
+    config = read_target_config(target.fetch_config())
     chosen = dtype or config.dtype or "BF16"
-    # Of a target that is served elsewhere, only what its identity hangs on need be here.
-    checkpoint = (
-        Checkpoint(folder, config.raw, target.open_tensors({config.lm_head}), target.name)
-        if connect
-        else open_checkpoint(folder, source=target.name)
-    )
+    if connect:
+        # Of a target that is served elsewhere, only what its identity hangs on need be here.
+        folder = target.fetch_tokenizer()
+        checkpoint = Checkpoint(folder, config.raw, dict(find_ends(target).tensors), target.name)
+    else:
+        # Before it is downloaded.
+        check_memory(target.open_headers(), TORCH[chosen])
+        folder = target.fetch_model()
+        checkpoint = open_checkpoint(folder, source=target.name)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if connect:
         runner = connect(config, chosen)
@@ -233,8 +335,36 @@ def capture_states(
         wanted(config),
         out,
         shard_bytes=shard_bytes,
-        advance=lambda done, total: log(f"{done} of {total} sequences"),
+        advance=lambda progress: log(progress.describe()),
     )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        sequences, all_sequences: done, and in all.
+        tokens, all_tokens: done, and in all.
+        captured: tokens that this run captured itself.
+        seconds: that this took.
+    """
+
+    sequences: int
+    all_sequences: int
+    tokens: int
+    all_tokens: int
+    captured: int
+    seconds: float
+
+    def describe(self) -> str:
+        """Return it as a line: sequences, tokens per second, and what is left of both."""
+        line = f"{self.sequences:,} of {self.all_sequences:,} sequences"
+        if not self.captured or not self.seconds:
+            return line
+        rate = self.captured / self.seconds
+        left = timedelta(seconds=round((self.all_tokens - self.tokens) / rate))
+        return f"{line}, {rate:,.0f} tokens/s, about {left} left"
 
 
 def write_states(
@@ -242,13 +372,13 @@ def write_states(
     checkpoint: Checkpoint,
     config: TargetConfig,
     tokenizer: Tokenizer,
-    wanted: Wanted,
+    wanted: Wanted | WantedAnswers,
     out: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[Progress], None] = lambda _: None,
 ) -> StatesRecord:
-    """Write a target's states over prompts and its continuations of them; go on where a killed run stopped.
+    """Write a target's states over prompts and continuations, or over dialogues; go on where a killed run stopped.
 
     Args:
         runner: the target, running; its dtype is that of the states.
@@ -257,61 +387,132 @@ def write_states(
         wanted: what to write.
         out: the folder to make.
         shard_bytes: bound on a file's size.
-        advance: told how many sequences are done, of how many.
+        advance: called with how far it is, after each shard.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
         PromptsInvalid: no prompt is left, or one is too long for the target.
+        TrainingDataInvalid: the dialogues cannot be read, or hold no answer.
         StatesInvalid: a run of other settings was interrupted here, or another one is at work.
         TargetInvalid: a layer cannot be captured, or a state is NaN or Inf.
     """
     refuse_existing(out)
     planned = plan_states(runner, checkpoint, config, tokenizer, wanted, shard_bytes)
-    sequences = planned.record.sequences
+    lengths = [row.record.length for row in planned.sequences]
     with partial(out, planned.record) as folder:
-        shards = []
-        for number, cut in enumerate(planned.shards):
-            name = shard_name(number, len(planned.shards))
-            done = read_finished(folder, name)
-            if done is None:
-                tokens = _continue(runner, planned, cut, wanted.seed + number)
-                done = _write_shard(runner, planned.record, folder, name, cut, tokens)
-            shards.append(done)
-            advance(cut.stop, len(sequences))
-        record = planned.record.model_copy(update={"shards": tuple(shards)})
+        names = [shard_name(number, len(planned.shards)) for number in range(len(planned.shards))]
+        shards = {name: read_finished(folder, name) for name in names}
+        left = [number for number, name in enumerate(names) if shards[name] is None]
+        missing, began = sum(lengths[i] for number in left for i in planned.shards[number]), time.monotonic()
+        before = sum(lengths) - missing
+        with Captures(runner, planned, left) as captures:
+            captured = 0
+            for number in left:
+                cut, name = planned.shards[number], names[number]
+                shards[name] = _write_shard(captures, planned, folder, name, number)
+                captures.forget(number)
+                captured += sum(lengths[i] for i in cut)
+                done, seconds = before + captured, time.monotonic() - began
+                advance(Progress(cut.stop, len(lengths), done, sum(lengths), captured, seconds))
+        record = planned.record.model_copy(update={"shards": tuple(shards.values())})
+        record = record.model_copy(update={"index": _write_index(folder, record)})
         (folder / RECORD).write_text(record.to_json())
         finish(folder, out)
     shutil.rmtree(out / PROGRESS)
     return record
 
 
-def _continue(runner: Runner, planned: PlannedStates, cut: range, seed: int) -> list[list[int]]:
-    """Return the whole tokens of a shard's sequences; the draws hang on the shard alone, wherever a run begins."""
-    sequences, tokens = planned.record.sequences, [planned.starts[i] for i in cut]
-    kinds: tuple[Kind, ...] = ("sampled", "greedy")
-    for kind in kinds:
-        own = [at for at, i in enumerate(cut) if sequences[i].kind == kind]
-        if own:
-            found = runner.extend(kind, [tokens[at] for at in own], planned.record.new_tokens[kind], seed)
-            for at, new in zip(own, found, strict=True):
-                tokens[at] = tokens[at] + new
-    return tokens
+class Captures:
+    """States of planned sequences, asked for ahead of need, so many at once as the target takes side by side.
+
+    Args:
+        runner: the target.
+        planned: the sequences.
+        left: numbers of the shards whose sequences are asked for, in this order.
+    """
+
+    def __init__(self, runner: Runner, planned: PlannedStates, left: Sequence[int]) -> None:
+        self._runner, self._planned = runner, planned
+        self._pool = ThreadPoolExecutor(runner.at_once)
+        self._tokens: dict[int, list[torch.Tensor]] = {}
+        self._asked: deque[tuple[int, Future[Captured]]] = deque()
+        self._next = (pair for number in left for pair in zip(planned.shards[number], self.tokens(number), strict=True))
+
+    def __enter__(self) -> Captures:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def tokens(self, number: int) -> list[torch.Tensor]:
+        """Return the whole tokens of a shard's sequences; the draws hang on the shard alone, wherever a run begins."""
+        if number not in self._tokens:
+            self._tokens[number] = self._continue(number)
+        return self._tokens[number]
+
+    def forget(self, number: int) -> None:
+        """Drop the tokens of a shard that was written."""
+        del self._tokens[number]
+
+    def take(self, index: int) -> Captured:
+        """Return the next sequence's states; they are given once, in the order of the shards."""
+        if self._runner.at_once == 1:
+            place, tokens = next(self._next)
+            states = self._capture(tokens)
+        else:
+            for place, tokens in islice(self._next, self._runner.at_once - len(self._asked)):
+                self._asked.append((place, self._pool.submit(self._capture, tokens)))
+            place, future = self._asked.popleft()
+            states = future.result()
+        if place != index:
+            raise RuntimeError(f"sequence {place} was next, and {index} is asked for")
+        return states
+
+    def _capture(self, tokens: torch.Tensor) -> Captured:
+        return self._runner.capture(tokens.long().unsqueeze(0), self._planned.record.captured)
+
+    def _continue(self, number: int) -> list[torch.Tensor]:
+        planned = self._planned
+        rows = [planned.sequences[i] for i in planned.shards[number]]
+        tokens = [row.tokens for row in rows]
+        kinds: tuple[Kind, ...] = ("sampled", "greedy")
+        for kind in kinds:
+            own = [at for at, row in enumerate(rows) if row.record.kind == kind]
+            if own:
+                starts, added = [tokens[at].tolist() for at in own], planned.record.new_tokens[kind]
+                found = self._runner.extend(kind, starts, added, planned.record.seed + number)
+                for at, start, new in zip(own, starts, found, strict=True):
+                    tokens[at] = torch.tensor(start + new, dtype=torch.int32)
+        return tokens
 
 
-def _write_shard(
-    runner: Runner,
-    record: StatesRecord,
-    folder: Path,
-    name: str,
-    cut: range,
-    tokens: list[list[int]],
-) -> ShardRecord:
+def _write_index(folder: Path, record: StatesRecord) -> IndexRecord:
+    """Write the tokens and masks of all sequences, one after the other."""
+    (folder / INDEX).unlink(missing_ok=True)
+    stored = StoredStates(folder, record, ())
+
+    def masks() -> Iterator[memoryview]:
+        for i, sequence in enumerate(record.sequences):
+            mask = stored.read_mask(i)
+            given = torch.arange(sequence.length) >= sequence.prompt_length if mask is None else mask
+            yield given.numpy().view("u1").data
+
+    def tokens() -> Iterator[memoryview]:
+        for i in range(len(record.sequences)):
+            yield stored.read_tokens(i).int().numpy().view("u1").data
+
+    entries = [Entry("input_ids", "I32", (record.rows,), tokens), Entry("loss_mask", "BOOL", (record.rows,), masks)]
+    written = write_safetensors(folder / INDEX, entries)
+    return IndexRecord(file=INDEX, size=written.size, sha256=written.sha256)
+
+
+def _write_shard(captures: Captures, planned: PlannedStates, folder: Path, name: str, number: int) -> ShardRecord:
     """Write one shard under a name of its own, give it its name when it is on the disk, and note its sha256."""
     running = folder / PROGRESS / name
     running.unlink(missing_ok=True)
-    entries = [
-        entry for i, row in zip(cut, tokens, strict=True) for entry in _entries(runner, record, i, torch.tensor([row]))
-    ]
+    cut = planned.shards[number]
+    rows = zip(cut, captures.tokens(number), strict=True)
+    entries = [entry for i, tokens in rows for entry in _entries(captures, planned, i, tokens.long())]
     written = write_safetensors(running, entries, check=_check_finite)
     with running.open("rb") as file:
         os.fsync(file.fileno())
@@ -323,17 +524,18 @@ def _write_shard(
     return done
 
 
-def _entries(runner: Runner, record: StatesRecord, index: int, tokens: torch.Tensor) -> Iterator[Entry]:
-    """Yield a sequence's tensors; the target runs when the first of its states is asked for."""
-    length, hidden, states = tokens.shape[1], record.target.hidden, {}
+def _entries(captures: Captures, planned: PlannedStates, index: int, tokens: torch.Tensor) -> Iterator[Entry]:
+    """Yield a sequence's tensors; its states are waited for when the first of them is asked for."""
+    record, sequence = planned.record, planned.sequences[index]
+    length, hidden, states = len(tokens), record.target.hidden, {}
 
     def give(which: str) -> Iterator[memoryview]:
         if not states:
             # A file's tensors are written by dtype and name, so the two states of a sequence follow each other.
-            states["aux_hidden_states"], states["hidden_states"] = runner.capture(tokens, record.captured)
+            states["aux_hidden_states"], states["hidden_states"] = captures.take(index)
         yield states.pop(which)[0].contiguous().view(torch.uint8).numpy().reshape(-1).data
 
-    mask = torch.arange(length) >= record.sequences[index].prompt_length
+    mask = torch.arange(length) >= sequence.record.prompt_length if sequence.mask is None else sequence.mask
     parts = {
         "input_ids": ("I64", (length,), lambda: [tokens.numpy().view("u1").reshape(-1).data]),
         "aux_hidden_states": (
@@ -343,7 +545,7 @@ def _entries(runner: Runner, record: StatesRecord, index: int, tokens: torch.Ten
         ),
         "hidden_states": (record.dtype, (length, hidden), lambda: give("hidden_states")),
     }
-    if record.sequences[index].kind != "held-out":
+    if sequence.record.kind != "held-out":
         parts["loss_mask"] = ("BOOL", (length,), lambda: [mask.numpy().view("u1").data])
     for part, (dtype, shape, chunks) in parts.items():
         yield Entry(f"{index:06d}.{part}", dtype, shape, chunks)

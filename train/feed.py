@@ -16,6 +16,7 @@ from transformers import DeepseekV3ForCausalLM
 
 from ..targets.forward import capture
 from ..targets.states import StatesFolder
+from .data import Span
 from .recipe import EagleRecipe
 
 Batch = dict[str, Any]
@@ -44,17 +45,24 @@ class Online:
         target: a whole target, on the device that trains.
         captured: the layers that the head reads.
         keep: bytes of states that may be kept for later passes over the same rows; beyond them the target runs again.
+        documents: of packed rows, see `Rows`; the target runs over each by itself.
     """
 
-    def __init__(self, target: DeepseekV3ForCausalLM, captured: Sequence[int], keep: int = KEEP) -> None:
-        self._target, self._captured, self._free = target, captured, keep
+    def __init__(
+        self,
+        target: DeepseekV3ForCausalLM,
+        captured: Sequence[int],
+        keep: int = KEEP,
+        documents: Tensor | None = None,
+    ) -> None:
+        self._target, self._captured, self._free, self._documents = target, captured, keep, documents
         self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `States.read`."""
         key = tuple(rows.tolist())
         if key not in self._kept:
-            states = capture(self._target, ids.to(self._target.device), self._captured)
+            states = self._run(ids) if self._documents is None else self._run_packed(ids, self._documents[rows])
             size = sum(part.numel() * part.element_size() for part in states)
             if size > self._free:
                 return states
@@ -62,16 +70,31 @@ class Online:
             self._kept[key] = states
         return self._kept[key]
 
+    def _run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return capture(self._target, ids.to(self._target.device), self._captured)
 
-def online_states(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
+    def _run_packed(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        parts = []
+        for row, numbers in zip(ids, documents, strict=True):
+            own = [self._run(row[None, numbers == number]) for number in range(int(numbers.max()) + 1)]
+            captured, hidden = (torch.cat(states, 1)[0] for states in zip(*own, strict=True))
+            parts.append((_padded(captured, len(row)), _padded(hidden, len(row))))
+        captured, hidden = (torch.stack(states) for states in zip(*parts, strict=True))
+        return captured, hidden
+
+
+def online_states(
+    target: DeepseekV3ForCausalLM, recipe: EagleRecipe, documents: Tensor | None = None
+) -> tuple[StatesSource, StatesSource]:
     """Return a target's states to train on and to look at, kept where they are read again.
 
     Args:
         target: as of `Online`.
         recipe: the head's.
+        documents: of the rows to train on, where they are packed.
     """
     again = recipe.steps * recipe.accumulate > recipe.batches
-    return Online(target, recipe.captured, KEEP if again else 0), Online(target, recipe.captured)
+    return Online(target, recipe.captured, KEEP if again else 0, documents), Online(target, recipe.captured)
 
 
 class Offline:
@@ -79,10 +102,10 @@ class Offline:
 
     Args:
         states: what was stored.
-        places: of each row, the sequence it was cut from and the token it begins with.
+        places: of each row, the spans that it is made of.
     """
 
-    def __init__(self, states: StatesFolder, places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, states: StatesFolder, places: Sequence[Sequence[Span]]) -> None:
         self._states, self._places = states, places
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,15 +113,14 @@ class Offline:
         parts = [self._row(self._places[row], ids.shape[1]) for row in rows.tolist()]
         return torch.stack([captured for captured, _ in parts]), torch.stack([hidden for _, hidden in parts])
 
-    def _row(self, place: tuple[int, int], length: int) -> tuple[Tensor, Tensor]:
-        sequence, start = place
-        stored = self._states.read(sequence)
-        return _cut(stored.captured, start, length), _cut(stored.hidden, start, length)
+    def _row(self, spans: Sequence[Span], length: int) -> tuple[Tensor, Tensor]:
+        parts = [self._states.read_span(sequence, start, start + taken) for sequence, start, taken in spans]
+        captured, hidden = (torch.cat(states) for states in zip(*parts, strict=True))
+        return _padded(captured, length), _padded(hidden, length)
 
 
-def _cut(states: Tensor, start: int, length: int) -> Tensor:
-    part = states[start : start + length]
-    return torch.nn.functional.pad(part, (0, 0, 0, length - len(part)))
+def _padded(states: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(states, (0, 0, 0, length - len(states)))
 
 
 class Feed(Dataset[Batch]):
@@ -110,11 +132,19 @@ class Feed(Dataset[Batch]):
         batch: rows per batch; rows that fill no whole batch are left out.
         states: the target's, over these rows.
         dtype: what the states are given in, whatever they were stored in.
+        documents: of packed rows, see `Rows`.
     """
 
     def __init__(
-        self, ids: Tensor, mask: Tensor, batch: int, states: StatesSource, dtype: torch.dtype = torch.float32
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        batch: int,
+        states: StatesSource,
+        dtype: torch.dtype = torch.float32,
+        documents: Tensor | None = None,
     ) -> None:
+        self._documents = documents
         self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
 
     def __len__(self) -> int:
@@ -124,7 +154,8 @@ class Feed(Dataset[Batch]):
         rows = torch.arange(index * self._batch, (index + 1) * self._batch)
         ids = self._ids[rows]
         captured, hidden = self._states.read(rows, ids)
-        return {
+        packed = {} if self._documents is None else {"documents": self._documents[rows]}
+        return packed | {
             "input_ids": ids,
             "loss_mask": self._mask[rows],
             "base_model_outputs": {

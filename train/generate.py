@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import httpx
 
 from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
+from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
@@ -61,6 +62,9 @@ def generate(
 ) -> Counter[str]:
     """Have a server answer prompts turn by turn, and write a line for each as it is done.
 
+    When the run ends, the lines stand in the order of the prompts, one of each, behind those of other prompts: so a run
+    that was killed leaves the same file as one that was not, if the server says the same.
+
     A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. What a
     server parsed out of an answer as its reasoning stands beside it, as "reasoning_content". Prompts that `out`
     already has an answer to are skipped, so a run that was stopped goes on; failed ones are asked again.
@@ -96,6 +100,7 @@ def generate(
                 counts[FAILED if "failed" in line else ANSWERED] += 1
                 _write(file, line)
                 progress(counts)
+        _put_in_order(out, prompts)
     except OSError as fault:
         raise OutputFailed(
             f"{out} could not be written: {fault.strerror}", where=out, fix="Free some space."
@@ -112,6 +117,23 @@ def generate(
 def _write(file: TextIO, line: dict[str, Any]) -> None:
     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     file.flush()
+
+
+def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
+    """Write a file's lines anew: the last one of each prompt, in the order of the prompts."""
+    places: dict[str, tuple[int, int]] = {}
+    ordered = out.with_name(f".{out.name}.ordered")
+    with out.open("rb") as file, ordered.open("wb") as other:
+        begin = 0
+        for line in file:
+            places[json.loads(line)["digest"]] = (begin, len(line))
+            begin += len(line)
+        asked = dict.fromkeys(prompt.digest for prompt in prompts)
+        for digest in (*(key for key in places if key not in asked), *(key for key in asked if key in places)):
+            begin, size = places[digest]
+            file.seek(begin)
+            other.write(file.read(size))
+    ordered.replace(out)
 
 
 def _answered(out: Path) -> set[str]:
@@ -178,15 +200,3 @@ def _complete(client: httpx.Client, request: GenerateRequest, messages: list[dic
 def _pause(asked_for: str | None, attempt: int) -> float:
     stated = float(asked_for) if asked_for and asked_for.isdigit() else 0.5 * 2**attempt
     return min(stated, LONGEST_PAUSE)
-
-
-# SGLang's and TensorRT-LLM's name of what a reasoning parser took out of an answer, and vLLM's:
-# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/protocol.py#L79
-REASONING = "reasoning_content"
-NAMES = (REASONING, "reasoning")
-
-
-def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's reasoning under the one name that kconv writes; empty where it has none."""
-    found = next((message[name] for name in NAMES if message.get(name)), None)
-    return {} if found is None else {REASONING: found}

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.bytes import file_digest
-from ..checkpoint.source import Source
+from ..checkpoint.source import Folder, Source
 from ..checkpoint.tensors import TORCH
 from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_slot
 from ..engines import by_name
 from ..engines.layout import Layout, Limit
-from ..errors import LayoutCannot, RecipeInvalid
+from ..errors import LayoutCannot, RecipeInvalid, StatesInvalid
 from ..head.spec import HeadSpec
 from ..head.vocab import Coverage, measure_coverage, target_ids
 from ..targets.config import TargetConfig, read_target_config
-from ..targets.model import load_target
+from ..targets.model import Ends, check_memory, find_ends, load_target
 from ..targets.prompts import KEPT
 from ..targets.states import StatesFolder, StatesRecord, open_states
 from ..targets.tokenizer import Tokenizer, load_tokenizer
@@ -97,13 +97,15 @@ class TrainJob:
     """What to train, on what.
 
     Attributes:
-        target: the target's folder; its ends are loaded, its layers only by `states`.
+        target: a folder with the target's config and tokenizer; its layers are loaded only by `states`.
         recipe: how.
         text, unseen: what is trained on, and what is only looked at.
         states: gives the target's states over the two, when training begins.
         data: what the rows were made of, as the manifest is to say it.
         specials: token ids that a reduced draft vocabulary keeps in any case.
         init_from: a head to go on from, in any layout.
+        ends: of the target, where nothing else of it is read; None where all of it lies in `target`, and is.
+        lm_head: blake3 of the output matrix that the target has to have; None where no states say it.
     """
 
     target: Path
@@ -114,6 +116,26 @@ class TrainJob:
     data: Mapping[str, Any] = field(default_factory=dict)
     specials: tuple[int, ...] = ()
     init_from: Head | None = None
+    ends: Ends | None = None
+    lm_head: str | None = None
+
+    @property
+    def own_ends(self) -> Ends:
+        """The target's ends, wherever they are."""
+        return self.ends or find_ends(Folder(self.target))
+
+
+def check_target(job: TrainJob) -> None:
+    """Raise StatesInvalid where stored states are of a target with the same config and another output matrix."""
+    if job.ends is None or job.lm_head is None:
+        return
+    name = job.ends.config.lm_head
+    if job.ends.digests.get(name, job.lm_head) != job.lm_head:
+        raise StatesInvalid(
+            f"the states are of a target whose lm_head holds other values than {job.ends.name}'s",
+            where=name,
+            fix="Give the target that the states were made with, or make states of this one.",
+        )
 
 
 def draft_coverage(job: TrainJob) -> Coverage | None:
@@ -138,13 +160,22 @@ def draft_map(job: TrainJob, size: int, vocab: int) -> Tensor:
 
 
 def job_key(job: TrainJob) -> str:
-    """Return 16 hex digits that name what a job makes on this installation; all of the target's files are read."""
-    files = sorted([job.target / "config.json", *job.target.glob("*.safetensors")])
-    tensors = (job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask)
+    """Return 16 hex digits that name what a job makes on this installation; what it needs of the target is read."""
+    config = job.target / "config.json"
+    # The layers of a target that is not run leave their mark in its states, whose digests stand in `data`.
+    files = [config] if job.ends else sorted([config, *job.target.glob("*.safetensors")])
+    tensors = [job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask]
+    tensors += [] if job.text.documents is None else [job.text.documents]
+    recipe = dataclasses.asdict(job.recipe)
+    # A head of before there was a choice keeps its name.
+    for field_ in ("kernel", "pack"):
+        if recipe[field_] == getattr(EagleRecipe, field_):
+            del recipe[field_]
     parts = {
-        "recipe": dataclasses.asdict(job.recipe),
+        "recipe": recipe,
         "source": SOURCE,
-        "target": {file.name: file_digest(file) for file in files if file.exists()},
+        "target": {file.name: file_digest(file) for file in files if file.exists()}
+        | (job.ends.digests if job.ends else {}),
         "rows": [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors],
         "data": dict(job.data),
         "specials": job.specials,
@@ -187,7 +218,7 @@ def prepare_job(
     """Return a job from what a user gives; what can be refused before the target is downloaded is refused then.
 
     Args:
-        target: the target; of a hub id the whole model is downloaded.
+        target: the target; of a hub id the whole model is downloaded where it is run, and else its ends alone.
         values: the recipe, as `recipe.complete` takes it.
         data: dialogues or texts to run the target over; either these or `states`.
         states: a folder that kconv states wrote.
@@ -204,14 +235,17 @@ def prepare_job(
         raise ValueError("give either data or states")
     check_keys(values)
     check_job(values, read_target_config(target.fetch_config()), init_from, pace)
-    folder = target.fetch_model()
-    config = read_target_config(folder)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if data is not None:
-        return online_job(folder, config, tokenizer, values, data, init_from)
     if states is not None:
-        return offline_job(folder, config, tokenizer, values, states, init_from)
-    raise ValueError("give either data or states")
+        folder = target.fetch_tokenizer()
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        return offline_job(folder, read_target_config(folder), tokenizer, values, states, init_from, find_ends(target))
+    if data is None:
+        raise ValueError("give either data or states")
+    # Before it is downloaded, or read for its digest.
+    check_memory(target.open_headers(), TORCH[values.get("dtype", EagleRecipe.dtype)])
+    folder = target.fetch_model()
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return online_job(folder, read_target_config(folder), tokenizer, values, data, init_from)
 
 
 def check_job(
@@ -264,14 +298,20 @@ def online_job(
     """
     check_job(values, config, init_from)
     prepared = prepare_dialogues(
-        data.name, tokenizer, _seq(values), held_out=data.held_out, split=data.split, revision=data.revision
+        data.name,
+        tokenizer,
+        _seq(values),
+        held_out=data.held_out,
+        split=data.split,
+        revision=data.revision,
+        pack=values.get("pack", EagleRecipe.pack),
     )
     recipe = complete(values, config, len(prepared.text.ids), init_from.spec if init_from else None)
 
     def states() -> tuple[StatesSource, StatesSource]:
         model: Any = load_target(target, TORCH[recipe.dtype])
         model.to(_own_device())
-        return online_states(model, recipe)
+        return online_states(model, recipe, prepared.text.documents)
 
     facts = prepared.facts | {"prompts": record_prompts(prepared.prompts, init_from)}
     job = TrainJob(target, recipe, prepared.text, prepared.unseen, states, facts, init_from=init_from)
@@ -285,17 +325,22 @@ def offline_job(
     values: Mapping[str, Any],
     folder: Path,
     init_from: Head | None,
+    ends: Ends | None = None,
 ) -> TrainJob:
     """Return a job that reads the target's states from `folder`, where kconv states wrote them.
 
-    Other arguments and faults as of `online_job`.
+    What the recipe does not say of the captured layers, the states do. `ends` are the target's, wherever they are; by
+    default in its folder. Other arguments and faults as of `online_job`.
 
     Raises:
         StatesInvalid: they are of another target, or lack a layer that the recipe captures.
     """
-    check_job(values, config, init_from)
     stored = open_states(folder, config=config)
-    text, unseen = (place_sequences(stored, _seq(values), held_out=held_out) for held_out in (False, True))
+    if init_from is None:
+        values = {"captured": list(stored.record.captured), **values}
+    check_job(values, config, init_from)
+    text = place_sequences(stored, _seq(values), held_out=False, pack=values.get("pack", EagleRecipe.pack))
+    unseen = place_sequences(stored, _seq(values), held_out=True)
     recipe = complete(values, config, len(text.rows.ids), init_from.spec if init_from else None)
     # Now that the recipe is whole: the layers it wants, in its order.
     wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
@@ -307,7 +352,9 @@ def offline_job(
         return Offline(wanted, text.places), Offline(wanted, unseen.places)
 
     job = TrainJob(target, recipe, text.rows, unseen.rows, states, facts, init_from=init_from)
-    return replace(job, specials=tuple(tokenizer.specials))
+    own = ends or find_ends(Folder(target))
+    told = stored.record.target.lm_head_blake3
+    return replace(job, specials=tuple(tokenizer.specials), ends=own, lm_head=told)
 
 
 def _digest(record: StatesRecord) -> str:

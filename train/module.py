@@ -31,6 +31,7 @@ from ..head.spec import Mla
 from ..targets.forward import States
 from ..targets.model import load_target
 from .decoder import served_decoders
+from .lean import SDPA, make_lean, run_lean
 from .recipe import EagleRecipe, check_fit, parse_recipe
 
 EagleModel = Any
@@ -59,11 +60,14 @@ def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleMod
     with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(recipe.seed)
         try:
-            return mtsp.convert(target, [("eagle", settings)])
+            model: EagleModel = mtsp.convert(target, [("eagle", settings)])
         except (AssertionError, ValueError) as fault:
             raise RecipeInvalid(
                 f"ModelOpt refuses this recipe: {fault}", fix="Put the dims right that it speaks of."
             ) from fault
+    if recipe.kernel == "sdpa":
+        make_lean(model)
+    return model
 
 
 def eagle_settings(recipe: EagleRecipe, target: DeepseekV3ForCausalLM) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def eagle_settings(recipe: EagleRecipe, target: DeepseekV3ForCausalLM) -> dict[s
         "use_aux_hidden_state": True,
         "use_last_layernorm": True,
         "eagle_aux_hidden_state_layer_ids": list(recipe.captured),
-        "_attn_implementation": "eager",
+        "_attn_implementation": "eager" if recipe.kernel == "eager" else SDPA,
     }
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         architecture[token] = getattr(target.config, token)
@@ -131,6 +135,8 @@ def run_eagle(model: Any, batch: Mapping[str, Any], recipe: EagleRecipe) -> Any:
     """
     device = batch["input_ids"].device.type
     with torch.autocast(device, torch.bfloat16, enabled=recipe.compute == "BF16"):
+        if recipe.kernel == "sdpa":
+            return run_lean(model, getattr(model, "module", model), dict(batch))
         return model(**batch)
 
 
@@ -182,7 +188,9 @@ def load_module(folder: Path, target_folder: Path) -> EagleModel:
     """
     recipe = parse_recipe(read_json(folder / RECIPE))
     state = {name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
-    model = build_module(load_target(target_folder, TORCH[recipe.dtype]), recipe)
+    # As ModelOpt computes it: what is asked of a module is the logits of every token.
+    plain = dataclasses.replace(recipe, kernel="eager", pack=False)
+    model = build_module(load_target(target_folder, TORCH[recipe.dtype]), plain)
     try:
         model.eagle_module.load_state_dict(state)
     except RuntimeError as fault:

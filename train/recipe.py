@@ -48,6 +48,9 @@ class EagleRecipe:
         seed: of the weights and of the order of the windows.
         dtype: of the weights that are trained, as safetensors names it. In BF16 a step below 1/256 of a weight is
             lost: a gain of 1.0 stays 1.0 at usual rates.
+        kernel: "eager" computes as ModelOpt does, with the scores of all heads and the logits of all tokens in memory;
+            "sdpa" makes the same sums in bounded memory, equal but for the order of additions; see `lean`.
+        pack: lay several documents into a row, none of which sees another; of kernel "sdpa" alone.
         compute: of the matrix products over them (autocast), and of the head that comes out; None for `dtype`.
     """
 
@@ -74,6 +77,8 @@ class EagleRecipe:
     seed: int = 0
     dtype: Literal["F32", "BF16"] = "F32"
     compute: Literal["BF16"] | None = None
+    kernel: Literal["eager", "sdpa"] = "eager"
+    pack: bool = False
 
     @property
     def decoder(self) -> Literal["kimik2", "llama"]:
@@ -119,6 +124,8 @@ def check_recipe(recipe: EagleRecipe) -> None:
         wrong.append(f"{recipe.seq} tokens are too few for {recipe.ttt_steps} draft steps")
     if not recipe.captured or list(recipe.captured) != sorted(set(recipe.captured)) or recipe.captured[0] < 0:
         wrong.append(f"captured is {list(recipe.captured)}, no list of ascending layers")
+    if recipe.pack and recipe.kernel != "sdpa":
+        wrong.append("pack is true, and kernel is not sdpa, whose masks keep documents apart")
     if isinstance(recipe.attention, Gqa) and recipe.attention.bias:
         wrong.append("attention.bias is true, and engines drop the bias of o_proj")
     if wrong:

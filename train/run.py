@@ -36,7 +36,17 @@ from .checkpoints import RUN, claim, drop_unusable, newest
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
 from .feed import Feed, StatesSource, online_states
-from .job import LIBRARIES, Pace, TrainJob, check_processes, choose_layout, draft_coverage, draft_map, job_key
+from .job import (
+    LIBRARIES,
+    Pace,
+    TrainJob,
+    check_processes,
+    check_target,
+    choose_layout,
+    draft_coverage,
+    draft_map,
+    job_key,
+)
 from .loop import EagleTrainer, Progress
 from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
 from .recipe import EagleRecipe, check_recipe
@@ -95,6 +105,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     """Train to the last step, from the newest checkpoint before it in `work` if there is one."""
     recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
     if not int(os.environ.get("RANK", "0")):
+        check_target(job)
         claim(work, job_key(job), world)
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
@@ -103,7 +114,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
-        Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype),
+        Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype, job.text.documents),
         Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
@@ -124,7 +135,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
 
 
 def _start(job: TrainJob) -> EagleModel:
-    model = build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe)
+    model = build_module(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe)
     if job.init_from is not None:
         _take_over(model, job.init_from)
     elif job.recipe.draft_vocab is not None:
@@ -150,7 +161,7 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
         work: where the run's key and first look lie.
         folder: the folder to make.
     """
-    model = trainer.whole(lambda: build_module(load_ends(job.target, TORCH[job.recipe.dtype]), job.recipe))
+    model = trainer.whole(lambda: build_module(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe))
     folder.mkdir(parents=True, exist_ok=True)
     export_module(model, folder, job.recipe)
     (folder / MODULE).mkdir()

@@ -116,7 +116,9 @@ def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text,
     for place, sequence in enumerate(states.sequences):
         if sequence.prompt_length + steps < sequence.length:
             tokens = states.read_tokens(place).tolist()
-            by_kind[sequence.kind].append(_Row(tokens, sequence.prompt_length, sequence.category, place))
+            # Of a dialogue the text is given, as a prompt's own is: nothing is drawn here.
+            kind = "held-out" if sequence.kind == "dialogue" else sequence.kind
+            by_kind[kind].append(_Row(tokens, sequence.prompt_length, sequence.category, place))
     if not by_kind:
         raise PromptsInvalid(
             f"no sequence is long enough for {steps} draft steps behind its prompt",

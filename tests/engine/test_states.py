@@ -22,6 +22,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 SUPPORT = Path(__file__).parent.parent / "support"
 CAPTURED = (1, 3, 5)
+SAID = [
+    {
+        "id": f"q{number}",
+        "messages": [
+            {"role": "user", "content": f"Count to {number}."},
+            {"role": "assistant", "content": " ".join(map(str, range(number + 1)))},
+        ],
+    }
+    for number in range(12)
+]
 
 
 def test_served_states_are_those_of_transformers(engine_python, demo, tmp_path, monkeypatch):
@@ -39,11 +49,24 @@ def test_served_states_are_those_of_transformers(engine_python, demo, tmp_path, 
         words += ["--text-tokens", 40, "--prompt-tokens", 24, "--greedy", 12, "--dtype", "F32"]
         words += ["--url", served.client.url, "--shared", shared]
         done = CliRunner().invoke(main, [str(word) for word in words])
+        dialogues, said = tmp_path / "dialogues.jsonl", tmp_path / "said"
+        dialogues.write_text("".join(json.dumps(row) + "\n" for row in SAID))
+        words = ["states", target, said, "--data", dialogues, "--captured", "1,3,5", "--dtype", "F32"]
+        words += ["--url", served.client.url, "--shared", shared, "--concurrency", 6]
+        answered = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output
+    assert answered.exit_code == 0, answered.output
+    assert "12 sequences (12 dialogue)" in answered.stdout
     # What was read is cleared away.
     assert not list(shared.glob("*.safetensors*"))
 
     model, states = load_target(target, torch.float32), open_states(out, captured=CAPTURED)
+    dialogue = open_states(said, captured=CAPTURED)
+    for index in range(len(dialogue.sequences)):
+        found = dialogue.read(index)
+        captured, hidden = capture(model, found.tokens[None], CAPTURED)
+        assert torch.allclose(found.captured, captured[0], atol=1e-5 * float(captured.abs().max()))
+        assert torch.allclose(found.hidden, hidden[0], atol=1e-5 * float(hidden.abs().max()))
     assert [s.kind for s in states.sequences] == ["held-out", "greedy"] * 4
     for index, sequence in enumerate(states.sequences):
         found = states.read(index)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kconv.engines import vllm_states
 from kconv.engines.client import Client
 from kconv.engines.vllm_states import ServedRunner, states_options
 from kconv.errors import EngineFailed, StatesInvalid
@@ -130,6 +131,18 @@ def test_how_to_start_the_server_is_told(runner, hand_out):
 def test_a_server_that_hands_out_nothing_is_told(runner, stand_in):
     stand_in.answers["/v1/completions"] = (200, json.dumps({"choices": [{"token_ids": [3]}]}))
     with pytest.raises(EngineFailed, match="hands out no hidden states"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def test_a_server_that_dies_before_it_writes_is_told(runner, stand_in, monkeypatch):
+    monkeypatch.setattr(vllm_states, "HEALTH_SECONDS", 0.1)
+    answer = {
+        "choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}}],
+        "kv_transfer_params": {"hidden_states_path": "/there/x.safetensors"},
+    }
+    stand_in.answers["/v1/completions"] = (200, json.dumps(answer))
+    stand_in.answers["/health"] = (503, "")
+    with pytest.raises(EngineFailed, match="the server died"):
         runner.capture(torch.tensor([IDS]), CAPTURED)
 
 

@@ -54,7 +54,7 @@ def test_other_layers_are_refused(stored):
 
 
 def test_damage_is_told(copy):
-    first, second, *_ = sorted(copy.glob("*.safetensors"))
+    first, second, *_ = sorted(copy.glob("states-*.safetensors"))
     info = read_header(second)
     second.write_bytes(second.read_bytes()[:-1])
     inside = next(int(name.split(".")[0]) for name in info)
@@ -68,7 +68,7 @@ def test_damage_is_told(copy):
 
 
 def test_a_changed_shard_is_found(copy):
-    shard = next(iter(sorted(copy.glob("*.safetensors"))))
+    shard = next(iter(sorted(copy.glob("states-*.safetensors"))))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

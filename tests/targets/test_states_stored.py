@@ -104,10 +104,10 @@ def test_a_run_that_was_stopped_goes_on_and_writes_the_same(write, wanted, store
 def test_a_finished_shard_that_was_damaged_is_written_again(write, wanted, stored, tmp_path, monkeypatch):
     out, whole = tmp_path / "out", writer._write_shard
 
-    def stopping(model, record, folder, name, cut, tokens):
-        if cut.start:
+    def stopping(captures, planned, folder, name, number):
+        if number:
             raise KeyboardInterrupt
-        return whole(model, record, folder, name, cut, tokens)
+        return whole(captures, planned, folder, name, number)
 
     monkeypatch.setattr(writer, "_write_shard", stopping)
     with pytest.raises(KeyboardInterrupt):
@@ -157,9 +157,9 @@ def test_one_sequences_states_are_in_memory_at_a_time(write, wanted, tmp_path, m
         order.append("run")
         return capture(*args)
 
-    def checked(file, entries, *, check):
+    def checked(file, entries, *, check=lambda name, values: None):
         def through(name, values):
-            order.append(name.split(".")[1])
+            order.append(name.split(".")[-1])
             check(name, values)
 
         return opened(file, entries, check=through)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hub import hub
 
 from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
@@ -16,6 +17,8 @@ from kconv.train.feed import Online
 from kconv.train.job import Pace, TrainJob
 from kconv.train.recipe import EagleRecipe
 from kconv.train.run import train, train_head
+
+__all__ = ["hub"]
 
 FEW = {"batches": 4, "steps": 12, "batch": 4, "seq": 24, "warmup": 2}
 RECIPES = {

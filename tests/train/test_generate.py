@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import pytest
 from support.loopback import serving
 
 from kconv.errors import EngineFailed, PromptsInvalid
+from kconv.targets.dialogues import read_rows
 from kconv.targets.prompts import Prompt
 from kconv.train import generate as generating
-from kconv.train.data import read_rows
 from kconv.train.generate import GenerateRequest, generate
 
 Answer = tuple[int, Any]
@@ -88,6 +89,26 @@ def test_a_stopped_run_goes_on_and_asks_only_what_is_left(server, tmp_path):
     assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"answered": 1, "skipped": 2}
     assert server.asked == {"one": 1, "two": 1, "three": 1, "four": 1}
     assert lines(out).keys() == {"a", "b", "c"}
+
+
+def test_a_run_that_was_stopped_leaves_the_same_bytes(server, tmp_path):
+    # Whoever is answered first: the slowest prompt stands first.
+    server.say = lambda messages, _: time.sleep(0.1 * (messages[-1]["content"] == "two")) or (200, "yes")
+    generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "whole.jsonl")
+    generate(PROMPTS[2:], GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
+    generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert [line["id"] for line in lines(tmp_path / "whole.jsonl").values()] == ["a", "b", "c"]
+    # What other prompts were answered with is kept.
+    generate([Prompt("d", "", ("five",))], GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
+    assert list(lines(tmp_path / "out.jsonl")) == ["a", "b", "c", "d"]
+
+
+def test_what_got_no_answer_is_no_training_data(server, tmp_path):
+    out = tmp_path / "out.jsonl"
+    server.say = lambda messages, _: (400, "no") if messages[-1]["content"] == "three" else (200, "yes")
+    generate(PROMPTS, GenerateRequest(server.url, "m"), out)
+    assert [row["id"] for _, row in read_rows(str(out))] == ["a", "c"]
 
 
 def test_a_failed_prompt_is_accounted_for_and_asked_again(server, tmp_path):

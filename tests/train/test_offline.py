@@ -10,10 +10,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from kconv.checkpoint.source import Folder
 from kconv.cli import main
 from kconv.errors import OutputExists, StatesInvalid, TrainingDataInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.model import load_target
+from kconv.targets.model import find_ends, load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.text import read_corpus
 from kconv.train.data import place_sequences
@@ -60,7 +61,7 @@ def test_offline_is_online(job, tiny_target, tmp_path):
 
     # Where a row is the beginning of its sequence, the target sees the same tokens.
     stored = job.states()[0]
-    begins = [row for row, (_, start) in enumerate(stored._places) if start == 0]
+    begins = [row for row, ((_, start, _),) in enumerate(stored._places) if start == 0]
     rows = torch.tensor(begins)
     for part, other in zip(
         stored.read(rows, job.text.ids[rows]), online()[0].read(rows, job.text.ids[rows]), strict=True
@@ -107,7 +108,7 @@ def test_no_prompt_is_both_trained_on_and_looked_at(states, job):
 
     stored = open_states(states)
     parts = [place_sequences(stored, 24, held_out=held_out).places for held_out in (False, True)]
-    digests = [{stored.sequences[sequence].digest for sequence, _ in places} for places in parts]
+    digests = [{stored.sequences[sequence].digest for ((sequence, *_),) in places} for places in parts]
     assert not digests[0] & digests[1]
     assert len(digests[0] | digests[1]) == len({record.digest for record in stored.sequences})
 
@@ -121,7 +122,7 @@ def test_the_layers_are_not_needed(job, tiny_target, tmp_path):
     folder.mkdir()
     save_file(ends, folder / "model.safetensors")
     (folder / "config.json").write_bytes((tiny_target / "config.json").read_bytes())
-    out = train(dataclasses.replace(job, target=folder), tmp_path / "head")
+    out = train(dataclasses.replace(job, target=folder, ends=find_ends(Folder(folder))), tmp_path / "head")
     assert (out / "kconv.json").exists()
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kconv.errors import TrainingDataInvalid
+from kconv.targets.dialogues import Sample, encode_row, read_rows
 from kconv.targets.prompts import Prompt
 from kconv.targets.tokenizer import load_tokenizer
-from kconv.train.data import Sample, encode_row, pack_samples, read_rows
+from kconv.train.data import pack_samples
 
 ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}" + ASK
@@ -163,9 +164,9 @@ def test_a_row_of_no_known_form_is_named(tokenizer, row):
 
 def test_rows_are_cut_and_padded_and_lose_no_counted_token():
     mask = torch.tensor([False] * 5 + [True] * 6)
-    ids, masks = pack_samples([Sample(torch.arange(11), mask), Sample(torch.arange(20, 23), mask[:3])], 4)
-    assert ids.tolist() == [[4, 5, 6, 7], [8, 9, 10, 0]]
-    assert masks.tolist() == [[False, True, True, True], [True, True, True, False]]
+    rows = pack_samples([Sample(torch.arange(11), mask), Sample(torch.arange(20, 23), mask[:3])], 4)
+    assert rows.ids.tolist() == [[4, 5, 6, 7], [8, 9, 10, 0]]
+    assert rows.mask.tolist() == [[False, True, True, True], [True, True, True, False]]
 
 
 def test_data_in_which_nothing_counts_is_refused():

@@ -11,7 +11,7 @@ from kconv.convert.execute import execute, fill
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
 from kconv.engines import by_name
-from kconv.train.data import prompt_digest
+from kconv.targets.dialogues import prompt_digest
 from kconv.train.job import record_prompts
 from kconv.validate.held_out import KEPT
 

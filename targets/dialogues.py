@@ -1,0 +1,205 @@
+"""Dialogues and texts, as token ids with a mask of what the target says in them.
+
+A line of JSONL, or a row of a dataset, is one of
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}     ShareGPT's form
+    {"prompt": "...", "response": "..."}
+    {"text": "..."}
+A head drafts what the target says, so of a dialogue only the assistant's tokens count in the loss. What it thought
+before an answer is said too, and stands beside "content" as "reasoning_content".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.schema import parse_json, read_lines
+from ..errors import TrainingDataInvalid
+from .prompts import Prompt
+from .tokenizer import Tokenizer
+
+# SGLang's and TensorRT-LLM's name of what a reasoning parser took out of an answer, and vLLM's:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/protocol.py#L79
+REASONING = "reasoning_content"
+NAMES = (REASONING, "reasoning")
+
+
+def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's reasoning under the one name that kconv writes; empty where it has none."""
+    found = next((message[name] for name in NAMES if message.get(name)), None)
+    return {} if found is None else {REASONING: found}
+
+
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence.
+
+    Attributes:
+        ids: token ids [L] int64.
+        mask: [L] bool, whether the token counts in the loss.
+        prompts: the digests of what is answered in it: the user's turns up to each answer, or a plain text itself.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    prompts: tuple[str, ...] = ()
+
+
+def read_rows(name: str, split: str = "train", revision: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row of a JSONL file or of a dataset on the Hub, and where it stands.
+
+    Args:
+        name: a file's path, or a dataset's id.
+        split, revision: of a dataset.
+
+    Raises:
+        TrainingDataInvalid: there is no such file or dataset, or a line is no JSON object.
+    """
+    file = Path(name)
+    if file.exists():
+        yield from _read_jsonl(file)
+        return
+    from datasets import load_dataset
+
+    try:
+        rows: Iterable[Any] = load_dataset(name, split=split, revision=revision, streaming=True)
+        for number, row in enumerate(rows):
+            yield f"{name}:{split}[{number}]", row
+    except (OSError, ValueError) as fault:
+        raise TrainingDataInvalid(
+            f"{name} is no file, and no dataset that can be read: {str(fault).splitlines()[0]}",
+            where=name,
+            fix="Give a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
+        ) from fault
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    fix = "Give a JSONL file in UTF-8."
+    for number, line in read_lines(file, TrainingDataInvalid, fix=fix):
+        where = f"{file}:{number}"
+        try:
+            row = parse_json(line)
+            if not isinstance(row, dict):
+                raise ValueError("it is not a JSON object")
+        except ValueError as fault:
+            raise TrainingDataInvalid(f"the training data cannot be read: {fault}", where=where, fix=fix) from fault
+        # What kconv generate notes of a prompt that got no answer.
+        if "failed" not in row or "messages" in row:
+            yield where, row
+
+
+def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
+    """Yield the samples of a row: one, or more where the chat template forgets what an earlier turn said.
+
+    Raises:
+        TrainingDataInvalid: the row is of none of the forms, or holds reasoning that the chat template has no place
+            for.
+        TargetInvalid: it is a dialogue, and the tokenizer has no chat template.
+    """
+    if isinstance(row.get("text"), str):
+        ids = torch.tensor(tokenizer.encode(row["text"]), dtype=torch.int64)
+        yield Sample(ids, torch.ones_like(ids, dtype=torch.bool), (prompt_digest([row["text"]]),))
+        return
+    yield from _encode_dialogue(_messages(row, where), tokenizer, where)
+
+
+def _messages(row: Mapping[str, Any], where: str) -> Messages:
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
+        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+    turns = row.get("messages", row.get("conversations"))
+    try:
+        messages = [
+            {"role": ROLES[turn.get("role", turn.get("from"))], "content": turn.get("content", turn.get("value"))}
+            | read_reasoning(turn)
+            for turn in turns or ()
+        ]
+        if not any(m["role"] == "assistant" for m in messages):
+            raise ValueError("it holds no answer")
+        if not all(said and isinstance(said, str) for m in messages for said in m.values()):
+            raise ValueError("a turn is empty, or no text")
+    except (AttributeError, KeyError, TypeError, ValueError) as fault:
+        raise TrainingDataInvalid(
+            f"this row is no dialogue: {fault}",
+            where=where,
+            fix='Write {"messages": [...]}, {"conversations": [...]}, {"prompt": "", "response": ""} or {"text": ""}.',
+        ) from fault
+    return messages
+
+
+def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
+    """Encode turn by turn, as an engine does: it never saw a token across the border of prompt and answer."""
+    written, ids, mask, prompts = "", [], [], []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.render_chat(messages[:place], answer=True)
+        after = tokenizer.render_chat(messages[: place + 1], answer=False)
+        # A template that writes reasoning itself gives another text where there is none.
+        if REASONING in message and after == tokenizer.render_chat(
+            [*messages[:place], message | {REASONING: ""}], answer=False
+        ):
+            after = add_reasoning(before, after, message[REASONING], where)
+        if not before.startswith(written):
+            # The template rewrote the past, e.g. it dropped an earlier turn's reasoning: what was is a sample of
+            # its own, and what follows saw another text.
+            yield _sample(ids, mask, prompts)
+            written, ids, mask, prompts = "", [], [], []
+        asked = tokenizer.encode(before[len(written) :])
+        if not after.startswith(before):
+            # The answer is not what follows the prompt (a template that closes an open tag): take it verbatim.
+            after = before + message["content"]
+        said = tokenizer.encode(after[len(before) :])
+        ids += asked + said
+        mask += [False] * len(asked) + [True] * len(said)
+        prompts.append(prompt_digest([turn["content"] for turn in messages[:place] if turn["role"] == "user"]))
+        written = after
+    yield _sample(ids, mask, prompts)
+
+
+def _sample(ids: list[int], mask: list[bool], prompts: list[str]) -> Sample:
+    return Sample(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), tuple(prompts))
+
+
+# How Kimi's chat templates write an answer whose reasoning they leave out, as it is history (commit 6126819):
+# https://huggingface.co/moonshotai/Kimi-K2-Thinking/blob/main/chat_template.jinja
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def add_reasoning(before: str, after: str, reasoning: str, where: str) -> str:
+    """Return a rendered dialogue with the reasoning of its last answer in the place that was left empty for it.
+
+    Args:
+        before: the dialogue up to where that answer begins.
+        after: the dialogue with the answer, as the chat template writes it without the reasoning.
+        reasoning: what the target said before the answer.
+        where: the row, for messages.
+
+    Raises:
+        TrainingDataInvalid: the template has no place for it.
+    """
+    # What the target is asked with may end in the opening tag already.
+    start = len(before.removesuffix(OPEN))
+    gap, empty, answer = after[start:].partition(OPEN + CLOSE)
+    # Behind other text the tags are the answer's own.
+    if not empty or gap.strip():
+        raise TrainingDataInvalid(
+            f"this row has {REASONING}, and the target's chat template no place for it ({OPEN}{CLOSE})",
+            where=where,
+            fix="Give answers of this very target, or the chat template that it is served with.",
+        )
+    return f"{after[:start]}{gap}{OPEN}{reasoning}{CLOSE}{answer}"
+
+
+def prompt_digest(turns: Sequence[str]) -> str:
+    """Return the digest of what a user said, as held-out prompts have it."""
+    return Prompt("", "", tuple(turns)).digest

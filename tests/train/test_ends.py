@@ -1,0 +1,143 @@
+"""What training from stored states reads: the target's two ends, an index, and the rows of its own batches."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.hub_repos import Reply
+
+from kconv.checkpoint.source import Folder, resolve
+from kconv.errors import HubUnreachable, StatesInvalid, TargetTooLarge
+from kconv.targets.config import read_target_config
+from kconv.targets.model import find_ends, load_ends
+from kconv.targets.tokenizer import load_tokenizer
+from kconv.train.feed import Offline
+from kconv.train.job import Data, job_key, offline_job, prepare_job
+from kconv.train.run import train
+
+from .test_offline import VALUES, store
+
+EXTRA = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def sharded(tiny_target, tmp_path_factory) -> Path:
+    """Return the tiny target in two shards, the second of 64 MiB that training has no use for."""
+    folder = tmp_path_factory.mktemp("sharded") / "target"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {
+        "model-00001-of-00003.safetensors": {n: w for n, w in weights.items() if not n.startswith("lm_head")},
+        "model-00002-of-00003.safetensors": {n: w for n, w in weights.items() if n.startswith("lm_head")},
+        "model-00003-of-00003.safetensors": {"vision_tower.pad": torch.zeros(EXTRA, dtype=torch.uint8)},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    index = {"weight_map": {tensor: name for name, tensors in shards.items() for tensor in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def states(tiny_target, tmp_path_factory) -> Path:
+    return store(tiny_target, tmp_path_factory.mktemp("states"), 60)
+
+
+def bytes_read() -> int:
+    """Return what this process has asked the kernel to read, whatever the page cache held."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def job_of(target: Path, states: Path):
+    config, tokenizer = read_target_config(target), load_tokenizer(target)
+    return offline_job(target, config, tokenizer, VALUES, states, None)
+
+
+def test_of_a_folder_only_the_ends_are_read(sharded, states, tmp_path):
+    # Once before, for what libraries read when they are first used.
+    train(job_of(sharded, states), tmp_path / "first")
+    before = bytes_read()
+    train(job_of(sharded, states), tmp_path / "head")
+    assert bytes_read() - before < EXTRA // 2
+
+
+def test_before_the_first_step_no_states_are_read(tiny_target, states, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("states were read")
+
+    monkeypatch.setattr("kconv.targets.states.StoredStates.read_span", refuse)
+    job = job_of(tiny_target, states)
+    assert job.text.mask.any()
+    job_key(job)
+
+
+def test_a_batch_reads_its_own_rows(tiny_target, states):
+    job = job_of(tiny_target, states)
+    feed = job.states()[0]
+    assert isinstance(feed, Offline)
+    rows = torch.tensor([0, 1])
+    feed.read(rows, job.text.ids[rows])
+    before = bytes_read()
+    captured, hidden = feed.read(rows, job.text.ids[rows])
+    read = bytes_read() - before
+    given = sum(part.numel() * part.element_size() for part in (captured, hidden))
+    # The kernel's counters themselves are read too.
+    assert read <= given + 4096
+
+
+def test_of_a_hub_id_only_the_ends_are_downloaded(sharded, hub):
+    hub.commit("org/target", {file.name: file.read_bytes() for file in sharded.iterdir()})
+    source = resolve("org/target")
+    ends = find_ends(source)
+    size = sum(info.size for info in ends.tensors.values())
+    headers = 64 << 10
+    assert size <= hub.sent("GET /storage/") <= size + headers
+    local = find_ends(Folder(sharded))
+    assert ends.digests == local.digests and len(ends.digests) == 3
+    one, other = (load_ends(found, torch.float32).state_dict() for found in (ends, local))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    # They are kept.
+    sent = hub.sent("GET /storage/")
+    assert find_ends(source).digests == local.digests
+    assert hub.sent("GET /storage/") == sent
+
+
+def test_a_download_of_the_ends_that_broke_leaves_nothing_behind(sharded, hub, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    hub.commit("org/target", {file.name: file.read_bytes() for file in sharded.iterdir()})
+    # As often as one request is tried.
+    hub.fail(r"GET /storage/", Reply(500), times=4)
+    with pytest.raises(HubUnreachable):
+        find_ends(resolve("org/target"))
+    assert find_ends(resolve("org/target")).digests == find_ends(Folder(sharded)).digests
+
+
+def test_states_of_a_target_with_other_weights_are_refused(tiny_target, states, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 2}, folder / "model.safetensors")
+    with pytest.raises(StatesInvalid, match="lm_head holds other values"):
+        train(job_of(folder, states), tmp_path / "head")
+
+
+def test_layers_that_no_recipe_names_are_those_of_the_states(tiny_target, states):
+    config, tokenizer = read_target_config(tiny_target), load_tokenizer(tiny_target)
+    values = {key: value for key, value in VALUES.items() if key != "captured"}
+    assert offline_job(tiny_target, config, tokenizer, values, states, None).recipe.captured == (1, 3, 5)
+
+
+def test_a_target_that_does_not_fit_is_refused_before_it_is_read(sharded, tmp_path, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr("psutil.swap_memory", lambda: type("Swap", (), {"free": 0}))
+    before = bytes_read()
+    with pytest.raises(TargetTooLarge):
+        prepare_job(Folder(sharded), VALUES, data=Data(str(tmp_path / "data.jsonl")))
+    assert bytes_read() - before < 1 << 20
