@@ -203,7 +203,7 @@ def decode(data: bytes, error: type[KconvError], *, where: Path, fix: str) -> st
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise error(f"{where.name} is no text in UTF-8: {fault.reason}", where=where, fix=fix) from fault
+        raise error(f"{where.name} cannot be read as text in UTF-8: {fault.reason}", where=where, fix=fix) from fault
 
 
 def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tuple[int, str]]:
@@ -225,7 +225,7 @@ def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tup
                 if text.strip():
                     yield number, text
     except UnicodeDecodeError as fault:
-        raise error(f"{file.name} is no text in UTF-8: {fault.reason}", where=file, fix=fix) from fault
+        raise error(f"{file.name} cannot be read as text in UTF-8: {fault.reason}", where=file, fix=fix) from fault
     except (OSError, ValueError) as fault:
         raise error(f"{file.name} cannot be read: {_why(fault)}", where=file, fix=fix) from fault
 

@@ -39,8 +39,8 @@ def _object(value: Any) -> Any:
     if isinstance(value, Mapping):
         return value
     try:
-        found = parse_json(value)
-    except (TypeError, ValueError):
+        found = parse_json(value) if isinstance(value, str) else None
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{value!r} is not a JSON object")

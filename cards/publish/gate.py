@@ -253,8 +253,13 @@ def judge(candidate: Candidate) -> list[Finding]:
     broken = list(MANIFEST_HOLDS.run(candidate))
     if broken:
         return broken
-    found = [finding for check in CHECKS for finding in check.run(candidate)]
-    return [*found, *check_folder(candidate.folder, candidate.facts)]
+    try:
+        found = [finding for check in CHECKS for finding in check.run(candidate)]
+        return [*found, *check_folder(candidate.folder, candidate.facts)]
+    except KconvError as fault:
+        # Of the user's file, and not of the copy that is judged.
+        fault.where = fault.where.replace(str(candidate.folder), str(candidate.origin))
+        raise
 
 
 def allowable() -> frozenset[str]:

@@ -47,7 +47,7 @@ def test_each_kind_of_secret_is_found(secret):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_token_is_found_in_any_file_that_is_no_weights(folder, name):
-    (folder / name).write_bytes(PNG + SECRETS["the Hub's token"].encode())
+    (folder / name).write_bytes((PNG if name.endswith(".png") else b"") + SECRETS["the Hub's token"].encode())
     assert "P114" in found(folder)
 
 
@@ -60,7 +60,7 @@ def test_what_a_head_and_its_evidence_say_is_no_secret(folder):
 NAMES = (
     "pytorch_model.bin", "evil.pkl", "modeling_evil.py", "evil.so", ".env", ".gitattributes", ".netrc", "secret.cfg",
     "id_rsa", "NOTICE.exe", "LICENSE.pkl", "COPYING.sh", "NOTICE.env", "LICENSE.key", "THIRD_PARTY.html", ".x.png",
-    "x.ipynb", "run.sh", "model.gguf", "model.ckpt", "README.md.bak", "acceptance-x.json", "config.json.py",
+    "x.ipynb", "run.sh", "model.gguf", "model.ckpt", "README.md.bak", "config.json.py",
 )  # fmt: skip
 
 

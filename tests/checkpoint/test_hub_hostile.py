@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from support.hub_head import head, offline
 from support.hub_repos import Reply
-from support.published import head, offline
 
 from kconv.checkpoint.source import resolve
 from kconv.errors import DownloadDamaged, HubUnreachable, KconvError

@@ -29,6 +29,7 @@ ELSEWHERE = {
     },
     "engines/serving.py": {"read_text": "the log of a process that kconv started"},
     "engines/vllm_states.py": {"open": "a lock, which holds nothing"},
+    "quantize/output.py": {"shutil.copyfile": "regular files of any size, copied in a stream"},
     "tiny/text.py": {"read_bytes": "Python's own modules"},
     "tiny/target.py": {"read_text": "what was written here", "json.loads": "what was written here"},
     "cards/publish/release.py": {"open": "weights; a copy where the disk cannot link, in a stream"},

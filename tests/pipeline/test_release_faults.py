@@ -185,7 +185,7 @@ def test_two_runs_do_not_meet(recipe, root):
 
 def test_a_record_that_cannot_be_read_is_named(made, root):
     (root / STATE).write_text("{")
-    with pytest.raises(ReleaseStateInvalid, match="cannot be read"):
+    with pytest.raises(ReleaseStateInvalid, match="is no record of what was done"):
         carry_out(made, root)
 
 

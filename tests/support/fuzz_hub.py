@@ -32,8 +32,8 @@ from kconv.errors import KconvError
 from . import mutate
 from .fuzz import HANGS, limit_memory
 from .hub import Hub, client_env
+from .hub_head import head as published_head
 from .hub_repos import Call, Reply
-from .published import head as published_head
 from .releases import write_release
 
 REPO, TOKEN = "org/head", "hf_" + "aVerySecretTokenOfNobody"
