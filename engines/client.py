@@ -112,7 +112,7 @@ class Client:
         """
         answer = self._request(asking.path, asking.body(self.model, prompt, new_tokens))
         try:
-            ids, histogram = asking.read(json.loads(answer))
+            ids, histogram = asking.read(parse_json(answer))
             return ids, None if histogram is None else Counts.of_histogram(histogram, draft_tokens)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
             raise EngineFailed(
