@@ -23,6 +23,8 @@ from typing import Any
 REPORT, MODULE = "KCONV_UNREACHED", "KCONV_ENGINE_MODULE"
 # Part of the name of a head's class in vLLM and SGLang, and of no target's.
 HEAD_CLASS = "Eagle3"
+# What a head may take from its target, in the place of its own.
+SHARED = ("embed_tokens", "lm_head")
 # Scales of a cache, which have their default where a folder says nothing.
 DEFAULTED = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
@@ -62,7 +64,13 @@ def watch_load(model: Any, load: Any) -> Any:
     def first_step(*arguments: Any, **options: Any) -> Any:
         model.forward = forward
         now = dict(model.named_parameters())
-        report(sorted(name for name, parameter in unreached.items() if now.get(name) is parameter))
+        # After the load an engine may lay out a parameter anew, which fills nothing, or take the target's for it.
+        left = (
+            n
+            for n, parameter in unreached.items()
+            if not n.rpartition(".")[0].endswith(SHARED) or now.get(n) is parameter
+        )
+        report(sorted(left))
         return forward(*arguments, **options)
 
     model.forward = first_step

@@ -26,6 +26,11 @@ def test_the_reference_is_current():
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
+def test_the_page_of_witnesses_says_what_was_measured():
+    script = [sys.executable, ROOT / "scripts" / "docs-witnesses", "--check"]
+    assert subprocess.run(script, check=False).returncode == 0, "run scripts/docs"
+
+
 def test_the_readmes_figures_are_those_of_the_benchmarks():
     script = [sys.executable, ROOT / "scripts" / "docs-figures", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A head with the other attention in vLLM: it accepts, place by place, what kconv says of it.
+"""A head with the other attention in vLLM and SGLang: it accepts, place by place, what kconv says of it.
 
 Calibrated on what the demo's heads were trained on, and healed for a few steps; served on held-out text.
 """
@@ -6,14 +6,19 @@ Calibrated on what the demo's heads were trained on, and healed for a few steps;
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from support.sglang_record import Job, record
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
+from kconv.convert.execute import execute
+from kconv.convert.plan import plan
 from kconv.convert.read import read_head
+from kconv.engines import by_name
 from kconv.engines.base import Serving
 from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
@@ -24,11 +29,14 @@ from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
+from kconv.validate.engines.simulate import simulate
 from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, HEALED = 3, 12, 32, 20, 20
+# From one attention to the other.
+SOURCES = {"gqa": "mla", "mla": "mha"}
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +48,49 @@ def text(demo, tmp_path_factory):
     return file
 
 
-@pytest.mark.parametrize(("source", "kind"), [("gqa", "mla"), ("mla", "mha")])
-def test_vllm_accepts_what_kconv_says_of_a_converted_head(
-    engine_python, demo, text, source, kind, tmp_path, monkeypatch
-):
-    made = CliRunner().invoke(
-        main,
-        [
-            "to-vllm", str(demo / source / "vllm"), str(tmp_path / "head"), "--attention", kind,
-            "--target", str(demo / "target"), "--prompts", str(text), "--context", "96",
-            "--heal", str(HEALED), "--min-retention", "0.8",
-        ],
-    )  # fmt: skip
-    assert made.exit_code == 0, made.output
-    head = read_head(open_checkpoint(tmp_path / "head"))
+@pytest.fixture(scope="module")
+def converted(demo, text, tmp_path_factory) -> dict[str, Path]:
+    """Return heads with the other attention, for vLLM, by their new one."""
+    root = tmp_path_factory.mktemp("converted")
+    for source, kind in SOURCES.items():
+        made = CliRunner().invoke(
+            main,
+            [
+                "to-vllm", str(demo / source / "vllm"), str(root / kind), "--attention", kind,
+                "--target", str(demo / "target"), "--prompts", str(text), "--context", "96",
+                "--heal", str(HEALED), "--min-retention", "0.8",
+            ],
+        )  # fmt: skip
+        assert made.exit_code == 0, made.output
+    return {kind: root / kind for kind in SOURCES.values()}
+
+
+def test_sglang_accepts_what_kconv_says_of_a_converted_head(sglang_python, demo, converted, tmp_path):
+    """Of the two the MHA one: on a CPU SGLang has RoPE of an MLA head under YaRN alone, which this one has not."""
+    heads = {}
+    for kind, head in [("mha", converted["mha"])]:
+        execute(plan(read_head(open_checkpoint(head)), by_name("sglang")), tmp_path / kind)
+        heads[kind] = tmp_path / kind
+    (work := tmp_path / "work").mkdir()
+    target = demo / "target"
+    jobs = {"": Job(target, look_ahead=STEPS - 1)} | {kind: Job(target, head) for kind, head in heads.items()}
+    stream = pack(load_tokenizer(target).inner, read_corpus().held_out)
+    prompts = stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
+    answers = record(sglang_python, jobs, prompts, work, new_tokens=NEW_TOKENS)
+    own, model = answers[""].outputs, load_target(target, torch.float32)
+    for kind, head in heads.items():
+        found, said = answers[kind], simulate(read_head(open_checkpoint(head)), model, target, prompts, own, STEPS)
+        assert not found.error, found.error
+        assert found.outputs == [output[:NEW_TOKENS] for output in own]
+        assert found.counts
+        assert (found.counts.drafts, found.counts.per_position) == (said.drafts, said.accepted)
+        assert found.unreached == ()
+        assert said.length > 1.5
+
+
+@pytest.mark.parametrize("kind", SOURCES.values())
+def test_vllm_accepts_what_kconv_says_of_a_converted_head(engine_python, demo, converted, kind):
+    head = read_head(open_checkpoint(converted[kind]))
     assert head.spec.kind == kind
 
     model, folder = load_target(demo / "target", torch.float32), demo / "target"

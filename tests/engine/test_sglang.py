@@ -6,10 +6,12 @@ verification are SGLang's. Its verification is greedy on a CPU.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.silent_faults import SILENT
 from support.witness import (
     LONG,
@@ -26,6 +28,9 @@ from support.witness import (
     write_broken,
     write_right,
 )
+
+from kconv.bench.acceptance import read_acceptance
+from kconv.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -71,6 +76,32 @@ def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, 
     assert (found.drafts, found.places) == (found.expected_drafts, found.expected_places)
     assert found.length > (1.1 if "EAGLE-3.1" in name else 1.5)
     assert found.unreached == ()
+
+
+def test_the_commands_start_it_and_find_nothing_wrong(sglang_python, right, demo, tmp_path):
+    """Over HTTP: two servers for validate, and one that drafts a tree for bench."""
+    head, target = right["mla sglang"], demo / "target"
+    words = ["validate", head, "--target", target, "--prompts", demo / "held-out.jsonl", "--engine", "sglang"]
+    words += ["--engine-python", sglang_python, "--new-tokens", "24", "--prompt-tokens", "64", "--json"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0, report["findings"]
+    figures = report["figures"]["engine"]
+    assert figures["same_output"] == figures["prompts"] == 4
+    assert figures["drafts"] == figures["expected_drafts"] > 0
+    assert figures["per_position"] == figures["expected_per_position"]
+    assert figures["unreached"] == []
+    assert "but the kernels" in report["provenance"]["engine"]["kernels"]
+
+    (suite := tmp_path / "suite.jsonl").write_text('{"prompt": "When opening as text,"}\n')
+    out = tmp_path / "tree.json"
+    words = ["bench", "--engine", "sglang", "--engine-python", sglang_python, "--tree", "topk=4,nodes=8", "--out", out]
+    words += ["--head", head, "--target", target, "--suite", suite, "--max-tokens", "16"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    [row] = [row for row in read_acceptance(out).rows if row.averaging == "micro_steps"]
+    assert (row.tree, row.engine, row.draft_tokens) == ("topk=4,nodes=8", "sglang", 3)
+    assert row.value and row.value > 1
 
 
 def test_a_tree_accepts_more_than_a_chain(served):

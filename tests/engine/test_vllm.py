@@ -207,6 +207,9 @@ def test_the_command_finds_nothing_wrong_with_a_converted_head(engine_python, de
     assert figures["same_output"] == figures["prompts"] == 4
     assert figures["drafts"] == figures["expected_drafts"] > 0
     assert figures["per_position"] == figures["expected_per_position"]
+    # By each answer, and with every parameter watched.
+    assert report["provenance"]["engine"]["note"] == "counted by the engine for each request"
+    assert figures["unreached"] == []
     assert "| vllm |" in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -21,7 +21,10 @@ class Eagle3Stub(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.norm, self.embed = (nn.Parameter(torch.full((4,), 7.0)) for _ in range(3))
+        self.layer, self.embed_tokens = nn.Module(), nn.Module()
+        self.layer.fc, self.layer.norm, self.embed_tokens.weight = (
+            nn.Parameter(torch.full((4,), 7.0)) for _ in range(3)
+        )
         self.low = nn.Parameter(torch.full((4,), 7.0, dtype=torch.bfloat16))
         self.d2t = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
         self.packed = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
@@ -48,19 +51,20 @@ def test_what_no_tensor_reached_is_named_at_the_first_step_and_left_as_it_was(re
     model = Eagle3Stub()
 
     def load() -> str:
-        assert math.isnan(model.fc[0]) and math.isnan(model.low[0])
+        assert math.isnan(model.layer.fc[0]) and math.isnan(model.low[0])
         assert float(model.k_scale) == -1.0
-        model.norm.data[:2] = 1.0  # a part of it alone
-        model.fc.data.fill_(2.0)
+        model.layer.norm.data[:2] = 1.0  # a part of it alone
+        model.layer.fc.data.fill_(2.0)
         return "loaded"
 
     assert watch_load(model, load) == "loaded"
-    # Shared with the target, as engines do after the load.
-    model.embed = nn.Parameter(torch.ones(4))
+    # Shared with the target, and laid out anew, as engines do after the load.
+    model.layer.norm = nn.Parameter(model.layer.norm.data.clone())
+    model.embed_tokens.weight = nn.Parameter(torch.ones(4))
     assert not report.exists()
     assert model.forward(1) == 2
-    assert json.loads(report.read_text()) == ["d2t", "low", "norm"]
-    assert model.norm.tolist() == [1.0, 1.0, 7.0, 7.0]
+    assert json.loads(report.read_text()) == ["d2t", "layer.norm", "low"]
+    assert model.layer.norm.tolist() == [1.0, 1.0, 7.0, 7.0]
     assert model.d2t.tolist() == [0, 0, 0, 0] and model.low.tolist() == [7.0] * 4
     report.unlink()
     assert model.forward(2) == 3 and not report.exists()
@@ -83,7 +87,7 @@ def test_a_target_is_left_alone(report):
     model = TargetStub()
     watch_load(model, lambda: None)
     model.forward(1)
-    assert model.fc.tolist() == [7.0] * 4 and not report.exists()
+    assert model.layer.fc.tolist() == [7.0] * 4 and not report.exists()
 
 
 def test_sglangs_command_line_says_what_is_served(tmp_path, monkeypatch):
