@@ -32,7 +32,7 @@ from ..checkpoint.staging import refuse_existing, writing
 from ..checkpoint.tensors import TORCH, read_rows
 from ..errors import InputScalesInvalid, OutputFailed
 from ..targets.config import TargetConfig, read_target_config
-from ..targets.model import build_target, check_tensors, fill
+from ..targets.model import build_target, check_tensors, fill, refuse_other_family
 from ..targets.prompts import read_prompts
 from ..targets.tokenizer import load_tokenizer
 from ..targets.weights import stored_weights
@@ -156,6 +156,7 @@ def calibrate(
     """
     if not sum(map(len, sequences)):
         raise InputScalesInvalid("there is no token to calibrate on", fix="Give prompts that are not empty.")
+    refuse_other_family(config, "calibrated")
     stored = stored_weights(target, config)
     with torch.device("meta"):
         model = build_target(config, dtype)

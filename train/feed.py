@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import DeepseekV3ForCausalLM
 
 from ..targets.forward import capture
+from ..targets.model import CausalLM
 from ..targets.states import StatesFolder
 from .recipe import EagleRecipe
 
@@ -46,7 +46,7 @@ class Online:
         keep: bytes of states that may be kept for later passes over the same rows; beyond them the target runs again.
     """
 
-    def __init__(self, target: DeepseekV3ForCausalLM, captured: Sequence[int], keep: int = KEEP) -> None:
+    def __init__(self, target: CausalLM, captured: Sequence[int], keep: int = KEEP) -> None:
         self._target, self._captured, self._free = target, captured, keep
         self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
@@ -63,7 +63,7 @@ class Online:
         return self._kept[key]
 
 
-def online_states(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
+def online_states(target: CausalLM, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
     """Return a target's states to train on and to look at, kept where they are read again.
 
     Args:
