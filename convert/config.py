@@ -18,6 +18,8 @@ from .quantized import has_scales
 from .rope import find_rope, stated_places, states_theta
 
 # Of a nested config and its root, the inner ones are the head's.
+# Classes of heads whose attention is Qwen3's; those for Qwen-VL targets are Llama's.
+QWEN3 = re.compile(r"Eagle3Qwen3ForCausalLM|Qwen3ForCausalLM(Eagle3)?|Qwen3Eagle3Model")
 INNER = BALLAST | {"architectures", "model_type", "torch_dtype", "dtype"}
 ABSENT = object()
 # A decoder layer in a tensor's name: its number, or none where the layout has one layer only.
@@ -164,7 +166,7 @@ def find_config(
     ids = captured.ids if captured else tuple(range(1, _states(tensors, values) + 1))
     spec = HeadSpec(
         attention=(Mla if is_mla else Gqa)(**_group(values, "attention")),
-        norms=Norms(**_group(values, "norms")),
+        norms=Norms(**_group(values, "norms"), qk=not is_mla and _norms_qk(config, tensors)),
         tokens=Tokens(**_group(values, "tokens")),
         rope=rope,
         captured=ids,
@@ -216,6 +218,7 @@ def _unify(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Bring a layout's config to the common keys; return it, and the keys that were left behind."""
     flat = _flatten(config, table.nested, problems) if table.nested else dict(config)
+    flat |= table.adapt(flat) if table.adapt else {}
     for key, allowed in table.otherwise.items():
         if key in flat and flat[key] not in allowed:
             _add(
@@ -464,9 +467,20 @@ def _check_count(config: Mapping[str, Any], captured: Captured | None, problems:
             )
 
 
+def _norms_qk(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
+    """Say whether a config asks for norms of queries and keys: by a class of Qwen3's, or by its model_type.
+
+    A model_type alone may stand there because the target is a Qwen3, so of one without such norms it asks for none.
+    """
+    named = config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str) and QWEN3.fullmatch(named[0]):
+        return True
+    return config.get("model_type") == "qwen3" and any(name.endswith(".q_norm.weight") for name in tensors)
+
+
 def _states(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> int:
     """Return how many captured states fc has room for; 3 where it does not tell."""
-    fc = tensors.get("fc.weight")
+    fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
     return min(max(fc.shape[1] // values["target_hidden"], 1), MAX_LAYERS) if fc and len(fc.shape) == 2 else 3
 
 

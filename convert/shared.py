@@ -152,13 +152,14 @@ def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> N
     """Refuse a layout whose engine would serve a head otherwise beside this target.
 
     Raises:
-        LayoutCannot: by a captured layer, or by the target's embedding in place of the head's own.
+        LayoutCannot: by a captured layer, or by the target's embedding in place of the head's own; where there is no
+            target, by a captured layer that engines read by it.
     """
-    if target is None:
-        return
     for limit in layout.target_limits:
         if limit.hits(head.spec, target):
             raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+    if target is None:
+        return
     for slot, why in layout.replaces.items() if not head.checkpoint.headers_only else ():
         if slot in head.places and target.has_another(slot, head.places[slot][1], head.spec):
             raise LayoutCannot(

@@ -44,6 +44,22 @@ class Runner:
 
 
 @dataclass(frozen=True)
+class Capture:
+    """How an engine's class of a target captures the layers that a head lists.
+
+    Attributes:
+        model_types: of the target's text model.
+        source: pinned link to the lines that decide it.
+        listed: from the captured layers, as outputs, and the target's number of layers (None where that is not known)
+            to the list that the class takes for them; None where no list says them.
+    """
+
+    model_types: tuple[str, ...]
+    source: str
+    listed: Callable[[tuple[int, ...], int | None], tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
 class NullKey:
     """A config key that may be absent and may not be null.
 
@@ -162,6 +178,8 @@ class Engine:
         title: its name on a card.
         layout: the layout that it reads. Several engines may read one.
         runners: who reads a config in it; by default one, of the engine's name, that reads no list of layers.
+        captures: its classes of targets that capture; a target of another model type is not known to be served with a
+            head. Empty where kconv does not know.
         launch: how it is told about a head; None where kconv writes no launch file.
         counters: how its counters of drafts are read; None where it has none.
         drafting: where a server says how it drafts; None where it does not.
@@ -182,6 +200,7 @@ class Engine:
     title: str
     layout: Layout
     runners: tuple[Runner, ...] = ()
+    captures: tuple[Capture, ...] = ()
     launch: Launch | None = None
     counters: Counters | None = None
     drafting: Drafting | None = None
@@ -199,6 +218,10 @@ class Engine:
     def __post_init__(self) -> None:
         if not self.runners:
             object.__setattr__(self, "runners", (Runner(self.name),))
+
+    def capture(self, model_type: str) -> Capture | None:
+        """Return how it captures from a target of this model type; None where it is not known to."""
+        return next((one for one in self.captures if model_type in one.model_types), None)
 
     @property
     def runner_names(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..head.spec import HeadSpec, Mla, Yarn
+from ..head.spec import Gqa, HeadSpec, Mla, Yarn
 from .layout import Limit, Row
 from .moves import Stack
 
@@ -96,6 +96,7 @@ LAYER = (
     *(
         (f"self_attn.{part}.weight", "{i}." + part)
         for part in (
+            "q_norm", "k_norm",
             "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
         )
     ),
@@ -133,6 +134,11 @@ def listed_ids(value: object) -> tuple[int, ...] | None:
 def as_outputs(inputs: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Return layers that are counted by their inputs as outputs."""
     return tuple(i - 1 for i in inputs) if inputs else None
+
+
+def norms_qk(spec: HeadSpec) -> bool:
+    """Say whether a head norms its queries and keys, as Qwen3 does."""
+    return isinstance(spec.attention, Gqa) and spec.norms.qk
 
 
 def is_mla(spec: HeadSpec) -> bool:

@@ -31,11 +31,16 @@ SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear,
 def identity(spec: HeadSpec) -> dict[str, Any]:
     """Return `architectures` and `model_type` as vLLM, SGLang and TensorRT-LLM all take them.
 
+    A head with norms of queries and keys is one of vLLM's alone:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py#L665
+
     `deepseek_v3` would be the natural model_type of an MLA head, but vLLM rewrites it to its MTP draft:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679
     """
     if isinstance(spec.attention, Mla):
         return {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"}
+    if spec.norms.qk:
+        return {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 

@@ -48,6 +48,7 @@ class ConfigTable:
         otherwise: keys that mean another thing here than below, with the only values that kconv carries;
             they are not read, and dropped.
         must_state: keys whose absence is read in two ways, with the sentence that says so.
+        adapt: from a config, its keys in the place of those that it states otherwise than the head was trained.
         trained_theta: the base of RoPE that the layout's trainer takes where the config states none; None where a
             silent config does not tell what the head was trained with.
     """
@@ -56,6 +57,7 @@ class ConfigTable:
     ballast: frozenset[str] = frozenset()
     otherwise: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     must_state: Mapping[str, str] = field(default_factory=dict)
+    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     trained_theta: float | None = None
 
 

@@ -97,13 +97,13 @@ class TargetLimit:
     """Something of a head that a layout can say for some targets, and not for others.
 
     Attributes:
-        hits: whether a head of this spec has it beside this target.
+        hits: whether a head of this spec has it beside this target; None for a target that is not known.
         what: one sentence for the user.
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
     """
 
-    hits: Callable[[HeadSpec, TargetFacts], bool]
+    hits: Callable[[HeadSpec, TargetFacts | None], bool]
     what: str
     fix: str
     source: str
@@ -122,6 +122,7 @@ class Layout:
         rows: the table of tensors.
         told_by: whether a config and tensor names bear this layout's marks.
         write_config: spec to config.json; None where the layout is only read.
+        write_beside: the same for a known target; None where the target makes no difference.
         limits: what it cannot hold.
         target_limits: what it cannot say beside some targets.
         needs: slots that its engine must find though others share the target's, with the reason.
@@ -136,6 +137,7 @@ class Layout:
     rows: tuple[Row, ...]
     told_by: Callable[[Mapping[str, Any], Iterable[str]], bool]
     write_config: Callable[[HeadSpec], dict[str, Any]] | None = None
+    write_beside: Callable[[HeadSpec, TargetFacts], dict[str, Any]] | None = None
     limits: tuple[Limit, ...] = ()
     target_limits: tuple[TargetLimit, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)

@@ -14,12 +14,12 @@ from . import sglang, trtllm, vllm
 from .common import HIDDEN, INPUT, eagle_config, head_rows
 from .config import identity, write_keys
 from .keys import CONVENTION, TOP
-from .layout import Layout
+from .layout import Layout, TargetFacts
 
 
-def _write(spec: HeadSpec) -> dict[str, Any]:
+def _write(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
     config = identity(spec) | write_keys(spec) | vllm.captured_keys(spec)
-    config["eagle_config"] |= trtllm.FLAGS | sglang.captured_keys(spec)
+    config["eagle_config"] |= trtllm.FLAGS | sglang.captured_keys(spec, target)
     return config
 
 
@@ -29,6 +29,7 @@ PORTABLE = Layout(
     rows=head_rows("layers.{i}", later=(INPUT, HIDDEN)),
     told_by=lambda config, names: TOP in config and CONVENTION in eagle_config(config),
     write_config=_write,
+    write_beside=_write,
     needs=sglang.LM_HEAD,
     replaces={**trtllm.TRTLLM.replaces, **sglang.SGLANG.replaces},
     target_limits=sglang.TARGET_LIMITS,

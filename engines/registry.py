@@ -20,13 +20,14 @@ from . import sglang, trtllm, vllm
 from .base import Engine
 from .layout import Layout
 from .portable import PORTABLE
-from .trainers import MODELOPT, SAFEAILAB, SPECFORGE, SPECULATORS, TORCHSPEC
+from .trainers import AUTOMODEL, MODELOPT, SAFEAILAB, SPECFORGE, SPECULATORS, TORCHSPEC
 
 GROUP = "kconv.engines"
 ENGINES: tuple[Engine, ...] = (vllm.ENGINE, sglang.ENGINE, trtllm.ENGINE)
 # In order of detection: the first whose marks a head bears is the one.
 LAYOUTS: tuple[Layout, ...] = (
     SPECULATORS,
+    AUTOMODEL,
     sglang.SGLANG,
     PORTABLE,
     vllm.VLLM,
@@ -89,7 +90,7 @@ def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
         UnknownLayout: none fits.
     """
     names = set(names)
-    if "fc.weight" in names or "eagle_config" in config:
+    if names & {"fc.weight", "model.fc.weight"} or "eagle_config" in config:
         for layout in layouts():
             if layout.told_by(config, names):
                 return layout

@@ -14,7 +14,21 @@ from typing import Any
 from ..errors import CountersDisturbed, CountersMissing
 from ..head.spec import Gqa, HeadSpec, Mla
 from ..head.yarn import cos_sin_factor, m
-from .base import DRAFT_TOKENS, HEAD, HOST, TARGET, Config, Drafting, Engine, Launch, NullKey, Runner, Serving, Starter
+from .base import (
+    DRAFT_TOKENS,
+    HEAD,
+    HOST,
+    TARGET,
+    Capture,
+    Config,
+    Drafting,
+    Engine,
+    Launch,
+    NullKey,
+    Runner,
+    Serving,
+    Starter,
+)  # fmt: skip
 from .common import (
     HIDDEN,
     INPUT,
@@ -28,12 +42,13 @@ from .common import (
     is_mla,
     later_norm,
     listed_ids,
+    norms_qk,
     yarn_of,
 )
 from .config import identity, write_keys
 from .counters import Counters, Counts, PerRequest, Totals, totals
 from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP
-from .layout import Layout, Limit, Row, TargetLimit
+from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
 from .start_server import start
 from .vllm import FC_WIDTH, NO_NORM, TYPED
 
@@ -47,21 +62,88 @@ LM_HEAD = {
     "(https://github.com/sgl-project/sglang/issues/27829)"
 }
 
-# Targets of which SGLang takes a list by DeepSeek's rule; those of Kimi K2.5 and later wrap such a model.
-DEEPSEEKS = frozenset(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"))
-CAPTURE = f"{SGLANG_SOURCE}/models/deepseek_v2.py"
+MODELS = f"{SGLANG_SOURCE}/models"
+DEEPSEEK_CLASS = f"{MODELS}/deepseek_v2.py#L3470-L3473"
+
+
+def _outputs(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
+    """Every list is one of outputs, captured before the next layer runs: never the last one's."""
+    return None if layers is not None and captured[-1] >= layers - 1 else captured
+
+
+def _outputs_or_all(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
+    """As `_outputs`, but a list that holds the number of layers is one of inputs, the last one too."""
+    return tuple(i + 1 for i in captured) if layers is not None and captured[-1] == layers - 1 else captured
+
+
+def _outputs_from_1(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
+    """A list that begins with 1 is one of outputs, any other one of inputs: nothing says layer 0's output."""
+    if captured[0] == 0 or _outputs(captured, layers) is None:
+        return None
+    return captured if captured[0] == 1 else tuple(i + 1 for i in captured)
+
+
+CAPTURES = (
+    Capture(("llama", "phi3"), f"{MODELS}/llama.py#L937-L941", _outputs),
+    Capture(("llama4_text",), f"{MODELS}/mllama4.py#L971-L973", _outputs),
+    Capture(("qwen2",), f"{MODELS}/qwen2.py#L794", _outputs),
+    Capture(("qwen2_5_vl_text",), f"{MODELS}/qwen2_5_vl.py#L1001", _outputs),
+    Capture(("qwen3",), f"{MODELS}/qwen3.py#L791", _outputs),
+    Capture(("qwen3_moe",), f"{MODELS}/qwen3_moe.py#L1143", _outputs),
+    Capture(("qwen3_vl_text", "qwen3_vl_moe_text"), f"{MODELS}/qwen3_vl.py#L1790-L1795", _outputs),
+    Capture(("gpt_oss",), f"{MODELS}/gpt_oss.py#L1347-L1352", _outputs_or_all),
+    Capture(("glm4_moe",), f"{MODELS}/glm4_moe.py#L1281", _outputs),
+    Capture(("minimax_m2",), f"{MODELS}/minimax_m2.py#L1080", _outputs),
+    # Kimi K2.5 and later wrap such a model, and GLM-5's class is made of it.
+    Capture(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"), DEEPSEEK_CLASS, _outputs_from_1),
+    Capture(("glm4_moe_lite",), f"{MODELS}/glm4_moe_lite.py#L817-L820", _outputs_from_1),
+)
+# Targets of which SGLang takes a list by DeepSeek's rule.
+DEEPSEEKS = frozenset(name for one in CAPTURES if one.listed is _outputs_from_1 for name in one.model_types)
+
+
+def _listed(spec: HeadSpec, target: TargetFacts | None) -> tuple[int, ...] | None:
+    """Return the list that SGLang takes for a head's captured layers; None where none says them.
+
+    Where the target is not known it is one that every class takes so, or, of an MLA head, one for a DeepSeek or Kimi
+    target.
+    """
+    if target is not None and target.model_type:
+        found = ENGINE.capture(target.model_type)
+        return found.listed(spec.captured, target.layers) if found else None
+    layers = target.layers if target else None
+    return _outputs_from_1(spec.captured, layers) if is_mla(spec) or spec.captured[0] == 1 else None
+
+
+def _is_known(target: TargetFacts | None) -> bool:
+    return target is not None and bool(target.model_type)
+
+
 TARGET_LIMITS = (
     TargetLimit(
-        lambda spec, target: bool(target.model_type) and target.model_type not in DEEPSEEKS,
-        "kconv writes SGLang's list of captured layers for a DeepSeek or Kimi-K2 target, and others take it otherwise",
-        "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
-        f"{CAPTURE}#L3470-L3473",
+        lambda spec, target: not _is_known(target) and not is_mla(spec) and spec.captured[0] != 1,
+        "SGLang reads a list of captured layers that does not begin with 1 by the target's class: as layer inputs for"
+        " DeepSeek and Kimi, as layer outputs for others",
+        "Say --target: the model that the head drafts for.",
+        DEEPSEEK_CLASS,
     ),
     TargetLimit(
-        lambda spec, target: target.layers is not None and spec.captured[-1] >= target.layers - 1,
+        lambda spec, target: _is_known(target) and ENGINE.capture(target.model_type) is None,
+        "kconv knows no class of SGLang 0.5.23 for this target's model_type that captures hidden states for a head",
+        "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
+        f"{SGLANG_SOURCE}/model_executor/model_runner_components/attention_backend_setup.py#L55-L61",
+    ),
+    TargetLimit(
+        lambda spec, target: spec.captured[0] == 0 and (target.model_type in DEEPSEEKS if _is_known(target) else True),
+        "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target",
+        "Serve this head with vLLM or TensorRT-LLM.",
+        DEEPSEEK_CLASS,
+    ),
+    TargetLimit(
+        lambda spec, target: target is not None and _listed(spec, target) is None,
         "SGLang captures before a layer runs, and so never the output of the target's last one",
         "Serve this head with vLLM or TensorRT-LLM.",
-        f"{CAPTURE}#L3193-L3194",
+        f"{MODELS}/deepseek_v2.py#L3193-L3194",
     ),
 )
 EMBEDDING = {
@@ -70,24 +152,25 @@ EMBEDDING = {
 }
 
 
-def captured_keys(spec: HeadSpec) -> dict[str, Any]:
-    """Return the keys of eagle_config by which SGLang finds the captured layers, for a DeepSeek or Kimi target.
+def captured_keys(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
+    """Return the keys of eagle_config by which SGLang finds the captured layers.
 
-    There it takes a list that begins with 1 for layer outputs, and any other for layer inputs:
-    https://github.com/sgl-project/sglang/pull/25454
+    Args:
+        spec: the head.
+        target: the target it is served with; of an MLA head that is not known a DeepSeek or Kimi.
     """
-    outputs = spec.captured[0] == 1
+    listed = _listed(spec, target) or _outputs_from_1(spec.captured, None) or spec.captured
     return {
-        IDS: [i if outputs else i + 1 for i in spec.captured],
-        CONVENTION: OUTPUTS if outputs else INPUTS,
+        IDS: list(listed),
+        CONVENTION: OUTPUTS if listed == spec.captured else INPUTS,
         "use_aux_hidden_state": True,
     }
 
 
-def _write(spec: HeadSpec) -> dict[str, Any]:
+def _write(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
     config: dict[str, Any] = identity(spec) | write_keys(spec)
     config["num_aux_hidden_states"] = len(spec.captured)
-    config["eagle_config"] |= captured_keys(spec)
+    config["eagle_config"] |= captured_keys(spec, target)
     return config
 
 
@@ -114,19 +197,12 @@ SGLANG = Layout(
         or (CONVENTION in eagle_config(config) and TOP not in config and "num_aux_hidden_states" in config)
     ),
     write_config=_write,
+    write_beside=_write,
     needs=LM_HEAD,
     replaces=EMBEDDING,
     target_limits=TARGET_LIMITS,
     limits=(
         *MLA_ROPE,
-        Limit(
-            "K330",
-            "sglang-captures-layer-0",
-            lambda s: s.captured[0] == 0,
-            "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target",
-            "Serve this head with vLLM or TensorRT-LLM.",
-            f"{CAPTURE}#L3470-L3473",
-        ),
         Limit(
             "K331",
             "sglang-skips-fc",
@@ -174,6 +250,14 @@ SGLANG = Layout(
             "SGLang builds a bias of o_proj too where a GQA head's config asks for fc.bias, and leaves it unfilled",
             "Serve this head with TensorRT-LLM, or train one without the bias.",
             f"{SGLANG_SOURCE}/models/llama.py#L337-L341",
+        ),
+        Limit(
+            "K352",
+            "sglang-qk-norm",
+            norms_qk,
+            "SGLang's Eagle3 classes have no norms of queries and keys, and skip them in silence",
+            "Serve this head with vLLM.",
+            f"{GQA_LOADER}#L376-L383",
         ),
         Limit(
             "K336",
@@ -224,12 +308,18 @@ SGLANG = Layout(
 
 def _in_sglang(config: Config, target: str | None) -> tuple[int, ...] | None:
     """The list in eagle_config: https://github.com/sgl-project/sglang/pull/25454"""
-    nested = listed_ids(eagle_config(config).get(IDS))
+    place = eagle_config(config)
+    nested = listed_ids(place.get(IDS))
     if not nested:
         return None
-    # DeepSeek's class, which a Kimi target has, takes a list that begins with 1 for outputs; others take each so.
-    outputs = nested[0] == 1 or (target is not None and target not in DEEPSEEKS)
-    return nested if outputs else as_outputs(nested)
+    # DeepSeek's class, which a Kimi target has, takes a list that begins with 1 for outputs; others take each so, and
+    # gpt-oss's one that holds its number of layers for inputs, as kconv states beside such a list.
+    if target == "gpt_oss" and place.get(CONVENTION) == INPUTS:
+        return as_outputs(nested)
+    if target is None:
+        others = not config.get("kv_lora_rank") and place.get(CONVENTION) == OUTPUTS
+        return nested if nested[0] == 1 or others else as_outputs(nested)
+    return nested if nested[0] == 1 or target not in DEEPSEEKS else as_outputs(nested)
 
 
 def _states(config: Config, mla: bool) -> Any:
@@ -328,6 +418,7 @@ ENGINE = Engine(
     title="SGLang",
     layout=SGLANG,
     runners=(Runner("sglang", _in_sglang, _states),),
+    captures=CAPTURES,
     launch=Launch(COMMAND, "serve-sglang.sh", _script),
     counters=Counters(
         marks="sglang:",

@@ -5,11 +5,13 @@ Those with one decoder layer called `midlayer` differ in marks and in what one c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, later_norm
 from .keys import ConfigTable
-from .layout import Layout
+from .layout import Layout, Row
 
 ROWS = OUTSIDE + MIDLAYER
 
@@ -61,6 +63,38 @@ MODELOPT = Layout(
     rows=head_rows("layers.{i}") + instead(MIDLAYERS) + beside(later_norm(HIDDEN)),
     told_by=lambda config, names: "eagle_config" in config and not has_midlayer(names),
     written_for=("trtllm",),
+)
+
+
+def _automodel_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that Automodel copies from the target's config and reads otherwise than engines do.
+
+    Its MLA heads are trained with YaRN's frequencies and without its factors of cos, sin and the softmax, which engines
+    take from mscale and mscale_all_dim; 0 leaves them at 1:
+    https://github.com/NVIDIA-NeMo/Automodel/blob/v0.7.0/nemo_automodel/components/speculative/eagle/draft_deepseek.py
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L18-L21
+    """
+    if not config.get("kv_lora_rank"):
+        return {}
+    return {
+        place: {**value, "mscale": 0.0, "mscale_all_dim": 0.0}
+        for place in ("rope_scaling", "rope_parameters")
+        if isinstance(value := config.get(place), Mapping) and "yarn" in (value.get("type"), value.get("rope_type"))
+    }
+
+
+def _inside(row: Row) -> Row:
+    outside = row.name.startswith(("lm_head.", "d2t", "t2d"))
+    return row if outside else replace(row, name=f"model.{row.name}")
+
+
+# NeMo Automodel names each of its heads after Llama, MLA ones too, and does not write the captured layers.
+AUTOMODEL = Layout(
+    name="automodel",
+    engine="NeMo Automodel",
+    rows=tuple(map(_inside, head_rows("layers.{i}"))),
+    told_by=lambda config, names: "model.fc.weight" in names,
+    config=ConfigTable(adapt=_automodel_keys, ballast=frozenset(("attn_implementation",))),
 )
 
 # Reader: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L15-L50

@@ -25,6 +25,7 @@ from .common import (
     instead,
     is_mla,
     later_norm,
+    norms_qk,
     yarn_of,
 )
 from .config import identity, write_keys
@@ -95,6 +96,14 @@ TRTLLM = Layout(
     replaces=EMBEDDING,
     limits=(
         *MLA_ROPE,
+        Limit(
+            "K346",
+            "trtllm-qk-norm",
+            norms_qk,
+            "TensorRT-LLM's Eagle3 attention has no norms of queries and keys, and its loader skips them in silence",
+            "Serve this head with vLLM.",
+            f"{MODEL}#L943-L987",
+        ),
         Limit(
             "K340",
             "trtllm-norm-before-residual",

@@ -31,6 +31,7 @@ from .common import (
     is_mla,
     later_norm,
     listed_ids,
+    norms_qk,
 )
 from .config import identity, write_keys
 from .counters import Counters, Counts, PerRequest, Totals, totals
@@ -87,6 +88,14 @@ VLLM = Layout(
             "vLLM drops fc.bias in silence",
             "Serve this head with TensorRT-LLM, or train one without the bias.",
             f"{VLLM_SOURCE}/model_executor/models/utils.py#L458",
+        ),
+        Limit(
+            "K324",
+            "vllm-qk-norm-biases",
+            lambda s: norms_qk(s) and (s.mlp_bias or (isinstance(s.attention, Gqa) and s.attention.bias)),
+            "vLLM's head with norms of queries and keys has no biases of o_proj and the MLP",
+            "Train a head without these biases.",
+            f"{VLLM_SOURCE}/model_executor/models/qwen3_eagle3.py#L32-L80",
         ),
         Limit(
             "K323",
@@ -271,7 +280,7 @@ ENGINE = Engine(
         Gqa: frozenset(
             (
                 "LlamaForCausalLMEagle3 LlamaForCausalLM Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM"
-                " Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
+                " Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM Eagle3Qwen3ForCausalLM Qwen3ForCausalLM"
             ).split()
         ),
         Mla: frozenset(

@@ -81,11 +81,12 @@ class ChainContext:
 
 
 def project_gqa(
-    gqa: Gqa, weights: Mapping[str, Tensor], layer: int, x: Tensor, cos: Tensor, sin: Tensor
+    gqa: Gqa, weights: Mapping[str, Tensor], layer: int, x: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project `x [B, T, attn_in]` to query `[B, heads, T, head_dim]`, key and value `[B, kv_heads, T, head_dim]`.
 
-    cos and sin, here and below, are `[1 or B, 1, T, pairs]` in the dtype of x.
+    cos and sin, here and below, are `[1 or B, 1, T, pairs]` in the dtype of x. Norms of queries and keys stand before
+    RoPE (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3.py).
     """
 
     def heads_of(name: str, count: int) -> Tensor:
@@ -94,6 +95,9 @@ def project_gqa(
         return projected.unflatten(-1, (count, gqa.head_dim)).transpose(1, 2)
 
     query, key = heads_of("q_proj", gqa.heads), heads_of("k_proj", gqa.kv_heads)
+    if f"{layer}.q_norm" in weights:
+        query = rms_norm(query, weights[f"{layer}.q_norm"], eps)
+        key = rms_norm(key, weights[f"{layer}.k_norm"], eps)
     return (
         rotate_halves(query, cos, sin),
         rotate_halves(key, cos, sin),

@@ -111,7 +111,7 @@ class DraftHead:
         cos, sin = cos_sin(spec.rope, spec.attention, positions.expand(x.shape[:2]))
         cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
         if isinstance(spec.attention, Gqa):
-            query, key, value = project_gqa(spec.attention, weights, layer, x, cos, sin)
+            query, key, value = project_gqa(spec.attention, weights, layer, x, cos, sin, spec.eps)
         else:
             query, key, value = project_mla(spec.attention, weights, layer, x, cos, sin, spec.eps)
         output = context.attend(layer, query, key, value, softmax_scale(spec.rope, spec.attention))

@@ -58,6 +58,10 @@ def _has_bias(spec: HeadSpec) -> bool:
     return isinstance(spec.attention, Gqa) and spec.attention.bias
 
 
+def _norms_qk(spec: HeadSpec) -> bool:
+    return isinstance(spec.attention, Gqa) and spec.norms.qk
+
+
 def _is_reduced(spec: HeadSpec) -> bool:
     return spec.draft_vocab != spec.vocab
 
@@ -85,6 +89,8 @@ SLOTS: tuple[Slot, ...] = (
     Slot("{i}.q_proj.bias", "heads*head_dim", _has_bias, layers="all"),
     Slot("{i}.k_proj.bias", "kv_heads*head_dim", _has_bias, layers="all"),
     Slot("{i}.v_proj.bias", "kv_heads*head_dim", _has_bias, layers="all"),
+    Slot("{i}.q_norm", "head_dim", _norms_qk, layers="all"),
+    Slot("{i}.k_norm", "head_dim", _norms_qk, layers="all"),
     Slot("{i}.q_a_proj", "q_lora_rank, attn_in", _is_mla, layers="all"),
     Slot("{i}.q_a_layernorm", "q_lora_rank", _is_mla, layers="all"),
     Slot("{i}.q_b_proj", "heads*qk_nope_head_dim+heads*qk_rope_head_dim, q_lora_rank", _is_mla, layers="all"),

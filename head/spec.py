@@ -97,12 +97,15 @@ class Norms:
         before_fc: one RMSNorm over the concatenated captured states, before `fc` (`input_norm`).
         fc: one RMSNorm per captured state, before `fc` (EAGLE-3.1's `fc_norm`).
         output: the next draft step is fed the state after the final norm (EAGLE-3.1's `norm_output`).
+        qk: one RMSNorm over the dims of each query head and one of each key head, before RoPE (Qwen3's `q_norm` and
+            `k_norm`); of GQA alone.
     """
 
     before_residual: bool = False
     before_fc: bool = False
     fc: bool = False
     output: bool = False
+    qk: bool = False
 
 
 @dataclass(frozen=True)

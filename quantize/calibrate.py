@@ -32,7 +32,7 @@ from ..checkpoint.staging import refuse_existing, writing
 from ..checkpoint.tensors import TORCH, read_rows
 from ..errors import InputScalesInvalid, OutputFailed
 from ..targets.config import TargetConfig, read_target_config
-from ..targets.model import build_target, check_tensors, fill
+from ..targets.model import build_target, check_tensors, fill, refuse_other_family
 from ..targets.prompts import read_prompts
 from ..targets.tokenizer import load_tokenizer
 from ..targets.weights import stored_weights
@@ -195,6 +195,7 @@ class Layers:
     """
 
     def __init__(self, target: Checkpoint, config: TargetConfig, dtype: torch.dtype) -> None:
+        refuse_other_family(config, "calibrated")
         self._stored, self._config, self._dtype = stored_weights(target, config), config, dtype
         self._parted = must_part(self._stored, config, dtype, target.folder)
         self.memory = describe_memory(self._stored, config, dtype, self._parted)

@@ -24,7 +24,7 @@ from ..checkpoint.tensors import TORCH, entry, read_tensor
 from ..checkpoint.values import Scan
 from ..errors import RecipeInvalid, TensorMissing, TensorValue
 from ..targets.config import TargetConfig
-from ..targets.model import load_target
+from ..targets.model import load_target, refuse_other_family
 from ..targets.weights import StoredWeight
 from .calibration import CalibrationPrompts, InputScales
 from .formats import is_scale
@@ -96,6 +96,7 @@ def quantize_in_memory(
 
     check_disk(out, bytes_needed(plan))
     config, recipe = plan.config, plan.recipe
+    refuse_other_family(config, "quantized by ModelOpt")
     with staged(out) as folder:
         say("loading the target")
         model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"], instead=INSTEAD)

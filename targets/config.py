@@ -12,6 +12,13 @@ from ..errors import TargetInvalid
 
 FETCH_AGAIN = "Fetch the target's config.json again."
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+# Where a multimodal model keeps its text model and its output matrix, by the root's model_type: what stands for
+# `model.`, and what before `lm_head`. Others that wrap a text_config keep a whole causal model under `language_model.`.
+WRAPPERS = {
+    "qwen2_5_vl": ("model.", ""),
+    "qwen3_vl": ("model.language_model.", ""),
+    "qwen3_vl_moe": ("model.language_model.", ""),
+}
 # The keys that Kimi-K2 and Kimi-K2.5 name alike, and no engine can do without.
 COUNTS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "max_position_embeddings")
 
@@ -30,7 +37,9 @@ class TargetConfig:
         max_positions: tokens.
         rope: the keys that describe RoPE, as they stand on disk.
         dtype: safetensors name of the weights' dtype, e.g. "BF16"; None where the config does not say.
-        prefix: what each text tensor's name starts with: "" or "language_model.".
+        prefix: what each text tensor's name starts with: "" or "language_model."; of the tensors of `body` only where
+            a wrapper keeps that apart.
+        body: what stands for "model." in the names of the text model's tensors.
         tied: the output matrix is the embedding.
         bos, pad: special token ids, None where the config does not say.
         eos: the ids that end a text; empty where the config does not say.
@@ -49,6 +58,7 @@ class TargetConfig:
     rope: dict[str, Any]
     dtype: str | None
     prefix: str
+    body: str
     tied: bool
     bos: int | None
     eos: tuple[int, ...]
@@ -60,7 +70,11 @@ class TargetConfig:
     @property
     def embed_tokens(self) -> str:
         """Name on disk of the embedding, [vocab, hidden]."""
-        return f"{self.prefix}model.embed_tokens.weight"
+        return f"{self.body}embed_tokens.weight"
+
+    def on_disk(self, name: str) -> str:
+        """Return the name in the target's files of a tensor of its text model, e.g. of "model.norm.weight"."""
+        return f"{self.body}{name.removeprefix('model.')}" if name.startswith("model.") else f"{self.prefix}{name}"
 
     @property
     def lm_head(self) -> str:
@@ -96,6 +110,9 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         raise TargetInvalid("text_config is not an object", where=where, fix=FETCH_AGAIN)
     hidden, layers, vocab, heads, positions = (_count(text, key, where) for key in COUNTS)
     both = {**raw, **text} if wrapped else raw
+    body, prefix = "model.", ""
+    if wrapped:
+        body, prefix = WRAPPERS.get(str(raw.get("model_type")), ("language_model.model.", "language_model."))
     return TargetConfig(
         architecture=_architecture(raw, where),
         model_type=str(text.get("model_type", "")),
@@ -106,7 +123,8 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         max_positions=positions,
         rope={key: text[key] for key in ROPE_KEYS if text.get(key) is not None},
         dtype=_dtype(both),
-        prefix="language_model." if wrapped else "",
+        prefix=prefix,
+        body=body,
         tied=bool(both.get("tie_word_embeddings", False)),
         bos=_token(both, "bos_token_id", where),
         eos=_tokens(raw if raw.get("eos_token_id") is not None else text, "eos_token_id", where),

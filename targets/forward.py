@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import DeepseekV3ForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from ..checkpoint.tensors import NAMES
 from ..errors import PromptsInvalid, RecipeInvalid, TargetInvalid
+from .model import CausalLM
 from .states import Kind
 
 
@@ -30,7 +31,7 @@ class States:
 
 
 @torch.no_grad()
-def run_target(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> States:
+def run_target(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> States:
     """Run a target over whole sequences.
 
     Args:
@@ -46,9 +47,7 @@ def run_target(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Seq
 
 
 @torch.no_grad()
-def capture(
-    model: DeepseekV3ForCausalLM, tokens: torch.Tensor, captured: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def capture(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `States.captured` and `States.hidden`, without the logits, which are the widest part by far.
 
     Args and faults as of `run_target`.
@@ -82,8 +81,8 @@ def check_captured(captured: Sequence[int], layers: int) -> list[int]:
 
 
 def _keep(outputs: dict[int, torch.Tensor], layer: int):
-    def hook(_module: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
-        outputs[layer] = output
+    def hook(_module: torch.nn.Module, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        outputs[layer] = output[0] if isinstance(output, tuple) else output
 
     return hook
 
@@ -100,7 +99,7 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 def generate_greedy(
-    model: DeepseekV3ForCausalLM, prompts: Sequence[Sequence[int]], length: int, *, eos: Sequence[int] = ()
+    model: CausalLM, prompts: Sequence[Sequence[int]], length: int, *, eos: Sequence[int] = ()
 ) -> list[list[int]]:
     """Continue each prompt with the target's most probable tokens.
 
@@ -120,7 +119,7 @@ def generate_greedy(
 
 
 def generate_sampled(
-    model: DeepseekV3ForCausalLM,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
     length: int,
     *,
@@ -151,7 +150,7 @@ def generate_sampled(
 
 @torch.no_grad()
 def _generate(
-    model: DeepseekV3ForCausalLM, prompts: Sequence[Sequence[int]], length: int, eos: Sequence[int], choose: Choose
+    model: CausalLM, prompts: Sequence[Sequence[int]], length: int, eos: Sequence[int], choose: Choose
 ) -> list[list[int]]:
     longest = model.config.max_position_embeddings - length
     for i, prompt in enumerate(prompts):
@@ -171,7 +170,7 @@ def _generate(
 
 
 def _generate_batch(
-    model: DeepseekV3ForCausalLM, prompts: list[Sequence[int]], length: int, eos: Sequence[int], choose: Choose
+    model: CausalLM, prompts: list[Sequence[int]], length: int, eos: Sequence[int], choose: Choose
 ) -> list[list[int]]:
     tokens, mask = _pad_left(prompts, model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -219,7 +218,7 @@ class LocalRunner:
         model: as `load_target` gives it.
     """
 
-    model: DeepseekV3ForCausalLM
+    model: CausalLM
 
     @property
     def dtype(self) -> str:

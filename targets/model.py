@@ -1,8 +1,14 @@
-"""A target as a torch module: transformers' native DeepSeek-V3 with the target's weights in it."""
+"""A target as a torch module: transformers' own class of its text model, with the target's weights in it.
+
+DeepSeek-V3 and Kimi-K2 are filled tensor by tensor from the hub's names, so that a part of one can be; any other causal
+model is loaded by transformers, whose account of missing and unknown tensors is taken at its word.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -10,10 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import CONFIG_MAPPING, DeepseekV3Config, DeepseekV3ForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
@@ -24,49 +33,117 @@ from ..errors import TargetInvalid, TargetTooLarge
 from .config import TargetConfig, parse_target_config, read_target_config
 from .weights import StoredWeight, stored_weights
 
-TEXT_MODELS = ("kimi_k2", "deepseek_v3")
+CausalLM = Any
+"""transformers' class of a target's text model: `model` with its `layers`, and `lm_head`."""
+
+# Model types of DeepSeek-V3's class, which quantized experts are read into one by one.
+DEEPSEEKS = ("kimi_k2", "deepseek_v3")
+# Text models of multimodal targets that compute, on text, what another class does; transformers has none of their own.
+AS_CAUSAL = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+# Keys of RoPE that place images; all three positions of a text token are one.
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+# How far logits may be from lm_head of the last state, as a part of the largest: rounding alone.
+NEAR = 1e-3
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # Parts of a multimodal target that a text forward has no use for.
-NOT_TEXT = ("vision_tower.", "mm_projector.")
+NOT_TEXT = (
+    "vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.", "visual.", "model.visual.",
+    "model.vision_tower.", "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.",
+)  # fmt: skip
 # What to do with a target that is larger than the memory, where a head is trained or measured on it.
 STATES = "Have a running vLLM give its states (kconv states --url), and use those (--states)."
 EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
-def build_target(config: TargetConfig, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
     """Return a freshly initialized target in evaluation mode.
 
     Args:
-        config: of a Kimi-K2 or DeepSeek-V3 target.
+        config: of a causal language model that transformers has a class for.
         dtype: of the weights; `e_score_correction_bias` stays float32, as transformers keeps it.
 
     Raises:
-        TargetInvalid: the text model is of another family, or transformers refuses a value of the config.
+        TargetInvalid: transformers has no class for the text model, or refuses a value of the config.
     """
-    if config.model_type not in TEXT_MODELS:
-        raise TargetInvalid(
-            f"the target's text model is {config.model_type!r}, not one of {', '.join(TEXT_MODELS)}",
-            fix="Give a Kimi-K2 target.",
-        )
-    ours = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
-    # A deep copy, for transformers completes the rope dict in place.
-    values = copy.deepcopy({key: value for key, value in config.text.items() if key not in ours})
+    text, model_class = _class_of(config)
     try:
         with _default_dtype(dtype):
-            model = DeepseekV3ForCausalLM(DeepseekV3Config(**values))
+            model = model_class(text)
     except (TypeError, ValueError, KeyError) as fault:
-        raise TargetInvalid(
-            f"transformers cannot build this target: {fault}",
-            where="config.json",
-            fix="Fetch the target's config.json again; a key is missing or of a wrong type.",
-        ) from fault
+        raise _unbuildable(fault) from fault
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = module.e_score_correction_bias.float()
+    _refuse_shape(model, config)
     return model.eval()
 
 
-def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> DeepseekV3ForCausalLM:
+def refuse_other_family(config: TargetConfig, what: str) -> None:
+    """Refuse a target that is not of DeepSeek-V3's class, for what is written for that class alone.
+
+    Args:
+        config: the target's.
+        what: what cannot be done, e.g. "calibrated".
+
+    Raises:
+        TargetInvalid: it is of another family.
+    """
+    if config.model_type not in DEEPSEEKS:
+        raise TargetInvalid(
+            f"the target's text model is {config.model_type!r}, and kconv can have {' and '.join(DEEPSEEKS)} {what}",
+            where="config.json: model_type",
+            fix="Use ModelOpt's own scripts for this target; kconv quantize takes it without calibrated scales.",
+        )
+
+
+def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
+    """Return the config of a target's text model, and the class that transformers builds of it."""
+    ours = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
+    # A deep copy, for transformers completes the rope dict in place.
+    values = copy.deepcopy({key: value for key, value in config.text.items() if key not in ours})
+    if config.model_type in DEEPSEEKS:
+        try:
+            return DeepseekV3Config(**values), DeepseekV3ForCausalLM
+        except (TypeError, ValueError, KeyError) as fault:
+            raise _unbuildable(fault) from fault
+    for place in ("rope_scaling", "rope_parameters"):
+        if config.model_type in AS_CAUSAL and isinstance(values.get(place), dict):
+            values[place] = {key: value for key, value in values[place].items() if key not in OF_IMAGES}
+            if values[place].get("type", values[place].get("rope_type")) == "mrope":
+                values[place] |= {"type": "default", "rope_type": "default"}
+    known = AS_CAUSAL.get(config.model_type, config.model_type)
+    if known not in CONFIG_MAPPING or CONFIG_MAPPING[known] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise TargetInvalid(
+            f"transformers has no causal language model for the target's text model {config.model_type!r}",
+            where="config.json: model_type",
+            fix="Update transformers, or use states that a running vLLM gives (kconv states --url).",
+        )
+    text_class = CONFIG_MAPPING[known]
+    try:
+        return text_class(**values), MODEL_FOR_CAUSAL_LM_MAPPING[text_class]
+    except (AttributeError, TypeError, ValueError, KeyError) as fault:
+        raise _unbuildable(fault) from fault
+
+
+def _unbuildable(fault: Exception) -> TargetInvalid:
+    return TargetInvalid(
+        f"transformers cannot build this target: {fault}",
+        where="config.json",
+        fix="Fetch the target's config.json again; a key is missing or of a wrong type.",
+    )
+
+
+def _refuse_shape(model: CausalLM, config: TargetConfig) -> None:
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None or not hasattr(model, "lm_head"):
+        raise TargetInvalid(
+            f"{type(model).__name__} keeps its decoder elsewhere than in model.layers, or has no lm_head",
+            where=f"config.json: model_type {config.model_type!r}",
+            fix="Use states that a running vLLM gives (kconv states --url).",
+        )
+
+
+def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> CausalLM:
     """Load a target whole into memory, in evaluation mode; quantized weights are dequantized one by one.
 
     Args:
@@ -75,7 +152,7 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> D
         instead: what the user should do with a target that does not fit.
 
     Raises:
-        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
+        TargetInvalid: transformers has no class for the target, or a tensor is missing, unknown or of a wrong shape.
         TargetTooLarge: it is larger than what memory is left.
         SourceFormatUnknown, TensorShape: it is quantized in another way, or its scales do not fit its values.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
@@ -84,10 +161,81 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> D
     config = parse_target_config(checkpoint.config, where=folder / "config.json")
     stored = stored_weights(checkpoint, config)
     _check_memory(folder, stored, dtype, instead)
+    if config.model_type not in DEEPSEEKS:
+        return _load_causal(folder, config, stored, dtype)
     model = build_target(config, dtype)
     check_tensors(model, checkpoint, config, stored)
     fill(model.state_dict(), stored, config.prefix)
     return model
+
+
+def _load_causal(folder: Path, config: TargetConfig, stored: dict[str, StoredWeight], dtype: torch.dtype) -> CausalLM:
+    """Let transformers load a target's text model, and hold its account against the files'."""
+    text, model_class = _class_of(config)
+    loader: Any = model_class
+    names: dict[str, Any] = {}
+    weights: Path | None = folder
+    if any(weight.form != "plain" for weight in stored.values()):
+        weights, names = None, {"state_dict": _plain_text(config, stored)}
+    elif config.body != "model." or config.prefix:
+        names = {
+            "key_mapping": {f"^{re.escape(config.body)}": "model.", f"^{re.escape(config.prefix)}lm_head": "lm_head"}
+        }
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it would warn of is refused below
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+            model, account = loader.from_pretrained(
+                weights, config=text, dtype=dtype, output_loading_info=True, use_safetensors=True,
+                local_files_only=True, ignore_mismatched_sizes=True, **names,
+            )  # fmt: skip
+    except (TypeError, ValueError, KeyError, OSError, RuntimeError) as fault:
+        raise _unbuildable(fault) from fault
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    _refuse_account(folder, config, account)
+    _refuse_shape(model, config)
+    _refuse_other_logits(model, config)
+    return model.eval()
+
+
+def _plain_text(config: TargetConfig, stored: dict[str, StoredWeight]) -> dict[str, torch.Tensor]:
+    """Return the text model's weights, dequantized, by their names in its own class."""
+    found = {}
+    for name, weight in stored.items():
+        if not name.startswith(NOT_TEXT):
+            inner = f"model.{name.removeprefix(config.body)}" if name.startswith(config.body) else name
+            found[inner.removeprefix(config.prefix)] = weight.read()
+    return found
+
+
+def _refuse_account(folder: Path, config: TargetConfig, account: dict[str, Any]) -> None:
+    unknown = sorted(name for name in account["unexpected_keys"] if not name.startswith(NOT_TEXT))
+    missing = sorted(name for name in account["missing_keys"] if not (config.tied and name == "lm_head.weight"))
+    wrong = sorted(str(name) for name, *_ in account["mismatched_keys"])
+    found = {"missing": missing, "unknown": unknown, "of another shape": wrong}
+    if any(found.values()) or account.get("error_msgs"):
+        counts = [f"{len(names)} {kind} (first: {names[0]})" for kind, names in found.items() if names]
+        raise TargetInvalid(
+            f"the target's tensors are not the ones its config asks for: {'; '.join(counts or account['error_msgs'])}",
+            where=folder,
+            fix="Check that config.json and the weights are of the same model, and that the download is whole.",
+        )
+
+
+@torch.no_grad()
+def _refuse_other_logits(model: CausalLM, config: TargetConfig) -> None:
+    """Refuse a target whose logits are not `lm_head` of its last state, as heads are trained and measured by that."""
+    model.eval()
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    ours, theirs = model.lm_head(hidden).float(), model(input_ids=tokens, use_cache=False).logits.float()
+    if not (ours - theirs).abs().max() <= NEAR * theirs.abs().max():
+        raise TargetInvalid(
+            f"the logits of {type(model).__name__} are not lm_head of its last state: it scales or caps them",
+            where=f"config.json: model_type {config.model_type!r}",
+            fix="Use states that a running vLLM gives (kconv states --url).",
+        )
 
 
 def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, *, instead: str = STATES) -> None:
@@ -110,7 +258,7 @@ def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dt
 
 
 def check_tensors(
-    model: DeepseekV3ForCausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, StoredWeight]
+    model: CausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, StoredWeight]
 ) -> None:
     """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
     sources = (_sources(name, tensor.shape) for name, tensor in model.state_dict().items())
@@ -231,11 +379,11 @@ def find_ends(source: Source) -> Ends:
         TargetInvalid: it is no target.
     """
     config = read_target_config(source.fetch_config())
-    names = {config.embed_tokens, f"{config.prefix}model.norm.weight", config.lm_head}
+    names = {config.embed_tokens, config.on_disk("model.norm.weight"), config.lm_head}
     return Ends(config, source.fetch_tensors(names), source.name)
 
 
-def load_ends(ends: Ends, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
     """Load a target's embedding, final norm and output matrix, in evaluation mode.
 
     Args:
@@ -249,9 +397,10 @@ def load_ends(ends: Ends, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
         TargetInvalid: the target is of another family, or an end is missing, of a wrong shape, or quantized.
     """
     config = ends.config
-    model = build_target(replace(config, text=config.text | {"num_hidden_layers": 0}), dtype)
+    without = {"num_hidden_layers": 0} | ({"layer_types": []} if config.text.get("layer_types") else {})
+    model = build_target(replace(config, text=config.text | without), dtype)
     for name, own in model.state_dict().items():
-        stored = config.lm_head if name == "lm_head.weight" else config.prefix + name
+        stored = config.lm_head if name == "lm_head.weight" else config.on_disk(name)
         info = ends.tensors.get(stored)
         if info is None or info.shape != tuple(own.shape) or info.dtype not in SOURCE_DTYPES:
             found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import DeepseekV3ForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..checkpoint.staging import staged
 from ..errors import OutputExists, TrainingFailed
 from ..targets.config import parse_target_config
-from ..targets.model import build_target, one_thread
+from ..targets.model import CausalLM, build_target, one_thread
 from ..targets.tokenizer import load_tokenizer
 from .recipe import DEMO, TEST, TinyRecipe, cache_root, recipe_key
 from .text import Corpus, read_corpus
@@ -88,7 +88,7 @@ Progress = Callable[[int, int, float], None]
 
 
 @torch.no_grad()
-def initialize(model: DeepseekV3ForCausalLM) -> None:
+def initialize(model: CausalLM) -> None:
     """Set a fresh model's weights so that it learns from the first step.
 
     With embeddings as small as transformers draws them, the residual stream holds what untrained layers add to it
@@ -102,7 +102,7 @@ def initialize(model: DeepseekV3ForCausalLM) -> None:
             torch.nn.init.zeros_(parameter)
 
 
-def train(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, recipe: TinyRecipe, progress: Progress) -> None:
+def train(model: CausalLM, tokens: torch.Tensor, recipe: TinyRecipe, progress: Progress) -> None:
     """Train a model in place on random windows of a token stream.
 
     Args:
@@ -143,7 +143,7 @@ def train(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, recipe: TinyRecipe
 class Balance:
     """DeepSeek-V3's balancing without an auxiliary loss: a router's bias rises for experts that get too little."""
 
-    def __init__(self, model: DeepseekV3ForCausalLM, speed: float) -> None:
+    def __init__(self, model: CausalLM, speed: float) -> None:
         self.speed = speed
         self.counts: dict[torch.nn.Module, torch.Tensor] = {}
         gates = [m for m in model.modules() if hasattr(m, "e_score_correction_bias")]
@@ -165,7 +165,7 @@ class Balance:
 
 
 @torch.no_grad()
-def held_out_loss(model: DeepseekV3ForCausalLM, tokens: torch.Tensor, seq: int) -> float:
+def held_out_loss(model: CausalLM, tokens: torch.Tensor, seq: int) -> float:
     """Return the mean negative log-likelihood of a token stream, in nats per token.
 
     Args:
@@ -192,7 +192,7 @@ def _rate(step: int, recipe: TinyRecipe) -> float:
     return warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 
 
-def _groups(model: DeepseekV3ForCausalLM, recipe: TinyRecipe) -> list[dict]:
+def _groups(model: CausalLM, recipe: TinyRecipe) -> list[dict]:
     ends = [model.model.embed_tokens.weight, model.lm_head.weight]
     inner = [p for p in model.parameters() if all(p is not end for end in ends)]
     return [

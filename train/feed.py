@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import DeepseekV3ForCausalLM
 
 from ..targets.forward import capture
+from ..targets.model import CausalLM
 from ..targets.states import StatesFolder
 from .data import Span
 from .recipe import EagleRecipe
@@ -50,7 +50,7 @@ class Online:
 
     def __init__(
         self,
-        target: DeepseekV3ForCausalLM,
+        target: CausalLM,
         captured: Sequence[int],
         keep: int = KEEP,
         documents: Tensor | None = None,
@@ -84,7 +84,7 @@ class Online:
 
 
 def online_states(
-    target: DeepseekV3ForCausalLM, recipe: EagleRecipe, documents: Tensor | None = None
+    target: CausalLM, recipe: EagleRecipe, documents: Tensor | None = None
 ) -> tuple[StatesSource, StatesSource]:
     """Return a target's states to train on and to look at, kept where they are read again.
 

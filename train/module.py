@@ -18,7 +18,6 @@ import modelopt.torch.speculative as mtsp
 import torch
 from modelopt.torch.export import export_speculative_decoding
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM
 
 from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
@@ -29,7 +28,7 @@ from ..engines.config import write_rope
 from ..errors import NotACheckpoint, PromptsInvalid, RecipeInvalid, TrainingFailed
 from ..head.spec import Mla
 from ..targets.forward import States
-from ..targets.model import load_target
+from ..targets.model import CausalLM, load_target
 from .decoder import served_decoders
 from .lean import SDPA, make_lean, run_lean
 from .recipe import EagleRecipe, check_fit, parse_recipe
@@ -40,7 +39,7 @@ EagleModel = Any
 WEIGHTS, RECIPE = "eagle_module.safetensors", "recipe.json"
 
 
-def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleModel:
+def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
     """Turn a target, in place, into ModelOpt's Eagle model with an untrained head.
 
     Args:
@@ -70,7 +69,7 @@ def build_module(target: DeepseekV3ForCausalLM, recipe: EagleRecipe) -> EagleMod
     return model
 
 
-def eagle_settings(recipe: EagleRecipe, target: DeepseekV3ForCausalLM) -> dict[str, Any]:
+def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
     """Return ModelOpt's EagleConfig for a recipe.
 
     What ModelOpt would fill in from its own templates or from config class defaults (RoPE, special tokens,

@@ -303,9 +303,8 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
         "eps": target.text.get("rms_norm_eps", 1e-5),
         "captured": list(default_outputs(target.layers)),
     }
-    rope = read_rope(target.rope)
     if "attention" in stated:
-        return defaults | {"rope": asdict(rope)}
+        return defaults | ({} if "rope" in stated else {"rope": asdict(read_rope(target.rope))})
     if decoder not in DECODERS:
         raise RecipeInvalid(
             f"the recipe's decoder is {decoder!r}, and it states no attention",
@@ -314,7 +313,7 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
     if decoder == "gqa":
         # Without the target's scaling: engines differ in how they scale a Llama layer's softmax under YaRN.
         attention = {"heads": target.heads, "kv_heads": _kv_heads(target.heads), "head_dim": 128, "bias": False}
-        return defaults | {"attention": attention, "rope": {"theta": rope.theta}}
+        return defaults | {"attention": attention, "rope": {"theta": _theta(target)}}
     dims = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     absent = [key for key in dims if not target.text.get(key)]
     if absent:
@@ -324,8 +323,15 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
         )
     return defaults | {
         "attention": {"heads": target.heads} | {key: target.text[key] for key in dims},
-        "rope": asdict(rope),
+        "rope": asdict(read_rope(target.rope)),
     }
+
+
+def _theta(target: TargetConfig) -> float:
+    """Return the base of a target's RoPE, whatever scales it: a scaling that no head can have among them."""
+    parameters = target.rope.get("rope_parameters")
+    nested = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    return read_rope({"rope_theta": target.rope.get("rope_theta", nested)}).theta
 
 
 def _kv_heads(heads: int) -> int:

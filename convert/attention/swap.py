@@ -89,12 +89,18 @@ def check_convertible(spec: HeadSpec) -> None:
     """Refuse heads whose attention has parts that the other kind has no place for.
 
     Raises:
-        LayoutCannot: the head has more than one layer, or biases.
+        LayoutCannot: the head has more than one layer, biases, or norms of queries and keys.
     """
     if spec.layers != 1:
         raise LayoutCannot(
             f"the head has {spec.layers} layers, and attention is converted for heads of one",
             where="num_hidden_layers",
+            fix="Serve this head with its own attention.",
+        )
+    if spec.norms.qk:
+        raise LayoutCannot(
+            "the head norms its queries and keys, and an MLA head has no place for these norms",
+            where="norms.qk",
             fix="Serve this head with its own attention.",
         )
     if isinstance(spec.attention, Gqa) and spec.attention.bias:

@@ -19,7 +19,7 @@ ROLES = {"written": "W", "instead": "r", "beside": "b"}
 _REST: dict[str, Any] = {
     "hidden": 1, "target_hidden": 1, "intermediate": 1, "layers": 2, "vocab": 2, "draft_vocab": 1, "eps": 1.0,
     "rope": spec.Rope(1.0), "captured": (0,), "dtype": "BF16", "max_positions": 1, "mlp_bias": True, "fc_bias": True,
-    "norms": spec.Norms(True, True, True, True),
+    "norms": spec.Norms(True, True, True, True, True),
 }  # fmt: skip
 KINDS = {
     "MHA, GQA": spec.HeadSpec(spec.Gqa(1, 1, 2, bias=True), **_REST),

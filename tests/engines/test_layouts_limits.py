@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.heads import GQA, MLA, random_slots, write_head
+from support.heads import GQA, MLA, QK, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.plan import plan
@@ -70,6 +70,8 @@ REFUSED = {
     ),
     "GQA, a bias of fc": (replace(GQA, fc_bias=True), ("vllm", "sglang", "portable"), "fc.bias"),
     "MLA, a bias of fc": (replace(MLA, fc_bias=True), ("vllm", "portable"), "fc.bias"),
+    "norms of queries and keys": (QK, ("trtllm", "sglang", "portable"), "queries and keys"),
+    "norms of queries and keys, biases of the MLP": (replace(QK, mlp_bias=True), ALL, "queries and keys"),
     "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), ("trtllm", "portable"), "fc_norm"),
 }
 

@@ -64,7 +64,7 @@ def pairs():
 
 @pytest.mark.parametrize("source, out, spec", pairs())
 def test_there_and_back(tmp_path, source, out, spec):
-    hints = {"captured": spec.captured} if source.name == "safeailab" else {}
+    hints = {"captured": spec.captured} if source.name in ("safeailab", "automodel") else {}
     slots = random_slots(spec)
     folder = write_head(tmp_path / "source", source, spec, slots, make_config(source, spec))
     assert detect(open_checkpoint(folder).config, open_checkpoint(folder).tensors) is source

@@ -85,9 +85,12 @@ def test_speculators_contradictions(tmp_path, config, hints, fault):
     assert caught.value.where and caught.value.fix
 
 
-def test_qwens_norms_of_queries_and_keys_have_no_place(tmp_path):
+def test_qwens_norms_of_queries_and_keys_are_read_of_a_qwen3_config_alone(tmp_path):
+    """vLLM's reader chooses the class that has them by the inner model_type."""
     norms = {f"layers.0.self_attn.{part}_norm.weight": (16,) for part in "qk"}
     inner = SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}
     tensors = fill(SPECULATORS_SHAPES | norms) | maps()
+    head = read_head(write(tmp_path / "head", SPECULATORS | {"transformer_layer_config": inner}, tensors))
+    assert head.spec.norms.qk and plan(head, BY_NAME["vllm"]).config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     with pytest.raises(TensorUnknown, match="_norm"):
-        read_head(write(tmp_path / "head", SPECULATORS | {"transformer_layer_config": inner}, tensors))
+        read_head(write(tmp_path / "llama", SPECULATORS, tensors))

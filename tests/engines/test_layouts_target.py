@@ -17,6 +17,7 @@ from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
+from kconv.engines.sglang import ENGINE
 from kconv.errors import LayoutCannot, TargetInvalid, TensorValue
 from kconv.targets.config import read_target_config
 
@@ -125,8 +126,9 @@ def test_what_an_engine_does_not_share_is_kept(tmp_path, target):
 UNSAID = {
     "the output of the last layer": (replace(MLA, captured=(1, 3, 8)), {}, "never the output of the target's last"),
     "the same, in a list of inputs": (replace(MLA, captured=(2, 3, 8)), {}, "never the output of the target's last"),
-    "a target of another class": (MLA, {"model_type": "qwen3"}, "DeepSeek or Kimi-K2 target"),
-    "a linear Kimi": (MLA, {"model_type": "kimi_linear"}, "DeepSeek or Kimi-K2 target"),
+    "the same, of a Qwen3": (replace(GQA, captured=(1, 3, 8)), {"model_type": "qwen3"}, "never the output of the"),
+    "the output of layer 0": (replace(GQA, captured=(0, 3, 5)), {}, "capture the output of layer 0"),
+    "a linear Kimi": (MLA, {"model_type": "kimi_linear"}, "knows no class of SGLang"),
 }
 
 
@@ -140,8 +142,55 @@ def test_what_sglang_cannot_be_told_beside_this_target_is_refused(tmp_path, name
         plan(source, BY_NAME[name], WriteOptions(SharedTensors("org/target", {}, **beside)))
     assert caught.value.where.startswith("https://") and caught.value.fix
     assert plan(source, BY_NAME["vllm"], WriteOptions(SharedTensors("org/target", {}, **beside))).steps
-    deeper = SharedTensors("org/target", {}, layers=10, model_type="deepseek_v3")
+    deeper = SharedTensors("org/target", {}, layers=10, model_type="llama" if spec.captured[0] == 0 else "deepseek_v3")
     assert plan(source, BY_NAME[name], WriteOptions(deeper)).steps
+
+
+def sglang_captures(model_type, ids, layers):
+    """Return the 0-based layers whose inputs SGLang 0.5.23 captures for a list, as its classes of targets have it.
+
+    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L937-L941
+    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/gpt_oss.py#L1347-L1352
+    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473
+    """
+    if model_type in ("kimi_k2", "deepseek_v3"):
+        return [i + 1 for i in ids] if ids[0] == 1 else list(ids)
+    if model_type == "gpt_oss" and max(ids) == layers:
+        return list(ids)
+    return [i + 1 for i in ids]
+
+
+KINDS = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
+LISTS = {"the default": (1, 3, 5), "begins with 2": (2, 3, 5), "begins with 0": (0, 3, 5), "five": (1, 2, 3, 5, 6),
+         "the last layer": (2, 3, 8)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sglang", "portable"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("captured", LISTS.values(), ids=LISTS)
+def test_a_list_is_written_as_sglangs_class_of_the_target_takes_it(tmp_path, name, kind, captured):
+    spec = replace(GQA, captured=captured)
+    source = head(tmp_path, spec, random_slots(spec))
+    options = WriteOptions(SharedTensors("org/target", {}, layers=9, model_type=kind))
+    deepseeks = kind in ("deepseek_v3", "kimi_k2")
+    if (captured[0] == 0 and deepseeks) or (captured[-1] == 8 and kind != "gpt_oss"):
+        with pytest.raises(LayoutCannot):
+            plan(source, BY_NAME[name], options)
+        return
+    execute(plan(source, BY_NAME[name], options), tmp_path / "out")
+    written = open_checkpoint(tmp_path / "out")
+    listed = written.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert sglang_captures(kind, listed, 9) == [i + 1 for i in captured]
+    assert read_head(written).spec == spec
+    assert ENGINE.runners[0].aux_layers(written.config, kind) == captured, "as validate reads it"
+
+
+@pytest.mark.parametrize("name", ["sglang", "portable"])
+def test_a_list_that_classes_of_targets_read_otherwise_needs_the_target(tmp_path, name):
+    spec = replace(GQA, captured=(2, 3, 5))
+    with pytest.raises(LayoutCannot, match="by the target's class") as caught:
+        plan(head(tmp_path, spec, random_slots(spec)), BY_NAME[name])
+    assert "--target" in caught.value.fix
 
 
 REPLACED = ["sglang", "trtllm", "portable"]

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from kconv.head.attention import CausalContext
-from kconv.head.spec import Gqa, Llama3, Mla, Rope, Yarn
+from kconv.head.spec import Gqa, Llama3, Mla, Norms, Rope, Yarn
 
 ENTRIES = 7
 YARN = Yarn(8.0, 16, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.8)
@@ -188,3 +189,20 @@ def test_positions_may_differ_by_row(make_spec, make_head):
         alone = head.attend(0, x[row : row + 1], positions[row], CausalContext())
         torch.testing.assert_close(both[row : row + 1], alone, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(both[1], head.attend(0, x, positions[0], CausalContext())[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_norms_of_queries_and_keys_are_qwen3s(make_spec, make_head, layer, eps, kv_heads):
+    spec = make_spec(attention=Gqa(4, kv_heads, 16), layers=2, eps=eps, rope=Rope(1e6), norms=Norms(qk=True))
+    head = make_head(spec, 3)
+    width = spec.hidden * (2 if layer == 0 else 1)
+    config = Qwen3Config(
+        hidden_size=width, num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=16, rms_norm_eps=eps,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, attn_implementation="eager",
+    )  # fmt: skip
+    x, positions = torch.randn(2, ENTRIES, width), torch.arange(5, 5 + ENTRIES)
+    module = Qwen3Attention(config, 0)
+    want = run_module(module, Qwen3RotaryEmbedding(config), head.weights, layer, spec.hidden, x, positions)
+    torch.testing.assert_close(head.attend(layer, x, positions, CausalContext()), want)

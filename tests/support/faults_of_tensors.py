@@ -54,7 +54,7 @@ from .fault import (
     good,
 )
 from .good_heads import LATENT_QUANTIZABLE
-from .heads import GQA, MLA, PORTABLE, TARGET
+from .heads import GQA, MLA, PORTABLE, QK, TARGET
 
 NESTED = "eagle_aux_hidden_state_layer_ids"
 OF_TENSORS = (
@@ -191,6 +191,13 @@ OF_TENSORS = (
     Fault("kv_b_proj quantized, for SGLang", "K338", good("vllm", LATENT_QUANTIZABLE),
           fp8(f"{P}self_attn.kv_b_proj"), (SGLANG,)),
     Fault("fc of a GQA head quantized, for SGLang", "K351", GQA_VLLM, fp8("fc"), (SGLANG,)),
+    Fault("norms of queries and keys, for SGLang", "K352", good("vllm", QK), engines=(SGLANG,)),
+    Fault("norms of queries and keys, for TensorRT-LLM", "K346", good("vllm", QK), engines=(TRTLLM,)),
+    Fault("norms of queries and keys beside MLP biases, for vLLM", "K324", good("trtllm", replace(QK, mlp_bias=True)),
+          engines=VLLM),
+    Fault("norms of queries and keys under Llama's class", "K124", good("vllm", QK),
+          put(model_type="llama", architectures=["LlamaForCausalLMEagle3"])),
+    Fault("k_norm deleted", "K106", good("vllm", QK), drop(f"{P}self_attn.k_norm.weight")),
     Fault("lm_head of an MLA head quantized, for vLLM", "K323", MLA_VLLM, fp8("lm_head")),
     Fault("a bias of fc, for SGLang", "K350", good("vllm", replace(GQA, fc_bias=True)), engines=(SGLANG,)),
     Fault("YaRN's attention_factor, for SGLang", "K337", good("vllm", FACTOR), engines=(SGLANG,)),

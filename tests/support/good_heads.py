@@ -16,7 +16,7 @@ from kconv.head.spec import HeadSpec
 from kconv.validate.rules.head import ENGINE_LAYOUT, WRITTEN_FOR
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
 
-from .heads import GQA, MLA, PORTABLE, random_map, write_head
+from .heads import GQA, MLA, PORTABLE, QK, random_map, write_head
 from .makers import can_make, make_config
 
 # Layouts that kconv writes, and the engines that read the folder as it is.
@@ -115,6 +115,7 @@ def _variants() -> Iterator[Good]:
     yield Good("gqa, torchspec", "torchspec", GQA, (SGLANG, TRTLLM))
     yield Good("gqa, speculators", "speculators", GQA, VLLM)
     yield Good("gqa, reduced vocabulary, speculators", "speculators", reduced, VLLM)
+    yield Good("gqa, norms of queries and keys, vllm", "vllm", QK, VLLM)
     yield Good("mla, reduced vocabulary, vllm", "vllm", replace(MLA, draft_vocab=40), VLLM)
     yield Good("mla, reduced vocabulary, sglang", "sglang", replace(MLA, draft_vocab=40), (SGLANG,))
     for layout in WRITTEN:

@@ -21,6 +21,8 @@ from .safetensors_bytes import entry, write_raw
 
 MLA = small(KIMI_MLA, 48, 64, attention=Mla(4, 24, 32, 12, 8, 16), intermediate=40, max_positions=1024)
 GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0))
+# Norms of queries and keys are vLLM's alone.
+QK = replace(GQA, norms=Norms(qk=True))
 MHA = replace(GQA, attention=Gqa(4, kv_heads=4, head_dim=8))
 # Heads that fit the tests' trained target.
 FITTING_GQA = small(GQA, 64, 512, intermediate=96)

@@ -7,9 +7,9 @@ from typing import Any
 from kconv.engines.config import identity, write_keys
 from kconv.engines.keys import TOP
 from kconv.engines.layout import Layout
-from kconv.head.spec import HeadSpec, Mla, Norms
+from kconv.head.spec import HeadSpec, Mla, Norms, Yarn
 
-ONE_LAYER = {"torchspec", "specforge", "safeailab"}
+ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel"}
 NO_MLA = {"specforge", "safeailab", "speculators"}
 # Both are told by the maps that they save with a reduced vocabulary.
 REDUCED = {"specforge", "safeailab"}
@@ -18,10 +18,14 @@ REDUCED = {"specforge", "safeailab"}
 def can_make(layout: Layout, spec: HeadSpec) -> bool:
     """Say whether a layout's maker makes such heads."""
     if layout.write_config is not None:
-        return not any(limit.applies(spec, ()) for limit in layout.limits)
+        beside = any(limit.hits(spec, None) for limit in layout.target_limits)
+        return not beside and not any(limit.applies(spec, ()) for limit in layout.limits)
     if layout.name in NO_MLA and isinstance(spec.attention, Mla):
         return False
     if layout.name in ONE_LAYER and spec.layers != 1:
+        return False
+    yarn = spec.rope.scaling
+    if layout.name == "automodel" and isinstance(spec.attention, Mla) and isinstance(yarn, Yarn) and yarn.mscale != 0:
         return False
     is_reduced = spec.draft_vocab != spec.vocab
     if layout.name == "torchspec" and (spec.norms != Norms() or is_reduced):
@@ -45,6 +49,8 @@ def make_config(layout: Layout, spec: HeadSpec) -> dict[str, Any]:
             config["eagle_config"] |= ids
             config["norm_output"] = True
             del config["eagle_config"]["return_hidden_post_norm"]
+        case "automodel":
+            config |= {"architectures": ["LlamaEagle3DraftModel"]}
         case "safeailab":
             config |= {"architectures": ["LlamaForCausalLM"]}
         case "speculators":

@@ -373,10 +373,11 @@ EAGLE3: dict[str, Form] = {
         "https://github.com/deepseek-ai/DeepSpec/blob/005e03b8/deepspec/modeling/eagle3/qwen3/config.py", _DEEPSPEC,
         "layers.0", states=5, more=_Q_NORM, target_layers=36, model_type="qwen3", **_LIST),
     "Automodel, Llama": Form(
-        AUTOMODEL, cut(_AUTOMODEL), _prefixed(head(cut(_AUTOMODEL), "layers.0")), **_LIST, **_DEPTH_32),
+        AUTOMODEL, cut(_AUTOMODEL), _prefixed(head(cut(_AUTOMODEL), "layers.0")), layout="automodel", **_LIST,
+        **_DEPTH_32),
     "Automodel, DeepSeek-V3 MLA": Form(
-        AUTOMODEL, cut(_AUTOMODEL_MLA), _prefixed(head(cut(_AUTOMODEL_MLA), "layers.0")), target_layers=61,
-        model_type="deepseek_v3", **_LIST),
+        AUTOMODEL, cut(_AUTOMODEL_MLA), _prefixed(head(cut(_AUTOMODEL_MLA), "layers.0")), layout="automodel",
+        target_layers=61, model_type="deepseek_v3", **_LIST, **_DEPTH_61),
 }  # fmt: skip
 
 _EAGLE1 = without(_LLAMA31, "draft_vocab_size") | {"architectures": ["LlamaForCausalLM"], "bias": True}

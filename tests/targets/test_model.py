@@ -126,9 +126,16 @@ def test_a_target_larger_than_the_memory_that_is_left_is_refused(folder, model, 
         load_target(folder, torch.bfloat16)
 
 
-def test_another_family_is_refused(folder):
+def test_another_family_than_the_weights_is_refused(folder):
     change_config(folder, model_type="llama")
-    with pytest.raises(TargetInvalid, match="'llama'"):
+    with pytest.raises(TargetInvalid, match=r"missing .*unknown"):
+        load_target(folder, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["no_such_model", "vit", "t5"])
+def test_what_transformers_has_no_causal_model_for_is_refused_by_name(folder, name):
+    change_config(folder, model_type=name)
+    with pytest.raises(TargetInvalid, match=name):
         load_target(folder, torch.float32)
 
 

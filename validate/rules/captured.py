@@ -9,6 +9,7 @@ from ...engines.common import as_outputs
 from ...engines.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ...engines.registry import engines
 from ...engines.sglang import DEEPSEEKS
+from ...engines.sglang import ENGINE as SGLANG_ENGINE
 from .head import HeadSubject, listed_ids
 from .rule import SGLANG, TRTLLM, VLLM, Found, Rule
 
@@ -102,9 +103,18 @@ def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
             yield Found(f"config.json: {where}", f"{list(ids)} of a target of {layers} layers")
 
 
+def captured_layer_0(subject: HeadSubject) -> Iterator[Found]:
+    if subject.captured and subject.captured[0] == 0 and has_deepseeks_class(subject):
+        yield Found("config.json", "the head reads the output of layer 0")
+
+
 def captured_last_layer(subject: HeadSubject) -> Iterator[Found]:
     captured, target = subject.captured, subject.target
-    if captured and target and has_deepseeks_class(subject) and captured[-1] == target.layers - 1:
+    if captured is None or target is None or captured[-1] != target.layers - 1:
+        return
+    kind = SGLANG_ENGINE.capture(target.model_type)
+    # A list that begins with 1 is one that each class can be given, if it has the layer.
+    if kind is not None and kind.listed((1, captured[-1]), target.layers) is None:
         yield Found("config.json", f"the head reads the output of layer {captured[-1]}, the target's last")
 
 
@@ -136,8 +146,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "SGLang takes the list in eagle_config for layer outputs if it begins with 1 or the target is no DeepSeek or"
         " Kimi, and for layer inputs if not.",
-        fix="Convert the head (kconv to-sglang), which writes the list as SGLang reads it for a DeepSeek or Kimi-K2"
-        " target; for any other, write the outputs.",
+        fix="Convert the head (kconv to-sglang --target), which writes the list as SGLang reads it for that target.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/pull/25454",
         check=lambda s: _otherwise(s, (SGLANG,)),
@@ -216,10 +225,21 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         check=captured_outside_target,
     ),
     Rule(
+        "K330",
+        "sglang-captures-layer-0",
+        "error",
+        "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target, which it takes an unknown"
+        " target for.",
+        fix="Give --target if the head drafts for another model; else serve it with vLLM or TensorRT-LLM.",
+        engines=(SGLANG,),
+        seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
+        check=captured_layer_0,
+    ),
+    Rule(
         "K154",
         "captured-last-layer",
         "error",
-        "SGLang captures before a layer of a DeepSeek or Kimi target runs, and so never the output of the last one.",
+        "SGLang captures before a layer runs, and so never the output of the last one, but of a gpt-oss target.",
         fix="Serve this head with vLLM or TensorRT-LLM.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",

@@ -234,8 +234,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K124",
         "qk-norm",
         "error",
-        "Norms of queries or keys are stored, which no Eagle3 class for a Kimi target has.",
-        fix="Serve this head with the class it was trained for (Eagle3Qwen3ForCausalLM in vLLM).",
+        "Norms of queries or keys are stored, and the config names no class that has them.",
+        fix='State model_type "qwen3" and architectures ["Eagle3Qwen3ForCausalLM"], vLLM\'s class of such heads.',
         engines=ENGINES,
     ),
     Rule(
