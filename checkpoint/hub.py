@@ -411,7 +411,7 @@ class RangeReader:
 # What the library raises: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
 RAISED = (httpx.HTTPError, OSError, OIDCError, RevisionResolutionError, RuntimeError, ValueError)
 # And of an answer that is JSON of another shape than the Hub's.
-MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError)
+MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError, AssertionError)
 LOGIN = "hf auth login"
 
 
