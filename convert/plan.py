@@ -200,8 +200,11 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
             dropped[name] = f"repeats {', '.join(dict.fromkeys(head.places[slot][1].name for slot in row.slots))}"
     _check_lost(head, layout, steps, dropped)
     _check_renaming(head, steps)
-    known = options.target is not None and bool(options.target.model_type)
-    written = layout.write_beside(spec, options.target) if known and layout.write_beside else write_config(spec)
+    target = options.target
+    if target is not None and target.model_type and layout.write_beside:
+        written = layout.write_beside(spec, target)
+    else:
+        written = write_config(spec)
     config = {**carry(written, head.read.carried), **change.config}
     return Plan(head, layout, spec, config, tuple(steps), dropped, options.target, change.conversion)
 

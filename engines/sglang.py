@@ -115,26 +115,27 @@ def _listed(spec: HeadSpec, target: TargetFacts | None) -> tuple[int, ...] | Non
     return _outputs_from_1(spec.captured, layers) if is_mla(spec) or spec.captured[0] == 1 else None
 
 
-def _is_known(target: TargetFacts | None) -> bool:
-    return target is not None and bool(target.model_type)
+def _type_of(target: TargetFacts | None) -> str:
+    """Return a target's model_type, empty where it is not known."""
+    return (target.model_type or "") if target is not None else ""
 
 
 TARGET_LIMITS = (
     TargetLimit(
-        lambda spec, target: not _is_known(target) and not is_mla(spec) and spec.captured[0] != 1,
+        lambda spec, target: not _type_of(target) and not is_mla(spec) and spec.captured[0] != 1,
         "SGLang reads a list of captured layers that does not begin with 1 by the target's class: as layer inputs for"
         " DeepSeek and Kimi, as layer outputs for others",
         "Say --target: the model that the head drafts for.",
         DEEPSEEK_CLASS,
     ),
     TargetLimit(
-        lambda spec, target: _is_known(target) and ENGINE.capture(target.model_type) is None,
+        lambda spec, target: _type_of(target) and ENGINE.capture(_type_of(target)) is None,
         "kconv knows no class of SGLang 0.5.23 for this target's model_type that captures hidden states for a head",
         "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
         f"{SGLANG_SOURCE}/model_executor/model_runner_components/attention_backend_setup.py#L55-L61",
     ),
     TargetLimit(
-        lambda spec, target: spec.captured[0] == 0 and (target.model_type in DEEPSEEKS if _is_known(target) else True),
+        lambda spec, target: spec.captured[0] == 0 and (_type_of(target) in DEEPSEEKS or not _type_of(target)),
         "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target",
         "Serve this head with vLLM or TensorRT-LLM.",
         DEEPSEEK_CLASS,

@@ -120,7 +120,8 @@ def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
         )
     text_class = CONFIG_MAPPING[known]
     try:
-        return text_class(**values), MODEL_FOR_CAUSAL_LM_MAPPING[text_class]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[text_class]
+        return text_class(**values), model_class
     except (AttributeError, TypeError, ValueError, KeyError) as fault:
         raise _unbuildable(fault) from fault
 

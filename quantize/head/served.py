@@ -14,7 +14,7 @@ What a linear's scales say decides how its input is rounded, and modules that an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -114,7 +114,7 @@ def _scales_of(head: Head) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _unpack(weight: Tensor, own: Scales, shared: list[Scales]) -> Tensor:
+def _unpack(weight: Tensor, own: Scales, shared: Sequence[Scales]) -> Tensor:
     if "weight_scale_2" in own:
         return dequantize_nvfp4(weight, own["weight_scale"], _largest(shared, "weight_scale_2"))
     if "weight_scale_inv" in own:
@@ -128,7 +128,7 @@ def _unpack(weight: Tensor, own: Scales, shared: list[Scales]) -> Tensor:
     return (plain / largest).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * largest
 
 
-def _rounding_of(own: Scales, shared: list[Scales]) -> Round | None:
+def _rounding_of(own: Scales, shared: Sequence[Scales]) -> Round | None:
     static = _largest(shared, "input_scale") if "input_scale" in own else None
     if "weight_scale_2" in own:
         return None if static is None else lambda x: NVFP4.round(x, static)
@@ -137,7 +137,7 @@ def _rounding_of(own: Scales, shared: list[Scales]) -> Round | None:
     return _by_token if static is None else lambda x: FP8.round(x, static)
 
 
-def _largest(shared: list[Scales], suffix: str) -> Tensor:
+def _largest(shared: Sequence[Scales], suffix: str) -> Tensor:
     return torch.stack([one[suffix].float().reshape(()) for one in shared if suffix in one]).max()
 
 
