@@ -129,7 +129,7 @@ TARGET_LIMITS = (
         DEEPSEEK_CLASS,
     ),
     TargetLimit(
-        lambda spec, target: _type_of(target) and ENGINE.capture(_type_of(target)) is None,
+        lambda spec, target: bool(_type_of(target)) and ENGINE.capture(_type_of(target)) is None,
         "kconv knows no class of SGLang 0.5.23 for this target's model_type that captures hidden states for a head",
         "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
         f"{SGLANG_SOURCE}/model_executor/model_runner_components/attention_backend_setup.py#L55-L61",
