@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Source
 from ..engines.layout import Layout
-from ..errors import KconvError, TargetInvalid
+from ..errors import KconvError, Problem, TargetInvalid
 from ..head.spec import HeadSpec
 from ..targets.config import TargetConfig, read_target_config
 from .captured import Hints
@@ -74,10 +74,17 @@ def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: T
 
 
 def _check_fit(spec: HeadSpec, target: TargetConfig, name: str) -> None:
-    if (spec.target_hidden, spec.vocab) != (target.hidden, target.vocab):
-        raise TargetInvalid(
-            f"the head reads hidden states {spec.target_hidden} wide and a vocabulary of {spec.vocab:,}; the target's "
-            f"are {target.hidden} wide and {target.vocab:,}",
-            where=name,
-            fix="Give the target that the head was trained on, or state target_hidden_size in the head's config.",
-        )
+    if (problem := find_misfit(spec, target, name)) is not None:
+        raise problem.error()
+
+
+def find_misfit(spec: HeadSpec, target: TargetConfig, name: str) -> Problem | None:
+    """Return what shows a target to be another than the head's; None where nothing does."""
+    if (spec.target_hidden, spec.vocab) == (target.hidden, target.vocab):
+        return None
+    return TargetInvalid(
+        f"the head reads hidden states {spec.target_hidden} wide and a vocabulary of {spec.vocab:,}; the target's "
+        f"are {target.hidden} wide and {target.vocab:,}",
+        where=name,
+        fix="Give the target that the head was trained on, or state target_hidden_size in the head's config.",
+    ).problem()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.schema import parse_json
 from ..errors import EngineFailed
 from .base import HOST, Engine, Serving, Starter
 from .client import Client
@@ -46,7 +46,7 @@ class Served:
 
         None where the engine's loader was not the one that kconv knows how to watch.
         """
-        return tuple(json.loads(self.loaded.read_text())) if self.loaded.exists() else None
+        return tuple(parse_json(self.loaded.read_text())) if self.loaded.exists() else None
 
 
 @contextmanager

@@ -93,7 +93,9 @@ AUTOMODEL = Layout(
     name="automodel",
     engine="NeMo Automodel",
     rows=tuple(map(_inside, head_rows("layers.{i}"))),
-    told_by=lambda config, names: "model.fc.weight" in names,
+    told_by=lambda config, names: (
+        "model.fc.weight" in names and "LlamaEagle3DraftModel" in str(config.get("architectures"))
+    ),
     config=ConfigTable(adapt=_automodel_keys, ballast=frozenset(("attn_implementation",))),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +94,12 @@ class Inspect(Reading):
             TargetInvalid: the target cannot be read.
         """
         from ..convert.identify import named_targets
+        from ..convert.opening import find_misfit
         from ..convert.read import read
 
         checkpoint = context.source(self.head).open_headers()
-        hints = self.hints(self.target_config(context))
-        reading = read(checkpoint, layout=self.layout(), hints=hints, values=False)
+        target = self.target_config(context)
+        reading = read(checkpoint, layout=self.layout(), hints=self.hints(target), values=False)
+        if target and reading.read and (problem := find_misfit(reading.read.spec, target, str(self.target))):
+            reading = replace(reading, problems=(*reading.problems, problem))
         return Inspected(reading, named_targets(checkpoint.folder, checkpoint.config))

@@ -126,7 +126,7 @@ def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
     with out.open("rb") as file, ordered.open("wb") as other:
         begin = 0
         for line in file:
-            places[json.loads(line)["digest"]] = (begin, len(line))
+            places[parse_json(line)["digest"]] = (begin, len(line))
             begin += len(line)
         asked = dict.fromkeys(prompt.digest for prompt in prompts)
         for digest in (*(key for key in places if key not in asked), *(key for key in asked if key in places)):

@@ -318,9 +318,9 @@ def _pair(heads: dict[str, DraftHead]) -> tuple[str, str] | None:
 
 
 def _parts(heads: dict[str, DraftHead], layers: tuple[int, ...]) -> Parts | None:
-    if "source" not in heads or layers != heads["output"].spec.captured:
+    if "source" not in heads:
         return None
-    parts = Parts(heads["source"], heads["output"])
+    parts = Parts(heads["source"], heads["output"], layers)
     return parts if parts.comparable else None
 
 

@@ -26,10 +26,12 @@ class Parts:
 
     Attributes:
         source, output: the two heads, of one hidden size and number of layers.
+        stored: the layers whose outputs the states hold, the heads' own among them.
     """
 
     source: DraftHead
     output: DraftHead
+    stored: tuple[int, ...]
     _sums: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -41,7 +43,9 @@ class Parts:
     @torch.no_grad()
     def add(self, tokens: Tensor, captured: Tensor) -> None:
         """Compare the parts on a batch, tokens `[B, T]` and the target's states over them."""
-        for part, ours, theirs in self._compare(tokens, captured):
+        columns = [self.stored.index(layer) for layer in self.output.spec.captured]
+        own = captured.unflatten(-1, (len(self.stored), -1))[..., columns, :].flatten(-2)
+        for part, ours, theirs in self._compare(tokens, own):
             difference, scale = (theirs - ours).double(), ours.double()
             found = self._sums.setdefault(part, [0.0, 0.0, 0.0, 0.0])
             found[0] = max(found[0], float(difference.abs().max()))

@@ -28,6 +28,7 @@ ELSEWHERE = {
         "json.loads": "this run's own text",
     },
     "engines/serving.py": {"read_text": "the log of a process that kconv started"},
+    "train/generate.py": {"open": "what was written here is put in order"},
     "engines/vllm_states.py": {"open": "a lock, which holds nothing"},
     "quantize/output.py": {"shutil.copyfile": "regular files of any size, copied in a stream"},
     "tiny/text.py": {"read_bytes": "Python's own modules"},

@@ -142,10 +142,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("command", ["to-vllm", "to-sglang", "inspect"])
+@pytest.mark.parametrize("command", ["to-vllm", "to-sglang"])
 def test_another_models_target_is_refused(tmp_path, target, command, change):
     head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
-    out = [] if command == "inspect" else [tmp_path / "out"]
+    out = [tmp_path / "out"]
     (target / "config.json").write_text(json.dumps(TARGET | change))
     refused = kconv(command, head, *out, "--target", target)
     assert refused.exit_code == 1 and "hidden states 48 wide and a vocabulary of 64" in refused.stderr
@@ -154,11 +154,21 @@ def test_another_models_target_is_refused(tmp_path, target, command, change):
     assert kconv(command, head, *out, "--target", target).exit_code == 0
 
 
-def test_a_target_that_sglang_takes_a_list_of_otherwise_is_refused(tmp_path, target):
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_another_models_target_is_shown_to_be_that(tmp_path, target, change):
     head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
-    (target / "config.json").write_text(json.dumps(TARGET | {"model_type": "llama"}))
+    (target / "config.json").write_text(json.dumps(TARGET | change))
+    shown = json.loads(kconv("inspect", head, "--target", target, "--json").stdout)
+    assert any("hidden states 48 wide and a vocabulary of 64" in problem["what"] for problem in shown["problems"])
+    (target / "config.json").write_text(json.dumps(TARGET))
+    assert json.loads(kconv("inspect", head, "--target", target, "--json").stdout)["problems"] == []
+
+
+def test_a_target_whose_class_in_sglang_captures_nothing_is_refused(tmp_path, target):
+    head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
+    (target / "config.json").write_text(json.dumps(TARGET | {"model_type": "mamba2"}))
     refused = kconv("to-sglang", head, tmp_path / "out", "--target", target)
-    assert refused.exit_code == 1 and "Kimi-K2 target" in refused.stderr and not (tmp_path / "out").exists()
+    assert refused.exit_code == 1 and "model_type" in refused.stderr and not (tmp_path / "out").exists()
     assert kconv("to-vllm", head, tmp_path / "out", "--target", target).exit_code == 0
 
 
@@ -168,7 +178,7 @@ def test_a_head_of_another_width_than_its_targets_says_so_and_fits(tmp_path, tar
     (target / "config.json").write_text(json.dumps(TARGET | {"hidden_size": 56}))
     assert kconv("inspect", head, "--target", target).exit_code == 0
     (target / "config.json").write_text(json.dumps(TARGET))
-    refused = kconv("inspect", head, "--target", target)
+    refused = kconv("to-vllm", head, tmp_path / "out", "--target", target)
     assert refused.exit_code == 1 and "hidden states 56 wide" in refused.stderr
 
 
@@ -189,7 +199,7 @@ def test_the_residual_is_told_where_readers_disagree(tmp_path):
     del config["norm_before_residual"]
     config |= {"speculators_model_type": "eagle3", "transformer_layer_config": {}}
     head = write_head(tmp_path / "head", BY_NAME["speculators"], GQA, random_slots(GQA), config)
-    refused = kconv("inspect", head)
+    refused = kconv("to-vllm", head, tmp_path / "out")
     assert refused.exit_code == 1 and "--norm-before-residual" in refused.stderr
     for told, value in (("yes", True), ("no", False)):
         shown = kconv("inspect", head, "--norm-before-residual", told, "--json")

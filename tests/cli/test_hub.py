@@ -134,7 +134,7 @@ def test_a_target_is_asked_for_its_config_alone(hub, tmp_path):
     head = write_head(tmp_path / "local", TRTLLM, MLA, random_slots(MLA), config)
     weights = (head / "model.safetensors").read_bytes()
     hub.commit("org/target", {"config.json": json.dumps(TARGET).encode(), "model.safetensors": weights})
-    assert "--target" in refuse("inspect", head)
+    assert "--target" in refuse("to-vllm", head, tmp_path / "out")
     told = json.loads(succeed("inspect", head, "--target", "org/target", "--json"))
     assert told["spec"]["captured"] == [1, 3, 5]
     assert {s.call.path.rsplit("/", 1)[-1] for s in hub.served if "/resolve/" in s.call.path} == {"config.json"}

@@ -88,7 +88,7 @@ OF_CONFIGS = (
     Fault("fc_norm under SGLang's older name, for vLLM", "K018", STATE_NORMS, put(fc_norm=..., use_aux_norm=True)),
     # Captured layers.
     Fault("a ModelOpt head as it is, for vLLM's V1 runner", "K140", MODELOPT_GQA, engines=(VLLM_V1,)),
-    Fault("a list of outputs that begins with 2, for SGLang", "K141", good("trtllm", replace(GQA, captured=(2, 3, 5))),
+    Fault("a list of outputs that begins with 2, for SGLang", "K141", good("trtllm", replace(MLA, captured=(2, 3, 5))),
           engines=(SGLANG,)),
     Fault("a list in eagle_config alone that is no default, for vLLM's V2 runner", "K142",
           good("trtllm", replace(GQA, captured=(1, 2, 9))), engines=(VLLM_V2,)),

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from support.tiny_targets import LAYERS, MODELS, VOCAB, write_target
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma2Config, Gemma2ForCausalLM
 
+from kconv.checkpoint.source import Folder
 from kconv.errors import TargetInvalid
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import generate_greedy, run_target
-from kconv.targets.model import load_ends, load_target, refuse_other_family
+from kconv.targets.model import find_ends, load_ends, load_target, refuse_other_family
 
 CAPTURED = (1, 2, 5)
 
@@ -49,7 +50,7 @@ def test_its_states_logits_and_texts_are_transformers_own(folders, kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_its_ends_are_found_under_its_own_names(folders, kind):
-    whole, ends = load_target(folders[kind], torch.float32), load_ends(folders[kind], torch.float32)
+    whole, ends = load_target(folders[kind], torch.float32), load_ends(find_ends(Folder(folders[kind])), torch.float32)
     assert ends.config.num_hidden_layers == LAYERS and len(ends.model.layers) == 0
     for part in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         assert torch.equal(ends.state_dict()[part], whole.state_dict()[part])

@@ -38,7 +38,7 @@ def measure(spec: HeadSpec, slot: str | None, other: HeadSpec | None = None) -> 
     changed = {n: t for n, t in random_slots(other or spec, seed=0).items() if n != "t2d"}
     if slot:
         changed[slot] = changed[slot] * 1.25
-    parts = Parts(DraftHead(spec, slots), DraftHead(other or spec, changed))
+    parts = Parts(DraftHead(spec, slots), DraftHead(other or spec, changed), spec.captured)
     assert parts.comparable
     generator = torch.Generator().manual_seed(0)
     for length in (5, 9):
@@ -69,7 +69,7 @@ def test_another_kind_of_attention_differs_in_attention_alone(kv_heads, dim):
     own = {n: t for n, t in random_slots(other, seed=1).items() if n != "t2d"}
     output = {n: source.get(n, t) if source.get(n, t).shape == t.shape else t for n, t in own.items()}
     attention = {n for n in own if "proj" in n and n.split(".")[-1] in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    parts = Parts(DraftHead(MLA, source), DraftHead(other, output | {n: own[n] for n in attention}))
+    parts = Parts(DraftHead(MLA, source), DraftHead(other, output | {n: own[n] for n in attention}), MLA.captured)
     assert parts.comparable
     parts.add(torch.arange(8)[None], torch.randn(1, 8, 48, generator=torch.Generator().manual_seed(0)))
     assert {row.part for row in parts.figures("sampled") if row.rms_error > 0} == {"attention"}
@@ -80,7 +80,7 @@ def test_another_vocabulary_has_no_error_of_lm_head():
     slots = {n: t for n, t in random_slots(GQA, seed=0).items() if n != "t2d"}
     fewer = replace(GQA, draft_vocab=20)
     pruned = slots | {"lm_head": slots["lm_head"][:20], "d2t": torch.arange(20)}
-    parts = Parts(DraftHead(GQA, slots), DraftHead(fewer, pruned))
+    parts = Parts(DraftHead(GQA, slots), DraftHead(fewer, pruned), GQA.captured)
     parts.add(torch.arange(8)[None], torch.randn(1, 8, 48))
     assert [row.part for row in parts.figures("greedy")] == ["fc", "norms", "attention", "mlp"]
 
@@ -88,4 +88,4 @@ def test_another_vocabulary_has_no_error_of_lm_head():
 def test_heads_of_other_widths_are_not_compared():
     wide = replace(GQA, hidden=64)
     slots = [{n: t for n, t in random_slots(s, seed=0).items() if n != "t2d"} for s in (GQA, wide)]
-    assert not Parts(DraftHead(GQA, slots[0]), DraftHead(wide, slots[1])).comparable
+    assert not Parts(DraftHead(GQA, slots[0]), DraftHead(wide, slots[1]), GQA.captured).comparable
