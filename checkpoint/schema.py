@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ MAX_JSON = 512 << 20
 # Values of one JSON text, each of which takes some hundred bytes: of a header of 306,855 tensors they are 2.5 million,
 # of such a manifest 8 million.
 MAX_JSON_VALUES, MAX_RECORDS_VALUES = 3_000_000, 10_000_000
+# More names than a target of a trillion parameters has tensors; pydantic takes 2 KB for each that a schema lacks.
+MAX_KEYS, KEY = 300_000, re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
 # A YAML file is written by hand.
 MAX_YAML, MAX_DEPTH, MAX_VALUES = 4 << 20, 64, 200_000
 # A text for people: a card, a license, a notice, a launch file.
@@ -67,6 +70,7 @@ def load_json(
     text = read_bounded(file, error, limit=MAX_JSON, fix=fix, missing=missing)
     try:
         refuse_many(text, MAX_RECORDS_VALUES)
+        _refuse_many_keys(text)
         return model.model_validate_json(text)
     except ValidationError as fault:
         raise error(f"{file.name} is no {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
@@ -248,6 +252,17 @@ def refuse_many(text: bytes, most: int) -> None:
     # Each value but the first of a list or an object has a comma before it, and the first one a bracket.
     if len(text) > most and text.count(b",") + text.count(b"[") + text.count(b"{") > most:
         raise ValueError(f"it holds more than {most:,} values")
+
+
+def _refuse_many_keys(text: bytes) -> None:
+    """Raise ValueError for a JSON text of more distinct keys than `MAX_KEYS`: pydantic describes each unknown one."""
+    if len(text) < MAX_KEYS * len(b'"":0,'):
+        return
+    seen: set[bytes] = set()
+    for key in KEY.finditer(text):
+        seen.add(key[1])
+        if len(seen) > MAX_KEYS:
+            raise ValueError(f"it holds more than {MAX_KEYS:,} different keys")
 
 
 def _why(fault: Exception) -> object:
