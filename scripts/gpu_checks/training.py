@@ -98,11 +98,13 @@ def matrix_rate(bench: Bench, trainer: Any, feed: Any, step: float) -> dict[str,
     """Return the matrix products of one step, counted as they are called, and their share of the card's rate."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    from kconv.train.module import run_eagle
+
     batch = trainer._prepare_inputs(feed[0])
     model = trainer.accelerator.unwrap_model(trainer.model)
     model.train()
     with FlopCounterMode(display=False) as counter:
-        model(**batch).loss.backward()
+        run_eagle(model, batch, trainer.recipe).loss.backward()
     model.zero_grad()
     count = counter.get_total_flops()
     return {"tflop_per_step": round(count / 1e12, 3), "share": round(count / step / bench.flops, 4)}

@@ -17,8 +17,9 @@ from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
-from kconv.convert.plan import plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
+from kconv.convert.shared import SharedTensors
 from kconv.engines import MODELOPT, TRTLLM, by_name
 from kconv.head.chain import draft_logits
 from kconv.head.forward import DraftHead
@@ -130,7 +131,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         source, made[case.name] = root / f"{number}-trained", root / f"{number}"
         write_head(source, MODELOPT, case.spec, lively_slots(case.spec, case.shared), TRTLLM.write_config(case.spec))
         head = read_head(open_checkpoint(source), layout=MODELOPT)
-        execute(plan(head, by_name(case.layout)), made[case.name])
+        layout = by_name(case.layout)
+        # SGLang reads some lists by the target's class, and takes the target's embedding, which vLLM does not.
+        target = SharedTensors("tiny", {}, layers=7, model_type="kimi_k2") if case.layout != "vllm" else None
+        execute(plan(head, layout, WriteOptions(target)), made[case.name])
     return made
 
 

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 READER = Path(__file__).parent.parent / "support" / "vllm_reads.py"
 CLASSES = ENGINE.architectures
 MODULES = {Gqa: "vllm.model_executor.models.llama_eagle3", Mla: "vllm.model_executor.models.deepseek_eagle3"}
+# Of GQA heads with norms of queries and keys.
+QWEN3 = {"Eagle3Qwen3ForCausalLM", "Qwen3ForCausalLM"}
 # The first two stand in vLLM's registry, and it puts Eagle3 before them; the third, speculators', does not stand there.
 NOT_FOUND = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "Eagle3DraftModel")
 YARNS = (Yarn(32.0, 2048), Yarn(64.0, 4096, mscale=1.0, mscale_all_dim=1.0), Yarn(512 / 48, 48))
@@ -45,7 +47,8 @@ def read(engine_python: Path, tmp_path_factory) -> dict:
 @pytest.mark.parametrize("attention", CLASSES)
 def test_vllm_builds_the_class_of_the_heads_attention(read: dict, attention: type):
     for name in CLASSES[attention]:
-        assert read["classes"][name] and read["classes"][name][0] == MODULES[attention], name
+        module = "vllm.model_executor.models.qwen3_eagle3" if name in QWEN3 else MODULES[attention]
+        assert read["classes"][name] and read["classes"][name][0] == module, name
 
 
 def test_vllm_finds_no_class_of_a_name_that_the_rule_does_not_know(read: dict):
