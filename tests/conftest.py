@@ -18,34 +18,24 @@ settings.load_profile("kconv")
 os.environ.setdefault("KCONV_CACHE", str(ROOT.parent / ".cache"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put what takes longest first, and keep the tests of a file on one worker, where its fixtures are made once.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what takes longest first: in this order `--dist loadfile --no-loadscope-reorder` hands files out.
 
-    The order is also that in which `--dist loadgroup --no-loadscope-reorder` hands the groups out: the demo, which the
-    engine tests find in the cache; the other slow tests; those of engines; and the quick ones, whose small groups even
-    out the end.
+    The demo, which others find in the cache; the other slow tests; those that wait for the demo; those of engines; and
+    the quick ones, whose small files even out the end. A file's tests stay on one worker, where its fixtures are made
+    once.
     """
     items.sort(key=_turn)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-
-
-def _group(item: pytest.Item) -> str:
-    if item.get_closest_marker("demo"):
-        return "demo"
-    return item.path.relative_to(ROOT).as_posix() + (" slow" if item.get_closest_marker("slow") else "")
 
 
 def _turn(item: pytest.Item) -> int:
     if item.get_closest_marker("demo"):
-        return 0
+        return 0 if item.path.name == "test_demo.py" else 2
     if item.get_closest_marker("engine"):
-        return 2
+        return 3
     if item.get_closest_marker("slow"):
         return 1
-    return 3 if item.path.parent.name in ("train", "pipeline") else 4
+    return 4 if item.path.parent.name in ("train", "pipeline") else 5
 
 
 @pytest.fixture(scope="session")
