@@ -1,4 +1,4 @@
-"""ModelOpt's Eagle3 loss in bounded memory, over rows that may hold several documents.
+"""ModelOpt's Eagle3 loss meant for less memory, over rows that may hold several documents.
 
 ModelOpt's forward holds the attention scores of all heads and the logits of all tokens, for each draft step: at
 Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. What is put in its place here computes the same sums:
@@ -8,6 +8,8 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. What is put in its p
 * the MLP's inner activations are computed again for the gradient;
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the loss of its
   documents by themselves.
+
+What it saves is not shown yet: at 512 tokens and 64 heads its peak was no lower than eager attention's.
 
 The layout of draft steps is ModelOpt's own; see `module` for what stands where.
 """
