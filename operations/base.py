@@ -218,9 +218,7 @@ class Operation(BaseModel):
 
     def failure(self, result: Any) -> KconvError:
         """Return the error of a result that does not pass, where another step hangs on it."""
-        return StepFailed(
-            f"{command_name(type(self))} found something wrong", fix="See what it says, and correct that."
-        )
+        return StepFailed(f"{command_name(type(self))} found errors", fix="Fix the errors above.")
 
     def given(self, *names: str) -> list[str]:
         """Return which of the named options the request states, as the command line writes them."""
@@ -307,7 +305,9 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtra:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         raise error
-    return MissingExtra(f"this takes {package}, which is not installed", fix=f"pip install 'kconv[{EXTRAS[package]}]'")
+    return MissingExtra(
+        f"{package} is not installed", fix=f"Run pip install '.[{EXTRAS[package]}]' in a clone of kconv."
+    )
 
 
 # Packages that only some operations take, and the extra that brings them.
