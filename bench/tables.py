@@ -356,5 +356,5 @@ def draw_bars(
                 figure.legend(loc="outside lower left", ncols=min(3, len(series)))
     except ImportError as fault:
         raise MissingExtra(
-            "drawing a chart takes matplotlib", fix="pip install 'kconv[plots]', or add --no-chart."
+            "drawing a chart needs matplotlib", fix="Run pip install '.[plots]' in a clone of kconv, or add --no-chart."
         ) from fault

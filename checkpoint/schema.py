@@ -320,7 +320,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{twice!r} stands twice")
+        raise ValueError(f"{twice!r} occurs twice")
     return found
 
 
@@ -333,5 +333,5 @@ def _whole(digits: str) -> int:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {digits[:MAX_DIGITS]}, which is no finite number")
+        raise ValueError(f"it holds {digits[:MAX_DIGITS]}, which is not a finite number")
     return value

@@ -331,7 +331,9 @@ def _show_report(_: Operation, report: Report) -> None:
     if figures.identical is not None:
         console.print("weights: " + ("identical to the source" if figures.identical else "NOT identical to the source"))
     if engines := report.provenance.get("for"):
-        console.print(f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'asked')})", highlight=False)
+        console.print(
+            f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'every engine')})", highlight=False
+        )
     verdict = "no errors" if report.clean else _counted(counts, "error")
     verdict += f", {_counted(counts, 'warning')}" if counts["warning"] else ""
     console.print(escape(f"{report.subject}: {verdict}"), highlight=False)

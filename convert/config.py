@@ -200,7 +200,7 @@ def refuse_unstated(read: ReadConfig) -> None:
     """
     for key in read.unstated:
         raise ConfigInvalid(
-            f"the config does not state {key}; engines take a default of theirs, whatever the head was trained with",
+            f"the config has no {key}; engines use their own default, whatever the head was trained with",
             where="config.json",
             fix=THETA,
         )
@@ -442,7 +442,7 @@ def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
         where="config.json: max_position_embeddings",
-        fix="Say --max-positions: the longest context that will be served.",
+        fix="Give --max-positions: the longest context that you will serve.",
     )
 
 
@@ -538,7 +538,7 @@ def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
         raise ConfigInvalid(
             f"{name} is {value!r}, not {phrase}",
             where=f"config.json: {key or name}",
-            fix="Put the key right.",
+            fix="Correct the key.",
             code="K012",
         )
     return tuple(value) if isinstance(value, list) else value

@@ -123,26 +123,26 @@ def _type_of(target: TargetFacts | None) -> str:
 TARGET_LIMITS = (
     TargetLimit(
         lambda spec, target: not _type_of(target) and not is_mla(spec) and spec.captured[0] != 1,
-        "SGLang reads a list of captured layers that does not begin with 1 by the target's class: as layer inputs for"
-        " DeepSeek and Kimi, as layer outputs for others",
-        "Say --target: the model that the head drafts for.",
+        "SGLang reads a list of captured layers that does not begin with 1 as layer inputs for DeepSeek and Kimi"
+        " targets, and as layer outputs for others",
+        "Give --target: the model that the head drafts for.",
         DEEPSEEK_CLASS,
     ),
     TargetLimit(
         lambda spec, target: bool(_type_of(target)) and ENGINE.capture(_type_of(target)) is None,
-        "kconv knows no class of SGLang 0.5.23 for this target's model_type that captures hidden states for a head",
+        "SGLang 0.5.23 has no class for this target's model_type that captures hidden states",
         "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
         f"{SGLANG_SOURCE}/model_executor/model_runner_components/attention_backend_setup.py#L55-L61",
     ),
     TargetLimit(
         lambda spec, target: spec.captured[0] == 0 and (_type_of(target) in DEEPSEEKS or not _type_of(target)),
-        "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target",
+        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target",
         "Serve this head with vLLM or TensorRT-LLM.",
         DEEPSEEK_CLASS,
     ),
     TargetLimit(
         lambda spec, target: target is not None and _listed(spec, target) is None,
-        "SGLang captures before a layer runs, and so never the output of the target's last one",
+        "SGLang captures before a layer runs, so it never captures the output of the last layer",
         "Serve this head with vLLM or TensorRT-LLM.",
         f"{MODELS}/deepseek_v2.py#L3193-L3194",
     ),
@@ -401,15 +401,15 @@ def _read(metrics: str) -> Totals:
 def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Counts:
     if not d[VERIFY] and d[GENERATED] > d[REQUESTS]:
         raise CountersMissing(
-            f"the server answered {d[REQUESTS]:g} requests without a verify call: it serves without speculation",
+            f"the server answered {d[REQUESTS]:g} requests without a verify step, so it does not speculate",
             where=VERIFY,
             fix="Start SGLang with --speculative-algorithm EAGLE3 and --enable-metrics.",
         )
     if d[REQUESTS] != requests:
         raise CountersDisturbed(
-            f"the server counted {d[REQUESTS]:g} requests where {requests} were sent",
+            f"the server counted {d[REQUESTS]:g} requests, but {requests} were sent",
             where=REQUESTS,
-            fix="Let no one else use the server meanwhile.",
+            fix="Let nobody else use the server meanwhile.",
         )
     return Counts(d[VERIFY], d[GENERATED] - requests - d[VERIFY], None, prompts)
 

@@ -225,7 +225,7 @@ def _count_iterations(d: Mapping[str, float], k: int, requests: int, prompts: in
         )
     if d[DRAFTED] % k:
         raise DefinitionsMixed(
-            f"{d[DRAFTED]:g} drafted tokens are no whole number of steps of {k}",
+            f"{d[DRAFTED]:g} drafted tokens are not a whole number of steps of {k}",
             where=DRAFTED,
             fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step; "
             "a TensorRT-LLM that counts drafts by token_position needs no such number.",

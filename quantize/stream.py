@@ -161,7 +161,7 @@ def largest(weight: StoredWeight) -> float:
                 break
     if not 0 < found < math.inf:
         raise TensorValue(
-            f"{weight.name} is zero throughout" if found == 0 else f"{weight.name} holds NaN or Inf",
+            f"{weight.name} is all zeros" if found == 0 else f"{weight.name} holds NaN or Inf",
             where=weight.infos[0].file,
             fix="Fetch the shard again, or keep this module out of the recipe (keep: ...).",
         )

@@ -54,7 +54,7 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
             raise _invalid(f"repeats the id {prompt.id!r}", number, file)
         prompts[prompt.id] = prompt
     if not prompts:
-        raise PromptsInvalid(f"{file.name} holds no prompts", where=file, fix="Give one JSON object a line.")
+        raise PromptsInvalid(f"{file.name} holds no prompts", where=file, fix="Write one JSON object per line.")
     return tuple(prompts.values())
 
 

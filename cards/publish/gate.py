@@ -281,10 +281,10 @@ def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> li
         lines = "".join(f"\n  {f.rule} {f.where}: {f.message}\n       {f.fix}" for f in left)
         may = sorted({finding.rule for finding in left} - never)
         raise PublishRefused(
-            f"{len(left)} check(s) speak against publishing this folder:{lines}",
-            fix=f"Mend these, or give a reason that the card will state: --allow {may[0]} --why TEXT"
+            f"not published, because {len(left)} check{'s' * (len(left) != 1)} failed:{lines}",
+            fix=f"Fix these, or allow one for a reason that the card states: --allow {may[0]}=REASON"
             if may
-            else "Mend these; no reason overrides them.",
+            else "Fix these. None of them can be allowed.",
         )
     return [(finding, by_rule[finding.rule]) for finding in errors]
 

@@ -164,7 +164,7 @@ def test_no_reason_overrides_what_is_not_these_bytes(folder, rule):
         if broken == rule:
             break_it(folder)
             break
-    with pytest.raises(PublishRefused, match="no reason overrides"):
+    with pytest.raises(PublishRefused, match="None of them can be allowed"):
         prepare(candidate(folder), [Allowance(rule, "I know better")])
 
 

@@ -92,7 +92,7 @@ def test_headers_only_reads_no_value(tmp_path):
 @pytest.mark.parametrize("more", [["--prompts", "p.jsonl", "--target", "."], ["--source", "."]])
 def test_headers_only_and_what_is_about_values_is_misuse(good, more):
     shown = kconv("validate", good, "--headers-only", *more)
-    assert shown.exit_code == 2 and "reads no value" in shown.stderr
+    assert shown.exit_code == 2 and "reads no weights" in shown.stderr
 
 
 def test_the_same_report_in_three_forms(tmp_path):

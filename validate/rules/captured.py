@@ -50,7 +50,7 @@ def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found
             where = TOP if listed_ids(subject.flat.get(TOP)) and engine in VLLM else NESTED
             yield Found(
                 f"config.json: {where}",
-                f"the head was trained on the outputs of layers {list(subject.captured or ())}, and {engine} would"
+                f"the head was trained on the outputs of layers {list(subject.captured or ())}, but {engine} would"
                 f" feed it those of {list(seen)}",
             )
 
