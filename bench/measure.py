@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 CONFIG = "config.json"
 LOSSY_NOTE = "the rejection sampling is lossy, so the answers are not the target's own"
 PER_REQUEST = "counted by the engine for each request"
-AS_TOLD = "as told: no engine says which weights it serves"
+AS_TOLD = "stated by the user: no engine reports which weights it serves"
 
 
 @dataclass(frozen=True)

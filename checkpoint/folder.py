@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as fault:
         raise NotACheckpoint(
-            f"{folder} is not a folder: {fault.strerror}", fix="Give a checkpoint folder or a hub id org/name."
+            f"{folder} is {'a file' if folder.is_file() else f'not a folder: {fault.strerror}'}", fix=_instead(folder)
         ) from fault
     if is_partial(folder):
         raise NotACheckpoint(
@@ -133,7 +134,19 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return parse_object(text)
     except ValueError as fault:
-        raise ConfigInvalid(f"{file.name} cannot be read: {fault}", where=file, fix="Export it again.") from fault
+        raise ConfigInvalid(
+            f"{file.name} cannot be read: {fault}", where=file, fix="Correct it there, or export it again."
+        ) from fault
+
+
+def _instead(path: Path) -> str:
+    """Return what to give in place of a path that is no folder."""
+    if path.is_file():
+        return f"Give the checkpoint's folder: {path.parent}"
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, n=1)
+    meant = f" Did you mean {path.parent / close[0]}?" if close else ""
+    return f"Give a checkpoint folder or a Hub id org/name.{meant}"
 
 
 def _without_config(folder: Path) -> NotACheckpoint:
@@ -142,7 +155,9 @@ def _without_config(folder: Path) -> NotACheckpoint:
     for mark, (what, fix) in OTHERS.items():
         if any(name.endswith(mark) for name in held):
             return NotACheckpoint(f"{folder.name} holds {what}, and no config.json", where=folder, fix=fix)
-    inner = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    # Also those of a folder of the Hub's cache.
+    found = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
+    inner = sorted(str(file.parent.relative_to(folder)) for file in found)
     return NotACheckpoint(
         f"{folder} has no config.json" + (f", and its folders {', '.join(inner[:5])} have one" if inner else ""),
         where=folder,
@@ -162,7 +177,7 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
                 raise NotACheckpoint(f"{folder.name} holds {what}, and no *.safetensors", where=folder, fix=fix)
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         fix = (
-            f"kconv reads no pickles; save {pickles[0]} as safetensors first."
+            f"Save the tensors of {pickles[0]} with safetensors.torch.save_file; kconv reads no such pickle."
             if pickles
             else "Check the path; a download may be incomplete."
         )

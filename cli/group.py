@@ -103,7 +103,7 @@ class Kconv(click.Group):
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             close = likely(name, self.list_commands(ctx))
-            meant = f" Did you mean {' or '.join(close)}?" if close else ""
+            meant = f" Did you mean {' or '.join(close)}?" if close else " kconv --help lists them."
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)
 

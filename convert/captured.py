@@ -254,7 +254,7 @@ def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> 
             where=where,
             fix="Give --captured-are outputs.",
         )
-    return Captured(outputs, f"as told: {list(ids)} are layer {convention}")
+    return Captured(outputs, f"set by the user: {list(ids)} are layer {convention}")
 
 
 def _by_word(told: Captured, hints: Hints) -> Captured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from .counters import Counters, Counts, PerRequest, Totals, recognize
 from .registry import engines
 
 SHOWN = 500  # characters of an answer, in a message
+ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 HEALTH_SECONDS = 5.0
 LARGEST = 256 << 20  # bytes of one answer; a page of metrics or a completion has a few MiB at most
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -300,7 +302,7 @@ class Client:
                 data = _read(answer, time.monotonic() + seconds, url)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as fault:
             raise EngineFailed(
-                f"the server does not answer: {fault or type(fault).__name__}",
+                f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
                 where=url,
                 fix="Check the address, and that the server runs.",
             ) from fault

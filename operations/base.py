@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -282,7 +283,9 @@ def first_wrong(cls: type[Operation], error: ValidationError) -> str:
     found = error.errors()[0]
     message = found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
-        return f"there is no option {flag(str(found['loc'][0]))}"
+        name = str(found["loc"][0])
+        close = get_close_matches(name, map(plain_name, cls.model_fields), n=1)
+        return f"there is no option {flag(name)}" + (f"; did you mean {close[0]}?" if close else "")
     if not found["loc"]:
         return message
     name = str(found["loc"][0])

@@ -100,8 +100,9 @@ class Bench(Reading):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        branches, _ = self.branches
         if not (self.url or self.target):
-            raise ValueError("give --head, and either --url or --target")
+            raise ValueError("--url or --target is required")
         if self.url:
             self.refuse("target", "engine", "engine_python", *OFFLINE, unless="without --url")
         elif not self.engine:
@@ -113,7 +114,7 @@ class Bench(Reading):
             if not self.python:
                 raise ValueError(f"--engine needs --engine-python (or ${PYTHON})")
             starter = registry.engine(self.engine).starter
-            if self.branches[0] > 1 and not (starter and starter.trees):
+            if branches > 1 and not (starter and starter.trees):
                 raise ValueError(f"--tree: {self.engine} drafts only chains")
         return self
 

@@ -110,7 +110,7 @@ class Convert(Reading):
             ConversionInaccurate: another attention keeps less than --min-retention.
             KconvError: the head or the target cannot be read.
         """
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         return self._convert_attention(context) if self.attention else self._convert(context)
 
     def estimate(self, context: Context) -> Estimate:

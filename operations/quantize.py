@@ -171,7 +171,7 @@ class Quantize(Prompted):
         if world.size > 1 and self.backend == "modelopt":
             raise RequestInvalid("--backend modelopt runs in one process", fix="Start it without torchrun.")
         if not world.rank:
-            refuse_existing_output(self.out)
+            refuse_existing_output(self.out, self.target)
         if self.backend == "modelopt":
             return self._modelopt(context, recipe)
         plan, processes = self._plan(context, recipe), self._processes()
@@ -301,7 +301,7 @@ class QuantizeHead(Reading):
         from ..quantize.head.formats import FORMATS
         from ..quantize.head.plan import quantize_head
 
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         head, target = self.open(context, self.head), context.source(self.target or "")
         with context.status("quantizing") as say:
             manifest, kept = quantize_head(

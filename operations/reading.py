@@ -119,13 +119,18 @@ def check_trusted(context: Context, trust_remote_code: bool, target: str | None)
         )
 
 
-def refuse_existing_output(out: str | None) -> None:
-    """Refuse an output that is already there.
+def refuse_existing_output(out: str | None, source: str | None = None) -> None:
+    """Refuse an output that is already there, or that lies inside the checkpoint it is made from.
 
     Raises:
-        OutputExists: it is.
+        OutputExists: it is there.
+        RequestInvalid: it would lie inside the source's folder, where its files would count as the source's.
     """
     from ..checkpoint.staging import refuse_existing
+    from ..errors import RequestInvalid
 
-    if out is not None:
-        refuse_existing(Path(out))
+    if out is None:
+        return
+    refuse_existing(Path(out))
+    if source is not None and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
+        raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder beside it.")

@@ -73,8 +73,8 @@ class Train(Operation):
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
     (.NAME.training beside OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
-    an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. kconv.json records the training;
-    the folder modelopt has the head as ModelOpt's module, and the curves.
+    an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. Its manifest records the
+    training; its folder modelopt has the head as ModelOpt's module, and the curves.
     """
 
     EXAMPLES = (

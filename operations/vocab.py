@@ -101,7 +101,7 @@ class Vocab(Reading):
             KconvError: the head, the target or the text cannot be read.
         """
         check_trusted(context, self.trust_remote_code, self.target)
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         if self.out is None:
             with context.status("examining the vocabulary"):
                 return VocabExamined(self._examine(context))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -69,7 +70,10 @@ def read_step(values: Any) -> Step:
     if isinstance(values, Step):
         return values
     if not isinstance(values, Mapping) or values.get("do") not in kinds():
-        raise ValueError(f"a step needs the key `do` with one of {', '.join(kinds())}")
+        do = str(values.get("do", "")) if isinstance(values, Mapping) else ""
+        close = get_close_matches(do, kinds(), n=1)
+        said = f"do is {do!r}, which is no operation" if do else "the key `do` is missing"
+        raise ValueError(f"{said}; " + (f"did you mean {close[0]}?" if close else f"use one of {', '.join(kinds())}"))
     do, rest = values["do"], {key: value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
     output = cls.output()
@@ -141,12 +145,14 @@ def read_release(file: Path) -> tuple[Release, str]:
 
 def parse_release(text: str, *, where: object = "") -> Release:
     """Read a recipe's text; see `read_release`."""
-    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix="Correct it there.")
+    values = parse_yaml(
+        text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
+    )
     try:
         return Release.model_validate(values)
     except ValidationError as fault:
         raise RecipeInvalid(
-            f"the recipe is wrong: {first_wrong(fault)}",
+            f"the recipe is wrong: {first_wrong(fault, Release.model_fields)}",
             where=where,
-            fix="A step's keys are the options of its command: kconv COMMAND --help.",
+            fix="Correct it there. A step's keys are the options of its command (kconv COMMAND --help).",
         ) from fault

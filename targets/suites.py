@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..checkpoint.bytes import file_digest
@@ -120,6 +121,10 @@ def load_suite(
     else:
         if revision:
             raise SuiteInvalid("a file has no revision", where=name, fix="Leave --revision out.")
+        if not Path(name).exists() and (close := get_close_matches(name.lower(), SUITES, n=1)):
+            raise SuiteInvalid(
+                f"there is no suite and no file {name}", where="--suite", fix=f"Did you mean {close[0]}?"
+            )
         prompts = read_prompts(Path(name))
         pinned = f"sha256:{file_digest(Path(name))}"
         known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)

@@ -209,7 +209,8 @@ def check_origin(source: Origin) -> list[Finding]:
         return []
     said = {name: (getattr(source.recorded.spec, name), getattr(source.alone.spec, name)) for name in fields}
     differ = "; ".join(
-        f"{name} is {told} as the conversion was told, {alone} by itself" for name, (told, alone) in said.items()
+        f"{name} is {told} by the conversion's options, {alone} by its own files"
+        for name, (told, alone) in said.items()
     )
     return [
         Finding(

@@ -228,7 +228,7 @@ def test_what_sglang_says_of_its_drafting_is_kept():
         run = ServerRun(draft_tokens=K, head="h", weights={"model.safetensors": "00"})
         found = measure_server(server.url, SUITE, run)
     assert found.provenance["server"] == INFO
-    assert "as told" in found.provenance["weights"]
+    assert "stated by the user" in found.provenance["weights"]
 
 
 def test_a_tree_that_is_the_servers_is_measured():

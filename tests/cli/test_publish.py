@@ -69,7 +69,7 @@ def test_a_name_that_no_repository_can_have_is_refused_before_the_folder_is_judg
     ran = kconv(folder, repo, *more)
     usage = "--" not in repo and not repo.endswith(".")  # not of the form org/name
     assert (ran.exit_code, ran.stdout) == (2 if usage else 1, "")
-    said = f"REPO {repo!r} is not of the form" if usage else f"is not a valid repository name {repo!r}"
+    said = f"REPO {repo!r} is not of the form" if usage else f"{repo!r} is not a valid repository name"
     assert said in ran.stderr and "P113" not in ran.stderr
     assert hub.served == []
 

@@ -36,7 +36,7 @@ def test_a_good_head_is_exit_0_and_says_for_whom(good):
     shown = kconv("validate", good)
     assert (shown.exit_code, "no errors" in shown.stdout) == (0, True)
     assert "checked for vllm-v1, vllm-v2 (the engines that the layout is written for)" in shown.stdout
-    assert "checked for sglang (asked)" in kconv("validate", good, "--for", "sglang").stdout
+    assert "checked for sglang (as requested)" in kconv("validate", good, "--for", "sglang").stdout
 
 
 def test_a_broken_head_is_exit_1_with_its_rule_and_a_fix(tmp_path):

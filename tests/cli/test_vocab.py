@@ -61,7 +61,7 @@ def test_the_report_reads_the_same_in_words(pruned, tiny_target, text):
     for line in (
         "offsets, ascending",
         "300 of 512",
-        "300 of 300 rows are the target's",
+        "300 of 300 rows equal the target's",
         "3 kept, 0 lost",
         "100.00% of",
     ):
