@@ -661,9 +661,8 @@ def _show_card(_: Operation, result: CardWritten) -> None:
     err = not result.checked
     for finding in result.findings:
         echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err)
-    found = (
-        f"{len(result.findings)} findings about licenses and origins" if result.findings else "license checks passed"
-    )
+    count = len(result.findings)
+    found = f"{count} finding{'s' * (count != 1)} about licenses and origins" if count else "license checks passed"
     echo(f"{result.folder}: {found}", err=err)
 
 

@@ -221,7 +221,9 @@ CHECKS = (
         "P106", "The report has no errors and covers every engine that the layout is written for.",
         "Fix what kconv validate found, and run it without --for.", _report_clean,
     ),
-    Check("P107", "The weights are identical to the source's, or their difference was measured.", VALIDATE, _nothing_lost),
+    Check(
+        "P107", "The weights are identical to the source's, or their difference was measured.", VALIDATE, _nothing_lost
+    ),
     Check(
         "P108", "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
         "Put min_acceptance into the recipe, or give --min-acceptance with its options.", _floor_named,
@@ -238,8 +240,8 @@ CHECKS = (
         "Write it again with kconv card and this evidence, and give its --facts here too.", _card,
     ),
     Check(
-        "P114", "No file except the weights contains a token, a key or a password.", "Remove it, and revoke it.", _secrets,
-        allowable=False,
+        "P114", "No file except the weights contains a token, a key or a password.", "Remove it, and revoke it.",
+        _secrets, allowable=False,
     ),
     Check(
         "P115", "Every file is of a kind that a release holds: no pickle, no code, nothing hidden.", "Remove it.",
