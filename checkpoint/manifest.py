@@ -16,7 +16,7 @@ from .folder import Checkpoint, open_checkpoint
 from .schema import load_json
 
 MANIFEST = "kconv.json"
-AGAIN = "Fetch the folder again, or make it again with kconv."
+AGAIN = "Fetch the folder again, or create it again with kconv."
 ADDED = "Remove the file if it was added; if not, convert the head again."
 # What an engine reads of a folder: config, weights in any container, and how they are quantized.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208

@@ -184,7 +184,7 @@ def _opened(
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise error(f"{file.name} is no regular file", where=file, fix=fix)
+            raise error(f"{file.name} is not a regular file", where=file, fix=fix)
         if found.st_size > limit:
             raise large(f"{file.name} is {found.st_size:,} bytes, more than {limit:,}", where=file, fix=fix)
         with os.fdopen(descriptor, "rb", closefd=False) as held:

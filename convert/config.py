@@ -154,7 +154,7 @@ def find_config(
     captured = read_captured(config, hints, tensors, problems)
     rope = find_rope(config, problems)
     if not states_theta(config):
-        what = "rope_theta stands nowhere in the config; engines take a default of theirs"
+        what = "the config has no rope_theta; engines use their own default"
         problems.append(Problem("K162", "warning", "config.json: rope_theta", what, THETA))
     max_positions = None
     with problems.catching():
@@ -312,7 +312,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
                 ConfigInvalid,
                 f"{held} decoder layer(s) are stored, but --layers is {hints.layers}",
                 f"config.json: {key}",
-                "Say the number that is stored, or export the head whole.",
+                "Give the number of stored layers, or export all of the head.",
                 TARGETS_DEPTH,
             )
         return {key: hints.layers}

@@ -133,7 +133,7 @@ def _licenses(step: Card, context: StepContext, release: Release, out: Path, pla
         return
     facts = release.facts
     if not facts.license.id:
-        yield _missing("L2", "facts.license.id", "nobody has said under which license the head stands")
+        yield _missing("L2", "facts.license.id", "nobody has stated the head's license")
     if not facts.base_model:
         yield _missing("L8", "facts.base_model", "nobody has said what the head's target is")
     if planned.runs is None:

@@ -407,7 +407,7 @@ def find(file: Path, layers: int) -> CalibrationState | None:
             hidden = [held.get_tensor(str(i)) for i in range(count)]
         done = int(said["layers"])
         if not 0 <= done <= layers:
-            raise ValueError(f"it stands behind layer {done} of {layers}")
+            raise ValueError(f"it is at layer {done} of {layers}")
         return CalibrationState(done, hidden, parse_json(said["amaxes"]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         raise InputScalesInvalid(

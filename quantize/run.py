@@ -181,7 +181,7 @@ def _wait_for_others(
 
 
 def _hear(place: Workplace, world: World) -> None:
-    again = "Run the same command again on all ranks; it goes on where it stopped."
+    again = "Run the same command again on all ranks; it resumes."
     for rank in range(world.size):
         if place.failure(rank).exists():
             raise WorkerFailed(

@@ -291,7 +291,7 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
             reason = {"weight": f"NVFP4 of {module.weight.form}", "input_scale": inputs}.get(suffix, "with its weight")
             found[name] = ("added" if suffix == "input_scale" else "quantized", sources, reason)
     for weight in unit.dequantized:
-        found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot stand beside NVFP4")
+        found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot be combined with NVFP4")
     for info in unit.carried:
         found[info.name] = ("copied", (info,), "")
     return found

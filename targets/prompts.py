@@ -69,11 +69,11 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
         raise _invalid('needs either "prompt" or "turns"', number, file)
     turns = value["turns"] if "turns" in value else [value["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise _invalid("has a turn that is no text, or none at all", number, file)
+        raise _invalid("has a turn that is not text, or no turns", number, file)
     name = value.get("question_id", value.get("id", number))
     category = value.get("category", "")
     if not isinstance(name, str | int) or not isinstance(category, str):
-        raise _invalid("has an id or a category that is no text", number, file)
+        raise _invalid("has an id or a category that is not text", number, file)
     return Prompt(str(name), category, tuple(turns))
 
 

@@ -411,7 +411,7 @@ def _check_shards(folder: Path, record: StatesRecord) -> None:
     named = [shard.file for shard in record.shards] + ([record.index.file] if record.index else [])
     if not follows or any(Path(file).name != file for file in named):
         raise StatesInvalid(
-            f"{RECORD} lists shards that do not make up its {len(record.sequences)} sequences",
+            f"{RECORD} lists shards that do not match its {len(record.sequences)} sequences",
             where=folder,
             fix="Create the states again.",
         )

@@ -248,7 +248,7 @@ def int4_of(base: str, tensors: dict[str, TensorInfo]) -> Int4:
     """
     found = [tensors.get(f"{base}.{suffix}") for suffix in SUFFIXES]
     if None in found or f"{base}.weight_zero_point" in tensors or f"{base}.weight_g_idx" in tensors:
-        raise _unknown(f"{base} has not the three tensors {', '.join(SUFFIXES)}", base)
+        raise _unknown(f"{base} lacks one of the three tensors {', '.join(SUFFIXES)}", base)
     packed, scale, extent = (info for info in found if info is not None)
     if packed.dtype != "I32" or scale.dtype not in SCALES or extent.dtype not in ("I32", "I64"):
         raise _unknown(f"{base} is {packed.dtype} with scales in {scale.dtype}", packed.file)

@@ -96,7 +96,7 @@ def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole:
             yield _broken(file.name, f"engines read it, and {MANIFEST} does not account for it")
     for name, record in sorted(records.items()):
         if Path(name).name != name:
-            yield _broken(MANIFEST, f"it records {name!r}, which is no file of its own folder")
+            yield _broken(MANIFEST, f"it records {name!r}, which is not in its folder")
         elif not (folder / name).is_file():
             if whole or name in weights:
                 yield _broken(name, f"{MANIFEST} records it, and it is not there")

@@ -111,7 +111,7 @@ def _too_far(slot: str, found: float, form: Form) -> Finding:
         where=slot,
         message=f"its signal over noise is {found:.1f} dB, and rounding to {form.name} leaves {form.floor} dB at the"
         " least",
-        fix="Quantize the head again, and give the very head that it is made from.",
+        fix="Quantize the head again, and compare it with the head that it was made from.",
     )
 
 

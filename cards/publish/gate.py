@@ -82,7 +82,7 @@ def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name in candidate.odd:
-        yield name, "it is no plain file; what it leads to is not the folder's own"
+        yield name, "it is not a regular file; it leads out of the folder"
 
 
 def _unfit(candidate: Candidate) -> Iterator[tuple[str, str]]:

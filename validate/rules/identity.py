@@ -21,7 +21,8 @@ def _other_class(subject: HeadSubject, known: Mapping[type, frozenset[str]]) -> 
     if name is not None and subject.layout is not None and name not in classes:
         kind = "an MLA" if subject.is_mla else "a GQA"
         yield Found(
-            "config.json: architectures", f"{name} is no class for {kind} head; known are {', '.join(sorted(classes))}"
+            "config.json: architectures",
+            f"{name} is not a class for {kind} head; known are {', '.join(sorted(classes))}",
         )
 
 
