@@ -88,9 +88,7 @@ def prepare_text(text: HeldOutText) -> ReadyText:
     held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
     texts = [row for row in held_out.tokens if len(row) > 1]
     if not texts:
-        raise PromptsInvalid(
-            "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
-        )
+        raise PromptsInvalid("no prompt has two tokens", where=text.prompts, fix="Give longer prompts.")
     headers, config = text.source.open_headers(), read_target_config(text.source.fetch_config())
     must_part(stored_weights(headers, config), config, torch.float32, text.source.name)
     folder = text.source.fetch_model()
