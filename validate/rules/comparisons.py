@@ -59,6 +59,9 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("K365", "norm-off-its-scale", "warning", "A head is accepted clearly more often when a norm is stronger or"
              " weaker: the norm was scaled after training, or the head is not fully trained.", "Compare the norm with"
              " the trainer's own; where it is the same, train longer."),
+    Rule("K366", "rope-not-confirmed", "warning", "An MLA head's RoPE is not its MLA target's, from whose config such"
+             " heads are built, and on this text neither drafts clearly better.", "Compare rope_theta and rope_scaling"
+             " with the training config; measure on longer text (--prompt-tokens, --new-tokens)."),
     Rule("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
              " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
     Rule("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
