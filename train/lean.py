@@ -82,7 +82,8 @@ class Steps:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Add a step's, and return those of all steps."""
-        self.keys, self.values = (*self.keys, key), (*self.values, value)
+        # MLA's values are a part of what its projection gives, which is not to be kept for them.
+        self.keys, self.values = (*self.keys, key), (*self.values, value.contiguous())
         return self.keys, self.values
 
 
