@@ -16,7 +16,7 @@ from .folder import Checkpoint, open_checkpoint
 from .schema import load_json
 
 MANIFEST = "kconv.json"
-AGAIN = "Fetch the folder again, or make it again with kconv."
+AGAIN = "Fetch the folder again, or create it again with kconv."
 ADDED = "Remove the file if it was added; if not, convert the head again."
 # What an engine reads of a folder: config, weights in any container, and how they are quantized.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208
@@ -222,7 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
     # os.path says False of a name that is too long; pathlib raises.
     if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
         raise NotACheckpoint(
-            f"{folder} has no {MANIFEST} that can be read; kconv did not make it",
+            f"{folder} has no readable {MANIFEST}, so kconv did not write it",
             where=folder,
             fix="Convert it with kconv.",
         )
@@ -311,5 +311,5 @@ def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str)
 
 
 def mismatch(where: object, what: str, fix: str) -> ManifestMismatch:
-    """Return the error of a manifest that does not hold."""
-    return ManifestMismatch(f"the manifest does not hold: {what}", where=where, fix=fix)
+    """Return the error of a folder that its manifest does not describe."""
+    return ManifestMismatch(f"the folder does not match its manifest: {what}", where=where, fix=fix)

@@ -35,7 +35,7 @@ def is_partial(folder: Path) -> bool:
 def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
     """Raise OutputExists if there is anything at `out`; `fix` says what to do."""
     if os.path.lexists(out):
-        raise OutputExists(f"{out} is already there", fix=fix)
+        raise OutputExists(f"{out} already exists", fix=fix)
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _rename(temporary: Path, out: Path) -> None:
         temporary.rename(out)
     except OSError as fault:
         if fault.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise OutputExists(f"{out} appeared while it was being made", fix="Choose another name.") from fault
+            raise OutputExists(f"{out} was created by something else meanwhile", fix="Choose another name.") from fault
         raise
     with suppress(OSError):  # the output is whole by now, whatever this flush says
         _sync(out.parent)
@@ -278,7 +278,7 @@ def check_disk(out: Path, needed: int, *, what: str = "the output takes {} more"
     free = free_bytes(out)
     if needed > free:
         raise OutputFailed(
-            f"{what.format(f'{needed / 1e9:.2f} GB')}, and {free / 1e9:.2f} GB are free",
+            f"{what.format(f'{needed / 1e9:.2f} GB')}, but {free / 1e9:.2f} GB are free",
             where=out.absolute().parent,
             fix="Free some space, or choose an output on another disk.",
         )

@@ -62,16 +62,16 @@ def _parse(stated: dict[str, Any]) -> Rope:
     partial = _number("partial_rotary_factor", stated.pop("partial_rotary_factor", 1.0))
     if partial > 1:
         raise ConfigInvalid(
-            f"partial_rotary_factor is {partial}, more than the whole",
+            f"partial_rotary_factor is {partial}, more than 1",
             where="config.json: partial_rotary_factor",
-            fix="Put the key right.",
+            fix="Correct the key.",
             code=INVALID,
         )
     kind = stated.pop("rope_type", "default")
     if kind == "default":
         if stated:
             raise ConfigInvalid(
-                f"the config states RoPE's {', '.join(sorted(stated))}, but no rope_type that has them",
+                f"the config has RoPE's {', '.join(sorted(stated))}, but no rope_type that uses them",
                 where="config.json: rope_scaling",
                 fix='State the rope_type that the head was trained with, e.g. "yarn".',
                 code=INVALID,
@@ -79,7 +79,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
         return Rope(theta, None, partial)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigUnsupported(
-            f"RoPE scaling {kind!r} is not one that kconv knows ({', '.join(SCALINGS)})",
+            f"RoPE scaling {kind!r} is not supported ({', '.join(SCALINGS)})",
             where="config.json: rope_scaling",
             fix="Serve this head with the engine it was made for.",
             code=INVALID,
@@ -99,7 +99,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
         raise ConfigInvalid(
             f"RoPE scaling {kind} lacks {', '.join(missing)}",
             where="config.json: rope_scaling",
-            fix="Engines fall back to different defaults; state what the head was trained with.",
+            fix="State the value that the head was trained with. Engines use different defaults.",
             code=INVALID,
         )
     values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
@@ -152,9 +152,9 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         if any(value != merged[key] for value in others):
             said = ", ".join(f"{place} is {value!r}" for place, value in places.items())
             error = ConfigInvalid(
-                f"the config states RoPE's {key} twice and differently: {said}",
+                f"the config states RoPE's {key} twice, with different values: {said}",
                 where="config.json: rope_theta, rope_scaling, rope_parameters",
-                fix="Engines would pick one each; leave the one that the head was trained with.",
+                fix="Keep the value that the head was trained with. Engines differ in which they read.",
             )
             problems.append(error.problem("K160"))
     return merged
@@ -174,5 +174,5 @@ def _number(name: str, value: object) -> float:
     bounded = f"number from {least:g} to {most:g}" if name in BOUNDS else f"positive number up to {MOST:g}"
     kind = "whole number of tokens below 2**31" if is_count else bounded
     raise ConfigInvalid(
-        f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Put the key right.", code=INVALID
+        f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Correct the key.", code=INVALID
     )

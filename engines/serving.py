@@ -57,7 +57,7 @@ def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
             lines.
     """
     if (starter := engine.starter) is None:
-        raise EngineFailed(f"{engine.title} cannot be started here", fix="Give the --url of one that runs.")
+        raise EngineFailed(f"kconv cannot start {engine.title}", fix="Give the --url of a running one.")
     with (
         heed_sigterm(),
         tempfile.TemporaryDirectory(prefix=f"kconv-{engine.name}-") as folder,
@@ -124,7 +124,7 @@ def _failure(what: str, serving: Serving, title: str, starter: Starter, log: Pat
     return EngineFailed(
         "\n".join([what + because, *(f"  | {line}" for line in lines[-SHOWN_LINES:])]),
         where=served,
-        fix=f"Put right what {title} complains about.",
+        fix=f"Fix the {title} error above.",
     )
 
 

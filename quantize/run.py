@@ -172,16 +172,16 @@ def _wait_for_others(
             time.sleep(WAIT)
     for unit in plan.units:
         if place.read(unit.file) is None:
-            raise WorkerFailed(f"{unit.file} is not whole", fix="Run the same command again to make it.")
+            raise WorkerFailed(f"{unit.file} is incomplete", fix="Run the same command again.")
 
 
 def _hear(place: Workplace, world: World) -> None:
-    again = "Run the same command again on all ranks; it goes on where it stopped."
+    again = "Run the same command again on all ranks; it resumes."
     for rank in range(world.size):
         if place.failure(rank).exists():
             raise WorkerFailed(
                 f"rank {rank} failed: {read_text(place.failure(rank), WorkerFailed, fix=again)}",
-                fix="Put that right, and run the same command again on all ranks; it goes on where it stopped.",
+                fix="Fix that, and run the same command again on all ranks to resume.",
             )
 
 
@@ -240,7 +240,7 @@ def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: in
     except BrokenProcessPool as fault:
         raise WorkerFailed(
             "a process that packed one of the files was killed",
-            fix="It may have been out of memory: give fewer --jobs. Run the same command again to go on.",
+            fix="It may have run out of memory: use fewer --jobs. The same command resumes.",
         ) from fault
 
 

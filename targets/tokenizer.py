@@ -218,11 +218,13 @@ class Vocabulary:
         texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
         ids = torch.tensor([i for text in texts for i in self.tokenizer.encode(text)], dtype=torch.int64)
         if not len(ids):
-            raise PromptsInvalid(f"{file.name} holds no text", where=file, fix="Give a text like what will be asked.")
+            raise PromptsInvalid(
+                f"{file.name} holds no text", where=file, fix="Give text like the text that you serve."
+            )
         if int(ids.max()) >= self.size:
             raise TargetInvalid(
-                f"the tokenizer gives id {int(ids.max())}, and the target's vocabulary ends at {self.size - 1}",
-                fix="Check that tokenizer and config.json are of the same target.",
+                f"the tokenizer gives id {int(ids.max())}, but the target's vocabulary ends at {self.size - 1}",
+                fix="Check that tokenizer and config.json belong to the same target.",
             )
         return torch.bincount(ids, minlength=self.size)
 

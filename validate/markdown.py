@@ -47,7 +47,7 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     if isinstance(engines, list):
         lines += [
             f"Checked for {markdown(', '.join(map(str, engines)))} "
-            f"({markdown(report.provenance.get('for_by', 'asked'))}).",
+            f"({markdown(report.provenance.get('for_by', 'every engine'))}).",
             "",
         ]
     if report.findings:

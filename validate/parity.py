@@ -57,15 +57,15 @@ def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch
     ):
         if ours != theirs:
             raise TargetInvalid(
-                f"the head was made for a target with {what} {ours}; this one has {theirs}",
+                f"the head needs a target with {what} {ours}; this one has {theirs}",
                 where=target.folder,
                 fix="Give the target that the head was trained on.",
             )
     if spec.captured[-1] >= config.layers:
         raise TargetInvalid(
-            f"the head reads layer {spec.captured[-1]} of a target of {config.layers} layers",
+            f"the head reads layer {spec.captured[-1]}, but the target has {config.layers} layers",
             where=target.folder,
-            fix="Give the target that the head was trained on, or put the captured layers right (--captured-are).",
+            fix="Give the target that the head was trained on, or correct the captured layers (--captured-are).",
         )
     weights, inputs = read_served(head) if head.is_quantized else (read_weights(head), {})
     shared = {"embed_tokens": config.embed_tokens, "lm_head": config.lm_head}
@@ -141,7 +141,7 @@ def measure_parity(
     if parity.states is not None:
         return _from_states(output, source, parity, parity.states, say, still_open)
     if parity.prompts is None:
-        raise PromptsInvalid("there is nothing to measure on", fix="Give prompts, or stored states.")
+        raise PromptsInvalid("there is no text to measure on", fix="Give prompts or stored states.")
     return _from_target(output, source, parity, parity.prompts, say, still_open)
 
 
@@ -311,9 +311,9 @@ def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -
     own = digest(target.open_tensors({config.lm_head})[config.lm_head])
     if own != states.record.target.lm_head_blake3:
         raise StatesInvalid(
-            f"the states are of {states.record.target.source}, whose lm_head holds other values than {target.name}'s",
+            f"the states come from {states.record.target.source}, whose lm_head differs from {target.name}'s",
             where=states.folder,
-            fix="Give the target that the states were made with, or make states of this one.",
+            fix="Give the target that the states come from, or create states of this one.",
         )
 
 

@@ -88,9 +88,7 @@ def prepare_text(text: HeldOutText) -> ReadyText:
     held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
     texts = [row for row in held_out.tokens if len(row) > 1]
     if not texts:
-        raise PromptsInvalid(
-            "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
-        )
+        raise PromptsInvalid("no prompt has two tokens", where=text.prompts, fix="Give longer prompts.")
     check_layers_fit(text.source)
     folder = text.source.fetch_model()
     about: dict[str, object] = {

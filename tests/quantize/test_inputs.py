@@ -138,7 +138,7 @@ def test_an_amax_beyond_what_its_norm_can_reach_is_named(name, norm, wrapped, fo
     module.weight.data = weight.float()
     reached = float(module(alone).detach().abs().max())
     from_calibration(calibrated(lambda held: held.update({name: reached}))[0], target, config)
-    with pytest.raises(InputScalesInvalid, match=rf"the amax of {name} is .*{norm}, which it reads, reaches"):
+    with pytest.raises(InputScalesInvalid, match=rf"the amax of {name} is .*{norm}, reaches at most"):
         from_calibration(calibrated(lambda held: held.update({name: 1.05 * reached}))[0], target, config)
 
 

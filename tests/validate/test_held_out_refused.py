@@ -77,7 +77,7 @@ def test_wrong_usage_is_named_before_weights_are_fetched(words, pair, prompts, m
     monkeypatch.setattr(Folder, "open_weights", fetched.append)
     source, out = map(str, pair)
     done = CliRunner().invoke(main, ["validate", out, "--source", source, "--prompts", str(prompts), *words])
-    assert done.exit_code == 2 and "these are about heads: --" in done.output
+    assert done.exit_code == 2 and "only for a head" in done.output
     assert fetched == []
 
 
