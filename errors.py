@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
+# Who an address is asked as, and by which password: shown to nobody.
+PASSWORD = re.compile(r"://[^/\s@'\"]+@")
 
 
 class KconvError(Exception):
@@ -22,9 +24,10 @@ class KconvError(Exception):
     """
 
     def __init__(self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "") -> None:
-        self.what, self.where, self.fix, self.see = what, str(where), fix, see
+        self.what, self.where, self.fix = (PASSWORD.sub("://***@", str(text)) for text in (what, where, fix))
+        self.see = see
         self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
-        super().__init__(what)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [self.what]

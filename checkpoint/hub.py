@@ -410,8 +410,9 @@ class RangeReader:
 
 # What the library raises: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
 RAISED = (httpx.HTTPError, OSError, OIDCError, RevisionResolutionError, RuntimeError, ValueError)
-# And of an answer that is JSON of another shape than the Hub's.
-MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError, AssertionError)
+# And of an answer that is JSON of another shape than the Hub's; NameError where the library names, in a message, what
+# such an answer kept it from setting.
+MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError, AssertionError, NameError)
 LOGIN = "hf auth login"
 
 

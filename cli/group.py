@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from ..checkpoint.staging import heed_sigterm
 from ..errors import KconvError, OutputFailed
 from ..operations import OPERATIONS, load
 from .terminal import echo
@@ -63,7 +64,8 @@ class Kconv(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            return super().main(*args, **kwargs)
+            with heed_sigterm():
+                return super().main(*args, **kwargs)
         except OSError as fault:  # click itself ends where a pipe was closed
             if fault.errno not in FULL:
                 raise

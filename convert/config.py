@@ -432,7 +432,7 @@ def _read_key(config: Mapping[str, Any], key: Key, values: dict[str, Any], probl
 def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -> int | None:
     stated = hints.max_positions or config.get("max_position_embeddings")
     if stated is not None:
-        return checked("max_position_embeddings", stated, "count")
+        return checked("max_position_embeddings", stated, "positions")
     if rope is None:
         return None
     if isinstance(rope.scaling, Yarn):
@@ -547,12 +547,24 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+# What no head was ever made with: a value beyond these is a mistake, or somebody's attempt.
+MAX_VOCAB, LEAST_POSITIONS, MAX_EPS = 1 << 24, 8, 0.1
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
     "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
-    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v < 1, "a number between 0 and 1"),
+    # Of the largest target known, 262,208; what is allocated by it is a stranger's word until then.
+    "vocabulary": (lambda v: _is_int(v) and 0 < v <= MAX_VOCAB, f"a number of tokens up to {MAX_VOCAB:,}"),
+    "positions": (
+        lambda v: _is_int(v) and LEAST_POSITIONS <= v < 2**31,
+        f"a context of {LEAST_POSITIONS} tokens or more",
+    ),
+    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v <= MAX_EPS, f"a number between 0 and {MAX_EPS}"),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
-    "token": (lambda v: all(map(_is_int, v if isinstance(v, list) else [v])), "a token id or a list of them"),
+    # -1 is what some configs state for none.
+    "token": (
+        lambda v: all(_is_int(i) and -1 <= i < 2**31 for i in (v if isinstance(v, list) else [v])),
+        "a token id or a list of them",
+    ),
 }
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Also where the engine tests look, and `validate`.
 PYTHON = "KCONV_ENGINE_PYTHON"
 TREE = re.compile(r"topk=([1-9]\d*),nodes=([1-9]\d*)")
+TOO_LARGE = "Serve it, and measure there (--url)."
 CHAT_TOKENS = 64  # what a chat template adds to a turn
 # What the other way of measuring would pass over.
 OF_SERVERS = (
@@ -145,6 +146,7 @@ class Bench(Reading):
             SuiteInvalid: the suite cannot be read.
             KconvError: the head or the target cannot be read, or the server's counters do not tell.
         """
+        from ..checkpoint.staging import write_new
         from ..targets.suites import load_suite
 
         check_trusted(context, self.trust_remote_code, self.target)
@@ -157,9 +159,7 @@ class Bench(Reading):
                 found = self._started(context, suite, say)
             else:
                 found = self._on_server(context, suite, say) if self.url else self._offline(context, suite, say)
-        out = Path(self.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(found.to_json())
+        write_new(Path(self.out), found.to_json())
         return found
 
     def _started(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
@@ -205,9 +205,14 @@ class Bench(Reading):
         return measure_served(self.url or "", suite, context.source(self.head), run, say=say)
 
     def _offline(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
+        import torch
+
         from ..bench.offline import measure_head
+        from ..targets.model import check_memory
 
         target = context.source(self.target or "")
+        # Before the head is downloaded, and the target.
+        check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
         return measure_head(
             self.open(context, self.head),
             target.fetch_model(),

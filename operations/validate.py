@@ -41,6 +41,7 @@ Engines = Annotated[
 # What a target has none of: it is run over text, and drafts nothing.
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
+TOO_LARGE = "Have a running vLLM give its states (kconv states --url), and give these: --states."
 
 
 class Validate(Reading):
@@ -161,6 +162,7 @@ class Validate(Reading):
         from ..convert.shared import find_shared
         from ..validate.run import Checks, is_target, validate
 
+        self._refuse_reports()
         target, source = context.maybe(self.target), context.maybe(self.source)
         checks = Checks(
             tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one])) or None,
@@ -209,8 +211,17 @@ class Validate(Reading):
             fix="Fix these errors; the report says how.",
         )
 
+    def _refuse_reports(self) -> None:
+        """Refuse a folder that holds a report already, before an hour of measuring is lost to it."""
+        from ..checkpoint.staging import refuse_existing
+        from ..validate.markdown import HTML, MARKDOWN
+        from ..validate.report import REPORT
+
+        for name in (REPORT, MARKDOWN, HTML) if self.out else ():
+            refuse_existing(Path(self.out or "") / name, fix="Give --out another folder, or delete the old report.")
+
     def _held_out(self, context: Context) -> HeldOutText | None:
-        from ..validate.perplexity import HeldOutText
+        from ..validate.perplexity import HeldOutText, check_layers_fit
 
         if given := self.given(*OF_HEADS):
             raise RequestInvalid(
@@ -221,6 +232,7 @@ class Validate(Reading):
         if not self.prompts:
             return None
         source = context.source(self.source or "")
+        check_layers_fit(source)
         return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
 
     def _parity(self, context: Context, target: Source | None) -> Parity | None:
@@ -232,6 +244,12 @@ class Validate(Reading):
         check_trusted(context, self.trust_remote_code, self.target)
         prompts = None
         if self.prompts:
+            import torch
+
+            from ..targets.model import check_memory
+
+            # Before the head and its source are downloaded, which may be large themselves.
+            check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
             limit = self.prompt_tokens + self.new_tokens
             file = str(context.path(self.prompts))
             prompts = encode_held_out(file, target, limit, trust_remote_code=self.trust_remote_code)
@@ -266,12 +284,17 @@ class Validate(Reading):
 
 
 def _write(report: Report, out: Path) -> None:
-    """Write a report into a new folder, whole or not at all, or into one that is there."""
-    from ..checkpoint.staging import staged
+    """Write a report into a new folder, whole or not at all, or beside what one holds that is there."""
+    from tempfile import TemporaryDirectory
+
+    from ..checkpoint.staging import refuse_existing, staged, write_new
     from ..validate.markdown import illustrate, write_report
 
-    if out.exists():
-        write_report(report, out, more=illustrate(report, out))
-        return
-    with staged(out) as folder:
+    with TemporaryDirectory() if out.exists() else staged(out) as made:
+        folder = Path(made)
         write_report(report, folder, more=illustrate(report, folder))
+        files = sorted(folder.iterdir()) if out.exists() else []
+        for file in files:
+            refuse_existing(out / file.name)
+        for file in files:
+            write_new(out / file.name, file.read_bytes())

@@ -30,8 +30,12 @@ class Verify(Operation):
 
     def run(self, context: Context) -> Verified:
         """Return the manifest that the output matches."""
+        from ..checkpoint.folder import open_checkpoint
         from ..checkpoint.manifest import verify
+        from ..validate.claims import check_claims
 
-        source = context.maybe(self.source)
-        manifest = verify(context.path(self.head), source.open_weights() if source else None)
+        source, folder = context.maybe(self.source), context.path(self.head)
+        origin = source.open_weights() if source else None
+        manifest = verify(folder, origin)
+        check_claims(open_checkpoint(folder), manifest, origin)
         return Verified(self.head, manifest, source is not None)

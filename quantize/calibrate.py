@@ -97,9 +97,7 @@ def calibrate_target(
             advance=progress,
             say=log,
         )
-        temporary = out.with_name(f".{out.name}.partial")
-        write_calibration(temporary, found)
-        temporary.replace(out)
+        write_calibration(out, found)
         place.unlink()
     return found
 
@@ -122,9 +120,10 @@ def read_sequences(
     given = read_prompts(prompts)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
     encoded = [
-        tokenizer.encode_chat(one.turns[:1]) if chat else tokenizer.encode("\n\n".join(one.turns)) for one in given
+        tokenizer.encode_chat(one.turns[:1], tokens) if chat else tokenizer.encode("\n\n".join(one.turns), tokens)
+        for one in given
     ]
-    sequences = [torch.tensor(ids[:tokens]) for ids in encoded]
+    sequences = [torch.tensor(ids) for ids in encoded]
     return sequences, CalibrationPrompts(sha256=file_digest(prompts), count=len(given), tokens=sum(map(len, sequences)))
 
 

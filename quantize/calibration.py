@@ -17,6 +17,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Record
 from ..checkpoint.schema import load_json
+from ..checkpoint.staging import write_new
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
 from ..targets.config import TargetConfig
@@ -96,8 +97,8 @@ def read_calibration(file: Path) -> TargetCalibration:
 
 
 def write_calibration(file: Path, calibration: TargetCalibration) -> None:
-    """Write a calibration file."""
-    file.write_text(calibration.model_dump_json(indent=1, by_alias=True) + "\n")
+    """Write a new calibration file; see `checkpoint.staging.write_new` for what it raises."""
+    write_new(file, calibration.model_dump_json(indent=1, by_alias=True) + "\n")
 
 
 EXPERT = re.compile(r"(?P<layer>.*\.mlp\.experts)\.\d+\.(?P<part>\w+)")

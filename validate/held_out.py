@@ -59,7 +59,7 @@ def encode_held_out(name: str, target: Source, limit: int, *, trust_remote_code:
     """
     prompts, revision = read_held_out(name)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
-    tokens = tuple(tokenizer.encode(prompt.turns[0])[:limit] for prompt in prompts)
+    tokens = tuple(tokenizer.encode(prompt.turns[0], limit) for prompt in prompts)
     if not any(tokens):
         raise PromptsInvalid("no prompt has a token", where=name, fix="Give prompts with text.")
     return HeldOut(Path(name).name, revision, prompts, tokens)

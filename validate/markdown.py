@@ -20,7 +20,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
 
     Args:
         report: what was found and measured.
-        folder: where; reports that are there already are replaced.
+        folder: where.
         more: lines to be added to report.md, e.g. its plots.
 
     Raises:

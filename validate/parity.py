@@ -18,7 +18,8 @@ from ..checkpoint.manifest import Action, read_manifest
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
-from ..errors import ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..convert.rope import read_rope
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
 from ..head.fingerprint import difference, fingerprint
 from ..head.forward import DraftHead
 from ..quantize.head.served import RoundedHead, read_served
@@ -29,7 +30,7 @@ from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
 from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, count_halves, head_drafter, measure_states
-from .misread import find_layers, measure_misreadings
+from .misread import TargetsOwn, find_layers, measure_misreadings
 from .parts import Parts
 from .readings import Reading, ReadingsMeasured, choose_text, find_readings, measure_readings
 from .report import Finding
@@ -246,7 +247,9 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
         findings += _judge_approximation(bench, parity, measured)
     else:
         say("measuring the head read otherwise")
-        gains = measure_misreadings(heads["output"], bench.texts, bench.run, bench.layers, parity.steps)
+        gains = measure_misreadings(
+            heads["output"], bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config)
+        )
         findings += judge_misreadings(gains)
         about = about | {"readings": len(gains)}
     say("measuring other readings of the head")
@@ -254,6 +257,16 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
         choose_text(bench.texts), bench.run, bench.layers, parity.steps, heads["output"], bench.readings
     )
     return ParityFound(tuple(measured), _common_provenance(parity) | about, told, tuple(findings))
+
+
+def targets_own(config: TargetConfig) -> TargetsOwn:
+    """Return what a target's config states of what its heads often share with it."""
+    eps = config.text.get("rms_norm_eps")
+    try:
+        rope = read_rope(config.rope)
+    except KconvError:  # of a kind that no head has
+        rope = None
+    return TargetsOwn(rope, float(eps) if isinstance(eps, float) else None, "kv_lora_rank" in config.text)
 
 
 def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]) -> Iterator[Finding]:

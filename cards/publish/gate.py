@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ...checkpoint.bytes import file_digest
+from ...checkpoint.source import HUB_ID, resolve
 from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
 from ...validate.report import REPORT, Finding
@@ -27,6 +30,10 @@ TITLE = "## Published with exceptions"
 # A warning of validation, as its user may have meant it; who downloads the release cannot know that.
 # K307: the head was read otherwise than its own files say.
 AS_ERRORS = frozenset({"K307"})
+# Code that a target may have, where it is its source's: a tokenizer of its own, as Kimi-K2's tokenization_kimi.py.
+CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+KIND = "a release holds no files of this kind: they may be code, a pickle, or nobody's to see"
 
 
 def written_for(layout: str) -> tuple[str, ...]:
@@ -87,7 +94,28 @@ def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _unfit(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name in candidate.unfit:
-        yield name, "a release holds no files of this kind: they may be code, a pickle, or nobody's to see"
+        why = _not_the_sources(candidate, name) if CODE.fullmatch(name) and is_target(candidate.manifest) else KIND
+        if why:
+            yield name, why
+
+
+def _not_the_sources(candidate: Candidate, name: str) -> str:
+    """Say why a file of code is no part of a target's release; "" of one that its source has, byte for byte.
+
+    The source is asked at the commit that the manifest names, and only where the card names it too: a manifest may be
+    a stranger's.
+    """
+    manifest = candidate.manifest
+    source = HUB_ID.fullmatch(manifest.source)
+    if source is None or not COMMIT.fullmatch(source["revision"] or ""):
+        return f"it is code, and {manifest.source} is no commit of the Hub that it could be compared with"
+    if source["repo"] not in read_front_matter(candidate.card).base_models:
+        return f"it is code, said to be {source['repo']}'s, which the card does not name as base_model"
+    upstream = resolve(manifest.source).fetch_tokenizer() / name
+    recorded = {file.name: file.sha256 for file in manifest.files}
+    if not upstream.is_file() or file_digest(upstream) != recorded.get(name):
+        return f"it is code, and not that of {manifest.source}"
+    return ""
 
 
 def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -244,7 +272,9 @@ CHECKS = (
         _secrets, allowable=False,
     ),
     Check(
-        "P115", "Every file is of a kind that a release holds: no pickle, no code, nothing hidden.", "Remove it.",
+        "P115",
+        "Every file is of a kind that a release may contain: no pickle, nothing hidden, no code but the target's own.",
+        "Remove it. A target's code may stay if it was quantized from the hub id and is identical.",
         _unfit, allowable=False,
     ),
 )  # fmt: skip

@@ -20,11 +20,13 @@ from functools import cached_property
 from pathlib import Path
 
 from ...bench.acceptance import ACCEPTANCE, AcceptanceFile, read_acceptance
+from ...checkpoint.folder import open_checkpoint
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...checkpoint.schema import MAX_JSON, read_bounded
 from ...checkpoint.source import Source
 from ...checkpoint.staging import staged
 from ...errors import KconvError, NotACheckpoint, PublishRefused
+from ...validate.claims import check_claims
 from ...validate.report import REPORT, Report, read_report, report_file
 from ..card import gather_files, make_card, write
 from ..evidence import HeadIdentity, identify
@@ -114,8 +116,13 @@ class Candidate:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, after every byte was compared with it; see `verify` for what it raises."""
-        return verify(self.folder)
+        """The manifest, after every byte was compared with it, and what it says of the head with the head.
+
+        See `verify` and `check_claims` for what it raises.
+        """
+        manifest = verify(self.folder)
+        check_claims(open_checkpoint(self.folder), manifest)
+        return manifest
 
     @property
     def identity(self) -> HeadIdentity:

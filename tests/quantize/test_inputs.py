@@ -44,8 +44,10 @@ def calibrated(forms, tmp_path):
         change(amax)
         prompts = CalibrationPrompts(sha256="0" * 64, count=3, tokens=99)
         held = TargetCalibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
-        write_calibration(tmp_path / "calibration.json", held)
-        return tmp_path / "calibration.json", amax
+        file = tmp_path / "calibration.json"
+        file.unlink(missing_ok=True)
+        write_calibration(file, held)
+        return file, amax
 
     return make
 

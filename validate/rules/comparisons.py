@@ -141,6 +141,15 @@ RULES: tuple[Rule[Any], ...] = (
         "Compare the norm with the trainer's. If they are equal, train longer.",
     ),
     Rule(
+        "K366",
+        "rope-not-confirmed",
+        "warning",
+        "An MLA head's RoPE differs from its MLA target's, from whose config such heads are built. On this text"
+        " neither drafts clearly better.",
+        "Compare rope_theta and rope_scaling with the training config. Measure on longer text (--prompt-tokens,"
+        " --new-tokens).",
+    ),
+    Rule(
         "K390",
         "too-noisy",
         "error",
