@@ -69,7 +69,7 @@ class Train(Operation):
     """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
 
     --data runs the target during training, whole in each process. --states does not run it, and loads only its
-    embedding, final norm and output matrix. Under torchrun the processes share each batch; their number must divide it.
+    embedding, final norm and output matrix. Several processes (torchrun) share each batch; their number must divide it.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
     (.NAME.training beside OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
