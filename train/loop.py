@@ -108,8 +108,8 @@ class EagleTrainer(Trainer):
             raise TrainingFailed(
                 f"the head's loss is {value} at step {step} of {self.state.max_steps}",
                 where=self.args.output_dir,
-                fix="Lower the recipe's lr, and check that the target's own states are finite. The last checkpoint "
-                "before this step is kept there; the same command goes on from it.",
+                fix="Lower the recipe's lr, and check that the target's states are finite. The same command resumes "
+                "from the last checkpoint before this step.",
             )
         # Of the batches that make a step (accumulate), each brings its share.
         self.step_loss += value
@@ -253,7 +253,7 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
         )
     except ValueError as fault:
         raise RecipeInvalid(
-            f"transformers' Trainer refuses this recipe: {fault}", fix="Put the value right that it speaks of."
+            f"transformers' Trainer refuses this recipe: {fault}", fix="Correct the value that it names."
         ) from fault
     # One process trains on one GPU; on several the Trainer would fall back to DataParallel. torchrun is for those.
     arguments._n_gpu = min(arguments.n_gpu, 1)
