@@ -207,7 +207,7 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
     """
     best, lengths = measured.best, measured.lengths
     first, winner = measured.readings[0], measured.readings[best]
-    on = f"{measured.sequences} sequences of {measured.text} text"
+    on = f"{measured.sequences} sequence{'s' * (measured.sequences != 1)} of {measured.text} text"
     beaten = taken and measured.beats(best, 0)
     apart = [fact for fact in FACTS if beaten and first.facts[fact] != winner.facts[fact]]
     if apart:
