@@ -101,12 +101,14 @@ class TargetLimit:
         what: one sentence for the user.
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
+        rule: id of the rule that reports it of a head's own files; "" where none does.
     """
 
     hits: Callable[[HeadSpec, TargetFacts | None], bool]
     what: str
     fix: str
     source: str
+    rule: str = ""
 
 
 IGNORED = {"*.rotary_emb.inv_freq": "engines compute RoPE's frequencies from the config"}
