@@ -216,6 +216,8 @@ CANDIDATES: Mapping[str, Callable[[Config, Hints, Names], list[str]]] = {
 def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
     """Return the targets that a head's files name, as hub ids: its verifier, and its README's base models.
 
+    DeepSpec's configs name theirs too.
+
     Args:
         folder: the head's; nothing is read where it is no folder of this machine.
         config: its config.json.
@@ -223,7 +225,7 @@ def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
-    found = (*names, *_base_models(folder))
+    found = (*names, config.get("target_model_name_or_path"), *_base_models(folder))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
 
 

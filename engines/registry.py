@@ -20,7 +20,7 @@ from . import sglang, trtllm, vllm
 from .base import Engine
 from .layout import Layout
 from .portable import PORTABLE
-from .trainers import AUTOMODEL, MODELOPT, SAFEAILAB, SPECFORGE, SPECULATORS, TORCHSPEC
+from .trainers import AUTOMODEL, DEEPSPEC, MODELOPT, SAFEAILAB, SPECFORGE, SPECULATORS, TORCHSPEC
 
 GROUP = "kconv.engines"
 ENGINES: tuple[Engine, ...] = (vllm.ENGINE, sglang.ENGINE, trtllm.ENGINE)
@@ -28,6 +28,7 @@ ENGINES: tuple[Engine, ...] = (vllm.ENGINE, sglang.ENGINE, trtllm.ENGINE)
 LAYOUTS: tuple[Layout, ...] = (
     SPECULATORS,
     AUTOMODEL,
+    DEEPSPEC,
     sglang.SGLANG,
     PORTABLE,
     vllm.VLLM,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, later_norm
-from .keys import ConfigTable
+from .keys import CONVENTION, IDS, OUTPUTS, ConfigTable
 from .layout import Layout, Row
 
 ROWS = OUTSIDE + MIDLAYER
@@ -98,6 +98,26 @@ AUTOMODEL = Layout(
     ),
     config=ConfigTable(adapt=_automodel_keys, ballast=frozenset(("attn_implementation",))),
 )
+
+# DeepSpec lists the layers in a key of its own, as outputs, and trains with Qwen3's norms of queries and keys:
+# https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/deepspec/modeling/eagle3/common.py
+# https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/deepspec/modeling/eagle3/qwen3/config.py
+DEEPSPEC_LIST = "target_layer_ids"
+DEEPSPEC = Layout(
+    name="deepspec",
+    engine="DeepSpec",
+    rows=head_rows("layers.{i}"),
+    told_by=lambda config, names: (
+        DEEPSPEC_LIST in config and "Qwen3Eagle3Model" in str(config.get("architectures"))
+    ),
+    config=ConfigTable(
+        adapt=lambda config: {IDS: config[DEEPSPEC_LIST], CONVENTION: OUTPUTS} if DEEPSPEC_LIST in config else {},
+        ballast=frozenset(
+            (DEEPSPEC_LIST, "num_target_layers", "target_model_name_or_path", "ttt_length", "step_loss_decay",
+             "draft_num_hidden_layers")
+        ),
+    ),
+)  # fmt: skip
 
 # Reader: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L15-L50
 SPECULATORS = Layout(

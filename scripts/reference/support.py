@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kconv.engines.base import Engine
-from kconv.engines.common import is_mla
+from kconv.engines.common import VLLM_SOURCE, is_mla
 from kconv.engines.registry import engines
 from kconv.escape import link
 from kconv.head.spec import Gqa, HeadSpec, Linear, Mla, Norms, Rope, Yarn
@@ -101,7 +101,7 @@ RUNS: dict[tuple[str, str, str], tuple[str, str]] = {
     ("sglang", "MLA, EAGLE-3.1", "kimi_k2"): (WITNESS, '"engine": "sglang", "head": "mla EAGLE-3.1"'),
 }  # fmt: skip
 RUN, CODE, UNKNOWN = "run", "code", "–"
-# Targets with an attention like an MLA head's. Beside others an engine would keep two kinds of cache, which nobody tried.
+# Targets with an attention like an MLA head's. Beside others an engine would keep two kinds of cache: nobody tried.
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
 
 
@@ -135,8 +135,8 @@ def columns(engine: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def support() -> Iterator[str]:
-    yield "What is known of each form of head, beside each target, in each engine. `run`: a test serves it in the engine,"
-    yield "and the engine drafts what kconv's own chain drafts. `code`: kconv writes it by the engine's code, to whose"
+    yield "What is known of each form of head, beside each target, in each engine. `run`: a test serves it in the"
+    yield "engine, which drafts what kconv's own chain drafts. `code`: kconv writes it by the engine's code, to whose"
     yield "lines there are links below. A rule: it is refused, and [the rule](rules.md) says why and what to do."
     yield f"{UNKNOWN}: not known, as of an MLA head beside a target without MLA."
     yield "Targets are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
@@ -149,7 +149,7 @@ def support() -> Iterator[str]:
     yield "What the engine's list has to say for the captured layers 1, 17 and 32 of a target of 36 layers, counted as"
     yield f"outputs from 0, with the code that decides it. {UNKNOWN}: kconv knows no class of the engine for it that"
     yield "captures. vLLM then has transformers' own class (`--model-impl transformers`), which does"
-    yield "([code](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/transformers/base.py#L828-L845))."
+    yield f"([code]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845))."
     yield ""
     rows = [(f"`{kind}`", *(_listed(one, kind) for one in engines())) for kind in model_types()]
     yield from table(("target", *(one.title for one in engines())), rows)

@@ -255,8 +255,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K154",
         "captured-last-layer",
         "error",
-        "An engine whose class of the target captures before a layer runs never has the output of the last one: SGLang's"
-        " but for gpt-oss, and vLLM's of DeepSeek-V3.2 and GLM-5.",
+        "An engine whose class of the target captures before a layer runs never has the output of the last one:"
+        " SGLang's but for gpt-oss, and vLLM's of DeepSeek-V3.2 and GLM-5.",
         fix="Serve this head with another engine.",
         engines=(*VLLM, SGLANG),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
@@ -268,9 +268,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "warning",
         "kconv knows no class of this engine for the target that captures hidden states; without one no Eagle3 head is"
         " served with it.",
-        fix="See docs/reference/support.md for the targets whose classes were read. vLLM has transformers' own class for"
-        " any other (--model-impl transformers).",
-        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L19-L20",
+        fix="See docs/reference/support.md for the targets whose classes were read. vLLM has transformers' own class"
+        " for any other (--model-impl transformers).",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L19",
         check=target_captures_nothing,
     ),
     Rule(
