@@ -13,7 +13,6 @@ from ..checkpoint.manifest import MANIFEST, ConversionRecord
 from ..head.fingerprint import TOLERANCE
 from .figures import AcceptanceFigures
 from .measure import Measured
-from .misread import Gain
 from .report import Finding
 from .rules.comparisons import RULES
 from .rules.rule import Found
@@ -102,17 +101,6 @@ def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
                     f"the head drafts worse than {_article(name)} on {text} text from token {place} on: {at}, and "
                     f"{base.rates[place - 1]:.1%} of the other's",
                 )
-
-
-def judge_misreadings(gains: Sequence[Gain]) -> Iterator[Finding]:
-    """Find that a head is accepted more often when it is read otherwise; the greatest gain names what is wrong."""
-    clear = [gain for gain in gains if gain.is_clear]
-    structure = [gain for gain in clear if gain.reading.kind == "structure"]
-    # A scale that makes up for half of what is wrong elsewhere is not what is wrong.
-    for gain in (structure or clear)[:1]:
-        rule = "K364" if gain.reading.kind == "structure" else "K365"
-        said = f"with {gain.reading.name} it is accepted {gain.after:.3f} tokens a step, as it stands {gain.before:.3f}"
-        yield _finding(rule, gain.reading.name, f"{said} (a gain of {gain.after - gain.before:.3f} ± {gain.error:.3f})")
 
 
 def _is_below(one: float, its_error: float | None, other: float, other_error: float | None) -> bool:

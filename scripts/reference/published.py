@@ -25,8 +25,8 @@ from support.published import EAGLE3, OTHERS, Form
 
 
 def published() -> Iterator[str]:
-    yield "Config keys and tensor names as makers publish them, dims cut; each form is made anew from the test support's"
-    yield "table (published.py) and read by kconv. `kconv inspect` shows every one of them with exit 0. What its"
+    yield "Config keys and tensor names as makers publish them, dims cut; each form is made anew from the tests' table"
+    yield "(published.py) and read by kconv. `kconv inspect` shows every one of them with exit 0. What its"
     yield "files leave open, the options beside it decide; the head is then converted for the target that it was"
     yield "published for. A number: it is refused, for the reason below."
     reasons: dict[str, int] = {}
