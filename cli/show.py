@@ -395,7 +395,12 @@ def show_rule(rule: Rule) -> None:
     """Print what a rule is about."""
     echo(f"{rule.id} {rule.name} ({rule.severity})")
     echo(f"  {rule.sentence}")
-    facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
+    facts = {
+        "fix": rule.fix,
+        "engines": ", ".join(rule.engines) or "all",
+        "releases": rule.versions,
+        "seen in": rule.seen_in,
+    }
     for name, fact in facts.items():
         if fact:
             echo(f"  {name}: {fact}")

@@ -177,6 +177,7 @@ class Engine:
         name: what a user calls it: in `--engine`, `--for`, facts files and acceptance.json.
         title: its name on a card.
         layout: the layout that it reads. Several engines may read one.
+        release: the releases whose code this was read in, and for which its rules hold.
         runners: who reads a config in it; by default one, of the engine's name, that reads no list of layers.
         captures: its classes of targets that capture; a target of another model type is not known to be served with a
             head. Empty where kconv does not know.
@@ -199,6 +200,7 @@ class Engine:
     name: str
     title: str
     layout: Layout
+    release: str = ""
     runners: tuple[Runner, ...] = ()
     captures: tuple[Capture, ...] = ()
     launch: Launch | None = None

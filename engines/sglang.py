@@ -421,6 +421,7 @@ ENGINE = Engine(
     name="sglang",
     title="SGLang",
     layout=SGLANG,
+    release="0.5.23",
     runners=(Runner("sglang", _in_sglang, _states),),
     captures=CAPTURES,
     launch=Launch(COMMAND, "serve-sglang.sh", _script),

@@ -268,6 +268,7 @@ ENGINE = Engine(
     name="trtllm",
     title="TensorRT-LLM",
     layout=TRTLLM,
+    release="between 1.3 and 1.4",
     captures=CAPTURES,
     launch=Launch(
         COMMAND, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are not stated."

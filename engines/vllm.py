@@ -115,7 +115,8 @@ VLLM = Layout(
             "vllm-mla-lm-head-quantized",
             is_mla,
             "vLLM's MLA head has a plain lm_head, and fails on the scales of a quantized one",
-            "Leave lm_head out when the head is quantized.",
+            "Leave lm_head out when the head is quantized; from 0.33 on vLLM quantizes it itself"
+            " (draft_lm_head_quantization in --speculative-config).",
             f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L299-L303",
             holds="lm_head.weight_scale*",
         ),
@@ -289,6 +290,7 @@ ENGINE = Engine(
     name="vllm",
     title="vLLM",
     layout=VLLM,
+    release="0.32.0 and 0.33.0",
     # Two model runners, which look for the captured layers in different places. No launch option says otherwise: its
     # --hf-overrides are the target's alone, where they are keys:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1084-L1107
@@ -352,8 +354,10 @@ ENGINE = Engine(
         NullKey("index_topk", "the attention is taken for DeepSeek-V3.2's sparse one", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L180-L181
         NullKey("eagle_config.use_aux_hidden_state", "fc is left out", "gqa"),
+        # Of the V2 runner from 0.33 on:
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1683-L1685
-        NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla", runner="vllm-v1"),
+        # https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22
+        NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L184-L188
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),

@@ -142,7 +142,7 @@ def support() -> Iterator[str]:
     yield "Targets are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
     for one in engines():
         found = columns(one)
-        yield from ("", f"## {one.title}", "", f"{one.layout.engine}.", "")
+        yield from ("", f"## {one.title}", "", f"As of {one.title} {one.release}.", "")
         rows = [(name, *(cells[i] for cells in found.values())) for i, name in enumerate(FORMS)]
         yield from table(("head", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
     yield from ("", "## How each engine captures from a target", "")

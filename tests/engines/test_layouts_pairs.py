@@ -33,6 +33,7 @@ SPECS = {
     "gqa, reduced, of another width": replace(GQA, captured=CAPTURED, draft_vocab=40, target_hidden=56),
     "gqa, two layers": replace(GQA, captured=CAPTURED, layers=2),
     "mla, EAGLE-3.1": replace(MLA, captured=CAPTURED, norms=Norms(fc=True, output=True)),
+    "gqa, norms of queries and keys": replace(GQA, captured=CAPTURED, norms=Norms(qk=True)),
     "gqa, reduced, a norm before fc": replace(GQA, captured=CAPTURED, draft_vocab=40, norms=Norms(before_fc=True)),
 }
 

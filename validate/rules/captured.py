@@ -297,6 +297,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "use_aux_hidden_state is false, though the head has an fc for captured states: some engines skip it.",
         fix="Remove the key, or set it to true.",
+        versions="of vLLM's runners V1 reads it, and V2 from 0.33 on "
+        "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22)",
         seen_in="https://github.com/sgl-project/sglang/pull/21272",
     ),
     Rule(

@@ -96,6 +96,7 @@ class Rule(Generic[S]):
         seen_in: the public thread or the line of code that taught the rule.
         values: whether it reads weights.
         says_fix: whether a problem of the reading says better than `fix` what to do.
+        versions: for which releases of an engine it holds, where these differ from `Engine.release`.
     """
 
     id: str
@@ -108,6 +109,7 @@ class Rule(Generic[S]):
     seen_in: str = ""
     values: bool = False
     says_fix: bool = False
+    versions: str = ""
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
         """Return what was found in a report's shape, about those of its engines that were asked for."""
