@@ -159,6 +159,8 @@ def describe(layout: str) -> str:
     titles = [one.title for one in engines_of(layout)]
     if not titles:
         raise UnknownLayout(f"no engine loads {layout}'s layout", fix=f"Choose one of {', '.join(writable())}.")
+    if (found := by_name(layout)) not in [one.layout for one in engines()] and len(titles) == 1:
+        return f"the layout of {found.engine}, which {titles[0]} loads"
     if len(titles) == 1:
         return f"{titles[0]}'s layout"
     return f"a layout that {', '.join(titles[:-1])} and {titles[-1]} all load"

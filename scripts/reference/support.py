@@ -23,6 +23,8 @@ class Target:
 
     model_type: str
     layers: int | None = LAYERS
+    name: str = "target"
+    architecture: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ RUNS: dict[tuple[str, str, str], tuple[str, str]] = {
     ("vllm", "MLA, EAGLE-3.1", "kimi_k2"): (WITNESS, '"engine": "vllm", "head": "mla EAGLE-3.1"'),
     ("vllm", "MLA, two layers", "kimi_k2"): (DRAFTS, "mla, 2 layers, norms"),
     ("vllm", "MLA, kv_b_proj in FP8", "kimi_k2"): (QUANTIZED, '"mla": "fp8"'),
+    **{("vllm", "MHA or GQA", kind): (FAMILIES, f'"{kind}"') for kind in ("llama", "qwen3", "gpt_oss")},
+    ("vllm", "GQA, norms of queries and keys", "qwen3"): (FAMILIES, '("qwen3", QK)'),
+    ("vllm", "GQA, norms of queries and keys", "kimi_k2"): (DRAFTS, "gqa, norms of queries and keys, 5 states"),
+    ("vllm", "GQA, five captured layers", "kimi_k2"): (DRAFTS, "gqa, norms of queries and keys, 5 states"),
     ("sglang", "MHA or GQA", "kimi_k2"): (WITNESS, '"engine": "sglang", "head": "gqa sglang"'),
     ("sglang", "GQA, EAGLE-3.1 (fc_norm, norm_output)", "kimi_k2"): (
         WITNESS, '"engine": "sglang", "head": "gqa EAGLE-3.1"'),

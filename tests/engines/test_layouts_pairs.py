@@ -25,7 +25,8 @@ from kconv.engines import BY_NAME, LAYOUTS, detect
 from kconv.errors import LayoutCannot
 from kconv.head.spec import Norms
 
-WRITABLE = [layout for layout in LAYOUTS if layout.write_config is not None]
+# What speculators' asks for beside a head, its target, has tests of its own.
+WRITABLE = [layout for layout in LAYOUTS if layout.write_config is not None and layout.name != "speculators"]
 CAPTURED = (1, 7, 23)
 SPECS = {
     "mla": replace(MLA, captured=CAPTURED),

@@ -45,7 +45,7 @@ def test_an_engine_may_read_a_layout_that_is_there(install):
     install(fork=Engine("fork", "Fork", vllm.VLLM))
     assert registry.runners_of("vllm") == ("vllm-v1", "vllm-v2", "fork")
     assert registry.describe("vllm") == "a layout that vLLM and Fork all load"
-    assert registry.writable() == ("vllm", "sglang", "trtllm", "portable")
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "speculators", "portable")
 
 
 def test_a_layout_alone_is_read(install):

@@ -17,7 +17,7 @@ REDUCED = {"specforge", "safeailab"}
 
 def can_make(layout: Layout, spec: HeadSpec) -> bool:
     """Say whether a layout's maker makes such heads."""
-    if layout.write_config is not None:
+    if layout.write_config is not None and layout.name != "speculators":
         beside = any(limit.hits(spec, None) for limit in layout.target_limits)
         return not beside and not any(limit.applies(spec, ()) for limit in layout.limits)
     if layout.name in NO_MLA and isinstance(spec.attention, Mla):
@@ -39,7 +39,7 @@ def can_make(layout: Layout, spec: HeadSpec) -> bool:
 
 def make_config(layout: Layout, spec: HeadSpec) -> dict[str, Any]:
     """Return a config in which the captured layers stand as the layout's maker has them."""
-    if layout.write_config is not None:
+    if layout.write_config is not None and layout.name != "speculators":
         return layout.write_config(spec)
     config = identity(spec) | write_keys(spec)
     ids = {"eagle_aux_hidden_state_layer_ids": list(spec.captured)}
