@@ -74,6 +74,7 @@ FORMS = {
     "MLA in NVFP4": Form(_MLA, ("0.o_proj.weight_scale_2",)),
 }
 # Where an engine serves a head of a form beside a target of a type: the test, and the words that it has there.
+FAMILIES = "tests/engine/test_families.py"
 DRAFTS, WITNESS, QUANTIZED = (
     "tests/engine/test_drafts.py",
     "docs/witnesses.json",
