@@ -213,7 +213,7 @@ SPECULATORS = Layout(
             "speculators-vocabulary-marks",
             lambda s: s.draft_vocab != s.vocab,
             "the speculators library asks for t2d beside d2t, and the head has none",
-            "Export the head again with both, as its trainer has them.",
+            "Write it first (kconv vocab HEAD --rebuild-t2d OUT), and convert OUT.",
             f"{SPECULATORS_SOURCE}/model.py#L173-L177",
             lacks="t2d",
         ),

@@ -117,7 +117,7 @@ CASES = [
     ),
     Case(
         "gqa, norms of queries and keys, 5 states",
-        replace(GQA, norms=Norms(qk=True), captured=(0, 1, 3, 4, 6)),
+        replace(GQA, norms=Norms(qk=True), captured=(1, 2, 3, 4, 5)),
     ),
     # Names under model., Llama's class for MLA too, no list of layers, and YaRN without its factors.
     Case("mla, Automodel's", replace(MLA, rope=Rope(5e4, AUTOMODEL_YARN)), (EMBED,), source="automodel"),
