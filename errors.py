@@ -243,6 +243,10 @@ class ConversionInaccurate(KconvError):
     """A converted attention that loses more on held-out text than was allowed."""
 
 
+class ReadingBeaten(KconvError):
+    """A head read in a way that another one beats, where both were measured on its target."""
+
+
 class UnknownRule(KconvError):
     """No rule of validation has that id or name."""
 

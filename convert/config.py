@@ -70,6 +70,7 @@ class ReadConfig:
         dropped: keys that mean nothing for a draft head, not carried.
         unstated: keys that the config lacks, each of which readers give a value that the head may not be trained with.
         unverified: what rests on the user's word or on a default.
+        measured: the facts that a measurement on the target confirmed.
     """
 
     spec: HeadSpec
@@ -78,6 +79,7 @@ class ReadConfig:
     dropped: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
     unverified: tuple[Unverified, ...] = ()
+    measured: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ def _unverified(head: Head) -> tuple[UnverifiedRecord, ...]:
     found = {one.fact: UnverifiedRecord(**asdict(one)) for one in head.read.unverified}
     folder = head.checkpoint.folder
     earlier = read_manifest(folder).unverified if (folder / MANIFEST).is_file() else ()
-    return (*found.values(), *(one for one in earlier if one.fact not in found))
+    every = (*found.values(), *(one for one in earlier if one.fact not in found))
+    return tuple(one for one in every if one.fact not in head.read.measured)
 
 
 def _manifest(

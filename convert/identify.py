@@ -219,7 +219,7 @@ def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
     DeepSpec's configs name theirs too.
 
     Args:
-        folder: the head's; nothing is read where it is no folder of this machine.
+        folder: that holds the head's README.md, if it has one.
         config: its config.json.
     """
     speculators = config.get("speculators_config")
