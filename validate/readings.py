@@ -53,6 +53,9 @@ SCREENED, BEST, PROBED = 1, 6, 12
 LEAST = 6
 # A mistake is one where undoing it gains this many standard errors, and this share of the acceptance length.
 SIGMAS, GAIN = 4.0, 0.01
+# One that is not the best of many, but asked for by itself.
+SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
+TARGETS_ROPE = "the target's own RoPE"
 SCALES = (0.8, 0.9, 1.1, 1.25)
 # Orders of more states than these are too many to try.
 MOST_STATES = 4
@@ -275,10 +278,13 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
             yield RULE["K314"].finding(
                 Found(
                     f"config.json: {fact}",
-                    f"measured, and cannot be told: {shown}; the differences are within the noise of {on}",
+                    f"measured, but cannot be decided: {shown}; the differences are within the noise of {on}",
                     "Give more prompts, or longer ones (--new-tokens), and states of the layers beside these.",
                 )
             )
+
+
+Kind = Literal["structure", "scale", "target's"]
 
 
 @dataclass(frozen=True)
@@ -288,13 +294,16 @@ class Mistake:
     Attributes:
         name: how the head is read then, as the end of "accepted more often with ...".
         kind: "structure" where weights or config would mean another thing altogether, "scale" where a norm is only
-            stronger or weaker, which a head that is not fully trained may gain from too.
+            stronger or weaker, which a head that is not fully trained may gain from too, "target's" where the config
+            would state what the target's does: one guess and no search, so less is asked of what it gains.
         head: the head so read.
+        expected: whether heads of this kind are built so; one that is not should draft better as it is.
     """
 
     name: str
-    kind: Literal["structure", "scale"]
+    kind: Kind
     head: DraftHead
+    expected: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,15 +311,41 @@ class Gain:
     """What undoing a mistake gains over the head as it stands: acceptance length and its paired standard error."""
 
     name: str
-    kind: Literal["structure", "scale"]
+    kind: Kind
     before: float
     gained: float
     error: float
+    expected: bool = False
 
     @property
     def is_clear(self) -> bool:
         """Whether it is more than chance, and more than a little."""
+        if self.kind == "target's":
+            return self.gained > SIGMAS_OF_ONE * self.error and self.gained > GAIN_OF_ONE * self.before
         return self.gained > SIGMAS * self.error and self.gained > GAIN * self.before
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is clearly worse than the head as it stands, which that confirms."""
+        return -self.gained > SIGMAS_OF_ONE * self.error
+
+
+@dataclass(frozen=True)
+class TargetsOwn:
+    """What a target's config states, and its heads' often state too; `mla` where its attention is that."""
+
+    rope: Rope | None
+    eps: float | None
+    mla: bool
+
+    def readings(self, head: DraftHead) -> Iterator[Mistake]:
+        """Yield a head read by it, where the head's own config states otherwise."""
+        spec = head.spec
+        if self.rope is not None and self.rope != spec.rope:
+            expected = self.mla and isinstance(spec.attention, Mla)
+            yield Mistake(TARGETS_ROPE, "target's", head.altered(replace(spec, rope=self.rope)), expected)
+        if self.eps is not None and self.eps != spec.eps:
+            yield Mistake(f"the target's epsilon, {self.eps:g}", "target's", head.altered(replace(spec, eps=self.eps)))
 
 
 def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[int]:
@@ -318,15 +353,12 @@ def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[i
     return frozenset(layer + by for layer in captured for by in (-1, 0, 1) if layer + by in layers)
 
 
-def known_mistakes(
-    head: DraftHead, layers: Iterable[int], target: Rope | None = None, but: Collection[HeadSpec] = ()
-) -> Iterator[Mistake]:
+def known_mistakes(head: DraftHead, layers: Iterable[int], but: Collection[HeadSpec] = ()) -> Iterator[Mistake]:
     """Yield the head with each known mistake undone.
 
     Args:
         head: the head as its files say.
         layers: target layers whose outputs are at hand.
-        target: the target's own RoPE, which heads often share.
         but: specs that are measured as readings anyway.
     """
     spec, weights = head.spec, head.weights
@@ -342,7 +374,7 @@ def known_mistakes(
         moved = head.altered()
         moved.target_ids = head.target_ids.roll(by)
         yield Mistake(f"the rows of lm_head moved by {by:+d}", "structure", moved)
-    for name, other in _specs(spec, frozenset(layers), target):
+    for name, other in _specs(spec, frozenset(layers)):
         if other not in but:
             yield Mistake(name, "structure", head.altered(other))
     for name in _norms(weights):
@@ -357,7 +389,7 @@ def measure_mistakes(
     run: Callable[[Batch], States],
     stored: tuple[int, ...],
     steps: int,
-    target: Rope | None = None,
+    target: TargetsOwn | None = None,
     but: Collection[HeadSpec] = (),
 ) -> list[Gain]:
     """Undo each known mistake of a head on the first sequences of held-out and sampled text, and the best on more.
@@ -370,20 +402,21 @@ def measure_mistakes(
         run: gives the target's states over a batch.
         stored: the layers whose outputs these states hold, in their order.
         steps: K.
-        target: the target's own RoPE.
+        target: what the target's own config states.
         but: specs that are measured as readings anyway.
 
     Returns:
-        What the best ones gain, the greatest gain first; nothing where there is too little text.
+        What the best ones gain, and those by the target's config, the greatest gain first; nothing where there is too
+        little text.
     """
 
     def gains(count: int, mistakes: Callable[[], Iterable[Mistake]], least: int) -> list[Gain]:
-        kinds: dict[str, Literal["structure", "scale"]] = {}
+        kinds: dict[str, tuple[Kind, bool]] = {}
 
         def heads() -> Iterator[tuple[str, DraftHead]]:
             yield "", head
             for mistake in mistakes():
-                kinds[mistake.name] = mistake.kind
+                kinds[mistake.name] = (mistake.kind, mistake.expected)
                 yield mistake.name, mistake.head
 
         parts = _accept(_first(texts, count), run, stored, steps, heads)
@@ -393,25 +426,35 @@ def measure_mistakes(
         before, found = pool(own).length, []
         for name, other in parts.items():
             gained, error = _behind(own, other)
-            found.append(Gain(name, kinds[name], before, gained, error or 0.0))
+            kind, expected = kinds[name]
+            found.append(Gain(name, kind, before, gained, error or 0.0, expected))
         return sorted(found, key=lambda gain: -gain.gained)
 
-    screened = gains(SCREENED, lambda: known_mistakes(head, stored, target, but), 1)
+    screened = gains(SCREENED, lambda: known_mistakes(head, stored, but), 1)
     names = {gain.name for gain in screened[:BEST]}
-    best = [mistake for mistake in known_mistakes(head, stored, target, but) if mistake.name in names]
+    best = [mistake for mistake in known_mistakes(head, stored, but) if mistake.name in names]
+    best += target.readings(head) if target else ()
     return gains(PROBED, lambda: best, LEAST)
 
 
 def judge_mistakes(gains: Sequence[Gain]) -> Iterator[Finding]:
     """Find that a head is accepted more often with a mistake undone; the greatest gain names what is wrong."""
     clear = [gain for gain in gains if gain.is_clear]
-    structure = [gain for gain in clear if gain.kind == "structure"]
-    # A scale that makes up for half of what is wrong elsewhere is not what is wrong.
-    for gain in (structure or clear)[:1]:
+    certain = [gain for gain in clear if gain.kind != "scale"]
+    # What the target states needs no guess; another reading may gain the same by coming near to it. And a scale that
+    # makes up for half of what is wrong elsewhere is not what is wrong.
+    own = [gain for gain in certain if gain.kind == "target's" and gain.gained > certain[0].gained - certain[0].error]
+    for gain in (own or certain or clear)[:1]:
+        rule = RULE["K365" if gain.kind == "scale" else "K364"]
         after = gain.before + gain.gained
         said = f"with {gain.name} it is accepted {after:.3f} tokens a step, as it stands {gain.before:.3f}"
-        rule = RULE["K364" if gain.kind == "structure" else "K365"]
         yield rule.finding(Found(gain.name, f"{said} (a gain of {gain.gained:.3f} ± {gain.error:.3f})"))
+    for gain in gains:
+        if gain.expected and not gain.is_clear and not gain.is_loss:
+            after = gain.before + gain.gained
+            said = f"with it the head is accepted {after:.3f} tokens a step, with its own {gain.before:.3f}"
+            apart = f"a difference of {gain.gained:+.3f} ± {gain.error:.3f}"
+            yield RULE["K366"].finding(Found(gain.name, f"the head's RoPE is not its target's: {said} ({apart})"))
 
 
 def _first(texts: Iterable[Text], count: int) -> Iterator[tuple[Text, Batch]]:
@@ -453,6 +496,8 @@ def _structure(head: DraftHead, at: str) -> Iterator[Mistake]:
     o_proj = f"{at}o_proj"
     columns = weights[o_proj].unflatten(1, (attention.heads, -1))
     yield _with(head, f"the heads of {_plain(o_proj)} reversed", {o_proj: columns.flip(1).flatten(1)})
+    for by in (-1, 1):
+        yield _with(head, f"the heads of {_plain(o_proj)} moved by {by:+d}", {o_proj: columns.roll(by, 1).flatten(1)})
     mixed = weights[o_proj].unflatten(1, (-1, attention.heads)).transpose(1, 2).flatten(1)
     yield _with(head, f"the columns of {_plain(o_proj)} by head and not by dim", {o_proj: mixed})
     if isinstance(attention, Mla):
@@ -532,7 +577,7 @@ def _orders(head: DraftHead) -> Iterator[Mistake]:
             yield _with(head, f"the states before fc in the order {layers}", {"fc": blocks[:, order].flatten(1)})
 
 
-def _specs(spec: HeadSpec, layers: frozenset[int], target: Rope | None) -> Iterator[tuple[str, HeadSpec]]:
+def _specs(spec: HeadSpec, layers: frozenset[int]) -> Iterator[tuple[str, HeadSpec]]:
     """Yield the configs that the same weights may be read by."""
     own = spec.captured
     moved = [tuple(layer + by for layer in own) for by in (-1, 1)]
@@ -549,5 +594,3 @@ def _specs(spec: HeadSpec, layers: frozenset[int], target: Rope | None) -> Itera
             yield f"a RoPE theta of {theta:g}", replace(spec, rope=replace(spec.rope, theta=theta))
     if spec.rope.scaling is not None:
         yield "no RoPE scaling", replace(spec, rope=replace(spec.rope, scaling=None))
-    if target is not None and target != spec.rope:
-        yield "the target's own RoPE", replace(spec, rope=target)
