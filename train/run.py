@@ -115,7 +115,8 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
         Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype, job.text.documents),
-        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
+        # There may be fewer rows to look at than a batch has.
+        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], min(recipe.batch, len(job.unseen.ids)), unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)
