@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.read import read_head
 from kconv.head.drafters import count_bigrams

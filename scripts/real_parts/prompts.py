@@ -11,43 +11,51 @@ from collections.abc import Iterator
 
 from kconv.targets.prompts import Prompt
 
-SUBJECTS = """the water cycle; photosynthesis; volcanoes; the printing press; gravity; vaccines; the Silk Road; inflation;
-plate tectonics; black holes; the French Revolution; supply and demand; evolution; electric motors; coral reefs; the
-Roman aqueducts; antibiotics; the immune system; solar panels; the nitrogen cycle; democracy; jazz; sleep; migration of
-birds; bees; glaciers; earthquakes; the steam engine; DNA; the periodic table; tides; rainbows; compound interest; the
-Renaissance; the human heart; public libraries; chess; sourdough bread; recycling; wind turbines; the Great Wall; rivers;
-memory; vitamins; lightning; satellites; the Moon; batteries; the internet; encryption; bicycles; bridges; soil; forests;
-the ancient Olympic Games; maps; clocks; coffee; tea; rice farming; desert plants; whales; octopuses; wolves; ants; salt;
-glass; paper; steel; cement; music theory; opera; photography; cinema; novels; poetry; myths; cities; railways; harbors;
-airports; nuclear power; hydropower; the ozone layer; acid rain; carbon dioxide; enzymes; cells; viruses; bacteria; taxes;
-unemployment; insurance; stock markets; the gold standard; trade unions; constitutions; courts; elections; Buddhism;
-Stoicism; ethics; logic; probability; statistics; prime numbers; geometry; algebra; calculus; algorithms"""
-PLACES = """Lisbon; Kyoto; Nairobi; Iceland; Peru; the Scottish Highlands; Vienna; Morocco; New Zealand; Hanoi; Montreal;
-Istanbul; the Alps; Cape Town; Buenos Aires; Norway; Athens; Mexico City; Prague; Bali; Seville; Vermont; Sicily; Jordan"""
+SUBJECTS = """the water cycle; photosynthesis; volcanoes; the printing press; gravity; vaccines; the Silk Road;
+inflation; plate tectonics; black holes; the French Revolution; supply and demand; evolution; electric motors; coral
+reefs; the Roman aqueducts; antibiotics; the immune system; solar panels; the nitrogen cycle; democracy; jazz;
+sleep; migration of birds; bees; glaciers; earthquakes; the steam engine; DNA; the periodic table; tides; rainbows;
+compound interest; the Renaissance; the human heart; public libraries; chess; sourdough bread; recycling; wind
+turbines; the Great Wall; rivers; memory; vitamins; lightning; satellites; the Moon; batteries; the internet;
+encryption; bicycles; bridges; soil; forests; the ancient Olympic Games; maps; clocks; coffee; tea; rice farming;
+desert plants; whales; octopuses; wolves; ants; salt; glass; paper; steel; cement; music theory; opera; photography;
+cinema; novels; poetry; myths; cities; railways; harbors; airports; nuclear power; hydropower; the ozone layer; acid
+rain; carbon dioxide; enzymes; cells; viruses; bacteria; taxes; unemployment; insurance; stock markets; the gold
+standard; trade unions; constitutions; courts; elections; Buddhism; Stoicism; ethics; logic; probability;
+statistics; prime numbers; geometry; algebra; calculus; algorithms"""
+PLACES = """Lisbon; Kyoto; Nairobi; Iceland; Peru; the Scottish Highlands; Vienna; Morocco; New Zealand; Hanoi;
+Montreal; Istanbul; the Alps; Cape Town; Buenos Aires; Norway; Athens; Mexico City; Prague; Bali; Seville; Vermont;
+Sicily; Jordan"""
 THINGS = """a lighthouse keeper; a lost dog; an old violin; a clockmaker; a robot gardener; a night train; two rival
 bakers; a mapmaker; a talking river; a retired astronaut; a library at midnight; a snowstorm; a stubborn mule; a
-forgotten letter; a street musician; a glass city; a young beekeeper; a ship's cook; a paper boat; a mountain village;
-a broken radio; a secret staircase; a traveling circus; a fox and a crow; a school play; an island without sound"""
-PEOPLE = """a doctor; a chef; a detective; a history teacher; a fitness coach; a gardener; a museum guide; a pilot; a
-career adviser; an astronomer; a carpenter; a librarian; a financial planner; a marine biologist; a blacksmith of the
-Middle Ages; a ship captain; a journalist; a kind grandmother; a software architect; a weather forecaster; a pirate;
-a tour guide in ancient Rome; a chemist; a piano teacher"""
-ASKED = """how to sleep better; how to start a small vegetable garden; how to prepare for an interview; how to cook for ten
-guests; how to learn a language; how to save money each month; how to train for a first 10k run; how to repair a squeaky
-door; how to choose a telescope; how to write a resume; how to keep houseplants alive; how to plan a road trip; how to
-teach a child to read; how to stay calm before a speech; how to bake bread without a mixer; how to organize a garage"""
-TASKS = """reverse a string; check whether a number is prime; count the words of a text; find the largest number of a list;
-merge two sorted lists; compute the factorial of a number; remove duplicates from a list; sort a list of dictionaries by
-a key; read a CSV file and sum a column; check whether a word is a palindrome; find the common elements of two lists;
-convert Celsius to Fahrenheit; flatten a nested list; compute the Fibonacci numbers up to n; find the longest word of a
-sentence; count each letter of a string; rotate a list by k places; compute the mean and the median of a list; validate
-an email address; generate a random password; transpose a matrix; implement a stack; implement a queue; implement binary
-search; implement bubble sort; find the greatest common divisor; convert a number to binary; parse a date"""
+forgotten letter; a street musician; a glass city; a young beekeeper; a ship's cook; a paper boat; a mountain
+village; a broken radio; a secret staircase; a traveling circus; a fox and a crow; a school play; an island without
+sound"""
+PEOPLE = """a doctor; a chef; a detective; a history teacher; a fitness coach; a gardener; a museum guide; a pilot;
+a career adviser; an astronomer; a carpenter; a librarian; a financial planner; a marine biologist; a blacksmith of
+the Middle Ages; a ship captain; a journalist; a kind grandmother; a software architect; a weather forecaster; a
+pirate; a tour guide in ancient Rome; a chemist; a piano teacher"""
+ASKED = """how to sleep better; how to start a small vegetable garden; how to prepare for an interview; how to cook
+for ten guests; how to learn a language; how to save money each month; how to train for a first 10k run; how to
+repair a squeaky door; how to choose a telescope; how to write a resume; how to keep houseplants alive; how to plan
+a road trip; how to teach a child to read; how to stay calm before a speech; how to bake bread without a mixer; how
+to organize a garage"""
+TASKS = """reverse a string; check whether a number is prime; count the words of a text; find the largest number of
+a list; merge two sorted lists; compute the factorial of a number; remove duplicates from a list; sort a list of
+dictionaries by a key; read a CSV file and sum a column; check whether a word is a palindrome; find the common
+elements of two lists; convert Celsius to Fahrenheit; flatten a nested list; compute the Fibonacci numbers up to n;
+find the longest word of a sentence; count each letter of a string; rotate a list by k places; compute the mean and
+the median of a list; validate an email address; generate a random password; transpose a matrix; implement a stack;
+implement a queue; implement binary search; implement bubble sort; find the greatest common divisor; convert a
+number to binary; parse a date"""
 LANGUAGES = ("Python", "Python", "Python", "JavaScript", "Java", "C", "Go", "Rust")
-NAMES = "Anna Ben Carla David Elena Farid Grace Hiro Ines Jonas Kira Liam Maya Noah Olga Pedro Rosa Sam Tara Victor".split()
+NAMES = (
+    "Anna Ben Carla David Elena Farid Grace Hiro Ines Jonas Kira Liam Maya Noah Olga Pedro Rosa Sam Tara Victor".split()
+)
 GOODS = "apples pencils books cookies marbles tickets stamps bottles chairs oranges shirts candles postcards".split()
-FORMS = """a short story; a poem of three stanzas; a limerick; a letter to a friend; a blog post; the opening of a novel; a
-dialogue between two people; a product description; a speech of one minute; a news report; a diary entry; a fairy tale"""
+FORMS = """a short story; a poem of three stanzas; a limerick; a letter to a friend; a blog post; the opening of a
+novel; a dialogue between two people; a product description; a speech of one minute; a news report; a diary entry; a
+fairy tale"""
 
 WRITING = (
     "Write {form} about {thing}.",
@@ -76,7 +84,8 @@ REASONING = (
     "Compare {subject} and {subject2}. What do they have in common, and how do they differ?",
     "Is {subject} more important than {subject2}? Argue for both sides.",
     "What are the causes and the effects of {subject}?",
-    "{name} walks {n} blocks north and then {m} blocks south. How far is {name} from the start, and in which direction?",
+    "{name} walks {n} blocks north and then {m} blocks south. How far is {name} from the start, and in which "
+    "direction?",
     "{name} is {n} years old. In {m} years {name} will be twice as old as {name2} is now. How old is {name2}?",
     "Think of three arguments for and three against {subject}.",
 )
@@ -103,8 +112,8 @@ CODING = (
     "Write a SQL query that counts the {goods} of each customer.",
 )
 EXTRACTION = (
-    "{name} moved to {place} in {year}, where {name2}, {person}, had lived since {year2}. Make a table of names, places "
-    "and years.",
+    "{name} moved to {place} in {year}, where {name2}, {person}, had lived since {year2}. Make a table of names, "
+    "places and years.",
     "Summarize in three bullet points what you know about {subject}.",
     "List the key terms of {subject}, each with a definition.",
     "Extract the numbers of this text as JSON: {name} sold {n} {goods} on Monday, {m} on Tuesday and {k} on Wednesday.",

