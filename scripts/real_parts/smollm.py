@@ -37,10 +37,14 @@ def fetch(folder: Path) -> Path:
 
 def make_target(packages: Path, out: Path) -> Path:
     """Write the target's folder, in a process that finds gguf from its start on, as transformers asks for."""
-    file = fetch(packages)
-    path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
-    subprocess.run([sys.executable, __file__, file, out], check=True, env=os.environ | {"PYTHONPATH": path})
+    subprocess.run([sys.executable, __file__, fetch(packages), out], check=True, env=environment(packages))
     return out
+
+
+def environment(packages: Path) -> dict[str, str]:
+    """Return the variables of a process that finds the packages."""
+    path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path}
 
 
 def write_target(file: Path, out: Path) -> None:
