@@ -19,10 +19,12 @@ from real_parts import page, smollm  # noqa: E402
 from real_parts.prompts import draw_prompts  # noqa: E402
 
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow  # noqa: E402
+from kconv.pipeline.recipe import read_release  # noqa: E402
 from kconv.targets.forward import run_target  # noqa: E402
 from kconv.targets.model import load_target  # noqa: E402
 from kconv.targets.suites import SUITES  # noqa: E402
 from kconv.targets.tokenizer import load_tokenizer  # noqa: E402
+from kconv.train.recipe import check_keys, read_recipe_file  # noqa: E402
 
 
 def test_its_prompts_are_the_same_each_time_and_none_comes_twice():
@@ -48,6 +50,15 @@ def test_the_page_says_where_an_engine_counts_otherwise_than_the_chain():
     assert "In all 1 runs" in page._equal(["gqa"], [2], {("gqa", 2): counted(10, (0.6, 0.3))}, offline)
     apart = page._equal(["gqa"], [2], {("gqa", 2): counted(10, (0.6, 0.2))}, offline)
     assert "10 steps and [6, 2], and here 10 and [6, 3]" in apart
+
+
+def test_its_recipes_can_be_read(monkeypatch):
+    monkeypatch.setenv("KCONV_ENGINE_PYTHON", sys.executable)
+    examples = SCRIPTS.parent / "examples"
+    release, _ = read_release(examples / "smollm2-release.yaml")
+    assert [step.do for step in release.steps.values()][-2:] == ["card", "publish"]
+    for kind in ("", "-mla"):
+        check_keys(read_recipe_file(str(examples / f"smollm2-eagle3{kind}.yaml")))
 
 
 READ = """
