@@ -145,6 +145,6 @@ def test_a_server_that_is_not_there_is_a_fault(tmp_path):
 def test_a_file_of_something_else_is_not_written_to(server, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text('{"question": "?"}\n[]\n')
-    with pytest.raises(PromptsInvalid, match="something else"):
+    with pytest.raises(PromptsInvalid, match="something other"):
         generate(PROMPTS, GenerateRequest(server.url, "m"), out)
     assert not server.asked
