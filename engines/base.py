@@ -126,7 +126,7 @@ class Serving:
         draft_tokens: tokens drafted per verify step (K).
         dtype: of the weights in memory, target's and head's.
         max_model_len: context, tokens.
-        ready_seconds: how long it may take to be ready.
+        ready_seconds: how long it may take to be ready; one that fails dies, and is not waited for.
         options: further options of its command line, by name.
         branches: how many likeliest tokens each drafted one branches into; 1 is a chain.
         nodes: tokens of a tree that a verify step looks at, the last accepted one among them.
@@ -138,7 +138,7 @@ class Serving:
     draft_tokens: int = 3
     dtype: str = "float32"
     max_model_len: int = 256
-    ready_seconds: float = 300.0
+    ready_seconds: float = 1800.0
     options: Mapping[str, str] = field(default_factory=dict)
     branches: int = 1
     nodes: int = 0

@@ -51,6 +51,7 @@ def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found
                 f"config.json: {where}",
                 f"the head was trained on the outputs of layers {list(subject.captured or ())}, but {engine} would"
                 f" feed it those of {list(seen)}",
+                engines=(engine,),
             )
 
 
@@ -69,6 +70,7 @@ def _unlisted(subject: HeadSubject, is_default: bool | None) -> Iterator[Found]:
                 "config.json: eagle_aux_hidden_state_layer_ids",
                 f"{engine} finds no list where it looks and uses its default; the head was trained on the outputs of"
                 f" layers {list(subject.captured or ())}",
+                engines=(engine,),
             )
 
 
@@ -142,6 +144,7 @@ def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
             yield Found(
                 "config.json: num_aux_hidden_states",
                 f"{engine} builds fc for {built or 3} states, but the head has {len(subject.spec.captured)}",
+                engines=(engine,),
             )
 
 

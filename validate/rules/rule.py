@@ -38,11 +38,13 @@ class Found:
         where: the tensor, key or file.
         message: what was found, one sentence with its figures.
         fix: what to do, where it is not the rule's own.
+        engines: those that it concerns, where these are not all of the rule's.
     """
 
     where: str
     message: str
     fix: str = ""
+    engines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Rule(Generic[S]):
             where=found.where,
             message=found.message,
             fix=found.fix or self.fix,
-            engines=tuple(engine for engine in self.engines if engine in asked),
+            engines=tuple(engine for engine in found.engines or self.engines if engine in asked),
             seen_in=self.seen_in,
         )
 
