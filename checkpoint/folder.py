@@ -50,7 +50,14 @@ class Checkpoint:
     @property
     def files(self) -> list[Path]:
         """The weight files, sorted by name."""
-        return sorted({info.file for info in self.tensors.values()})
+        return sorted(self.by_file())
+
+    def by_file(self) -> dict[Path, list[TensorInfo]]:
+        """Return the tensors of each weight file."""
+        found: dict[Path, list[TensorInfo]] = {}
+        for info in self.tensors.values():
+            found.setdefault(info.file, []).append(info)
+        return found
 
 
 def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
@@ -170,7 +177,7 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         header = read(file)
-        for name in header.keys() & tensors.keys():
+        for name in sorted(header.keys() & tensors.keys()):
             raise CorruptIndex(
                 f"{name} stands in {tensors[name].file.name} and in {file.name}",
                 where=folder,
@@ -278,7 +285,7 @@ def locate(
     found: dict[str, TensorInfo] = {}
     for shard in sorted(shards):
         header = read(shard) if read else read_header(fetch(shard))
-        for name in wanted & header.keys() & found.keys():
+        for name in sorted(wanted & header.keys() & found.keys()):
             raise CorruptIndex(
                 f"{name} stands in {found[name].file.name} and in {shard}",
                 where=shard,
