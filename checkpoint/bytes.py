@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import FileIO
 from itertools import cycle
 from pathlib import Path
@@ -160,7 +160,7 @@ def read_floats(info: TensorInfo, rows: Sequence[int] | None = None) -> np.ndarr
     with _readable(info.file), info.file.open("rb", buffering=0) as file:
         for place, row in enumerate(rows):
             at = info.begin + int(row) * width
-            part = replace(info, begin=at, size=width)
+            part = info._replace(begin=at, size=width)
             for _ in _exactly(file, part, iter([data[place * width : (place + 1) * width]])):
                 pass
     return to_floats(data, info.dtype).reshape(len(rows), -1)

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def _from_index(
 ) -> dict[str, TensorInfo]:
     index = folder / INDEX
     weight_map = held_by_index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not {str}.issuperset(map(type, weight_map.values())):
         raise CorruptIndex("the index has no weight_map of file names", where=index, fix="Export it again.")
     headers: dict[str, dict[str, TensorInfo]] = {}
     for name in sorted(set(weight_map.values())):
@@ -208,12 +209,16 @@ def _from_index(
                 f"the index names {name}, which is not there", where=index, fix="Fetch the missing shard."
             )
         headers[name] = read(folder / name)
+    placed: dict[str, TensorInfo] = {}
     for tensor, file in weight_map.items():
-        if tensor not in headers[file]:
+        info = headers[file].get(tensor)
+        if info is None:
             raise CorruptIndex(f"{file} does not hold {tensor}", where=index, fix="Fetch the shard again.")
-    held = Counter(name for header in headers.values() for name in header)
-    stray = [name for name in held if name not in weight_map or held[name] > 1]
-    if stray:
+        placed[tensor] = info
+    # As each is where the index says, there are more of them only where one is elsewhere too, or is not in the index.
+    if sum(map(len, headers.values())) > len(placed):
+        held = Counter(chain.from_iterable(headers.values()))
+        stray = [name for name in held if name not in weight_map or held[name] > 1]
         raise CorruptIndex(
             f"the shards hold {len(stray)} tensors that the index does not place, among them {stray[0]}",
             where=index,
@@ -221,9 +226,9 @@ def _from_index(
         )
     for name in sorted(names - headers.keys()):
         # A whole copy in Mistral's format, which TensorRT-LLM passes over by its name (`beside_index` has the lines).
-        if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & held.keys():
+        if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & placed.keys():
             raise beside_index(name, index)
-    return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
+    return placed
 
 
 def beside_index(name: str, index: Path | str) -> CorruptIndex:

@@ -7,7 +7,7 @@ source all the same; what has another's scale, nibbles in another order or anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -278,7 +278,7 @@ def _part(head: Head, slot: str) -> TensorInfo | None:
     place = row.slots.index(slot)
     before = sum(byte_size(info.dtype, shape) for shape in shapes[:place])
     size = byte_size(info.dtype, shapes[place])
-    return replace(info, shape=shapes[place], begin=info.begin + before, size=size)
+    return info._replace(shape=shapes[place], begin=info.begin + before, size=size)
 
 
 def _same_bits(source: Head, output: Head, slot: str, look: Look) -> bool:
