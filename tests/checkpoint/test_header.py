@@ -11,7 +11,6 @@ from support.safetensors_bytes import DATA, GOOD, entry, write_raw
 from kconv.checkpoint.header import read_header
 from kconv.errors import CorruptHeader, NotACheckpoint
 
-
 SPACES = pytest.mark.parametrize("space", ["", " "], ids=["as libraries write it", "with spaces"])
 
 
