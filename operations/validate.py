@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..engines import registry
 from ..errors import ReportInvalid, RequestInvalid
 from .base import Context, Name, argument, option, plain_name
-from .reading import Count, Reading, check_trusted
+from .reading import Count, Reading, check_prompts, check_trusted
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
@@ -203,8 +203,6 @@ class Validate(Reading):
         )
 
     def _held_out(self, context: Context) -> HeldOutText | None:
-        from ..validate.perplexity import HeldOutText
-
         if given := self.given(*OF_HEADS):
             raise RequestInvalid(
                 f"a target is measured with --prompts; these are about heads: {', '.join(given)}",
@@ -213,16 +211,21 @@ class Validate(Reading):
         check_trusted(context, self.trust_remote_code, self.source)
         if not self.prompts:
             return None
+        check_prompts(context.path(self.prompts))
+        from ..validate.perplexity import HeldOutText
+
         source = context.source(self.source or "")
         return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
 
     def _parity(self, context: Context, target: Source | None) -> Parity | None:
         if target is None or not (self.prompts or self.states):
             return None
+        check_trusted(context, self.trust_remote_code, self.target)
+        if self.prompts:
+            check_prompts(context.path(self.prompts))
         from ..validate.held_out import encode_held_out
         from ..validate.parity import Parity
 
-        check_trusted(context, self.trust_remote_code, self.target)
         prompts = None
         if self.prompts:
             limit = self.prompt_tokens + self.new_tokens

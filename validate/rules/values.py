@@ -105,7 +105,7 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
     if info is None:
         return
     # Spread evenly over all of them.
-    rows = np.linspace(0, info.shape[0] - 1, min(info.shape[0], SAMPLED_ROWS)).astype(int)
+    rows = np.linspace(0, info.shape[0] - 1, min(info.shape[0], SAMPLED_ROWS)).astype(int).tolist()
     spread = measure_spread(read_floats(info, rows[i : i + BLOCK_ROWS]) for i in range(0, len(rows), BLOCK_ROWS))
     if spread is not None and spread.is_initial:
         yield Found(
