@@ -112,7 +112,9 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except OSError as fault:
         raise NotACheckpoint(
-            f"{file.name} cannot be read: {fault.strerror}", where=file, fix="Check the disk, and run again."
+            f"{file.name} cannot be read: {fault.strerror}",
+            where=file,
+            fix="Check the disk, then run the command again.",
         ) from fault
 
 
@@ -400,7 +402,9 @@ def write_safetensors(
             for chunk in _cut(entry.chunks()):
                 if len(chunk) * 8 % BITS[entry.dtype]:
                     raise CorruptHeader(
-                        f"{entry.name} yielded {len(chunk):,} bytes, no whole elements", where=file, fix=REPORT
+                        f"{entry.name} yielded {len(chunk):,} bytes, which is not a whole number of elements",
+                        where=file,
+                        fix=REPORT,
                     )
                 whole.update(chunk)
                 tensor.update(chunk)
@@ -410,7 +414,7 @@ def write_safetensors(
                 advance(len(chunk))
             if count != byte_size(entry.dtype, entry.shape):
                 raise CorruptHeader(
-                    f"{entry.name} yielded {count:,} bytes, not what its shape says", where=file, fix=REPORT
+                    f"{entry.name} yielded {count:,} bytes, but its shape needs another number", where=file, fix=REPORT
                 )
             digests[entry.name], values[entry.name] = tensor.hexdigest(), scan.result()
             check(entry.name, values[entry.name])

@@ -13,8 +13,9 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -73,9 +74,9 @@ def load_json(
         _refuse_many_keys(text)
         return model.model_validate_json(text)
     except ValidationError as fault:
-        raise error(f"{file.name} is no {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
+        raise error(f"{file.name} is not a valid {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
     except ValueError as fault:
-        raise error(f"{file.name} is no {what}: {fault}", where=file, fix=fix) from fault
+        raise error(f"{file.name} is not a valid {what}: {fault}", where=file, fix=fix) from fault
 
 
 def load_yaml(
@@ -135,8 +136,9 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
         _count(values)
         return values
     except Exception as fault:  # PyYAML's constructors let through whatever Python raises: !!int "" an IndexError
-        why = " ".join(str(fault).split()) or type(fault).__name__
-        raise error(f"the {what} is no YAML that can be read: {why}", where=where, fix=fix) from fault
+        mark, problem = getattr(fault, "problem_mark", None), getattr(fault, "problem", None)
+        why = f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(fault).split())
+        raise error(f"the {what} is not valid YAML: {why or type(fault).__name__}", where=where, fix=fix) from fault
 
 
 def read_bounded(
@@ -182,7 +184,7 @@ def _opened(
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise error(f"{file.name} is no regular file", where=file, fix=fix)
+            raise error(f"{file.name} is not a regular file", where=file, fix=fix)
         if found.st_size > limit:
             raise large(f"{file.name} is {found.st_size:,} bytes, more than {limit:,}", where=file, fix=fix)
         with os.fdopen(descriptor, "rb", closefd=False) as held:
@@ -293,13 +295,31 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def first_wrong(fault: ValidationError) -> str:
-    """Return the first thing that is wrong and its place, e.g. "draft_tokens: Field required"."""
-    first = fault.errors()[0]
+def first_wrong(fault: ValidationError, known: Iterable[str] = ()) -> str:
+    """Return the first thing that is wrong and its place, e.g. "draft_tokens is missing".
+
+    Args:
+        fault: what pydantic found. An unknown key comes first, as it may be a missing one with a typo.
+        known: keys of the outermost object, for a suggestion.
+    """
+    errors = fault.errors()
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     place = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if first["type"] == "extra_forbidden":
+        *above, own = map(str, first["loc"])
+        missing = [str(one["loc"][-1]) for one in errors if one["type"] == "missing"]
+        close = get_close_matches(own, [*missing, *([] if above else known)], n=1)
+        return f"{place} is not a known key" + (f"; did you mean {close[0]}?" if close else "")
     # What pydantic puts before the words of a validator of kconv's.
-    what = first["msg"].removeprefix("Value error, ")
+    what = "it must be a mapping of keys to values" if first["type"] in MAPPINGS else first["msg"]
+    what = what.removeprefix("Value error, ")
     return f"{place}: {what}" if place else what
+
+
+# How pydantic calls what should be a mapping.
+MAPPINGS = ("model_type", "dict_type", "dataclass_type", "model_attributes_type")
 
 
 def _count(values: Any) -> None:
@@ -320,7 +340,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{twice!r} stands twice")
+        raise ValueError(f"{twice!r} occurs twice")
     return found
 
 
@@ -333,5 +353,5 @@ def _whole(digits: str) -> int:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {digits[:MAX_DIGITS]}, which is no finite number")
+        raise ValueError(f"it holds {digits[:MAX_DIGITS]}, which is not a finite number")
     return value

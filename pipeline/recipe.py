@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -69,12 +70,15 @@ def read_step(values: Any) -> Step:
     if isinstance(values, Step):
         return values
     if not isinstance(values, Mapping) or values.get("do") not in kinds():
-        raise ValueError(f"a step says with `do` what it is: {', '.join(kinds())}")
+        do = str(values.get("do", "")) if isinstance(values, Mapping) else ""
+        close = get_close_matches(do, kinds(), n=1)
+        said = f"do is {do!r}, which is no operation" if do else "the key `do` is missing"
+        raise ValueError(f"{said}; " + (f"did you mean {close[0]}?" if close else f"use one of {', '.join(kinds())}"))
     do, rest = values["do"], {key: value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
     output = cls.output()
     if output in rest:
-        raise ValueError(f"{output} is the step's own folder; leave it out")
+        raise ValueError(f"{output} is set by the run; leave it out")
     try:
         return Step(do, cls.checked(rest | ({output: UNNAMED} if output else {})))
     except RequestInvalid as error:
@@ -104,14 +108,16 @@ class Release(BaseModel):
         seen: set[str] = set()
         for name, step in self.steps.items():
             if not NAME.fullmatch(name) or name in TAKEN:
-                raise ValueError(f"{name!r} cannot be a step's name")
+                raise ValueError(f"{name!r} is not a valid step name")
             for field, value in step.inputs():
                 found = reference(value)
                 if found and found[0] not in seen:
                     known = ", ".join(f"${s}" for s in seen) or "none"
-                    raise ValueError(f"{name}.{field} is {value}, and no earlier step is called so (there are {known})")
+                    raise ValueError(
+                        f"{name}.{field} is {value}, but no earlier step has that name (there are {known})"
+                    )
                 if found and any(part in ("", ".", "..") for part in found[1].split("/")[1:]):
-                    raise ValueError(f"{name}.{field} is {value}, which is no part of an output")
+                    raise ValueError(f"{name}.{field} is {value}, which is not part of an output")
             seen.add(name)
         return self
 
@@ -139,10 +145,14 @@ def read_release(file: Path) -> tuple[Release, str]:
 
 def parse_release(text: str, *, where: object = "") -> Release:
     """Read a recipe's text; see `read_release`."""
-    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix="Correct it there.")
+    values = parse_yaml(
+        text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
+    )
     try:
         return Release.model_validate(values)
     except ValidationError as fault:
         raise RecipeInvalid(
-            f"the recipe is wrong: {first_wrong(fault)}", where=where, fix="docs/release.md lists each step's keys."
+            f"the recipe is wrong: {first_wrong(fault, Release.model_fields)}",
+            where=where,
+            fix="Correct it there. A step's keys are the options of its command (kconv COMMAND --help).",
         ) from fault
