@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from ..checkpoint.source import Source, resolve
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
+    from ..checkpoint.source import Source
 
 Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
 
@@ -151,6 +151,8 @@ class Context:
     def source(self, name: str) -> Source:
         """Return the checkpoint that a name means; a hub id is one commit for as long as this context lives."""
         if name not in self._sources:
+            from ..checkpoint.source import resolve
+
             self._sources[name] = resolve(name)
         return self._sources[name]
 
