@@ -9,13 +9,13 @@ to nothing, not even to another None.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..checkpoint.schema import load_json
+from ..checkpoint.schema import first_wrong, load_json
 from ..errors import AcceptanceInvalid, NotACheckpoint
 
 ACCEPTANCE = "acceptance.json"
@@ -253,6 +253,37 @@ class AcceptanceFile(_AcceptancePart):
     def to_json(self) -> str:
         """Return acceptance.json's text."""
         return self.model_dump_json(indent=1, by_alias=True, exclude_none=True) + "\n"
+
+
+def join(files: Sequence[AcceptanceFile]) -> AcceptanceFile:
+    """Return the figures of several runs about one head as one file; what else is known of each stays by its run.
+
+    Raises:
+        AcceptanceInvalid: they are about several heads, or two have a row of one key.
+    """
+    first = files[0]
+    if len(files) == 1:
+        return first
+    for other in files[1:]:
+        if (other.head, other.weights, other.config) != (first.head, first.weights, first.config):
+            raise AcceptanceInvalid(
+                f"{first.head} and {other.head} are two heads, or one with other weights or another config",
+                fix="Join files about one head.",
+            )
+    try:
+        return AcceptanceFile(
+            head=first.head,
+            weights=first.weights,
+            config=first.config,
+            suites=tuple(dict.fromkeys(suite for file in files for suite in file.suites)),
+            rows=tuple(row for file in files for row in file.rows),
+            kconv=first.kconv,
+            provenance={"runs": [file.provenance for file in files]},
+        )
+    except ValidationError as fault:
+        raise AcceptanceInvalid(
+            f"the files cannot be joined: {first_wrong(fault)}", where=first.head, fix="Leave one of the two out."
+        ) from fault
 
 
 def read_acceptance(file: Path) -> AcceptanceFile:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile, AcceptanceRow
     from ..bench.compare import Comparison
     from ..convert.plan import Plan
-    from ..operations.bench import Compared
+    from ..operations.bench import Compared, Written
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
     from ..operations.generate import Generated
@@ -432,24 +432,31 @@ def _length(row: Any) -> str:
 
 
 def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
-    """Print a line for each category, a column for each kind of mean."""
+    """Print a line for each K and category, a column for each kind of mean."""
     rows, console = acceptance.rows, make_console()
     ways = list(dict.fromkeys(row.averaging or "" for row in rows))
-    first, last = rows[0], rows[-1]
-    title = f"acceptance length, K={first.draft_tokens}, bonus token included, by {first.engine}; mean over"
-    console.print(title, highlight=False)
-    table = Table("", "N", *(WAYS.get(way, way) for way in ways), box=None, header_style="bold")
-    for category in dict.fromkeys(row.category for row in rows):
-        own = {row.averaging: row for row in rows if row.category == category}
+    lengths = list(dict.fromkeys(row.draft_tokens for row in rows))
+    of_k = f", K={lengths[0]}" if len(lengths) == 1 else ""
+    by = f", by {rows[0].engine}" if rows[0].engine else ""
+    console.print(f"acceptance length{of_k}, bonus token included{by}; mean over", highlight=False)
+    table = Table(*([] if of_k else ["K"]), "", "N", *(WAYS.get(way, way) for way in ways), box=None,
+                  header_style="bold")  # fmt: skip
+    for k, category in dict.fromkeys((row.draft_tokens, row.category) for row in rows):
+        own = {row.averaging or "": row for row in rows if (row.draft_tokens, row.category) == (k, category)}
         some = next(iter(own.values()))
         figures = [_figure(own[way]) if way in own else "" for way in ways]
-        table.add_row(escape(category or "all"), str(some.prompts or ""), *figures)
+        first = [] if of_k else [str(k or "not stated")]
+        table.add_row(*first, escape(category or "all"), str(some.prompts or ""), *figures)
     console.print(table)
     for row in rows:
-        if row.category == last.category and row.sanity:
+        if row.category == rows[-1].category and row.sanity:
             said = f"answers: {row.sanity.mean_tokens:.0f} tokens, {row.sanity.distinct_4grams:.0%} distinct 4-grams"
             console.print(said + (f"; speed-up {row.speed.speedup:.2f}" if row.speed else ""), highlight=False)
             break
+
+
+def _show_curve(_: Operation, result: Written) -> None:
+    echo(result.text, nl=False)
 
 
 def _figure(row: AcceptanceRow) -> str:
@@ -702,6 +709,8 @@ SHOWN: Mapping[str, Callable[[Any, Any], None]] = {
     "Validate": _show_report,
     "Bench": _show_acceptance,
     "Compare": _show_comparison,
+    "Curve": _show_curve,
+    "Quote": _show_acceptance,
     "States": _show_states,
     "Generate": _show_generated,
     "Train": _show_trained,

@@ -38,6 +38,8 @@ OPERATIONS = {
         "bench", "Bench", "Check and measure", "Measure acceptance length, on a server or by kconv's own forward."
     ),
     "compare": Entry("bench", "Compare", "Check and measure", "Put acceptance figures of several heads side by side."),
+    "curve": Entry("bench", "Curve", "Check and measure", "Write acceptance by K as InferenceX's golden YAML."),
+    "quote": Entry("bench", "Quote", "Check and measure", "Take figures of vllm bench, AIPerf or SGLang as rows."),
     "states": Entry(
         "states",
         "States",
