@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from ..checkpoint.schema import in_words
 from ..checkpoint.source import Source, resolve
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 
@@ -204,6 +206,13 @@ class Operation(BaseModel):
         """
         raise NotImplementedError
 
+    def precheck(self, context: Context) -> None:
+        """Refuse names and settings that cannot be, before anything is computed; files that are not there yet pass.
+
+        Raises:
+            KconvError: see the operation.
+        """
+
     def estimate(self, context: Context) -> Estimate:
         """Return what it would cost; nothing is written, and no weight is downloaded."""
         return Estimate()
@@ -282,9 +291,12 @@ def command_name(cls: type[Operation]) -> str:
 def first_wrong(cls: type[Operation], error: ValidationError) -> str:
     """Return what is wrong with a request first, under the option's name on the command line."""
     found = error.errors()[0]
-    message = found["msg"].removeprefix("Value error, ")
+    message = in_words(found)
     if found["type"] == "extra_forbidden":
-        return f"there is no option {flag(str(found['loc'][0]))}"
+        near = get_close_matches(str(found["loc"][0]), [plain_name(own) for own in cls.model_fields], n=1)
+        return f"there is no option {flag(str(found['loc'][0]))}" + (
+            f"; {flag(near[0])} is the nearest" if near else ""
+        )
     if not found["loc"]:
         return message
     name = str(found["loc"][0])

@@ -193,7 +193,7 @@ def test_everything_that_is_published_has_its_files_hash(folder):
 
 def test_what_is_wrong_with_a_floor_is_said_with_its_key(folder):
     lacking = {key: value for key, value in FLOOR.items() if key != "draft_tokens"}
-    wrong = {"draft_tokens: Field required": lacking, "its top: a floor on MT-Bench": FLOOR | SUITE | {"target": ""}}
+    wrong = {"draft_tokens: it is missing": lacking, "its top: a floor on MT-Bench": FLOOR | SUITE | {"target": ""}}
     for said_of_it, held in wrong.items():
         (folder / "release.yaml").write_text(yaml.safe_dump({"min_acceptance": held}))
         with pytest.raises(RecipeInvalid, match=said_of_it):
