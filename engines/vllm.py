@@ -199,6 +199,10 @@ def command(serving: Serving, port: int) -> list[str]:
         "--max-model-len": str(serving.max_model_len),
         "--compilation-config": json.dumps({"custom_ops": ["all", "-rotary_embedding"]}),
     }
+    if _has_mla(serving.target):
+        # On a CPU with AMX it takes a backend for bf16 alone, unless the one that is right in fp32 is asked for:
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L156
+        options["--attention-backend"] = "CPU_MLA"
     if serving.head:
         options["--speculative-config"] = json.dumps(
             {"model": str(serving.head.absolute()), "method": "eagle3", "num_speculative_tokens": serving.draft_tokens}

@@ -102,6 +102,7 @@ class Bench(Reading):
     engine_python: Name | None = option(
         None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
     )
+    ready_seconds: Count = option(300, "Seconds that a started engine may take to be ready.", metavar="SECONDS")
     tree: str = option(
         "chain", "How drafts branch: topk=4,nodes=8 for 4 branches of which 8 tokens are verified a step, the last "
         "accepted one among them.", metavar="TREE",
@@ -133,9 +134,9 @@ class Bench(Reading):
         if self.url and len(self.draft_tokens) > 1:
             raise ValueError("--draft-tokens: a server that runs drafts one K; give it, or --engine for several")
         if self.url:
-            self.refuse("target", "engine", "engine_python", *OFFLINE, unless="without --url")
+            self.refuse("target", "engine", "engine_python", "ready_seconds", *OFFLINE, unless="without --url")
         elif not self.engine:
-            self.refuse("engine_python", *OF_SERVERS, unless="with --url or --engine")
+            self.refuse("engine_python", "ready_seconds", *OF_SERVERS, unless="with --url or --engine")
         else:
             own = ("model", "engine_version", "draft_sample_method", "rejection_sample_method")
             self.refuse(*own, *OFFLINE, unless="without --engine")
@@ -206,6 +207,7 @@ class Bench(Reading):
             target.fetch_model(),
             head.open_weights().folder,
             max_model_len=longest,
+            ready_seconds=self.ready_seconds,
             branches=branches,
             nodes=nodes,
         )
