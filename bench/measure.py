@@ -24,12 +24,16 @@ from ..targets.suites import Suite
 from ..validate.held_out import refuse_overlap
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
 from .forged import LOSSY, check_counts, check_settings
+from .speed import Load, measure_loads, speed_rows
 from .stats import make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
 LOSSY_NOTE = "the rejection sampling is lossy, so the answers are not the target's own"
 PER_REQUEST = "counted by the engine for each request"
+# What a row of speed shares with the rows of acceptance.
+SPEED_OF = ("draft_tokens", "tree", "engine", "engine_version", "target", "precision", "temperature", "max_tokens",
+            "dataset", "revision", "date")  # fmt: skip
 AS_TOLD = "as told: no engine says which weights it serves"
 
 
@@ -54,6 +58,8 @@ class ServerRun:
         weights: sha256 of the head's weight files, where they are at hand.
         config: sha256 of its config.json, where that is.
         methods: `draft_sample_method` and `rejection_sample_method`, as the server was started with.
+        speed_at: concurrencies at which speed is measured too.
+        loads: what the server without a draft gave at each; measured at `baseline_url` where there is one.
         kernels: what the engine's figures rest on besides the engine itself; "" for nothing.
         folder: the head's, where it is at hand: what its manifest says that it was trained on is not measured on.
     """
@@ -76,6 +82,8 @@ class ServerRun:
     config: str = ""
     folder: Path | None = None
     methods: Mapping[str, str] = field(default_factory=dict)
+    speed_at: Sequence[int] = ()
+    loads: Mapping[int, Load] = field(default_factory=dict)
     kernels: str = ""
 
 
@@ -188,12 +196,20 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         rows += _rows(everything, shared)
         shared |= {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
         rows.append(AcceptanceRow.model_validate(shared))
+    speeds = ()
+    if run.speed_at:
+        say("speed")
+        load = (suite.prompts, run.speed_at, run.max_tokens, run.temperature)
+        loads = run.loads or (measure_loads(baseline, *load) if baseline else {})
+        of = {name: shared[name] for name in SPEED_OF} | {"prompts": len(suite.prompts)}
+        speeds = speed_rows(measure_loads(server, *load), loads, of | {"prompts_sha256": suite.digest})
     return AcceptanceFile(
         head=run.head,
         weights=dict(run.weights),
         config=run.config,
         suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category), whole=suite.whole),),
         rows=tuple(rows),
+        speeds=speeds,
         kconv=version("kconv"),
         provenance={"model": server.model, "concurrency": run.concurrency, "extra": dict(run.extra)}
         | {"weights": AS_TOLD, "server": told}

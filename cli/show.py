@@ -22,7 +22,7 @@ from .terminal import echo, make_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.acceptance import AcceptanceFile, AcceptanceRow
+    from ..bench.acceptance import AcceptanceFile, AcceptanceRow, SpeedFigure
     from ..bench.compare import Comparison
     from ..convert.plan import Plan
     from ..operations.bench import Compared, Written
@@ -453,6 +453,26 @@ def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
             said = f"answers: {row.sanity.mean_tokens:.0f} tokens, {row.sanity.distinct_4grams:.0%} distinct 4-grams"
             console.print(said + (f"; speed-up {row.speed.speedup:.2f}" if row.speed else ""), highlight=False)
             break
+    if acceptance.speeds:
+        _show_speeds(acceptance)
+
+
+def _show_speeds(acceptance: AcceptanceFile) -> None:
+    """Print a line for each concurrency; a speed-up is of one."""
+    table = Table("K", "side by side", "tokens/s", "first token, ms", "further token, ms", "tokens/s without draft",
+                  "speed-up", box=None, header_style="bold")  # fmt: skip
+    for speed in acceptance.speeds:
+        figures = ((speed.tokens_per_second, 1, 1), (speed.ttft, 1000, 1), (speed.tpot, 1000, 2),
+                   (speed.baseline_tokens_per_second, 1, 1), (speed.speedup, 1, 2))  # fmt: skip
+        cells = (_spread(figure, factor, decimals) if figure else "" for figure, factor, decimals in figures)
+        table.add_row(str(speed.draft_tokens), str(speed.concurrency), *cells)
+    make_console().print(table)
+
+
+def _spread(figure: SpeedFigure, factor: float, decimals: int) -> str:
+    ends = (figure.interval.low, figure.interval.high) if figure.interval else ()
+    said = ", ".join(f"{factor * end:.{decimals}f}" for end in ends)
+    return f"{factor * figure.value:.{decimals}f}" + (f" \\[{said}]" if said else "")
 
 
 def _show_curve(_: Operation, result: Written) -> None:

@@ -28,7 +28,7 @@ MOST = 16  # K
 CHAT_TOKENS = 64  # what a chat template adds to a turn
 # What the other way of measuring would pass over.
 OF_SERVERS = (
-    "tree", "concurrency", "precision", "model", "engine_version", "draft_sample_method",
+    "tree", "speed_at", "concurrency", "precision", "model", "engine_version", "draft_sample_method",
     "rejection_sample_method", "baseline_url", "extra",
 )  # fmt: skip
 OFFLINE = (
@@ -47,6 +47,11 @@ def _lengths(value: Any) -> Any:
     if not found or list(found) != sorted(set(found)) or not (MOST >= found[-1] >= found[0] >= 1):
         raise ValueError(f"{value!r} is neither a K from 1 to {MOST} nor an ascending list of them, like 1-8 or 1,3,5")
     return found
+
+
+def _counts(value: Any) -> Any:
+    """Read whole numbers, from a list or from "1,4,16"."""
+    return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 
 
 def _object(value: Any) -> Any:
@@ -107,6 +112,9 @@ class Bench(Reading):
         "chain", "How drafts branch: topk=4,nodes=8 for 4 branches of which 8 tokens are verified a step, the last "
         "accepted one among them.", metavar="TREE",
     )  # fmt: skip
+    speed_at: Annotated[tuple[Count, ...], BeforeValidator(_counts)] = option(
+        (), "Measure speed at these concurrencies too, with and without the draft.", kind="list", metavar="N,N"
+    )
     concurrency: Count = option(1, "Prompts side by side.", metavar="N")
     max_tokens: Count = option(1024, "An answer's limit.", metavar="N")
     temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
@@ -211,7 +219,7 @@ class Bench(Reading):
             branches=branches,
             nodes=nodes,
         )
-        fields = ("tree", "concurrency", "max_tokens", "temperature", "reasoning", "baseline_url", "extra")
+        fields = ("tree", "speed_at", "concurrency", "max_tokens", "temperature", "reasoning", "baseline_url", "extra")
         run = ServerRun(
             draft_tokens=self.draft_tokens[0],
             target=self.target_name or target.name,
@@ -220,6 +228,15 @@ class Bench(Reading):
             kernels=engine.starter.note(serving.python) if engine.starter else "",
             **{name: getattr(self, name) for name in fields},
         )
+        if self.speed_at and not self.baseline_url:
+            from ..bench.speed import measure_loads
+
+            say(f"{engine.title} without a draft: starting")
+            with serve(replace(serving, head=None), engine) as served:
+                say("speed without a draft")
+                client = replace(served.client, extra=self.extra)
+                loads = measure_loads(client, suite.prompts, self.speed_at, self.max_tokens, self.temperature)
+            run = replace(run, loads=loads)
         found = []
         # No engine drafts another K than it was started with; see engines/base.py, Serving.
         for steps in self.draft_tokens:
@@ -233,8 +250,8 @@ class Bench(Reading):
         from ..bench.measure import ServerRun, measure_served
 
         fields = (
-            "tree", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model", "engine_version",
-            "baseline_url", "extra",
+            "tree", "speed_at", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
+            "engine_version", "baseline_url", "extra",
         )  # fmt: skip
         [steps] = self.draft_tokens
         methods = {"draft_sample_method": self.draft_sample_method,
