@@ -560,8 +560,7 @@ def _show_quantized(_: Operation, result: Quantized) -> None:
 def _plan_of_target(_: Operation, planned: Quantized) -> None:
     """Print what a quantization would do: what becomes what, sizes, disk and time."""
     from ..checkpoint.staging import free_bytes
-    from ..quantize.output import copied_files
-    from ..quantize.run import bytes_needed
+    from ..quantize.output import bytes_needed, copied_files
     from ..quantize.stream import estimate
 
     plan, out, processes = planned.plan, Path(planned.out), planned.processes
@@ -588,7 +587,7 @@ def _plan_of_target(_: Operation, planned: Quantized) -> None:
 
 def _plan_of_target_json(_: Operation, planned: Quantized) -> dict[str, Any]:
     from ..checkpoint.staging import free_bytes
-    from ..quantize.run import bytes_needed
+    from ..quantize.output import bytes_needed
     from ..quantize.stream import estimate
 
     plan, processes = planned.plan, planned.processes

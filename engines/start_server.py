@@ -99,6 +99,19 @@ def watch_vllm() -> None:
     DefaultModelLoader.load_weights = load_weights
 
 
+def without_amx() -> None:
+    """Let vLLM take no kernel that needs AMX, on whatever CPU: those of MLA are for bf16 and stop at fp32.
+
+    A head's backend is chosen apart from the target's, so that an option of the server would not reach both:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L152-L164
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1282-L1291
+    """
+    import vllm.platforms  # noqa: F401, I001  # pyright: ignore[reportMissingImports]
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 def watch_sglang() -> None:
     """Let SGLang's loader be watched."""
     from sglang.srt.model_loader.loader import DefaultModelLoader  # pyright: ignore[reportMissingImports]
@@ -124,6 +137,9 @@ def prepare(module: str) -> None:
 
             sglang_on_cpu.prepare()
             sys.argv += [word for option in sglang_on_cpu.OPTIONS.items() for word in option if word]
+    if engine == "vllm":
+        with contextlib.suppress(ImportError):
+            without_amx()
     if engine == "vllm" and "--speculative-config" in sys.argv:
         # New in 0.32; without it the counters tell.
         with contextlib.suppress(ImportError):

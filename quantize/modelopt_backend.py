@@ -28,10 +28,9 @@ from ..targets.model import load_target, refuse_other_family
 from ..targets.weights import StoredWeight
 from .calibration import CalibrationPrompts, InputScales
 from .formats import is_scale
-from .output import write_beside, write_manifest
+from .output import bytes_needed, write_beside, write_manifest
 from .plan import QuantizePlan, plan_quantize
 from .recipe import NEVER, Recipe
-from .run import bytes_needed
 from .stream import steps
 
 Say = Callable[[str], None]

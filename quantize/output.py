@@ -78,6 +78,12 @@ def copied_files(source: Path) -> list[Path]:
     )
 
 
+def bytes_needed(plan: QuantizePlan, place: Workplace | None = None) -> int:
+    """Return the bytes of disk that a plan still takes, all ranks together."""
+    left = sum(unit.bytes_out for unit in plan.units if place is None or not place.is_done(unit.file))
+    return left + sum(file.stat().st_size for file in copied_files(plan.source.folder))
+
+
 def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config.json and hf_quant_config.json of the output."""
     config = copy.deepcopy(plan.source.config)

@@ -21,7 +21,7 @@ from ..checkpoint.staging import check_disk, keep_staging, publish, staging_of, 
 from ..errors import KconvError, WorkerFailed
 from ..targets.config import parse_target_config
 from .calibration import CalibrationPrompts, data_free, from_calibration
-from .output import copied_files, finish
+from .output import bytes_needed, finish
 from .plan import QuantizePlan, Unit, plan_quantize
 from .recipe import Recipe
 from .stream import Advance, Workplace, make_unit
@@ -142,12 +142,6 @@ def quantize(
         finish(plan, place)
     publish(place.root, out)
     return True
-
-
-def bytes_needed(plan: QuantizePlan, place: Workplace | None = None) -> int:
-    """Return the bytes of disk that a plan still takes, all ranks together."""
-    left = sum(unit.bytes_out for unit in plan.units if place is None or not place.is_done(unit.file))
-    return left + sum(file.stat().st_size for file in copied_files(plan.source.folder))
 
 
 def _make_own(

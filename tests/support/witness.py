@@ -54,6 +54,7 @@ class Witnessed:
         expected_drafts, expected_places: what kconv's chain gives; None for a head with a fault.
         unreached: the head's parameters that no tensor reached.
         rules: of kconv's, that name the fault.
+        found: above a note, by `kconv validate` with this engine at work; None where it was not called.
         error: what the engine said where it did not serve.
     """
 
@@ -67,6 +68,7 @@ class Witnessed:
     expected_places: tuple[int, ...] | None = None
     unreached: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
+    found: tuple[str, ...] | None = None
     error: str = ""
 
     def to_json(self) -> dict[str, object]:
@@ -121,6 +123,16 @@ def rules_that_name(folder: Path, engine: str, source: Path) -> tuple[str, ...]:
     done = CliRunner().invoke(main, ["validate", str(folder), "--for", engine, "--source", str(source), "--json"])
     findings = json.loads(done.stdout)["findings"]
     return tuple(dict.fromkeys(one["rule"] for one in findings if one["severity"] == "error"))
+
+
+def found_in(head: Path, engine: str, python: Path, demo: Path) -> tuple[str, ...]:
+    """Return the warnings and errors of `kconv validate`, which starts the engine and holds its counts too."""
+    words = ["validate", head, "--for", engine, "--target", demo / "target", "--prompts", demo / "held-out.jsonl"]
+    words += ["--engine", engine, "--engine-python", python, "--new-tokens", NEW_TOKENS, "--json"]
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    report = json.loads(done.stdout)
+    assert report["figures"]["engine"]["drafts"] > 0
+    return tuple(dict.fromkeys(one["rule"] for one in report["findings"] if one["severity"] != "note"))
 
 
 def serve_sglang(python: Path, demo: Path, heads: Mapping[str, Path], folder: Path) -> Served:
