@@ -199,19 +199,10 @@ def command(serving: Serving, port: int) -> list[str]:
         "--max-model-len": str(serving.max_model_len),
         "--compilation-config": json.dumps({"custom_ops": ["all", "-rotary_embedding"]}),
     }
-    # On a CPU with AMX it takes a backend for bf16 alone, unless the one that is right in fp32 is asked for, and of the
-    # head by itself: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L156 and
-    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1289
-    if _has_mla(serving.target):
-        options["--attention-backend"] = "CPU_MLA"
     if serving.head:
-        drafting = {
-            "model": str(serving.head.absolute()),
-            "method": "eagle3",
-            "num_speculative_tokens": serving.draft_tokens,
-        }
-        backend = {"attention_backend": "CPU_MLA"} if _has_mla(serving.head) else {}
-        options["--speculative-config"] = json.dumps(drafting | backend)
+        options["--speculative-config"] = json.dumps(
+            {"model": str(serving.head.absolute()), "method": "eagle3", "num_speculative_tokens": serving.draft_tokens}
+        )
     words = [word for option in (options | dict(serving.options)).items() for word in option]
     # Not resolved: the link in its environment's folder is what makes it that environment's python.
     return [*start(serving.python, "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]

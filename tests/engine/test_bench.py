@@ -96,7 +96,7 @@ def test_a_sweep_is_what_kconvs_own_forward_gives_for_each_k(engine_python, demo
 def test_synthetic_acceptance_is_refused_by_its_setting_and_by_its_counts(engine_python, demo, suite, monkeypatch):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # shows /server_info
     head = demo / "mla" / "vllm"
-    drafting = {"model": str(head), "method": "eagle3", "num_speculative_tokens": STEPS, "attention_backend": "CPU_MLA",
+    drafting = {"model": str(head), "method": "eagle3", "num_speculative_tokens": STEPS,
                 "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}  # fmt: skip
     options = {"--speculative-config": json.dumps(drafting)}
     run = ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT)

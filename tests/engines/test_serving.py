@@ -161,8 +161,6 @@ def test_one_that_is_never_ready_is_given_up_and_stopped(play, target):
 
 def test_the_command_line_says_what_is_served(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("head").mkdir()
-    Path("head/config.json").write_text('{"kv_lora_rank": 512}')
     serving = Serving(Path("env/bin/python"), Path("target"), Path("head"), draft_tokens=5, dtype="bfloat16")
     words = command(serving, 8123)
     # The server runs in a folder of its own, so no path may hang on the caller's.
@@ -174,8 +172,6 @@ def test_the_command_line_says_what_is_served(target, tmp_path, monkeypatch):
         "model": str(tmp_path / "head"),
         "method": "eagle3",
         "num_speculative_tokens": 5,
-        # Its MLA on a CPU with AMX would be computed in bf16 otherwise.
-        "attention_backend": "CPU_MLA",
     }
     assert "--speculative-config" not in command(Serving(Path("python"), target), 8123)
 
