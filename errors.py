@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
+# Who an address is asked as, and by which password: shown to nobody.
+PASSWORD = re.compile(r"://[^/\s@'\"]+@")
 
 
 class KconvError(Exception):
@@ -16,14 +18,16 @@ class KconvError(Exception):
         what: one sentence that says what is wrong, with the figures that show it.
         where: the file, tensor or key concerned; empty where `what` already says it.
         fix: what the user should do next, an imperative sentence.
+        see: a link to the line of code or the thread that decides it; empty for none.
         code: the rule's id where the error is a finding about a head, e.g. "K101"; the error's kind otherwise, e.g.
             "output-exists" of `OutputExists`.
     """
 
-    def __init__(self, what: str, *, where: object = "", fix: str = "", code: str = "") -> None:
-        self.what, self.where, self.fix = what, str(where), fix
+    def __init__(self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "") -> None:
+        self.what, self.where, self.fix = (PASSWORD.sub("://***@", str(text)) for text in (what, where, fix))
+        self.see = see
         self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
-        super().__init__(what)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -31,6 +35,8 @@ class KconvError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
+        if self.see:
+            lines.append(f"  see:   {self.see}")
         return "\n".join(lines)
 
     def problem(self, code: str = "") -> Problem:
@@ -68,7 +74,7 @@ class NotACheckpoint(KconvError):
 
 
 class HubRefused(KconvError):
-    """The Hub has no such repository or revision, a data set no such file, or this account may not read it."""
+    """The Hub has no such repository, revision or file, or this account may not read it."""
 
 
 class HubUnreachable(KconvError):
@@ -76,19 +82,19 @@ class HubUnreachable(KconvError):
 
 
 class DownloadDamaged(KconvError):
-    """A downloaded file whose bytes are not those that the Hub announces."""
+    """A downloaded file differs from the digest that the Hub announced."""
 
 
 class CorruptHeader(KconvError):
-    """A safetensors header that lies: sizes, offsets, names or dtypes that cannot be."""
+    """A safetensors header with impossible sizes, offsets, names or dtypes."""
 
 
 class CorruptIndex(KconvError):
-    """An index file that names what is not there, or a path outside its folder."""
+    """An index file names a missing file or tensor, or a path outside its folder."""
 
 
 class OutputExists(KconvError):
-    """The output is already there; kconv never overwrites."""
+    """The output already exists; kconv never overwrites."""
 
 
 class OutputFailed(KconvError):
@@ -104,15 +110,15 @@ class EngineUnknown(KconvError):
 
 
 class PluginInvalid(KconvError):
-    """An engine or a layout of another package cannot be loaded, or takes a name that is taken."""
+    """An engine or layout of another package cannot be loaded, or its name is taken."""
 
 
 class ConfigInvalid(KconvError):
-    """A config.json that cannot be read as a head: a key missing, of a wrong type, or contradicting another."""
+    """A config.json cannot be read as a head: a key is missing, has a wrong type, or contradicts another."""
 
 
 class ConfigUnsupported(KconvError):
-    """A config.json that asks for something kconv or the target engine cannot express."""
+    """A config.json asks for something that kconv or the engine does not support."""
 
 
 class CapturedUndecided(KconvError):
@@ -128,23 +134,23 @@ class TensorUnknown(KconvError):
 
 
 class TensorShape(KconvError):
-    """A tensor whose shape is not the one its meaning demands."""
+    """A tensor has the wrong shape for its role."""
 
 
 class TensorValue(KconvError):
-    """A tensor whose values cannot be right: NaN, Inf, an id out of range."""
+    """A tensor has impossible values: NaN, Inf, an id out of range."""
 
 
 class TensorTwins(KconvError):
-    """Two tensors that hold the same weight under two names, and differ."""
+    """Two tensors hold the same weight under two names, with different values."""
 
 
 class LayoutCannot(KconvError):
-    """The target layout has no place for something that this head has."""
+    """The layout to write has no place for a part of this head."""
 
 
 class ManifestMismatch(KconvError):
-    """The bytes on disk are not the ones that the manifest records."""
+    """The bytes on disk differ from the manifest."""
 
 
 class TargetInvalid(KconvError):
@@ -152,19 +158,19 @@ class TargetInvalid(KconvError):
 
 
 class TargetTooLarge(KconvError):
-    """The target is to be run, and does not fit into this machine's memory."""
+    """The target does not fit into this machine's memory."""
 
 
 class PromptsInvalid(KconvError):
-    """A prompts file that cannot be read, or that overlaps with the text it must be held out from."""
+    """Prompts cannot be read, or overlap with text that they must be held out from."""
 
 
 class RecipeInvalid(KconvError):
-    """A recipe with a key that does not exist or a value that cannot be."""
+    """A recipe has an unknown key or an invalid value."""
 
 
 class TrainingFailed(KconvError):
-    """Training stopped: a loss that is not a number, or a fault of the training library."""
+    """Training stopped: the loss is not a number, or the training library failed."""
 
 
 class MissingExtra(KconvError):
@@ -172,112 +178,112 @@ class MissingExtra(KconvError):
 
 
 class ReportInvalid(KconvError):
-    """A validation report that is not of the schema, or is of other bytes than the ones at hand."""
+    """A validation report does not match its schema, or belongs to other files."""
 
 
 class EngineFailed(KconvError):
-    """An engine that does not start, dies, or answers with an error."""
+    """An engine does not start, dies, or answers with an error."""
 
 
 class CountersMissing(KconvError):
-    """A server that does not count drafts: it serves without speculation or its counters, or is none that is known."""
+    """A server counts no drafts: it does not speculate, hides its counters, or is not a known engine."""
 
 
 class CountersReset(KconvError):
-    """Counters that went backwards: the server was restarted between two readings."""
+    """Counters went backwards: the server was restarted between two readings."""
 
 
 class StatesInvalid(KconvError):
-    """Stored hidden states that cannot be read, are damaged, or are of another target, capture or prompts."""
+    """Stored hidden states are unreadable or damaged, or belong to another target, capture or prompts."""
 
 
 class AcceptanceInvalid(KconvError):
-    """An acceptance.json that is not of the schema, repeats a row, or holds a figure that cannot be."""
+    """An acceptance.json does not match its schema, repeats a row, or has an impossible figure."""
 
 
 class DefinitionsMixed(KconvError):
-    """Figures of different definitions that would be put together, or a server that counts in two ways."""
+    """Figures with different definitions cannot be combined, or a server counts in two ways."""
 
 
 class SuiteInvalid(KconvError):
-    """A suite of prompts that lacks a category, or whose prompts are placeholders."""
+    """A suite lacks a category, or its prompts are placeholders."""
 
 
 class FactsInvalid(KconvError):
-    """A facts file of a card with a key that does not exist or a value that cannot be."""
+    """A card's facts file has an unknown key or an invalid value."""
 
 
 class LicenseUnknown(KconvError):
-    """A license that kconv has no data about, or whose text is nowhere to be copied from."""
+    """kconv has no data about a license, or cannot find its text."""
 
 
 class SourceFormatUnknown(KconvError):
-    """A target stored in a quantized format that kconv cannot read, or only in part."""
+    """A target has a quantized format that kconv cannot read, or only in part."""
 
 
 class WorkerFailed(KconvError):
-    """A process that was given a part of the work ended without doing it."""
+    """A worker process ended before its work was done."""
 
 
 class TrainingDataInvalid(KconvError):
-    """Training data that cannot be read, is of no known form, or holds nothing to train on."""
+    """Training data is unreadable, has an unknown form, or holds nothing to train on."""
 
 
 class PublishRefused(KconvError):
-    """A folder that the gate does not let through, or a repository that it cannot be published to as asked."""
+    """A release check failed, or the repository cannot be published to as requested."""
 
 
 class HubMoved(KconvError):
-    """The repository is not as it was expected: its branch moved on, or the tag is there with other files."""
+    """The repository has changed: its branch moved, or the tag exists with other files."""
 
 
 class ReadBackFailed(KconvError):
-    """What the Hub gives back is not what was uploaded."""
+    """The Hub returns other bytes than were uploaded."""
 
 
 class CalibrationInvalid(KconvError):
-    """States that a conversion cannot be calibrated on: of another target than the head's, or too few."""
+    """States cannot be used for calibration: they belong to another target, or are too few."""
 
 
 class ConversionInaccurate(KconvError):
-    """A converted attention that loses more on held-out text than was allowed."""
+    """A conversion loses more acceptance on held-out text than allowed."""
 
 
 class UnknownRule(KconvError):
-    """No rule of validation has that id or name."""
+    """No validation rule has this id or name."""
 
 
 class ReleaseBusy(KconvError):
-    """A release's folder in which another run is at work."""
+    """Another run is working in the release's folder."""
 
 
 class ReleaseStateInvalid(KconvError):
-    """A release's folder whose record cannot be read, or a step whose input was never made."""
+    """The release's record cannot be read, or a step's input does not exist yet."""
 
 
 class InputScalesInvalid(KconvError):
-    """A calibration that cannot be read, is of another target, lacks a module, or has an amax that cannot be."""
+    """A calibration is unreadable, belongs to another target, lacks a module, or has an impossible amax."""
 
 
 class AcceptanceForged(KconvError):
-    """A server that accepts a set number of drafts whatever its target says, which measures no head."""
+    """A server accepts a fixed number of drafts, so it measures no head."""
 
 
 class CountersDisturbed(KconvError):
-    """Counters that count what was not asked for here, or never rest: someone else is using the server."""
+    """Somebody else is using the server: its counters move without requests from here."""
 
 
 class ComparisonUnfit(KconvError):
-    """A head that would be held against a target or the other way round, or a measure that a target has not."""
+    """A head cannot be compared with a target, or the measurement does not apply to a target."""
 
 
 class RequestInvalid(KconvError):
-    """An operation was asked for with an option that does not exist, has a wrong value, or does not fit another."""
+    """An option does not exist, has a wrong value, or conflicts with another option."""
 
 
 class EngineInvalid(KconvError):
-    """An engine that another package adds cannot be loaded, or has the name of one that is there."""
+    """An engine of another package cannot be loaded, or its name is taken."""
 
 
 class StepFailed(KconvError):
-    """A step of a recipe did its work and found something wrong, so that no step after it is carried out."""
+    """A recipe step found errors, so later steps were not run."""

@@ -346,8 +346,8 @@ def read_acceptance(file: Path) -> AcceptanceFile:
         AcceptanceFile,
         file,
         AcceptanceInvalid,
-        what="acceptance.json of the schema",
-        fix="Correct the row, or run kconv bench again.",
+        what="acceptance.json",
+        fix="Give the acceptance.json that kconv bench wrote.",
         missing=NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first."),
     )
 

@@ -75,8 +75,8 @@ def compare(files: Sequence[AcceptanceFile]) -> Comparison:
     heads = tuple(file.head for file in files)
     if len(set(heads)) < max(2, len(heads)):
         raise AcceptanceInvalid(
-            f"{len(set(heads))} head(s) in {len(heads)} file(s) are nothing to compare",
-            fix="Give one acceptance.json for each of two heads or more.",
+            f"{len(heads)} files hold figures of only {len(set(heads))} head",
+            fix="Give one acceptance.json for each of at least two heads.",
         )
     groups: dict[tuple, dict[Benchmark, list[AcceptanceRow | None]]] = {}
     apart: list[Incomparable] = []
@@ -113,7 +113,7 @@ def draw(comparison: Comparison, file: Path) -> None:
         MissingExtra: matplotlib is not installed.
     """
     if not comparison.tables:
-        raise AcceptanceInvalid("no figure of one head compares with another's", fix="See the reasons in the table.")
+        raise AcceptanceInvalid("no figures of two heads are comparable", fix="See the reasons in the table.")
     table = comparison.tables[0]
     series = [
         (head, [row.value if (row := rows[at]) else None for _, rows in table.lines])

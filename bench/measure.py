@@ -34,7 +34,7 @@ PER_REQUEST = "counted by the engine for each request"
 # What a row of speed shares with the rows of acceptance.
 SPEED_OF = ("draft_tokens", "tree", "engine", "engine_version", "target", "precision", "temperature", "max_tokens",
             "dataset", "revision", "date")  # fmt: skip
-AS_TOLD = "as told: no engine says which weights it serves"
+AS_TOLD = "stated by the user: no engine reports which weights it serves"
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _rows(groups: Sequence[PromptGroup], shared: Mapping[str, Any]) -> Iterator[
     counts = [group.counts for group in groups if group.counts.drafts]
     if not counts:
         raise CountersMissing(
-            "nothing was drafted, as no answer has more than one token",
+            "nothing was drafted, because no answer has more than one token",
             where=shared["category"] or shared["dataset"],
             fix="Raise --max-tokens, or leave the category out.",
         )
@@ -308,9 +308,9 @@ def _ask(
     emitted, most = counts.drafts + counts.accepted, received + asked * run.draft_tokens
     if emitted > most:
         raise CountersDisturbed(
-            f"the server counts {emitted:g} tokens of verify steps, where {received} answered make {most} at most",
+            f"the server counts {emitted:g} tokens of verify steps, but {received} answered ones allow at most {most}",
             where=where,
-            fix="Let no one else use the server meanwhile, and give --draft-tokens as it was started with.",
+            fix="Let nobody else use the server meanwhile, and give the --draft-tokens that it was started with.",
         )
     return PromptGroup(counts, answers, seconds), after
 
@@ -353,6 +353,6 @@ def _connect_baseline(run: ServerRun) -> Client | None:
         return server
     if counters.speculates(counted):
         raise DefinitionsMixed(
-            "the baseline server speculates itself", where=run.baseline_url, fix="Start it without a draft head."
+            "the baseline server speculates too", where=run.baseline_url, fix="Start it without a draft head."
         )
     return server

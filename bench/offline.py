@@ -76,7 +76,7 @@ def measure_head(
     """
     if temperature not in KINDS:
         raise PromptsInvalid(
-            f"acceptance at temperature {temperature:g} is not simulated", fix="Take 0 or 1, or measure on a server."
+            f"acceptance at temperature {temperature:g} is not simulated", fix="Use 0 or 1, or measure on a server."
         )
     refuse_overlap((prompt.digest for prompt in suite.prompts), head.checkpoint.folder)
     kind, averaging = KINDS[temperature]
@@ -153,7 +153,7 @@ def _rows(
     counts = [group for group in counts if group.drafts]
     if not counts:
         raise PromptsInvalid(
-            "nothing is drafted, as no answer has more than one token",
+            "nothing is drafted, because no answer has more than one token",
             where=shared["category"] or shared["dataset"],
             fix="Raise --max-tokens, or leave the category out.",
         )

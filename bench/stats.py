@@ -32,7 +32,7 @@ def add_up(groups: Sequence[Counts]) -> Counts:
     """
     kinds = {None if group.per_position is None else len(group.per_position) for group in groups}
     if len(kinds) != 1:
-        raise DefinitionsMixed("groups that count different places cannot be added up", fix="Measure them in one run.")
+        raise DefinitionsMixed("groups with different positions cannot be added", fix="Measure them in one run.")
     places = None
     if None not in kinds:
         places = tuple(sum(column) for column in zip(*(g.per_position or () for g in groups), strict=True))
@@ -83,7 +83,7 @@ def mean_of_categories(rows: Iterable[AcceptanceRow], categories: Iterable[str])
             f"the mean needs one row for each category, and {', '.join(missing) or 'some'} "
             f"{'has none' if missing else 'have two'}",
             where=rows[0].dataset if rows else "",
-            fix="Measure the missing categories; kconv fills in nothing.",
+            fix="Measure the missing categories. kconv does not fill gaps.",
         )
     return sum(by_category[name].value for name in categories) / len(by_category)
 

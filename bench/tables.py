@@ -20,7 +20,7 @@ NOT_STATED = "not stated"
 METRICS = {
     "al_incl_bonus": "acceptance length, tokens per verify step with the bonus token",
     "draft_accept_rate": "share of drafted tokens that were accepted",
-    "teacher_forced_accuracy": "teacher-forced accuracy, which is no acceptance",
+    "teacher_forced_accuracy": "teacher-forced accuracy, which is not acceptance",
 }
 HEADS = {
     "al_incl_bonus": "Acceptance length",
@@ -36,7 +36,7 @@ WAYS = {
 }
 NOT_PUBLISHED, NOT_MEASURED, UNKNOWN = "not published", "not measured", "unknown"
 LEGEND = {
-    UNKNOWN: "*unknown*: only a part of the source was read, and the figure may stand in the rest of it.",
+    UNKNOWN: "*unknown*: only a part of the source was read, and the rest may have the figure.",
 }
 
 # What tells lines apart that read alike, in this order.
@@ -356,5 +356,5 @@ def draw_bars(
                 figure.legend(loc="outside lower left", ncols=min(3, len(series)))
     except ImportError as fault:
         raise MissingExtra(
-            "drawing a chart takes matplotlib", fix="pip install 'kconv[plots]', or add --no-chart."
+            "drawing a chart needs matplotlib", fix="Run pip install '.[plots]' in a clone of kconv, or add --no-chart."
         ) from fault

@@ -162,7 +162,7 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
     for texts, length in shapes:
         if length < STEPS + 2:
             raise CalibrationInvalid(
-                f"{texts} texts of {length} tokens hold no draft of {STEPS}",
+                f"{texts} texts of {length} tokens are too short for {STEPS} draft steps",
                 where=name,
                 fix=f"Leave texts of fewer than {STEPS + 2} tokens out.",
             )
@@ -174,15 +174,15 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
     needed = ROWS_PER_DIM * 2 * spec.hidden
     if rows < needed:
         raise CalibrationInvalid(
-            f"{rows:,} rows are too few to fit {2 * spec.hidden:,} inputs of the attention: {needed:,} are the least",
+            f"{rows:,} rows are too few to fit {2 * spec.hidden:,} attention inputs; {needed:,} are needed",
             where=name,
             fix=f"Give more text: at least {-(-needed * PARTS // ((PARTS - 2) * STEPS)):,} tokens, better ten times "
             "that.",
         )
     if not {"choose", "held-out"} <= set(parts):
         raise CalibrationInvalid(
-            f"the text makes {len(shapes)} batches, and none to measure on: it is wanted in at least {PARTS} batches, "
-            f"or {PARTS} prompts of --states, of which two are kept from the fit",
+            f"the text makes {len(shapes)} batches, too few to hold one out for measuring: at least {PARTS} batches, "
+            f"or {PARTS} prompts of --states, are needed",
             where=name,
             fix="Give more text: with --states of more prompts, with --prompts also cut shorter (--context).",
         )
@@ -196,17 +196,17 @@ def _check_target(calibration: Calibration, batch: Batch, spec: HeadSpec) -> Non
     wanted = (width, spec.target_hidden, (spec.vocab, spec.target_hidden))
     if found != wanted:
         raise CalibrationInvalid(
-            f"the states are {found[0]} wide with a lm_head of {list(found[2])}, and the head reads "
+            f"the states have width {found[0]} and an lm_head of {list(found[2])}, but the head reads "
             f"{len(spec.captured)} layers of {spec.target_hidden}, {width} in all, with {list(wanted[2])}",
             where=calibration.name,
-            fix=f"Give states of the head's own target, captured from layers {list(spec.captured)} (as outputs).",
+            fix=f"Give states of the head's target, captured from layers {list(spec.captured)} (as outputs).",
         )
     if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= spec.vocab:
         raise CalibrationInvalid(
             f"the text has token ids from {int(batch.tokens.min())} to {int(batch.tokens.max())}, and the head's "
             f"vocabulary {spec.vocab:,} tokens",
             where=calibration.name,
-            fix="Give states of the head's own target, over text in its own tokens.",
+            fix="Give states of the head's target, over text in its tokens.",
         )
 
 
@@ -215,9 +215,9 @@ def _check_batch(calibration: Calibration, batch: Batch, index: int) -> None:
     for name, states in (("captured states", batch.captured), ("final states", batch.hidden)):
         if not bool(states.isfinite().all()):
             raise CalibrationInvalid(
-                f"the target's {name} hold values that are no finite numbers",
+                f"the target's {name} hold NaN or Inf",
                 where=f"{calibration.name}, batch {index}",
-                fix="Make the states again, in bfloat16 or float32: a target overflows in float16.",
+                fix="Create the states again in bfloat16 or float32. A target overflows in float16.",
             )
 
 

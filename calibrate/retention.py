@@ -80,9 +80,9 @@ def _keeps_too_little(
 ) -> ConversionInaccurate:
     accept = f"; --min-retention {kept - 0.005:.2f} accepts the loss by name" if kept > 0.01 else ""
     return ConversionInaccurate(
-        f"the head keeps {kept:.2%} ± {error:.2%} of the original's {kind}acceptance length on "
+        f"the head retains {kept:.2%} ± {error:.2%} of the original's {kind}acceptance length on "
         f"{figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at K={figures.steps}), "
-        f"and {least:.2%} was asked for",
+        f"but {least:.2%} is required",
         fix=f"{instead} Calibrating on more text of the kind that is served may help{accept}.".lstrip(),
     )
 

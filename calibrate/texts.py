@@ -74,9 +74,7 @@ class TextOptions:
         if self.states is not None:
             return stored_texts(self.states, spec, read_target_config(target.fetch_config()))
         if self.prompts is None:
-            raise CalibrationInvalid(
-                "there is nothing to calibrate on", fix="Give --states, or --prompts to run the target over."
-            )
+            raise CalibrationInvalid("there is no text for calibration", fix="Give --states or --prompts.")
         return prompted_texts(self.prompts, self.context, spec, target, trust_remote_code=self.trust_remote_code)
 
 
@@ -125,7 +123,7 @@ def prompted_texts(
     count = len(ids) // context
     if not count:
         raise CalibrationInvalid(
-            f"{file.name} holds {len(ids):,} tokens, and a text has {context:,}",
+            f"{file.name} has {len(ids):,} tokens, but one text needs {context:,}",
             where=file,
             fix="Give more prompts, or a shorter --context.",
         )

@@ -81,7 +81,7 @@ def gather(
         manifest = read_manifest(folder)
         if manifest.layout not in writable() and not is_target(manifest):
             raise LayoutCannot(
-                f"the head is in {manifest.layout}'s layout, which no engine serves",
+                f"the head is in {manifest.layout}'s layout, which no engine reads",
                 where=folder,
                 fix=f"Convert it first (kconv {', '.join(f'to-{name}' for name in writable())}), then write its card.",
             )
@@ -224,7 +224,7 @@ def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
         for name, text in card.files.items():
             file = folder / name
             if os.path.lexists(file) and read_text(file, OutputExists, fix="Delete it.") != text:
-                raise OutputExists(f"{file} is there with another text", fix="Pass --force to write it again.")
+                raise OutputExists(f"{file} already exists with other text", fix="Give --force to overwrite it.")
         if charted:
             refuse_existing(folder / CHART, fix=REWRITE)
     if charted and card.table:
@@ -258,9 +258,9 @@ def draw_chart(file: Path, table: Table) -> None:
 def _refuse_unfit(report: Report) -> None:
     if not report.weights:
         raise ReportInvalid(
-            "the report names no weights, as kconv validate --headers-only reads none",
+            "the report names no weights, because kconv validate --headers-only reads none",
             where=report.subject,
-            fix="Run kconv validate on this folder without --headers-only, and give what it writes.",
+            fix="Run kconv validate on this folder without --headers-only, and give its report.",
         )
     if not report.clean:
         raise ReportInvalid(
@@ -272,9 +272,9 @@ def _refuse_foreign(evidence: Report | AcceptanceFile, head: HeadIdentity) -> No
     what, of = ("report", evidence.subject) if isinstance(evidence, Report) else ("acceptance", evidence.head)
     if other := foreign(evidence, head):
         raise ReportInvalid(
-            f"the {what} is of {other}",
+            f"the {what} belongs to {other}",
             where=of,
-            fix="Run kconv validate or kconv bench on this folder and give what it writes.",
+            fix="Run kconv validate or kconv bench on this folder, and give its output.",
         )
 
 

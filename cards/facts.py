@@ -91,7 +91,7 @@ class LicenseFacts(_FactsPart):
     @classmethod
     def _known(cls, value: str | None) -> str | None:
         if value is not None and value not in LICENSES:
-            raise ValueError(f"{value!r} is no license that kconv knows; it knows {', '.join(LICENSES)}")
+            raise ValueError(f"{value!r} is not a license that kconv knows; it knows {', '.join(LICENSES)}")
         return value
 
 

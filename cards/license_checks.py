@@ -165,7 +165,7 @@ def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
             "Give it: kconv card DIR --target TARGET, or --license-file FILE.",
         )
     elif copyright_in(text.text) is None:
-        yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the file whole."
+        yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the complete file."
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
         said = f'"{name}"' if name else "the name that the target's license asks for"
@@ -195,7 +195,7 @@ def _notice_kept(folder: LicensedFolder) -> Iterator[LicenseFinding]:
             "Give it with --license-file.",
         )
     elif license.id == "mit" and copyright_in(text.text) is None:
-        yield "error", text.origin.name, "the license lacks its copyright line", "Copy the file whole."
+        yield "error", text.origin.name, "the license lacks its copyright line", "Copy the complete file."
 
 
 def _changes(folder: LicensedFolder) -> Iterator[LicenseFinding]:

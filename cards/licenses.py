@@ -121,7 +121,7 @@ def by_id(name: str) -> License:
     if name not in LICENSES:
         raise LicenseUnknown(
             f"kconv has no data about a license {name!r}",
-            fix=f"Name one of {', '.join(LICENSES)}; {UNNAMED!r} stands for one without a name.",
+            fix=f"Name one of {', '.join(LICENSES)}; {UNNAMED!r} stands for a license without a name.",
         )
     return LICENSES[name]
 
@@ -258,7 +258,7 @@ def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted(held):
         if not file.resolve().is_relative_to(root):
             raise LicenseUnknown(
-                f"{file.name} leads out of its folder, to what may be no license and nobody else's to see",
+                f"{file.name} is a link that leads out of its folder",
                 where=file,
                 fix="Put the text itself there, or give it with --license-file.",
             )
@@ -271,7 +271,9 @@ def _read_named(file: Path) -> LicenseText:
     license = recognise(text) if text else None
     if license is None:
         raise LicenseUnknown(
-            f"{file.name} is no text of a license that kconv knows" if text else f"{file.name} cannot be read as text",
+            f"{file.name} is not the text of a license that kconv knows"
+            if text
+            else f"{file.name} cannot be read as text",
             where=file,
             fix="Give the text of the NVIDIA Open Model License, Modified MIT, MIT or Apache-2.0.",
         )

@@ -78,7 +78,9 @@ def stream(info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
         yield from _stream(info, chunk)
     except OSError as fault:
         raise NotACheckpoint(
-            f"{info.file.name} cannot be read: {fault.strerror}", where=info.file, fix="Check the disk, and run again."
+            f"{info.file.name} cannot be read: {fault.strerror}",
+            where=info.file,
+            fix="Check the disk, then run the command again.",
         ) from fault
 
 
@@ -149,7 +151,9 @@ def write_safetensors(
             for chunk in _cut(entry.chunks()):
                 if len(chunk) * 8 % BITS[entry.dtype]:
                     raise CorruptHeader(
-                        f"{entry.name} yielded {len(chunk):,} bytes, no whole elements", where=file, fix=REPORT
+                        f"{entry.name} yielded {len(chunk):,} bytes, which is not a whole number of elements",
+                        where=file,
+                        fix=REPORT,
                     )
                 if len(waiting) == AHEAD:
                     waiting.popleft().result()
@@ -161,7 +165,7 @@ def write_safetensors(
                 advance(len(chunk))
             if count != byte_size(entry.dtype, entry.shape):
                 raise CorruptHeader(
-                    f"{entry.name} yielded {count:,} bytes, not what its shape says", where=file, fix=REPORT
+                    f"{entry.name} yielded {count:,} bytes, but its shape needs another number", where=file, fix=REPORT
                 )
             digests[entry.name], values[entry.name] = tensor.hexdigest(), scan.result()
             check(entry.name, values[entry.name])

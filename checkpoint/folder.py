@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as fault:
         raise NotACheckpoint(
-            f"{folder} is not a folder: {fault.strerror}", fix="Give a checkpoint folder or a hub id org/name."
+            f"{folder} is {'a file' if folder.is_file() else f'not a folder: {fault.strerror}'}", fix=_instead(folder)
         ) from fault
     if is_partial(folder):
         raise NotACheckpoint(
-            f"{folder.name} is what an interrupted kconv run left behind",
+            f"{folder.name} was left behind by an interrupted kconv run",
             where=folder,
             fix="Delete it and run the command again.",
         )
@@ -133,7 +134,19 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return parse_object(text)
     except ValueError as fault:
-        raise ConfigInvalid(f"{file.name} cannot be read: {fault}", where=file, fix="Export it again.") from fault
+        raise ConfigInvalid(
+            f"{file.name} cannot be read: {fault}", where=file, fix="Correct it there, or export it again."
+        ) from fault
+
+
+def _instead(path: Path) -> str:
+    """Return what to give in place of a path that is no folder."""
+    if path.is_file():
+        return f"Give the checkpoint's folder: {path.parent}"
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, n=1)
+    meant = f" Did you mean {path.parent / close[0]}?" if close else ""
+    return f"Give a checkpoint folder or a Hub id org/name.{meant}"
 
 
 def _without_config(folder: Path) -> NotACheckpoint:
@@ -142,7 +155,9 @@ def _without_config(folder: Path) -> NotACheckpoint:
     for mark, (what, fix) in OTHERS.items():
         if any(name.endswith(mark) for name in held):
             return NotACheckpoint(f"{folder.name} holds {what}, and no config.json", where=folder, fix=fix)
-    inner = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    # Also those of a folder of the Hub's cache.
+    found = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
+    inner = sorted(str(file.parent.relative_to(folder)) for file in found)
     return NotACheckpoint(
         f"{folder} has no config.json" + (f", and its folders {', '.join(inner[:5])} have one" if inner else ""),
         where=folder,
@@ -162,7 +177,7 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
                 raise NotACheckpoint(f"{folder.name} holds {what}, and no *.safetensors", where=folder, fix=fix)
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         fix = (
-            f"kconv reads no pickles; save {pickles[0]} as safetensors first."
+            f"Save the tensors of {pickles[0]} with safetensors.torch.save_file; kconv reads no such pickle."
             if pickles
             else "Check the path; a download may be incomplete."
         )
@@ -172,9 +187,9 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
         header = read(file)
         for name in header.keys() & tensors.keys():
             raise CorruptIndex(
-                f"{name} stands in {tensors[name].file.name} and in {file.name}",
+                f"{name} is in both {tensors[name].file.name} and {file.name}",
                 where=folder,
-                fix="Remove the file that does not belong; engines would take either one's.",
+                fix="Remove the wrong file. Engines would use either one.",
             )
         tensors |= header
     return tensors
@@ -192,14 +207,12 @@ def _from_index(
         # A hub cache links its files out of the folder; a *name* that leaves it is never right.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CorruptIndex(
-                f"the index names {name!r}, which is no *.safetensors file of its own folder",
+                f"the index names {name!r}, which is not a *.safetensors file in its folder",
                 where=index,
-                fix="Do not use this checkpoint before you know who wrote its index.",
+                fix="Do not use this checkpoint unless you trust whoever wrote its index.",
             )
         if name not in names:
-            raise CorruptIndex(
-                f"the index names {name}, which is not there", where=index, fix="Fetch the missing shard."
-            )
+            raise CorruptIndex(f"the index names {name}, which is missing", where=index, fix="Fetch the missing shard.")
         headers[name] = read(folder / name)
     for tensor, file in weight_map.items():
         if tensor not in headers[file]:
@@ -210,7 +223,7 @@ def _from_index(
         raise CorruptIndex(
             f"the shards hold {len(stray)} tensors that the index does not place, among them {stray[0]}",
             where=index,
-            fix="Export the checkpoint again; index and shards are of different runs.",
+            fix="Export the checkpoint again. Index and shards come from different runs.",
         )
     for name in sorted(names - headers.keys()):
         # A whole copy in Mistral's format, which TensorRT-LLM passes over by its name (`beside_index` has the lines).
@@ -229,10 +242,10 @@ def beside_index(name: str, index: Path | str) -> CorruptIndex:
     https://github.com/NVIDIA/TensorRT-LLM/blob/02086d89ee95f725414743a33a436473604202e9/tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py#L66-L75
     """
     return CorruptIndex(
-        f"{name} stands beside an index that places the same tensors in other files; TensorRT-LLM reads them all,"
+        f"{name} holds tensors that the index places in other files; TensorRT-LLM reads all files,"
         f" transformers {WHOLE} first, vLLM what the index names",
         where=index,
-        fix=f"Find out which of them the checkpoint is; remove {name}, or the index and its shards.",
+        fix=f"Find out which one is right, and remove {name}, or the index and its shards.",
     )
 
 
@@ -267,7 +280,7 @@ def locate(
         # A name outside the listing could lead out of the folder.
         if not named <= shards:
             raise CorruptIndex(
-                f"the index names {', '.join(sorted(named - shards))}, which is not there",
+                f"the index names {', '.join(sorted(named - shards))}, which is missing",
                 where=INDEX,
                 fix="Fetch the missing shard.",
             )
@@ -280,9 +293,9 @@ def locate(
         header = read(shard) if read else read_header(fetch(shard))
         for name in wanted & header.keys() & found.keys():
             raise CorruptIndex(
-                f"{name} stands in {found[name].file.name} and in {shard}",
+                f"{name} is in both {found[name].file.name} and {shard}",
                 where=shard,
-                fix="Remove the file that does not belong; engines would take either one's.",
+                fix="Remove the wrong file. Engines would use either one.",
             )
         found |= {name: header[name] for name in wanted & header.keys()}
     return found

@@ -186,7 +186,7 @@ def _check(file: Path, header: dict[str, object], *, data_begin: int, data_size:
         if dtype not in BITS:
             raise _corrupt(file, f"{name!r} has the unknown dtype {dtype!r}")
         if len(shape) > MAX_DIMS or not all(map(_is_count, [*shape, begin, end])):
-            raise _corrupt(file, f"{name!r} has a dim or an offset that is no count")
+            raise _corrupt(file, f"{name!r} has a dim or an offset that is not a count")
         if math.prod(shape) * BITS[dtype] != (end - begin) * 8:
             raise _corrupt(file, f"{name!r} is {dtype} {shape}, but its offsets span {end - begin:,} bytes")
         infos[name] = TensorInfo(name, dtype, tuple(shape), file, data_begin + begin, end - begin)

@@ -282,7 +282,7 @@ def refuse_garbled(token: str | None) -> None:
     """Refuse a token that no header can hold: the HTTP library would say so too, and repeat it, and so would logs."""
     if token and not (token.isascii() and token.isprintable()):
         raise HubRefused(
-            "the token holds characters that no token has", where="HF_TOKEN, or the token's file", fix=f"Run: {LOGIN}"
+            "the token contains invalid characters", where="HF_TOKEN, or the token's file", fix=f"Run: {LOGIN}"
         )
 
 
@@ -329,9 +329,9 @@ def check_download(file: Path) -> None:
             return
     if _announced(stored, found.st_size, name) != name:
         raise DownloadDamaged(
-            f"{file.name} is not the file that the Hub announced: its digest is not {name[:16]}",
+            f"{file.name} differs from the file that the Hub announced: its digest is not {name[:16]}",
             where=stored,
-            fix="Delete it, and run the command again; if it comes out the same, ask who runs the mirror or the proxy.",
+            fix="Delete it, and run the command again. If it happens again, ask whoever runs the mirror or the proxy.",
         )
     with suppress(OSError):  # without a note it is read again next time
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -396,7 +396,7 @@ class RangeReader:
             hf_raise_for_status(response)
             if response.status_code != 206:
                 raise HubUnreachable(
-                    f"{constants.ENDPOINT} sends whole files only, and {self.file} is {self.size:,} bytes",
+                    f"{constants.ENDPOINT} sends only whole files, but {self.file} has {self.size:,} bytes",
                     where=url,
                     fix=f"Download it first: hf download {self.repo} --revision {self.commit} --local-dir DIR",
                 )
@@ -410,8 +410,9 @@ class RangeReader:
 
 # What the library raises: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
 RAISED = (httpx.HTTPError, OSError, OIDCError, RevisionResolutionError, RuntimeError, ValueError)
-# And of an answer that is JSON of another shape than the Hub's.
-MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError, AssertionError)
+# And of an answer that is JSON of another shape than the Hub's; NameError where the library names, in a message, what
+# such an answer kept it from setting.
+MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError, AssertionError, NameError)
 LOGIN = "hf auth login"
 
 
@@ -463,7 +464,7 @@ def not_cached(repo: str, revision: str | None, *, dataset: bool = False) -> Hub
     at, option = (f"{repo}@{revision}", f" --revision {revision}") if revision else (repo, "")
     kind = " --repo-type dataset" if dataset else ""
     return HubUnreachable(
-        f"there is no folder {repo} here, HF_HUB_OFFLINE is set, and {at} is not whole in the local cache",
+        f"there is no folder {repo} here, HF_HUB_OFFLINE is set, and the local cache does not hold all of {at}",
         where=constants.HF_HUB_CACHE,
         fix=f"Unset HF_HUB_OFFLINE, or first, with a network, run: hf download {repo}{option}{kind}",
     )
@@ -500,7 +501,7 @@ def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset:
             return NotACheckpoint(
                 f"{at} has no {file}",
                 where=f"{page}/tree/{revision or 'main'}",
-                fix="A checkpoint is config.json and *.safetensors; check the id.",
+                fix="Check the id. A checkpoint is config.json and *.safetensors.",
             )
         # To who shows no token the Hub does not say whether a repository exists.
         case HfHubHTTPError() if (
@@ -523,20 +524,20 @@ def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset:
             )
         case OIDCError():
             return HubRefused(
-                "HF_OIDC_RESOURCE is set, and no token was given for it",
+                "HF_OIDC_RESOURCE is set, but the Hub gave no token for it",
                 where=page,
                 fix="Check the repository's trusted publishers and the job's id-token permission, or unset it.",
             )
         case ValueError():
             return HubUnreachable(
-                f"{constants.ENDPOINT} does not answer as the Hub does",
+                f"{constants.ENDPOINT} does not answer like the Hub",
                 where=page,
-                fix="Check HF_ENDPOINT, and whether the network asks for a login of its own.",
+                fix="Check HF_ENDPOINT, and whether the network needs its own login.",
             )
     return HubUnreachable(
         f"the connection to the Hub failed: {type(cause).__name__}",
         where=page,
-        fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads the local cache alone.",
+        fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache.",
     )
 
 
@@ -561,10 +562,10 @@ def _refused(status: int, at: str, page: str) -> KconvError:
         )
     if status == 429:
         return HubUnreachable(
-            "the Hub has had too many requests from here", where=page, fix=f"Wait some minutes, or run: {LOGIN}"
+            "the Hub refuses more requests from here for now", where=page, fix=f"Wait some minutes, or run: {LOGIN}"
         )
     return HubUnreachable(
         f"the Hub answered {status} for {at}",
         where=page,
-        fix="Run the command again in some minutes; HF_HUB_OFFLINE=1 reads the local cache alone.",
+        fix="Run the command again in some minutes; HF_HUB_OFFLINE=1 reads only the local cache.",
     )

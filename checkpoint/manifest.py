@@ -16,7 +16,7 @@ from .folder import Checkpoint, open_checkpoint
 from .schema import load_json
 
 MANIFEST = "kconv.json"
-AGAIN = "Fetch the folder again, or make it again with kconv."
+AGAIN = "Fetch the folder again, or create it again with kconv."
 ADDED = "Remove the file if it was added; if not, convert the head again."
 # What an engine reads of a folder: config, weights in any container, and how they are quantized.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208
@@ -231,7 +231,7 @@ def read_manifest(folder: Path) -> Manifest:
     # os.path says False of a name that is too long; pathlib raises.
     if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
         raise NotACheckpoint(
-            f"{folder} has no {MANIFEST} that can be read; kconv did not make it",
+            f"{folder} has no readable {MANIFEST}, so kconv did not write it",
             where=folder,
             fix="Convert it with kconv.",
         )
@@ -257,20 +257,46 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
     manifest = read_manifest(folder)
     for record in manifest.files:
         if not _holds(folder / record.name, record):
-            raise _mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
+            raise mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
     recorded = {record.name for record in manifest.files}
     for file in sorted(folder.iterdir()):
         if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            raise _mismatch(file, "engines read this file, and no record of it was written", ADDED)
+            raise mismatch(file, "engines read this file, and no record of it was written", ADDED)
+    _agrees_with_itself(manifest)
     _same(open_checkpoint(folder), {step.output.name: step.output for step in manifest.tensors}, AGAIN)
     if source is not None:
         fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
         config = source.folder / "config.json"
         if file_digest(config) != manifest.source_config:
-            raise _mismatch(config, "the output was made from another config", fix)
+            raise mismatch(config, "the output was made from another config", fix)
         held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
         _same(source, held | {record.name: record for record in manifest.dropped}, fix)
     return manifest
+
+
+# What keeps a tensor's bytes, and what keeps its values.
+COPIES, EXACT = ("copied", "renamed"), ("copied", "renamed", "repacked", "added", "rebuilt")
+# Maps of a vocabulary, which are no weights: an exact head's may be computed.
+MAPS = ("BOOL", "I64", "I32")
+
+
+def _agrees_with_itself(manifest: Manifest) -> None:
+    """Raise ManifestMismatch for a manifest that says one thing twice and differently."""
+    for what, records in (("file", manifest.files), ("tensor", [step.output for step in manifest.tensors])):
+        names = [record.name for record in records]
+        if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+            raise mismatch(MANIFEST, f"it records the {what} {twice[0]} twice", AGAIN)
+    for step in manifest.tensors:
+        own = (step.output.dtype, step.output.shape, step.output.blake3)
+        if step.action in COPIES and [(s.dtype, s.shape, s.blake3) for s in step.sources] != [own]:
+            raise mismatch(MANIFEST, f"{step.output.name} is said to be {step.action}, of other bytes", AGAIN)
+    # A target's manifest has no step of a head's; it is never exact.
+    changed = [s.output.name for s in manifest.tensors if s.action not in EXACT and s.output.dtype not in MAPS]
+    if manifest.spec.get("kind") != "target" and manifest.exact == bool(changed):
+        said = f"exact, and {changed[0]} is not" if changed else "not exact, and every tensor is"
+        raise mismatch(MANIFEST, f"it says that the weights are {said}", AGAIN)
+    if manifest.parameters != manifest.parameters_by_origin.total:
+        raise mismatch(MANIFEST, "it counts the parameters twice and differently", AGAIN)
 
 
 def _holds(file: Path, record: FileRecord) -> bool:
@@ -282,16 +308,17 @@ def _holds(file: Path, record: FileRecord) -> bool:
 
 def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str) -> None:
     for name in sorted(records.keys() - checkpoint.tensors.keys()):
-        raise _mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
+        raise mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
     for name in sorted(checkpoint.tensors.keys() - records.keys()):
-        raise _mismatch(
+        raise mismatch(
             name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it", fix
         )
     for name, record in records.items():
         info = checkpoint.tensors[name]
         if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.blake3:
-            raise _mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones", fix)
+            raise mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones", fix)
 
 
-def _mismatch(where: object, what: str, fix: str) -> ManifestMismatch:
-    return ManifestMismatch(f"the manifest does not hold: {what}", where=where, fix=fix)
+def mismatch(where: object, what: str, fix: str) -> ManifestMismatch:
+    """Return the error of a folder that its manifest does not describe."""
+    return ManifestMismatch(f"the folder does not match its manifest: {what}", where=where, fix=fix)

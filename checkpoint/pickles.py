@@ -47,17 +47,17 @@ def read_pickle_header(file: Path) -> dict[str, TensorInfo]:
         loaded = torch.load(file, weights_only=True, map_location="meta")
     except Exception as fault:  # a stranger's pickle, in which torch finds whatever it finds
         raise NotACheckpoint(
-            f"{file.name} cannot be read as tensors alone: {type(fault).__name__}",
+            f"{file.name} cannot be read as plain tensors: {type(fault).__name__}",
             where=file,
             fix=f"Ask its publisher for safetensors. {BY_HAND.format(file.name)}",
         ) from fault
     if any(member.compress_type != zipfile.ZIP_STORED for member in members) or not little:
         raise CorruptHeader(
-            f"{file.name} is compressed or big-endian, as torch.save writes none", where=file, fix="Fetch it again."
+            f"{file.name} is compressed or big-endian; torch.save never writes that", where=file, fix="Fetch it again."
         )
     if not isinstance(loaded, Mapping) or not all(isinstance(name, str) for name in loaded):
         raise NotACheckpoint(
-            f"{file.name} holds no tensors by name, but a {type(loaded).__name__}",
+            f"{file.name} holds a {type(loaded).__name__} instead of named tensors",
             where=file,
             fix=BY_HAND.format(file.name),
         )
@@ -73,18 +73,18 @@ def _info(name: str, tensor: Any, file: Path, size: int, names: Mapping[Any, str
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
         raise NotACheckpoint(
-            f"{name} in {file.name} is no plain tensor of a known dtype, or of a file older than torch 1.6",
+            f"{name} in {file.name} is not a plain tensor of a known dtype, or the file is older than torch 1.6",
             where=file,
             fix=BY_HAND.format(file.name),
         )
     if not tensor.is_contiguous():
         raise NotACheckpoint(
-            f"{name} in {file.name} is stored in another order of dims than it is used in",
+            f"{name} in {file.name} is stored with its dims in another order",
             where=file,
             fix=BY_HAND.format(file.name),
         )
     begin += tensor.storage_offset() * tensor.element_size()
     count = tensor.numel() * tensor.element_size()
     if begin < 0 or begin + count > size:
-        raise CorruptHeader(f"{name} lies outside of {file.name}", where=file, fix="Fetch the file again.")
+        raise CorruptHeader(f"{name} is outside of {file.name}", where=file, fix="Fetch the file again.")
     return TensorInfo(name, names[tensor.dtype], tuple(tensor.shape), file, begin, count)

@@ -74,9 +74,9 @@ def load_json(
         _refuse_many_keys(text)
         return model.model_validate_json(text)
     except ValidationError as fault:
-        raise error(f"{file.name} is no {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
+        raise error(f"{file.name} is not a valid {what}: {first_wrong(fault)}", where=file, fix=fix) from fault
     except ValueError as fault:
-        raise error(f"{file.name} is no {what}: {fault}", where=file, fix=fix) from fault
+        raise error(f"{file.name} is not a valid {what}: {fault}", where=file, fix=fix) from fault
 
 
 def load_yaml(
@@ -118,7 +118,9 @@ def check_values(
         line = line_of(text, place)
         at = ".".join(map(str, place)) or "its top"
         where = f"{where or what}:{line}" if line else where
-        raise error(f"the {what} is wrong at {at}: {why}", where=where, fix=fix) from fault
+        raise error(
+            f"the {what} is wrong at {at}{'' if why.startswith('is ') else ':'} {why}", where=where, fix=fix
+        ) from fault
 
 
 def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, what: str, fix: str) -> Any:
@@ -148,7 +150,7 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
     except Exception as fault:  # PyYAML's constructors let through whatever Python raises: !!int "" an IndexError
         why, line = _no_yaml(text, fault)
         where = f"{where or what}:{line}" if line else where
-        raise error(f"the {what} is no YAML that can be read: {why}", where=where, fix=fix) from fault
+        raise error(f"the {what} is not valid YAML: {why}", where=where, fix=fix) from fault
 
 
 def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
@@ -250,7 +252,7 @@ def _opened(
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise error(f"{file.name} is no regular file", where=file, fix=fix)
+            raise error(f"{file.name} is not a regular file", where=file, fix=fix)
         if found.st_size > limit:
             raise large(f"{file.name} is {found.st_size:,} bytes, more than {limit:,}", where=file, fix=fix)
         with os.fdopen(descriptor, "rb", closefd=False) as held:
@@ -362,10 +364,10 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def first_wrong(fault: ValidationError) -> str:
-    """Return the first thing that is wrong and its place, e.g. "draft_tokens: Field required"."""
+    """Return the first thing that is wrong and its place, e.g. "draft_tokens is missing"."""
     parts, what = wrong_at(fault)
     place = ".".join(map(str, parts))
-    return f"{place}: {what}" if place else what
+    return f"{place}{'' if what.startswith('is ') else ':'} {what}" if place else what
 
 
 class WrongValue(ValueError):
@@ -394,31 +396,31 @@ def no_such_key(key: str, known: Sequence[str]) -> str:
     """Say that there is no such key, and which is the nearest, or which there are."""
     near = get_close_matches(key, known, n=1)
     if near:
-        return f"there is no such key; {near[0]} is the nearest"
-    return "there is no such key" + (f"; the keys are {', '.join(known)}" if known else "")
+        return f"is not a known key; did you mean {near[0]}?"
+    return "is not a known key" + (f"; the keys are {', '.join(known)}" if known else "")
 
 
 # What pydantic calls what is wrong, and how it is said here; its own words are about Python.
-WHOLE, NUMBER, TRUTH = "it has to be a whole number", "it has to be a number", "it has to be true or false"
-LIST, MAPPING = "it has to be a list", "it has to be a mapping of keys to values"
+WHOLE, NUMBER, TRUTH = "it must be a whole number", "it must be a number", "it must be true or false"
+LIST, MAPPING = "it must be a list", "it must be a mapping of keys to values"
 WORDS = {
-    "missing": "it is missing",
+    "missing": "is missing",
     "json_invalid": "it is no JSON",
-    "string_type": "it has to be a text",
+    "string_type": "it must be a text",
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), WHOLE),
     **dict.fromkeys(("float_type", "float_parsing"), NUMBER),
-    "finite_number": "it has to be a finite number",
+    "finite_number": "it must be a finite number",
     **dict.fromkeys(("bool_type", "bool_parsing"), TRUTH),
     **dict.fromkeys(("list_type", "tuple_type", "set_type"), LIST),
     **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type", "dataclass_type"), MAPPING),
-    **dict.fromkeys(("literal_error", "enum"), "it has to be {expected}"),
-    "greater_than": "it has to be above {gt}",
-    "greater_than_equal": "it has to be {ge} or more",
-    "less_than": "it has to be below {lt}",
-    "less_than_equal": "it has to be {le} or less",
-    "string_pattern_mismatch": "it has to be of the form {pattern}",
-    **dict.fromkeys(("too_short", "string_too_short"), "it has to have {min_length} or more"),
-    **dict.fromkeys(("too_long", "string_too_long"), "it has to have {max_length} or fewer"),
+    **dict.fromkeys(("literal_error", "enum"), "it must be {expected}"),
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than": "it must be below {lt}",
+    "less_than_equal": "it must be {le} or less",
+    "string_pattern_mismatch": "it must be of the form {pattern}",
+    **dict.fromkeys(("too_short", "string_too_short"), "it must have {min_length} or more"),
+    **dict.fromkeys(("too_long", "string_too_long"), "it must have {max_length} or fewer"),
 }
 
 
@@ -463,7 +465,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{twice!r} stands twice")
+        raise ValueError(f"{twice!r} occurs twice")
     return found
 
 
@@ -476,5 +478,5 @@ def _whole(digits: str) -> int:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {digits[:MAX_DIGITS]}, which is no finite number")
+        raise ValueError(f"it holds {digits[:MAX_DIGITS]}, which is not a finite number")
     return value

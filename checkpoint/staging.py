@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +18,8 @@ from pathlib import Path
 from ..errors import OutputExists, OutputFailed
 
 PARTIAL = ".kconv-partial-"
+# What `staged` calls its folder behind that; a long job's, which may be gone on with, ends in a longer key.
+OWN = re.compile(r"[0-9a-f]{8}")
 
 
 def cache_root() -> Path:
@@ -28,14 +35,15 @@ def is_partial(folder: Path) -> bool:
 def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
     """Raise OutputExists if there is anything at `out`; `fix` says what to do."""
     if os.path.lexists(out):
-        raise OutputExists(f"{out} is already there", fix=fix)
+        raise OutputExists(f"{out} already exists", fix=fix)
 
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
     """Give a temporary sibling of `out` to write in; on leaving without a fault, flush and rename it.
 
-    After a kill at any moment `out` is absent or whole. On a fault the sibling is removed.
+    After a kill at any moment `out` is absent or whole. On a fault the sibling is removed; what a killed run left of
+    the same output is removed by the next one.
 
     Args:
         out: the folder to make; its parents are made too.
@@ -52,8 +60,9 @@ def staged(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         # Not mkdtemp, whose 0700 would follow the folder to its users whatever their umask is. Cut, as a
         # name that is legal for `out` may be too long with a prefix.
-        temporary = out.parent / f"{PARTIAL}{out.name[:40]}-{secrets.token_hex(4)}"
-        temporary.mkdir()
+        prefix = f"{PARTIAL}{out.name[:40]}-"
+        _clear(out.parent, prefix)
+        temporary, held = _make(out.parent, prefix)
     except OSError as fault:
         raise _failed(out, fault) from fault
     try:
@@ -64,6 +73,73 @@ def staged(out: Path) -> Iterator[Path]:
     finally:
         # After the rename there is nothing left at this name.
         shutil.rmtree(temporary, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _make(parent: Path, prefix: str) -> tuple[Path, int | None]:
+    """Make a folder that is locked for as long as this process lives, by which the next one knows who works in it."""
+    while True:
+        temporary = parent / f"{prefix}{secrets.token_hex(4)}"
+        temporary.mkdir()
+        try:
+            held = _lock(temporary)
+            if temporary.exists():
+                return temporary, held
+            os.close(held)
+        except (BlockingIOError, FileNotFoundError):  # another process took it for one that nobody works in
+            continue
+        except OSError:  # a disk without locks, where nothing is cleared either
+            return temporary, None
+
+
+def _lock(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _clear(parent: Path, prefix: str) -> None:
+    """Remove what runs that were killed left of an output."""
+    with suppress(OSError):  # of a folder that may be written and not listed
+        for left in parent.iterdir():
+            if left.name.startswith(prefix) and OWN.fullmatch(left.name.removeprefix(prefix)) and not left.is_symlink():
+                with suppress(OSError):  # somebody works in it, or has cleared it
+                    held = _lock(left)
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(held)
+
+
+def write_new(file: Path, text: str | bytes) -> None:
+    """Write a new file, whole or not at all; its folder is made.
+
+    Raises:
+        OutputExists: there is something at `file`, which two runs at once find too.
+        OutputFailed: the disk is full or not writable.
+    """
+    beside = file.parent / f"{PARTIAL}{file.name[:40]}-{secrets.token_hex(4)}"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("xb") as out:
+            out.write(text.encode() if isinstance(text, str) else text)
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(beside, file)
+        except FileExistsError as fault:
+            raise OutputExists(f"{file} is already there", fix="Choose another name.") from fault
+        except OSError:  # a disk without second names
+            refuse_existing(file)
+            beside.rename(file)
+    except OSError as fault:
+        raise _failed(file, fault) from fault
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def finish(temporary: Path, out: Path) -> None:
@@ -89,7 +165,7 @@ def _rename(temporary: Path, out: Path) -> None:
         temporary.rename(out)
     except OSError as fault:
         if fault.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise OutputExists(f"{out} appeared while it was being made", fix="Choose another name.") from fault
+            raise OutputExists(f"{out} was created by something else meanwhile", fix="Choose another name.") from fault
         raise
     with suppress(OSError):  # the output is whole by now, whatever this flush says
         _sync(out.parent)
@@ -172,6 +248,19 @@ def writing(out: Path) -> Iterator[None]:
         raise _failed(out, fault) from fault
 
 
+@contextmanager
+def heed_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does, through what there is to stop or take away; else it just dies."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def free_bytes(out: Path) -> int:
     """Return the bytes that are free where an output is or will be."""
     at = out.absolute()
@@ -189,7 +278,7 @@ def check_disk(out: Path, needed: int, *, what: str = "the output takes {} more"
     free = free_bytes(out)
     if needed > free:
         raise OutputFailed(
-            f"{what.format(f'{needed / 1e9:.2f} GB')}, and {free / 1e9:.2f} GB are free",
+            f"{what.format(f'{needed / 1e9:.2f} GB')}, but {free / 1e9:.2f} GB are free",
             where=out.absolute().parent,
             fix="Free some space, or choose an output on another disk.",
         )

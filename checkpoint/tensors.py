@@ -28,7 +28,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
     """
     if info.dtype not in TORCH:
         raise ConfigUnsupported(
-            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Give a bf16 export."
+            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Use a bf16 export."
         )
     data = bytearray(info.size)
     at = 0
@@ -69,7 +69,7 @@ def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
     """
     if info.dtype not in TORCH:
         raise ConfigUnsupported(
-            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Give a bf16 export."
+            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Use a bf16 export."
         )
     count, columns = info.shape
     stored = np.memmap(info.file, np.uint8, "r", info.begin, (count, info.size // count))
@@ -95,7 +95,7 @@ def read_span(info: TensorInfo, begin: int, end: int) -> torch.Tensor:
     """
     if info.dtype not in TORCH:
         raise ConfigUnsupported(
-            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Give a bf16 export."
+            f"{info.name} is {info.dtype}, which torch cannot read", where=info.file, fix="Use a bf16 export."
         )
     count, columns = info.shape
     width = info.size // count
@@ -108,7 +108,9 @@ def read_span(info: TensorInfo, begin: int, end: int) -> torch.Tensor:
                 view = view[taken:]
     except OSError as fault:
         raise NotACheckpoint(
-            f"{info.file.name} cannot be read: {fault.strerror}", where=info.file, fix="Check the disk, and run again."
+            f"{info.file.name} cannot be read: {fault.strerror}",
+            where=info.file,
+            fix="Check the disk, then run the command again.",
         ) from fault
     if view:
         raise CorruptHeader(

@@ -21,10 +21,10 @@ from .versions import version_option
 @version_option
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Eagle3 draft heads for Kimi-K2 targets, from the trainer to the engines.
+    """Convert, check, measure and release Eagle3 draft heads for vLLM, SGLang and TensorRT-LLM.
 
-    HEAD and TARGET are a folder or a hub id, org/name[@revision]. Start with kconv demo; kconv COMMAND --help has
-    examples. Exit code 0: done and checked; 1: an error, nothing written; 2: usage.
+    HEAD and TARGET are a folder or a Hub id, org/name[@revision]. kconv COMMAND --help has examples.
+    Exit code 0: done and checked; 1: an error or a failed check; 2: usage.
 
     \b
     Example:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from ..checkpoint.staging import heed_sigterm
 from ..errors import KconvError, OutputFailed
 from ..operations import OPERATIONS, load
 from .terminal import echo
@@ -28,14 +29,14 @@ JOBS: dict[str, tuple[str, ...]] = {
 REST = "More"
 # What `kconv` alone is answered with.
 FIRST = """\
-kconv: Eagle3 draft heads for Kimi-K2 targets, from the trainer to the engines.
+kconv: Eagle3 draft heads, from the trainer to the engines.
 
-  kconv demo                         see it work on a tiny Kimi-K2
-  kconv inspect HEAD                 what a head is: a folder, or a hub id
-  kconv to-vllm HEAD OUT             the same head in vLLM's layout, exactly
-  kconv validate OUT --source HEAD   what an engine would get wrong
+  kconv inspect HEAD                 show what a head is (a folder or a Hub id)
+  kconv validate HEAD --for vllm     find what an engine would get wrong
+  kconv to-vllm HEAD OUT             write the same weights in vLLM's layout
+  kconv demo                         try it on a tiny Kimi-K2
 
-kconv --help lists every command, kconv COMMAND --help has examples."""
+kconv --help lists every command. kconv COMMAND --help has examples."""
 # What the same thing is called elsewhere.
 OTHER_WORDS = {
     "convert": ("to-vllm", "to-trtllm", "to-sglang", "to-portable"),
@@ -63,7 +64,8 @@ class Kconv(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            return super().main(*args, **kwargs)
+            with heed_sigterm():
+                return super().main(*args, **kwargs)
         except OSError as fault:  # click itself ends where a pipe was closed
             if fault.errno not in FULL:
                 raise
@@ -103,7 +105,7 @@ class Kconv(click.Group):
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             close = likely(name, self.list_commands(ctx))
-            meant = f" Did you mean {' or '.join(close)}?" if close else ""
+            meant = f" Did you mean {' or '.join(close)}?" if close else " kconv --help lists them."
             ctx.fail(f"There is no command {name!r}.{meant}")
         return super().resolve_command(ctx, args)
 
@@ -154,9 +156,9 @@ def _forget_stdout() -> None:
 
 def _full(fault: OSError) -> KconvError:
     return OutputFailed(
-        f"what was asked for could not be written: {fault.strerror}",
+        f"the output could not be written: {fault.strerror}",
         where=fault.filename or "stdout, or the file of a report",
-        fix="Free some space, or write to another disk. A checkpoint that was made is whole, and stays.",
+        fix="Free some space, or write to another disk. A finished checkpoint is complete and stays.",
     )
 
 

@@ -22,15 +22,15 @@ FOLDER = click.Path(path_type=Path)
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.command(short_help="A tiny Kimi-K2, two trained heads, and proof that converting them loses nothing.")
+@click.command(short_help="Train a tiny Kimi-K2 and two heads, convert them, and compare both sides.")
 @click.argument("out", type=FOLDER, default="demo")
 @as_json_option
 def demo(out: Path, as_json: bool) -> None:
-    """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and prove it.
+    """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and compare both sides.
 
-    Trains the target on Python's own documentation and the heads with ModelOpt (some minutes on two cores, once;
-    they are kept in $KCONV_CACHE, else ~/.cache/kconv), converts them from TensorRT-LLM's layout to vLLM's and
-    back, and compares ModelOpt's own module before with kconv's forward after.
+    The target is trained on Python's documentation, the heads with ModelOpt. This takes some minutes on two cores,
+    once: they are kept in $KCONV_CACHE or ~/.cache/kconv. Then the heads are converted from TensorRT-LLM's layout to
+    vLLM's and back, and ModelOpt's own module is compared with kconv's forward over the converted files.
 
     \b
     Example:
@@ -121,22 +121,21 @@ def _size(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e6:.1f} MB"
 
 
-@click.command(short_help="Carry out a release, from training to the Hub, from where it stands.")
+@click.command(short_help="Run a recipe, from training to the Hub; resumes where it stopped.")
 @click.argument("recipe", metavar="RELEASE.yaml", type=FOLDER)
-@click.option("--out", type=FOLDER, help="The release's folder; the recipe's name by default.")
-@click.option("--start-at", "first", default="", metavar="STEP", help="Begin here; what was made before stays.")
-@click.option("--only", default="", metavar="STEP", help="Run this step alone.")
-@click.option("--without", multiple=True, metavar="STEP|KIND", help="Leave out a step, or all of a kind; repeatable.")
-@click.option("--dry-run", is_flag=True, help="Print which steps would run, sizes, disk and license findings.")
+@click.option("--out", type=FOLDER, help="The release's folder; by default the recipe's name.")
+@click.option("--start-at", "first", default="", metavar="STEP", help="Begin at this step; earlier outputs stay.")
+@click.option("--only", default="", metavar="STEP", help="Run only this step.")
+@click.option("--without", multiple=True, metavar="STEP|KIND", help="Skip a step, or all steps of a kind; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Print the steps that would run, sizes, disk and license findings.")
 @as_json_option
 def run(
     recipe: Path, out: Path | None, first: str, only: str, without: tuple[str, ...], dry_run: bool, as_json: bool
 ) -> None:
-    """Carry out RELEASE.yaml: train, quantize, convert, validate, bench, card, publish, or any other operation.
+    """Run the steps of RELEASE.yaml: train, quantize, convert, validate, bench, card, publish, or any other operation.
 
-    A step whose inputs and parameters are those that made its output is not run again. A failed one stops the run,
-    and the next call goes on from there. The recipe, run.json (what stands as it was made) and run.jsonl (what was
-    done when) lie in the release's folder.
+    A step is skipped if its inputs and options have not changed. A failed step stops the run, and the next run resumes
+    there. The release's folder holds the recipe, run.json (the current state) and run.jsonl (the history).
 
     \b
     Example:
@@ -175,7 +174,7 @@ def _show_preview(preview: Preview, root: Path, *, as_json: bool) -> None:
         return
     table = Table("step", "kind", "", "size", "why", box=None, header_style="bold")
     for step in preview.steps:
-        runs = {True: "runs", False: "stands", None: "may run"}[step.runs]
+        runs = {True: "runs", False: "up to date", None: "may run"}[step.runs]
         size = "not known yet" if step.size is None else megabytes(step.size) if step.size else ""
         table.add_row(escape(step.name), step.do, runs, size, escape(step.why))
     wide_console().print(table)
@@ -184,7 +183,7 @@ def _show_preview(preview: Preview, root: Path, *, as_json: bool) -> None:
     echo(f"disk: {least}{megabytes(preview.needed)} needed, {megabytes(preview.free)} free in {where}")
     for finding in preview.findings:
         echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}")
-    echo("nothing was done; leave --dry-run out to run it")
+    echo("dry run: nothing was done")
 
 
 def _show_outcomes(outcomes: Sequence[Outcome], root: Path, *, as_json: bool) -> None:
@@ -207,7 +206,7 @@ def _show_outcomes(outcomes: Sequence[Outcome], root: Path, *, as_json: bool) ->
         echo(f"{root}: {', '.join(counts)}")
 
 
-@click.command(short_help="Print what makes a shell complete kconv's commands and options.")
+@click.command(short_help="Print a script for shell completion.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @as_json_option
 @click.pass_context

@@ -146,7 +146,9 @@ def _head_facts(found: Inspected) -> dict[str, str]:
     dtype = f", {spec.dtype}" if spec else ""
     facts["weights"] = f"{len(reading.checkpoint.tensors)} tensors, {found.parameters:,} parameters{dtype}"
     if found.targets:
-        facts["target"] = f"{', '.join(found.targets)}, by its files; --target {found.targets[0]} reads that config"
+        facts["target"] = (
+            f"{', '.join(found.targets)}, named in its files; --target {found.targets[0]} reads its config"
+        )
     shown = {name: escape(fact) for name, fact in facts.items()}
     for fact, line in LINES.items():
         if (one := opened.get(fact)) is not None:
@@ -168,7 +170,7 @@ STATED = (
 
 def _plan_of_head(_: Operation, plan: Plan | None) -> None:
     if plan is None:
-        echo("another attention is not planned: it is fitted, measured, and written if it keeps enough")
+        echo("no plan for --attention: the head is fitted, measured, and written if it retains enough")
         return
     table = Table(_name("from"), _name("to"), "action", box=None, header_style="bold")
     for step in plan.steps:
@@ -178,7 +180,7 @@ def _plan_of_head(_: Operation, plan: Plan | None) -> None:
         table.add_row(escape(name), "", escape(f"dropped: {why}"))
     wide_console().print(table)
     echo(f"captured layers: {plan.source.read.captured.how}")
-    echo("nothing was written; leave --dry-run out to write it")
+    echo("dry run: nothing was written")
 
 
 def _plan_of_head_json(_: Operation, plan: Plan | None) -> Any:
@@ -199,8 +201,8 @@ def _show_converted(_: Operation, result: Converted) -> None:
         echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
     echo(f"captured layers: {manifest.captured_by}")
     _show_unverified(manifest)
-    owners = "the source's" + (" and, where added, the target's" if "added" in actions else "")
-    echo("weights: " + (f"{owners}, byte for byte" if manifest.exact else "not all the source's, see above"))
+    owners = "the source" + (" and, where added, to the target" if "added" in actions else "")
+    echo("weights: " + (f"byte-identical to {owners}" if manifest.exact else "differ from the source, see above"))
     print_next("validate", out, "--source", manifest.source)
 
 
@@ -232,7 +234,7 @@ def _show_kept(result: Converted) -> None:
     if (figures := result.retention) is None:
         return
     echo(
-        f"approximate: keeps {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
+        f"approximate: retains {figures.kept:.2%} ± {figures.kept_error:.2%} of the acceptance length "
         f"({figures.before:.3f} to {figures.after:.3f}, K={figures.steps}, sampled, bonus included) on "
         f"{figures.sequences} held-out sequences of up to {figures.context} tokens"
     )
@@ -247,9 +249,9 @@ def _show_changes(manifest: Any) -> None:
 
 
 def _show_verified(_: Operation, result: Verified) -> None:
-    sides = "both sides" if result.with_source else "the output"
+    sides = "source and output" if result.with_source else "output"
     shown, manifest = click.format_filename(result.out), result.manifest
-    echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files hold, on {sides}")
+    echo(f"{shown}: {len(manifest.tensors)} tensors and {len(manifest.files)} files match the manifest ({sides})")
 
 
 def _show_vocab(_: Operation, result: VocabChanged | VocabExamined) -> None:
@@ -262,13 +264,13 @@ def _show_vocab(_: Operation, result: VocabChanged | VocabExamined) -> None:
     echo(f"{shown}: {result.draft_vocab} of {result.vocab} tokens, {len(result.manifest.tensors)} tensors")
     _show_changes(result.manifest)
     exact = result.manifest.exact
-    echo("weights: " + ("the source's, byte for byte" if exact else "lm_head is not the source's"))
+    echo("weights: " + ("byte-identical to the source" if exact else "lm_head differs from the source"))
     print_next("vocab", result.out)
 
 
 def _vocab_lines(report: Any) -> list[str]:
     coverage, copies = report.coverage, report.copies
-    own = "shares the target's" if report.lm_head_rows is None else f"{report.lm_head_rows} rows"
+    own = "shared with the target" if report.lm_head_rows is None else f"{report.lm_head_rows} rows"
     facts = {
         "map": report.kind + (f", {report.order}" if report.order else ""),
         "tokens": f"{report.draft_vocab} of {report.vocab}",
@@ -278,8 +280,8 @@ def _vocab_lines(report: Any) -> list[str]:
         "special tokens": f"{len(report.kept)} kept, {len(report.lost)} lost",
     }
     if copies is not None:
-        facts["target's rows"] = f"{copies.by_offset} of {copies.rows} rows are the target's" + (
-            f"; {copies.by_id} are, if d2t holds absolute ids" if copies.by_id != copies.by_offset else ""
+        facts["target's rows"] = f"{copies.by_offset} of {copies.rows} rows equal the target's" + (
+            f"; {copies.by_id} if d2t holds absolute ids" if copies.by_id != copies.by_offset else ""
         )
     if coverage is not None:
         facts["coverage"] = (
@@ -327,9 +329,11 @@ def _show_report(_: Operation, report: Report) -> None:
     if figures.readings and any(f.rule in ("K312", "K313", "K314") for f in report.findings):
         console.print(_readings_table(figures.readings), "")
     if figures.identical is not None:
-        console.print("weights: " + ("identical to the source's" if figures.identical else "NOT the source's"))
+        console.print("weights: " + ("identical to the source" if figures.identical else "NOT identical to the source"))
     if engines := report.provenance.get("for"):
-        console.print(f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'asked')})", highlight=False)
+        console.print(
+            f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'every engine')})", highlight=False
+        )
     verdict = "no errors" if report.clean else _counted(counts, "error")
     verdict += f", {_counted(counts, 'warning')}" if counts["warning"] else ""
     console.print(escape(f"{report.subject}: {verdict}"), highlight=False)
@@ -360,7 +364,7 @@ def _readings_table(rows: Any) -> Table:
         behind = f"{row.behind_best:.3f}{error}" if row.behind_best else "best"
         table.add_row(
             row.captured, row.rope_theta, row.norm_before_residual, f"{row.length:.3f}", behind,
-            "as it is read" if row.taken else "",
+            "current reading" if row.taken else "",
         )  # fmt: skip
     return table
 
@@ -368,7 +372,7 @@ def _readings_table(rows: Any) -> Table:
 def _measured(figures: Any) -> list[str]:
     """Return a line for each thing that was measured."""
     lines = [
-        f"{parity.text}: logits {parity.rms_error:.1e} from the source's (worst {parity.relative_error:.1e}), "
+        f"{parity.text}: logits differ by {parity.rms_error:.1e} (worst {parity.relative_error:.1e}), "
         f"KL {parity.kl:.1e}, top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}"
         for parity in figures.parity
     ]
@@ -380,13 +384,13 @@ def _measured(figures: Any) -> list[str]:
     noise = figures.noise
     if noise is not None and noise.median is not None:
         lines.append(
-            f"{noise.tensors:,} tensors in NVFP4: signal over noise {noise.median:.1f} dB in the middle, "
-            f"{noise.worst:.1f} dB at worst ({noise.worst_tensor})"
+            f"{noise.tensors:,} tensors in NVFP4: median signal-to-noise ratio {noise.median:.1f} dB, "
+            f"worst {noise.worst:.1f} dB ({noise.worst_tensor})"
         )
     if (text := figures.perplexity) is not None:
         lines.append(
-            f"perplexity {text.output:.4f}, the source's {text.source:.4f} ({math.expm1(text.log_ratio):+.2%}), the "
-            f"same likeliest token at {text.top1:.2%} of {text.tokens:,} places"
+            f"perplexity {text.output:.4f}, source {text.source:.4f} ({math.expm1(text.log_ratio):+.2%}); top-1 "
+            f"agreement {text.top1:.2%} of {text.tokens:,} tokens"
         )
     return [escape(line) for line in lines]
 
@@ -495,12 +499,12 @@ def _show_comparison(_: Operation, result: Compared) -> None:
             table.add_row(about, *(_figure(row) if row else "" for row in rows))
         console.print(table, "")
     if comparison.apart:
-        table = Table("head", "figure of", "", "not comparable, as", box=None, header_style="bold")
+        table = Table("head", "figure of", "", "not comparable because", box=None, header_style="bold")
         for apart in comparison.apart:
             table.add_row(apart.head, apart.about, apart.figure, apart.reason)
         console.print(table)
     if not comparison.tables:
-        console.print("nothing compares")
+        console.print("nothing is comparable")
 
 
 # Making
@@ -573,13 +577,13 @@ def _plan_of_target(_: Operation, planned: Quantized) -> None:
     console.print(table)
     console.print(f"input_scale: {_scales(plan)}; KV cache: {plan.recipe.kv_cache}", highlight=False)
     weights = "ModelOpt's" if processes is None else len(plan.units)
-    console.print(f"files: {weights}, beside {len(copied_files(plan.source.folder))} copied", highlight=False)
+    console.print(f"files: {weights}, and {len(copied_files(plan.source.folder))} copied", highlight=False)
     enough = "" if free >= needed else " [red]NOT enough[/]"
     console.print(f"disk: {needed / 1e9:.3f} GB needed, {free / 1e9:.1f} GB free{enough}", highlight=False)
     if not plan.source.headers_only and processes is not None:
         taken = estimate(plan, processes)
         console.print(
-            f"time: about {duration(taken.seconds)} on {processes} processes, by a packed sample "
+            f"time: about {duration(taken.seconds)} on {processes} processes, estimated from a packed sample "
             f"({taken.rate / 1e6:.0f} MB/s each); a slow disk takes longer",
             highlight=False,
         )
@@ -622,7 +626,7 @@ def _quantized_facts(plan: QuantizePlan, files: int | None) -> dict[str, Any]:
 
 
 def _scales(plan: QuantizePlan) -> str:
-    return "none, activations stay as they are" if plan.recipe.weight_only else plan.inputs.description
+    return "none, activations are not quantized" if plan.recipe.weight_only else plan.inputs.description
 
 
 # Parts of a model, by what their tensors' names contain.
@@ -660,7 +664,7 @@ def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
             before, after = sum(i.size for i in weight.infos), byte_size(weight.dtype, weight.shape)
             add(weight.name, f"{weight.dtype} from {weight.form}", before, after)
         for info in unit.carried:
-            add(info.name, "as it is", info.size, info.size)
+            add(info.name, "unchanged", info.size, info.size)
     return {key: (row[0], row[1], row[2]) for key, row in sorted(found.items())}
 
 
@@ -672,18 +676,19 @@ def _show_card(_: Operation, result: CardWritten) -> None:
         for name, asked in result.missing.items():
             echo(f"{name}: {asked}" if asked else name)
         if result.missing:
-            echo(f"{len(result.missing)} facts are missing; kconv card --init writes a file to fill in", err=True)
+            echo(f"{len(result.missing)} facts are missing; kconv card --init writes a file for them", err=True)
         return
     if result.file is not None:
         echo(result.file)
     if result.started:
         return
     if result.unsaid:
-        echo(f"{result.unsaid} facts are missing and left out; kconv card --missing lists them", err=True)
+        echo(f"{result.unsaid} facts are missing; kconv card --missing lists them", err=True)
     err = not result.checked
     for finding in result.findings:
         echo(f"{finding.severity} {finding.rule} {finding.where}: {finding.message}\n  fix: {finding.fix}", err=err)
-    found = f"{len(result.findings)} finding(s) on licenses and origins" if result.findings else "license checks passed"
+    count = len(result.findings)
+    found = f"{count} finding{'s' * (count != 1)} about licenses and origins" if count else "license checks passed"
     echo(f"{result.folder}: {found}", err=err)
 
 
@@ -694,17 +699,17 @@ def _show_published(_: Operation, result: PublishResult) -> None:
     sizes = {file.name: file.size for file in release.files}
     table = Table("file", "bytes", "sha256", "", box=None, header_style="bold")
     for name, size in sizes.items():
-        table.add_row(escape(name), f"{size:,}", made.files[name][:16], "new" if name in made.uploaded else "there")
+        table.add_row(escape(name), f"{size:,}", made.files[name][:16], "new" if name in made.uploaded else "unchanged")
     for name in made.deleted:
         table.add_row(escape(name), "", "", "deleted")
     wide_console().print(table)
     at = f"{made.repo}@{made.tag or made.commit or made.revision}"
     if result.dry_run:
-        echo(f"{at}: every check passed; nothing was changed, leave --dry-run out to publish")
+        echo(f"{at}: every check passed; dry run, nothing was changed")
     elif made.done:
         echo(f"{at}: {', '.join(made.done)}")
     else:
-        echo(f"{at}: nothing to do, these very files are there")
+        echo(f"{at}: nothing to do, the same files are already there")
     echo(f"commit {made.commit or 'not made yet'}, {'private' if made.private else 'public'}")
 
 

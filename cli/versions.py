@@ -37,7 +37,7 @@ def _installed(name: str, extra: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"is not installed; pip install 'kconv[{extra}]'" if extra else "is not installed"
+        return f"is not installed; pip install '.[{extra}]' in a clone of kconv" if extra else "is not installed"
 
 
 def version_option(command: Callable) -> Callable:

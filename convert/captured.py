@@ -145,16 +145,16 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
                 "warning",
                 "config.json",
                 f"{decided.how}; {decided.against}",
-                "Leave --captured and --captured-are out, or have kconv validate measure both readings (--target with"
+                "Leave --captured and --captured-are out, or let kconv validate measure both readings (--target with"
                 " --prompts or --states).",
             )
         )
     if decided and hints.target_layers is not None and decided.ids[-1] >= hints.target_layers:
         error = ConfigInvalid(
-            f"the head reads the output of layer {decided.ids[-1]}, and the target ends with {hints.target_layers - 1}"
-            f" ({decided.how})",
+            f"the head reads the output of layer {decided.ids[-1]}, but the target's last layer is"
+            f" {hints.target_layers - 1} ({decided.how})",
             where="config.json",
-            fix="Give the target that the head was trained on, or say --captured.",
+            fix="Give the target that the head was trained on, or --captured.",
         )
         problems.append(error.problem("K148"))
     return decided
@@ -220,7 +220,7 @@ def _decide(
             raise CapturedUndecided(
                 f"there are two lists, {list(listed)} in eagle_config and {list(top)} beside it",
                 where="config.json",
-                fix="Say --captured itself, or leave --captured-are out: the list beside it is always inputs.",
+                fix="Give --captured, or leave --captured-are out. The top-level list always holds inputs.",
             )
         return _by_word(_agreeing(_told(listed, hints.captured_are), config, nested_config), hints)
     saved = saved_by(config, nested_config, names)
@@ -234,15 +234,15 @@ def _decide(
             raise CapturedUndecided(
                 f"the config lists no captured layers, and {hints.target_layers} layers are too few for the default",
                 where=f"config.json: {TOP}",
-                fix="Say --captured: the outputs of 0-based layers that the head was trained on.",
+                fix="Give --captured: the 0-based layer outputs that the head was trained on.",
             )
         word = f"each engine's default for {hints.target_layers} layers"
         return Captured(ids, f"absent; {word}", word)
     raise CapturedUndecided(
-        "the config does not say which of the target's layers this head reads",
+        "the config does not say which target layers this head reads",
         where=f"config.json: {TOP}",
-        fix="Say --target, of which the config alone is read, or --target-layers N: the depth decides the default,"
-        " outputs of 1, N//2-1, N-4. If the head was trained on others, say --captured with their 0-based ids.",
+        fix="Give --target (only its config is read) or --target-layers N. The depth N decides the default, the outputs"
+        " of 1, N//2-1, N-4. If the head was trained on others, give --captured with their 0-based ids.",
     )
 
 
@@ -252,9 +252,9 @@ def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> 
         raise CapturedUndecided(
             f"{list(ids)} cannot be layer inputs: the input of layer 0 is the embedding, no layer's output",
             where=where,
-            fix="Say --captured-are outputs.",
+            fix="Give --captured-are outputs.",
         )
-    return Captured(outputs, f"as told: {list(ids)} are layer {convention}")
+    return Captured(outputs, f"set by the user: {list(ids)} are layer {convention}")
 
 
 def _by_word(told: Captured, hints: Hints) -> Captured:
@@ -286,7 +286,7 @@ def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[
     for stated in (_stated(nested_config, "eagle_config"), _stated(config, "the config")):
         if stated is not None and stated.ids != told.ids:
             raise ConfigInvalid(
-                f"{stated.how}, the outputs of {list(stated.ids)}; those of {list(told.ids)} were told",
+                f"{stated.how}, the outputs of {list(stated.ids)}, but --captured says {list(told.ids)}",
                 where="config.json",
                 fix="Leave --captured and --captured-are out, or correct the config if it is wrong.",
             )
@@ -294,9 +294,9 @@ def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[
     found = [list(ids) for name, place in places.items() if (ids := _ids(place.get(IDS), f"config.json: {name}"))]
     if found and not any(list(told.ids) in (ids, [i - 1 for i in ids]) for ids in found):
         raise ConfigInvalid(
-            f"the outputs of {list(told.ids)} were told; {' and '.join(map(str, found))} in the config cannot be those",
+            f"--captured says {list(told.ids)}, but {' and '.join(map(str, found))} in the config cannot mean them",
             where="config.json",
-            fix="Say --captured-are outputs or inputs of what is listed, or correct the config if it is wrong.",
+            fix="Give --captured-are outputs or inputs for the listed layers, or correct the config if it is wrong.",
         )
     return told
 
@@ -318,7 +318,7 @@ def _from_top(
             f"captured layers contradict: {TOP} is {list(top)}, in eagle_config {list(nested)}",
             where="config.json",
             fix="Find out which layers the head was trained on and "
-            + ("correct the other list." if beside or stated else "say --captured."),
+            + ("correct the other list." if beside or stated else "give --captured."),
             code="K146",
         )
     return found
@@ -333,7 +333,7 @@ def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> Non
     raise CapturedUndecided(
         f"{TOP} lists {list(top)}: {why}, where vLLM looks for inputs",
         where=f"config.json: {TOP}",
-        fix="Say --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+        fix="Give --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
     )
 
 
@@ -344,7 +344,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
         raise CapturedUndecided(
             f"eagle_config lists {list(nested)}: vLLM's default as layer inputs, but the list may also mean outputs",
             where=f"config.json: {NESTED}",
-            fix="Say --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
+            fix="Give --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
         )
     if nested == _default(default_outputs, nested[-1] + 4, layers):
         return Captured(nested, f"{list(nested)} in eagle_config is the default for layer outputs")
@@ -355,9 +355,9 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
     if is_modelopts(eagle_config) or saved == AS_TRAINED or (TORCHSPEC_MARK in eagle_config and saved != FOR_VLLM):
         return Captured(nested, f"{list(nested)} in eagle_config with its producer's marks: layer outputs")
     raise CapturedUndecided(
-        f"eagle_config lists {list(nested)} and does not say whether these are layer outputs or inputs",
+        f"eagle_config lists {list(nested)} but does not say whether these are layer outputs or inputs",
         where=f"config.json: {NESTED}",
-        fix="Say --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+        fix="Give --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
     )
 
 
@@ -369,7 +369,7 @@ def _stated(place: Mapping[str, Any], name: str) -> Captured | None:
         return None
     if stated not in (OUTPUTS, INPUTS):
         raise ConfigInvalid(
-            f"{CONVENTION} in {name} is {stated!r}", where="config.json", fix=f"Say {OUTPUTS} or {INPUTS}."
+            f"{CONVENTION} in {name} is {stated!r}", where="config.json", fix=f"Write {OUTPUTS} or {INPUTS}."
         )
     ids = _told(listed, "outputs" if stated == OUTPUTS else "inputs").ids
     return Captured(ids, f"{name} states that {list(listed)} are {stated.replace('_', ' ')}")
@@ -382,9 +382,9 @@ def _ids(value: object, where: str, code: str = "K145") -> tuple[int, ...] | Non
     whole = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MAX_DEPTH for i in ids)
     if not ids or not whole or list(ids) != sorted(set(ids)):
         raise ConfigInvalid(
-            f"{value!r} is no list of distinct, ascending layer ids",
+            f"{value!r} is not a list of distinct, ascending layer ids",
             where=where,
-            fix="Engines capture in ascending order, whatever the list says; put it right.",
+            fix="Correct the list. Engines capture in ascending order whatever it says.",
             code=code,
         )
     return ids

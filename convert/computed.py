@@ -101,7 +101,7 @@ def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Calla
             beyond = int((torch.isinf(found) & ~torch.isinf(block)).sum())
             if beyond:
                 raise TensorValue(
-                    f"{beyond} values of {name} are beyond the range of {dtype}", where=name, fix="Leave --dtype out."
+                    f"{beyond} values of {name} exceed the range of {dtype}", where=name, fix="Leave --dtype out."
                 )
             yield found
 

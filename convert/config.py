@@ -154,7 +154,7 @@ def find_config(
     captured = read_captured(config, hints, tensors, problems)
     rope = find_rope(config, problems)
     if not states_theta(config):
-        what = "rope_theta stands nowhere in the config; engines take a default of theirs"
+        what = "the config has no rope_theta; engines use their own default"
         problems.append(Problem("K162", "warning", "config.json: rope_theta", what, THETA))
     max_positions = None
     with problems.catching():
@@ -200,7 +200,7 @@ def refuse_unstated(read: ReadConfig) -> None:
     """
     for key in read.unstated:
         raise ConfigInvalid(
-            f"the config does not state {key}; engines take a default of theirs, whatever the head was trained with",
+            f"the config has no {key}; engines use their own default, whatever the head was trained with",
             where="config.json",
             fix=THETA,
         )
@@ -224,7 +224,7 @@ def _unify(
             _add(
                 problems,
                 ConfigUnsupported,
-                f"{key} is {flat[key]!r}; kconv carries such heads with {allowed[0]!r} only",
+                f"{key} is {flat[key]!r}; kconv supports such heads only with {allowed[0]!r}",
                 f"config.json: {key}",
                 "Name another layout with --from if the key means there what the head does.",
             )
@@ -237,8 +237,7 @@ def _unify(
             _add(
                 problems,
                 ConfigInvalid,
-                f"{key} is not stated in the config, which readers of this layout take for false, and was told to be"
-                " true",
+                f"{key} is not in the config, which readers of this layout take for false, but the option says true",
                 f"config.json: {key}",
                 "Leave the option out; if the config lost the key, state it there, as the head was trained.",
             )
@@ -246,7 +245,7 @@ def _unify(
             _add(
                 problems,
                 ConfigInvalid,
-                f"{key} is {stated!r} in the config, and was told to be {told!r}",
+                f"{key} is {stated!r} in the config, but the option says {told!r}",
                 f"config.json: {key}",
                 "Leave the option out, or correct the config.",
             )
@@ -271,7 +270,7 @@ def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, pro
         _add(
             problems,
             ConfigInvalid,
-            f"rope_theta is {next(iter(stated.values()))!r} in the config, and was told to be {hints.rope_theta:g}",
+            f"rope_theta is {next(iter(stated.values()))!r} in the config, but --rope-theta is {hints.rope_theta:g}",
             "config.json: rope_theta",
             "Leave --rope-theta out, or correct the config.",
         )
@@ -311,9 +310,9 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
             _add(
                 problems,
                 ConfigInvalid,
-                f"{held} decoder layer(s) are stored, and {hints.layers} were told",
+                f"{held} decoder layer(s) are stored, but --layers is {hints.layers}",
                 f"config.json: {key}",
-                "Say the number that is stored, or export the head whole.",
+                "Give the number of stored layers, or export all of the head.",
                 TARGETS_DEPTH,
             )
         return {key: hints.layers}
@@ -323,10 +322,10 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
         _add(
             problems,
             ConfigInvalid,
-            f"{key} is {stated}, and {held} decoder layer(s) are stored: the number looks copied from the target's"
+            f"{key} is {stated}, but {held} decoder layer(s) are stored: the number looks copied from the target's"
             " config",
             f"config.json: {key}",
-            f"Say --layers {held}, or correct the config; if the head does have {stated} layers, export it whole.",
+            f"Give --layers {held}, or correct the config. If the head has {stated} layers, export all of them.",
             TARGETS_DEPTH,
         )
         return {key: held}
@@ -371,7 +370,7 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Iterable[str], proble
             _add(
                 problems,
                 ConfigUnsupported,
-                f"{name} is {value!r}; kconv carries heads {only} only",
+                f"{name} is {value!r}; kconv supports only heads {only}",
                 f"config.json: {name}",
                 FIXES.get(name)
                 or "If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
@@ -433,7 +432,7 @@ def _read_key(config: Mapping[str, Any], key: Key, values: dict[str, Any], probl
 def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -> int | None:
     stated = hints.max_positions or config.get("max_position_embeddings")
     if stated is not None:
-        return checked("max_position_embeddings", stated, "count")
+        return checked("max_position_embeddings", stated, "positions")
     if rope is None:
         return None
     if isinstance(rope.scaling, Yarn):
@@ -442,7 +441,7 @@ def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
         where="config.json: max_position_embeddings",
-        fix="Say --max-positions: the longest context that will be served.",
+        fix="Give --max-positions: the longest context that you will serve.",
     )
 
 
@@ -538,7 +537,7 @@ def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
         raise ConfigInvalid(
             f"{name} is {value!r}, not {phrase}",
             where=f"config.json: {key or name}",
-            fix="Put the key right.",
+            fix="Correct the key.",
             code="K012",
         )
     return tuple(value) if isinstance(value, list) else value
@@ -548,12 +547,24 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+# What no head was ever made with: a value beyond these is a mistake, or somebody's attempt.
+MAX_VOCAB, LEAST_POSITIONS, MAX_EPS = 1 << 24, 8, 0.1
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
     "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
-    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v < 1, "a number between 0 and 1"),
+    # Of the largest target known, 262,208; what is allocated by it is a stranger's word until then.
+    "vocabulary": (lambda v: _is_int(v) and 0 < v <= MAX_VOCAB, f"a number of tokens up to {MAX_VOCAB:,}"),
+    "positions": (
+        lambda v: _is_int(v) and LEAST_POSITIONS <= v < 2**31,
+        f"a context of {LEAST_POSITIONS} tokens or more",
+    ),
+    "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v <= MAX_EPS, f"a number between 0 and {MAX_EPS}"),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
-    "token": (lambda v: all(map(_is_int, v if isinstance(v, list) else [v])), "a token id or a list of them"),
+    # -1 is what some configs state for none.
+    "token": (
+        lambda v: all(_is_int(i) and -1 <= i < 2**31 for i in (v if isinstance(v, list) else [v])),
+        "a token id or a list of them",
+    ),
 }
 
 

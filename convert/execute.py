@@ -130,7 +130,7 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
         raise TensorValue(
             f"{values.not_finite:,} values of {stored} are NaN or Inf",
             where=where,
-            fix="Export the head again from a checkpoint of before the loss broke.",
+            fix="Export the head again from a checkpoint before the loss broke.",
         )
 
     return check

@@ -83,8 +83,8 @@ def find_misfit(spec: HeadSpec, target: TargetConfig, name: str) -> Problem | No
     if (spec.target_hidden, spec.vocab) == (target.hidden, target.vocab):
         return None
     return TargetInvalid(
-        f"the head reads hidden states {spec.target_hidden} wide and a vocabulary of {spec.vocab:,}; the target's "
-        f"are {target.hidden} wide and {target.vocab:,}",
+        f"the head needs hidden states of width {spec.target_hidden} and a vocabulary of {spec.vocab:,}, but the "
+        f"target has {target.hidden} and {target.vocab:,}",
         where=name,
         fix="Give the target that the head was trained on, or state target_hidden_size in the head's config.",
     ).problem()

@@ -250,10 +250,12 @@ def check_layout(spec: HeadSpec, layout: Layout, slots: Iterable[str]) -> Callab
         LayoutCannot: kconv does not write the layout, or the engine behind it has no place for something.
     """
     if layout.write_config is None:
-        raise LayoutCannot(f"{layout.name} is read, not written", fix=f"Choose one of {', '.join(writable())}.")
+        raise LayoutCannot(
+            f"kconv reads {layout.name} but cannot write it", fix=f"Choose one of {', '.join(writable())}."
+        )
     for limit in layout.limits:
         if limit.applies(spec, slots):
-            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+            raise LayoutCannot(limit.what, where="config.json", fix=limit.fix, see=limit.source)
     return layout.write_config
 
 
@@ -333,7 +335,7 @@ def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, t
         raise LayoutCannot(
             f"the head has no {slot} of its own: {reasons[slot]}",
             where=name,
-            fix="Say --target: the target's is added, as it is.",
+            fix="Give --target; the target's tensor is added unchanged.",
         )
     info = target.matching(slot, spec)
     return Step(name, (), row, "added", from_target(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))

@@ -64,9 +64,9 @@ class Provenance:
         for record in sources:
             if known.get(record.name) != record.blake3:
                 raise ManifestMismatch(
-                    f"{MANIFEST} tells how the head was made, and {record.name} is another tensor now",
+                    f"{record.name} differs from {MANIFEST}, which records how the head was made",
                     where=self.file,
-                    fix=f"Give the head as kconv wrote it; if it was changed on purpose, remove {MANIFEST}.",
+                    fix=f"Give the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
                 )
 
 

@@ -64,9 +64,9 @@ def _quantized(
     if format_ is None or not isinstance(row.move, Same):
         error = LayoutCannot(
             f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
-            + ("fused and quantized at once" if format_ else "which is no format that kconv carries"),
+            + ("fused before quantizing" if format_ else "a format that kconv does not support"),
             where=row.name,
-            fix="Give the unquantized head, or one that was quantized with its linears apart.",
+            fix="Give the unquantized head, or one whose linears were quantized separately.",
         )
         problems.append(error.problem("K200"))
         there = [tensors[f"{base}.{suffix}"] for suffix in suffixes]
@@ -86,7 +86,7 @@ def _quantized(
         if name not in tensors:
             if scale.is_needed:
                 error = TensorMissing(
-                    f"{name} is missing, without which {row.name} ({format_.name}) cannot be read",
+                    f"{name} is missing, so {row.name} ({format_.name}) cannot be read",
                     where=name,
                     fix="Export the head again.",
                 )
@@ -120,7 +120,7 @@ def refuse_renaming(config: Mapping[str, object], renamed: Mapping[str, str]) ->
     gone = sorted(part for part in old - new if part in text)
     if gone:
         raise LayoutCannot(
-            f"the quantization config speaks of {', '.join(gone)}, which has another name in this layout",
+            f"the quantization config names {', '.join(gone)}, which has another name in this layout",
             where=CONFIG_KEY,
-            fix="Give the unquantized head, or one that was quantized under the engines' names (layers.0).",
+            fix="Give the unquantized head, or one that was quantized with the engines' names (layers.0).",
         )

@@ -176,7 +176,7 @@ def read(
         for slot, need in needs(spec).items():
             if slot not in places and not need.slot.absent_when(spec):
                 error = LayoutCannot(
-                    f"{layout.name} has no place for {slot}, which the config demands",
+                    f"{layout.name} has no place for {slot}, which the config requires",
                     where="config.json",
                     fix="Name the layout that the head is in with --from.",
                 )
@@ -246,9 +246,9 @@ def _check_idle_maps(head: Head, problems: Problems) -> None:
             values = read_tensor(head.checkpoint.tensors[name])
             if values.any() if name == "d2t" else not values.all():
                 error = TensorUnknown(
-                    f"the vocabulary is full, and {name} does not lead each token to itself",
+                    f"the vocabulary is full, but {name} does not map each token to itself",
                     where=name,
-                    fix="Correct draft_vocab_size if the head is reduced; remove the map if it is not.",
+                    fix="Correct draft_vocab_size if the head is reduced. Remove the map if it is not.",
                 )
                 problems.append(error.problem("K182"))
 
@@ -262,9 +262,9 @@ def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None
             other = head.places[slot][1]
             if other.name != name and not _same_bits(part, read_slot(head, slot)):
                 error = TensorTwins(
-                    f"{name} and {other.name} hold the same weight under two names, and differ",
+                    f"{name} and {other.name} are two names for one weight, but their values differ",
                     where=name,
-                    fix="Find out which of them the head was trained with, and remove the other.",
+                    fix="Find out which one the head was trained with, and remove the other.",
                 )
                 problems.append(problem_of(error))
 
@@ -273,9 +273,9 @@ def _check_quantization(head: Head, problems: Problems) -> None:
     stated = CONFIG_KEY in head.read.carried or head.side_file is not None or head.checkpoint.headers_only
     if head.is_quantized and not stated:
         error = ConfigInvalid(
-            f"the weights are quantized, and neither {CONFIG_KEY} in the config nor {SIDE_FILE} says how",
+            f"the weights are quantized, but neither {CONFIG_KEY} in the config nor {SIDE_FILE} says how",
             where="config.json",
-            fix="Export the head again; engines would take its packed bytes for weights.",
+            fix="Export the head again. Engines would read its packed bytes as weights.",
         )
         problems.append(error.problem("K197"))
 
@@ -316,7 +316,7 @@ def read_weights(head: Head) -> dict[str, torch.Tensor]:
     """
     if head.is_quantized:
         raise ConfigUnsupported(
-            "the head is quantized, and kconv computes with unquantized weights",
+            "the head is quantized, but this needs unquantized weights",
             where=head.checkpoint.folder,
             fix="Give the head that it was quantized from.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -19,6 +20,9 @@ INVALID = "K161"
 # transformers 4's default, which engines take where neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
 DEFAULT_THETA = 10000.0
+# Beyond these no head or target was ever made: theta from Llama's 10,000 to some 100 million, factors up to 64.
+BOUNDS: Mapping[str, tuple[float, float]] = {"rope_theta": (100.0, 1e12)}
+MOST = 1e5
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
@@ -58,16 +62,16 @@ def _parse(stated: dict[str, Any]) -> Rope:
     partial = _number("partial_rotary_factor", stated.pop("partial_rotary_factor", 1.0))
     if partial > 1:
         raise ConfigInvalid(
-            f"partial_rotary_factor is {partial}, more than the whole",
+            f"partial_rotary_factor is {partial}, more than 1",
             where="config.json: partial_rotary_factor",
-            fix="Put the key right.",
+            fix="Correct the key.",
             code=INVALID,
         )
     kind = stated.pop("rope_type", "default")
     if kind == "default":
         if stated:
             raise ConfigInvalid(
-                f"the config states RoPE's {', '.join(sorted(stated))}, but no rope_type that has them",
+                f"the config has RoPE's {', '.join(sorted(stated))}, but no rope_type that uses them",
                 where="config.json: rope_scaling",
                 fix='State the rope_type that the head was trained with, e.g. "yarn".',
                 code=INVALID,
@@ -75,7 +79,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
         return Rope(theta, None, partial)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigUnsupported(
-            f"RoPE scaling {kind!r} is not one that kconv knows ({', '.join(SCALINGS)})",
+            f"RoPE scaling {kind!r} is not supported ({', '.join(SCALINGS)})",
             where="config.json: rope_scaling",
             fix="Serve this head with the engine it was made for.",
             code=INVALID,
@@ -95,10 +99,17 @@ def _parse(stated: dict[str, Any]) -> Rope:
         raise ConfigInvalid(
             f"RoPE scaling {kind} lacks {', '.join(missing)}",
             where="config.json: rope_scaling",
-            fix="Engines fall back to different defaults; state what the head was trained with.",
+            fix="State the value that the head was trained with. Engines use different defaults.",
             code=INVALID,
         )
     values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
+    if values.get("beta_slow", 0.0) > values.get("beta_fast", math.inf):
+        raise ConfigInvalid(
+            f"RoPE's beta_slow, {values['beta_slow']}, is above its beta_fast, {values['beta_fast']}",
+            where="config.json: rope_scaling",
+            fix="Put the keys right; the dims that turn fast are the ones above beta_fast.",
+            code=INVALID,
+        )
     return Rope(theta, scaling(**values), partial)
 
 
@@ -141,9 +152,9 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         if any(value != merged[key] for value in others):
             said = ", ".join(f"{place} is {value!r}" for place, value in places.items())
             error = ConfigInvalid(
-                f"the config states RoPE's {key} twice and differently: {said}",
+                f"the config states RoPE's {key} twice, with different values: {said}",
                 where="config.json: rope_theta, rope_scaling, rope_parameters",
-                fix="Engines would pick one each; leave the one that the head was trained with.",
+                fix="Keep the value that the head was trained with. Engines differ in which they read.",
             )
             problems.append(error.problem("K160"))
     return merged
@@ -152,14 +163,16 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 def _number(name: str, value: object) -> float:
     """Return a parameter as the number it has to be: a count of tokens whole, mscale from 0, any other above 0."""
     is_count = name == "original_max_position_embeddings"
+    least, most = BOUNDS.get(name, (0.0, MOST))
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= sys.float_info.max:
         if is_count:
             # As every count of a config: one of 300 digits could be written and not be read again.
             if 0 < value < 2**31 and value == int(value):
                 return int(value)
-        elif value > 0 or (value == 0 and name in ("mscale", "mscale_all_dim")):
+        elif least <= value <= most and (value > 0 or name in ("mscale", "mscale_all_dim")):
             return float(value)
-    kind = "whole number of tokens below 2**31" if is_count else "positive number"
+    bounded = f"number from {least:g} to {most:g}" if name in BOUNDS else f"positive number up to {MOST:g}"
+    kind = "whole number of tokens below 2**31" if is_count else bounded
     raise ConfigInvalid(
-        f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Put the key right.", code=INVALID
+        f"RoPE's {name} is {value!r}, not a {kind}", where="config.json", fix="Correct the key.", code=INVALID
     )

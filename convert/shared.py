@@ -64,7 +64,7 @@ class SharedTensors:
         info = self.find("lm_head")
         if info is None:
             raise TargetInvalid(
-                "the target has no lm_head, which its logits are made with",
+                "the target has no lm_head",
                 where=self.name,
                 fix="Give the target that the head was trained on.",
             )
@@ -81,7 +81,7 @@ class SharedTensors:
         if info is None or info.shape != shape or info.dtype not in FLOATS:
             found = f"{info.name} {info.dtype} {list(info.shape)}" if info else "none"
             raise TargetInvalid(
-                f"the head needs the target's {slot} of shape {list(shape)}, and the target has {found}",
+                f"the head needs the target's {slot} of shape {list(shape)}, but the target has {found}",
                 where=self.name,
                 fix="Give the unquantized target that the head was trained on.",
             )
@@ -157,13 +157,13 @@ def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> N
     """
     for limit in layout.target_limits:
         if limit.hits(head.spec, target):
-            raise LayoutCannot(limit.what, where=limit.source, fix=limit.fix)
+            raise LayoutCannot(limit.what, where="config.json", fix=limit.fix, see=limit.source)
     if target is None:
         return
     for slot, why in layout.replaces.items() if not head.checkpoint.headers_only else ():
         if slot in head.places and target.has_another(slot, head.places[slot][1], head.spec):
             raise LayoutCannot(
-                f"the head has another {slot} than the target, and would be served with the target's: {why}",
+                f"the head's {slot} differs from the target's, but the target's would be served: {why}",
                 where=head.places[slot][1].name,
                 fix="Serve this head with vLLM, or train one with the target's embedding.",
             )
@@ -183,7 +183,7 @@ def omitted_slots(head: Head, layout: Layout, target: SharedTensors | None) -> d
         KconvError: the target has a tensor that cannot be had; see `SharedTensors.find`.
     """
     if target is None:
-        raise TargetInvalid("there is no target to compare with", fix="Say --target, a folder with its weights.")
+        raise TargetInvalid("there is no target to compare with", fix="Give --target, a folder with its weights.")
     if head.checkpoint.headers_only or target.headers_only:
         return {}
     known = needs(head.spec)

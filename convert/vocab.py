@@ -119,7 +119,7 @@ def examine(
     spec = _read_spec(checkpoint, layout)
     if reference is not None and reference.shape[0] != spec.vocab:
         raise TargetInvalid(
-            f"the target has {reference.shape[0]} tokens, and the head was made for one of {spec.vocab}",
+            f"the target has {reference.shape[0]} tokens, but the head needs {spec.vocab}",
             where=reference.file,
             fix="Give the target that the head was trained on.",
         )
@@ -192,7 +192,7 @@ def _judge_map(spec: HeadSpec, d2t: Tensor, kind: str, reading: Reading, name: s
                 "K175",
                 "error",
                 name,
-                "d2t holds absolute ids; engines read offsets, and would take each row but the first for another token",
+                "d2t holds absolute ids; engines read offsets and would map every row but the first to a wrong token",
                 "Rewrite it: kconv vocab HEAD --absolute OUT.",
                 TensorValue,
             )
@@ -218,8 +218,8 @@ def _wrong_rows(copies: Copies, name: str) -> Problem:
         "K175",
         "error",
         name,
-        f"{copies.by_id} of {copies.rows} rows of lm_head are the target's rows d2t[i], and only {copies.by_offset} "
-        "its rows i + d2t[i]: they were taken by offset instead of by token id",
+        f"{copies.by_id} of {copies.rows} rows of lm_head equal the target's rows d2t[i], but only {copies.by_offset} "
+        "equal its rows i + d2t[i]: they were chosen by offset instead of by token id",
         "Prune the full head again, by token id: kconv vocab FULL --prune N --text FILE --target TARGET OUT.",
         TensorValue,
     )
@@ -292,10 +292,10 @@ def write_offsets(
     rows = (copies.by_offset, copies.by_id) if copies else None
     if kind_of(read_ids(target_ids(d2t), vocab, t2d), absolute, rows) not in (ABSOLUTE, EITHER):
         raise TensorValue(
-            f"d2t cannot be taken for absolute ids: {_why_not_absolute(absolute)}",
+            f"d2t cannot hold absolute ids: {_why_not_absolute(absolute)}",
             where=head.places["d2t"][0].name,
-            fix="Leave it as it is if kconv vocab finds nothing wrong with it; give --target if t2d is what is wrong, "
-            "as copied rows decide; else rebuild it from the kept tokens.",
+            fix="Leave it as it is if kconv vocab finds no error. Give --target if t2d is wrong, because copied rows "
+            "decide it. Otherwise rebuild d2t from the kept tokens.",
         )
     why = "held absolute ids; rewritten as offsets, target id minus draft id"
     replaced = {"d2t": _rebuilt(head, checkpoint, "d2t", from_values(offsets(absolute.ids), why))}
@@ -366,20 +366,20 @@ def prune(
 def _refuse_unprunable(head: Head, counts: Tensor) -> None:
     if head.spec.draft_vocab != head.spec.vocab:
         raise LayoutCannot(
-            f"the head is reduced to {head.spec.draft_vocab} tokens already",
+            f"the head is already reduced to {head.spec.draft_vocab} tokens",
             where=head.checkpoint.folder,
             fix="Prune the head that it was reduced from.",
         )
     if "lm_head" not in head.places:
         raise TensorMissing(
-            "the head has no lm_head of its own to prune; it shares the target's",
+            "the head has no lm_head to prune; it shares the target's",
             where=head.checkpoint.folder,
             fix="Export the head again with its lm_head.",
         )
     refuse_quantized(head)
     if len(counts) != head.spec.vocab:
         raise TargetInvalid(
-            f"the target has {len(counts)} tokens, and the head was made for one of {head.spec.vocab}",
+            f"the target has {len(counts)} tokens, but the head needs {head.spec.vocab}",
             fix="Give the target that the head was trained on.",
         )
 
@@ -397,7 +397,7 @@ def refuse_quantized(head: Head) -> None:
     info = head.places["lm_head"][1]
     if info.dtype not in FLOATS:
         raise ConfigUnsupported(
-            f"{info.name} is quantized to {info.dtype}; its rows cannot be chosen or added to",
+            f"{info.name} is quantized to {info.dtype}, so rows cannot be removed or added",
             where=head.checkpoint.folder,
             fix="Give the head that it was quantized from.",
         )
@@ -412,7 +412,7 @@ def _without_t2d(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 def _need_map(head: Head) -> None:
     if "d2t" not in head.places:
         raise LayoutCannot(
-            "the head has a full vocabulary and no map",
+            "the head has a full vocabulary, so it has no map",
             where=head.checkpoint.folder,
             fix="There is nothing to rebuild; convert it as it is.",
         )
@@ -455,7 +455,7 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     head = read_head(checkpoint, layout=layout, hints=hints)
     if head.spec.draft_vocab == head.spec.vocab:
         raise LayoutCannot(
-            "the head has a row for each token of the target already",
+            "the head already has a row for each token of the target",
             where=checkpoint.folder,
             fix="There is nothing to expand; convert it as it is.",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from .counters import Counters, Counts, PerRequest, Totals, recognize
 from .registry import engines
 
 SHOWN = 500  # characters of an answer, in a message
+ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 HEALTH_SECONDS = 5.0
 LARGEST = 256 << 20  # bytes of one answer; a page of metrics or a completion has a few MiB at most
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -147,7 +149,7 @@ class Client:
             return str(choice["text"])
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
-                f"the server's answer is no completion: {answer[:SHOWN]}",
+                f"the server's answer is not a completion: {answer[:SHOWN]}",
                 where=self.url,
                 fix="Give the address of an OpenAI-compatible server.",
             ) from fault
@@ -181,7 +183,7 @@ class Client:
             )
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
-                f"the server's answer is no chat completion: {answer[:SHOWN]}",
+                f"the server's answer is not a chat completion: {answer[:SHOWN]}",
                 where=self.url,
                 fix="Give the address of an OpenAI-compatible server.",
             ) from fault
@@ -298,9 +300,9 @@ class Client:
             return str(parse_json(self.page(counters.version))["version"])
         except (ValueError, KeyError, TypeError) as fault:
             raise EngineFailed(
-                f"the server does not say its version at {counters.version}",
+                f"the server does not report its version at {counters.version}",
                 where=self.url,
-                fix="Say it with --engine-version.",
+                fix="Give --engine-version.",
             ) from fault
 
     def read_counters(self, counters: Counters) -> Totals:
@@ -334,7 +336,7 @@ class Client:
                 raise CountersDisturbed(
                     f"the server's counters still move {RESTLESS_SECONDS:.0f} s after the last answer",
                     where=self.url,
-                    fix="Let no one else use the server meanwhile.",
+                    fix="Let nobody else use the server meanwhile.",
                 )
 
     def _complete(self, prompt: list[int], new_tokens: int, more: dict[str, Any]) -> str:
@@ -351,17 +353,17 @@ class Client:
                 data = _read(answer, time.monotonic() + seconds, url)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as fault:
             raise EngineFailed(
-                f"the server does not answer: {fault or type(fault).__name__}", where=url, fix="Check that it runs."
+                f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
+                where=url,
+                fix="Check the address, and that the server runs.",
             ) from fault
         if not answer.is_success:
             what = f"the server answered {answer.status_code}: {data.decode(errors='replace')[:SHOWN]}"
-            raise EngineFailed(what, where=url, fix="Look into the server's log.")
+            raise EngineFailed(what, where=url, fix="Check the server's log.")
         try:
             return data.decode()
         except UnicodeDecodeError as fault:
-            raise EngineFailed(
-                "the server's answer is no text in UTF-8", where=url, fix="Check the address."
-            ) from fault
+            raise EngineFailed("the server's answer is not UTF-8 text", where=url, fix="Check the address.") from fault
 
 
 def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: float) -> Client:
@@ -379,9 +381,9 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
         return Client(server.url, str(found["id"]), timeout, dict(extra))
     except (ValueError, KeyError, TypeError) as fault:
         raise EngineFailed(
-            f"which model to ask for cannot be told: {answer[:SHOWN]}",
+            f"the server does not name exactly one model: {answer[:SHOWN]}",
             where=url,
-            fix="Name it (bench: --model), or give the address of a server of one model.",
+            fix="Name it (bench: --model), or give the address of a server with one model.",
         ) from fault
 
 
@@ -418,7 +420,7 @@ def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
                 f"the server's answer is larger than {LARGEST >> 20} MiB", where=url, fix="Check the address."
             )
         if time.monotonic() > deadline:
-            raise EngineFailed("the server's answer takes too long", where=url, fix="Look into the server's log.")
+            raise EngineFailed("the server's answer takes too long", where=url, fix="Check the server's log.")
     return bytes(data)
 
 
@@ -446,16 +448,16 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
         steps, branches = own.get(drafting.steps, draft_tokens), own.get(drafting.branches)
         if steps != draft_tokens:
             raise DefinitionsMixed(
-                f"the server drafts {steps} tokens in a chain, and K is said to be {draft_tokens}",
+                f"the server drafts {steps} tokens in a chain, but --draft-tokens is {draft_tokens}",
                 where=server.url,
-                fix=f"Say K = {steps} (--draft-tokens).",
+                fix=f"Give --draft-tokens {steps}.",
             )
         nodes = f",nodes={own[drafting.nodes]}" if drafting.nodes in own else ""
         drafted = "chain" if branches == 1 else f"topk={branches}{nodes}"
         if branches is not None and tree != drafted:
             raise DefinitionsMixed(
-                f"the server drafts with top-k {branches}, and the tree is said to be {tree!r}",
+                f"the server drafts with top-k {branches}, but --tree is {tree!r}",
                 where=server.url,
-                fix=f"Say so (bench: --tree {drafted}), or, for validate, start the server with top-k 1.",
+                fix=f"Give kconv bench --tree {drafted}. For validate, start the server with top-k 1.",
             )
     return told

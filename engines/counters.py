@@ -99,14 +99,14 @@ class Totals:
                 f"{', '.join(back)} went backwards: {[before.totals[n] for n in back]} before, "
                 f"{[self.totals.get(n) for n in back]} now",
                 where=where,
-                fix="The server was restarted in between; measure again.",
+                fix="The server was restarted in between. Measure again.",
             )
         if self.whole and self.totals.keys() != before.totals.keys():
             new = ", ".join(sorted(self.totals.keys() - before.totals.keys()))
             raise CountersReset(
-                f"the server counts {new} now, and did not before",
+                f"the server now counts {new}, which it did not before",
                 where=where,
-                fix="It was restarted in between; measure again.",
+                fix="The server was restarted in between. Measure again.",
             )
         return {name: value - before.totals.get(name, 0.0) for name, value in self.totals.items()}
 
@@ -234,15 +234,15 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
         raise AcceptanceInvalid(
             f"an acceptance length of {length:.3f} is above the {draft_tokens + 1} of K = {draft_tokens}",
             where=where,
-            fix=f"{SAY_K}, and let no one else use the server meanwhile.",
+            fix=f"{SAY_K}, and let nobody else use the server meanwhile.",
         )
     places = counts.per_position
     if places is None:
         return
     if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
         raise DefinitionsMixed(
-            f"the {len(places)} places count {sum(places):g} accepted tokens, the total {counts.accepted:g}, K is "
-            f"{draft_tokens}",
+            f"the {len(places)} positions count {sum(places):g} accepted tokens, the total is {counts.accepted:g}, and "
+            f"K is {draft_tokens}",
             where=where,
-            fix=f"{SAY_K}; these counters are not of one chain.",
+            fix=f"{SAY_K}; these counters do not describe one chain.",
         )

@@ -24,8 +24,8 @@ class Key:
         field: dotted path of the field in `HeadSpec`.
         names: dotted paths in config.json. Reading takes what is there and refuses a contradiction;
             writing fills each of them, as engines look in different places.
-        kind: "count" (positive int), "depth" (a count of layers), "fraction" (between 0 and 1), "flag" or
-            "token" (id, list of ids or null).
+        kind: "count" (positive int), "depth" (a count of layers), "vocabulary" (a count of tokens), "fraction" (a
+            small number above 0), "flag" or "token" (id, list of ids or null).
         default: the field's value where the config is silent, from what was read before it;
             None where silence is a fault.
         also: dotted paths that are read too, and never written.
@@ -74,10 +74,10 @@ COMMON = (
     Key("target_hidden", ("target_hidden_size",), "count", lambda v: v["hidden"]),
     Key("intermediate", ("intermediate_size",), "count"),
     Key("layers", ("num_hidden_layers",), "depth"),
-    Key("vocab", ("vocab_size",), "count"),
+    Key("vocab", ("vocab_size",), "vocabulary"),
     # ModelOpt's kimik2 template leaves the key out, also when it exports a reduced vocabulary:
     # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58
-    Key("draft_vocab", ("draft_vocab_size",), "count", lambda v: v["lm_head_rows"] or v["vocab"]),
+    Key("draft_vocab", ("draft_vocab_size",), "vocabulary", lambda v: v["lm_head_rows"] or v["vocab"]),
     Key("eps", ("rms_norm_eps",), "fraction"),
     Key("mlp_bias", ("mlp_bias",), "flag", _off),
     Key("fc_bias", ("bias",), "flag", _off),

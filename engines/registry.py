@@ -67,7 +67,7 @@ def by_name(name: str) -> Layout:
     """
     known = {layout.name: layout for layout in layouts()}
     if name not in known:
-        raise UnknownLayout(f"no layout is called {name!r}", fix=f"Choose one of {', '.join(known)}.")
+        raise UnknownLayout(f"there is no layout {name!r}", fix=f"Choose one of {', '.join(known)}.")
     return known[name]
 
 
@@ -79,7 +79,7 @@ def engine(name: str) -> Engine:
     """
     known = {one.name: one for one in engines()}
     if name not in known:
-        raise EngineUnknown(f"no engine is called {name!r}", fix=f"Choose one of {', '.join(known)}.")
+        raise EngineUnknown(f"there is no engine {name!r}", fix=f"Choose one of {', '.join(known)}.")
     return known[name]
 
 
@@ -96,10 +96,10 @@ def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
                 return layout
     what = "this may be an Eagle3 head, whose config and tensor names bear no layout's marks"
     raise UnknownLayout(
-        (what if "fc.weight" in names else "this is no Eagle3 head in a layout that kconv knows")
+        (what if "fc.weight" in names else "kconv does not recognize this as an Eagle3 head")
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where="config.json",
-        fix="Give a target to kconv validate or with --target. If this is a head all the same, name its layout with "
+        fix="A target goes to kconv validate or to --target. If this is an Eagle3 head, name its layout with "
         f"--from: {', '.join(layout.name for layout in layouts())}.",
     )
 
@@ -211,13 +211,13 @@ def _refuse_taken(new: Engine, known: Iterable[Engine], where: str) -> None:
     taken = {"all"} | {name for one in known for name in (one.name, *one.runner_names)}
     if double := sorted(taken & {new.name, *new.runner_names}):
         raise PluginInvalid(
-            f"an engine is called {', '.join(double)} already", where=where, fix="Give it a name of its own."
+            f"there is already an engine {', '.join(double)}", where=where, fix="Give it a name of its own."
         )
 
 
 def _refuse_taken_layout(new: Layout, known: Iterable[Layout], where: str) -> None:
     if new.name in {one.name for one in known}:
-        raise PluginInvalid(f"a layout is called {new.name} already", where=where, fix="Give it a name of its own.")
+        raise PluginInvalid(f"there is already a layout {new.name}", where=where, fix="Give it a name of its own.")
     shared = {limit.id: limit for one in known for limit in one.limits}
     for limit in new.limits:
         if limit is not shared.get(limit.id) and (limit.id in shared or OWN_ID.fullmatch(limit.id)):

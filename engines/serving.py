@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.schema import parse_json
+from ..checkpoint.staging import heed_sigterm
 from ..errors import EngineFailed
 from .base import HOST, Engine, Serving, Starter
 from .client import Client
@@ -58,9 +57,9 @@ def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
             lines.
     """
     if (starter := engine.starter) is None:
-        raise EngineFailed(f"{engine.title} cannot be started here", fix="Give the --url of one that runs.")
+        raise EngineFailed(f"kconv cannot start {engine.title}", fix="Give the --url of a running one.")
     with (
-        _heed_sigterm(),
+        heed_sigterm(),
         tempfile.TemporaryDirectory(prefix=f"kconv-{engine.name}-") as folder,
         socket.socket() as reserved,
     ):
@@ -125,7 +124,7 @@ def _failure(what: str, serving: Serving, title: str, starter: Starter, log: Pat
     return EngineFailed(
         "\n".join([what + because, *(f"  | {line}" for line in lines[-SHOWN_LINES:])]),
         where=served,
-        fix=f"Put right what {title} complains about.",
+        fix=f"Fix the {title} error above.",
     )
 
 
@@ -139,19 +138,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         # interrupts a second time is not to be left with half of it.
         _signal(process, signal.SIGKILL)
         process.wait()
-
-
-@contextmanager
-def _heed_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, through what there is to stop; by default it just dies."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -100,7 +100,7 @@ TRTLLM = Layout(
             "K346",
             "trtllm-qk-norm",
             norms_qk,
-            "TensorRT-LLM's Eagle3 attention has no norms of queries and keys, and its loader skips them in silence",
+            "TensorRT-LLM's Eagle3 attention does not support query and key norms, and its loader silently skips them",
             "Serve this head with vLLM.",
             f"{MODEL}#L943-L987",
         ),
@@ -108,7 +108,7 @@ TRTLLM = Layout(
             "K340",
             "trtllm-norm-before-residual",
             lambda s: s.norms.before_residual,
-            "TensorRT-LLM takes the residual before hidden_norm, always (norm_before_residual is not read)",
+            "TensorRT-LLM always takes the residual before hidden_norm and ignores norm_before_residual",
             "Serve this head with vLLM.",
             f"{MODEL}#L654-L656",
         ),
@@ -124,7 +124,7 @@ TRTLLM = Layout(
             "K345",
             "trtllm-skips-fc",
             lambda s: len(s.captured) * s.target_hidden == s.hidden,
-            "TensorRT-LLM skips fc where what it reads is as wide as the head",
+            "TensorRT-LLM skips fc if its input is as wide as the head",
             "Serve this head with vLLM.",
             f"{MODEL}#L1007-L1020",
         ),
@@ -133,7 +133,7 @@ TRTLLM = Layout(
             "trtllm-mla-reduced-vocabulary",
             lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
-            "Expand it first, kconv vocab HEAD --expand OUT, and convert OUT; or serve this head with vLLM.",
+            "Expand it first with kconv vocab HEAD --expand OUT, and convert OUT. Or serve this head with vLLM.",
             # With d2t on the model itself (#L773-L778), the loader looks for the layer under names that nobody stores.
             f"{MODEL}#L971-L979",
         ),
@@ -141,7 +141,7 @@ TRTLLM = Layout(
             "K343",
             "trtllm-yarn",
             _scales_otherwise,
-            "TensorRT-LLM reads this YaRN's attention_factor, mscale or mscale_all_dim otherwise than the trainer does",
+            "TensorRT-LLM reads YaRN's attention_factor, mscale or mscale_all_dim differently than the trainer",
             "Serve this head with vLLM.",
             f"{ROPE}#L750-L751",
         ),
@@ -149,7 +149,7 @@ TRTLLM = Layout(
             "K344",
             "trtllm-two-norms-before-fc",
             lambda s: s.norms.before_fc and s.norms.fc,
-            "TensorRT-LLM drops the norm before fc (norm_before_fc) where there is one for each state (fc_norm)",
+            "TensorRT-LLM drops the norm before fc (norm_before_fc) if there is one for each state (fc_norm)",
             "Serve this head with vLLM.",
             f"{MODEL}#L1009-L1018",
         ),
@@ -225,7 +225,7 @@ def _count_iterations(d: Mapping[str, float], k: int, requests: int, prompts: in
         )
     if d[DRAFTED] % k:
         raise DefinitionsMixed(
-            f"{d[DRAFTED]:g} drafted tokens are no whole number of steps of {k}",
+            f"{d[DRAFTED]:g} drafted tokens are not a whole number of steps of {k}",
             where=DRAFTED,
             fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step; "
             "a TensorRT-LLM that counts drafts by token_position needs no such number.",

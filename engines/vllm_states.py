@@ -117,9 +117,9 @@ class ServedRunner:
         """
         if kind != "greedy":
             raise EngineFailed(
-                "a server's sampling under speculation is not held against the target's distribution",
+                "sampling on a server with speculation may not follow the target's distribution",
                 where=self.client.url,
-                fix="Let kconv generate write sampled answers, from a server without speculation, and give them with "
+                fix="Write sampled answers with kconv generate, from a server without speculation, and give them with "
                 "--data.",
             )
 
@@ -141,7 +141,7 @@ class ServedRunner:
             said = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
         except (KeyError, TypeError, IndexError, ValueError) as fault:
             raise EngineFailed(
-                f"the server hands out no hidden states, or no logprobs: {str(answer)[:SHOWN]}",
+                f"the server returns no hidden states or no logprobs: {str(answer)[:SHOWN]}",
                 where=self.client.url,
                 fix="Start vLLM with --speculative-config and --kv-transfer-config as kconv states --help shows.",
             ) from fault
@@ -155,19 +155,19 @@ class ServedRunner:
             tokens, states = (read_tensor(header[name]) for name in ("token_ids", "hidden_states"))
         except (KconvError, KeyError) as fault:
             raise StatesInvalid(
-                f"the server's {file.name} cannot be read: {fault}", where=file, fix="Look into the server's log."
+                f"the server's {file.name} cannot be read: {fault}", where=file, fix="Check the server's log."
             ) from fault
         wanted = (len(ids), count, self.config.hidden)
         if tokens.tolist() != ids or states.shape != wanted:
             options = states_options(captured, self.config.layers, self.shared)
             raise StatesInvalid(
-                f"the server gives states {list(states.shape)} of {len(tokens)} tokens where {list(wanted)} are wanted",
+                f"the server gives states {list(states.shape)} of {len(tokens)} tokens instead of {list(wanted)}",
                 where=self.client.url,
                 fix="Start vLLM with " + " ".join(f"{name} '{value}'" for name, value in options.items()),
             )
         if NAMES[states.dtype] != self.dtype:
             raise StatesInvalid(
-                f"the server computes in {NAMES[states.dtype]}, and {self.dtype} is asked for",
+                f"the server computes in {NAMES[states.dtype]}, but {self.dtype} was requested",
                 where=self.client.url,
                 fix=f"Add --dtype {NAMES[states.dtype]}.",
             )
@@ -193,7 +193,7 @@ class ServedRunner:
                     raise EngineFailed(
                         f"the server died before it wrote {file.name}",
                         where=self.client.url,
-                        fix="Look into its log and start it again; the same command goes on where it stopped.",
+                        fix="Look into its log and start it again; the same command resumes.",
                     )
             if now - began > self.patience:
                 raise StatesInvalid(
@@ -210,8 +210,7 @@ class ServedRunner:
         logprob = float(torch.cat(parts).log_softmax(-1)[token])
         if not abs(logprob - said) <= NEAR[self.dtype]:
             raise StatesInvalid(
-                f"token {token}, the server's next, has logprob {said:.4f}, and {logprob:.4f} by the states that it "
-                f"gives as its last",
+                f"token {token}, the server's next, has logprob {said:.4f}, but its last states give {logprob:.4f}",
                 where=self.client.url,
                 fix="Check that it serves this target, and that the last of its layer ids is the number of layers.",
             )

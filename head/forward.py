@@ -175,7 +175,7 @@ def _check_tensors(spec: HeadSpec, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         if tuple(tensor.shape) != known[name].shape:
             raise TensorShape(
-                f"{name} is {list(tensor.shape)}, and the spec asks for {list(known[name].shape)}",
+                f"{name} is {list(tensor.shape)}, but the spec needs {list(known[name].shape)}",
                 where=name,
                 fix="Correct the dims of the spec, or give the tensor of this head.",
             )

@@ -29,14 +29,14 @@ def rotary_dims(attention: Gqa | Mla, rope: Rope) -> int:
             raise ConfigUnsupported(
                 f"partial_rotary_factor is {rope.partial_rotary_factor} on an MLA head",
                 where="partial_rotary_factor",
-                fix="Remove it: qk_rope_head_dim says which dims MLA turns.",
+                fix="Remove it. qk_rope_head_dim decides which dims MLA rotates.",
             )
         dims = attention.qk_rope_head_dim
     else:
         dims = int(attention.head_dim * rope.partial_rotary_factor)
     if dims < 2 or dims % 2:
         raise ConfigUnsupported(
-            f"RoPE would turn {dims} dims of a head, and it turns pairs",
+            f"RoPE would rotate {dims} dims of a head, but it rotates pairs",
             where="qk_rope_head_dim" if isinstance(attention, Mla) else "head_dim x partial_rotary_factor",
             fix="Give the head an even number of rotary dims.",
         )

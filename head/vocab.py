@@ -126,7 +126,7 @@ def keep_most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Te
     if not len(always) <= size < counts.numel() or size < 1:
         raise ConfigInvalid(
             f"a draft vocabulary of {size} tokens cannot be cut from {counts.numel()}, "
-            f"of which {len(always)} special ones are always kept",
+            f"because {len(always)} special ones are always kept",
             fix=f"Choose a size from {max(len(always), 1)} to {counts.numel() - 1}.",
         )
     ranked = counts.clone()

@@ -23,36 +23,34 @@ class Entry:
 # Every operation, by its name in recipes and in Python. On the command line `convert` is a command for each layout that
 # can be written (`to-vllm`), and words are joined by dashes.
 OPERATIONS = {
-    "tiny": Entry("tiny", "Tiny", "Try it", "A tiny Kimi-K2 that is really trained, and texts for it."),
-    "inspect": Entry("inspect", "Inspect", "Look", "Say what a head is, from its config and headers."),
-    "vocab": Entry("vocab", "Vocab", "Look", "Examine a head's draft vocabulary, or write the head with another."),
+    "tiny": Entry("tiny", "Tiny", "Try it", "Train a tiny Kimi-K2, and write texts for it."),
+    "inspect": Entry("inspect", "Inspect", "Look", "Show what a checkpoint is, from its config and headers."),
+    "vocab": Entry("vocab", "Vocab", "Look", "Examine a head's draft vocabulary, or change it."),
     "convert": Entry("convert", "Convert", "Convert", "Write a head in an engine's layout."),
-    "verify": Entry("verify", "Verify", "Convert", "Re-check every byte of an output against its manifest."),
+    "verify": Entry("verify", "Verify", "Convert", "Check every byte of an output against its manifest."),
     "validate": Entry(
         "validate",
         "Validate",
         "Check and measure",
-        "Check a head or a target before it is served: files, config, values, engines.",
+        "Check a head or a target before you serve it.",
     ),
-    "bench": Entry(
-        "bench", "Bench", "Check and measure", "Measure acceptance length, on a server or by kconv's own forward."
-    ),
-    "compare": Entry("bench", "Compare", "Check and measure", "Put acceptance figures of several heads side by side."),
+    "bench": Entry("bench", "Bench", "Check and measure", "Measure acceptance length, on a server or offline."),
+    "compare": Entry("bench", "Compare", "Check and measure", "Compare acceptance figures of several heads."),
     "curve": Entry("bench", "Curve", "Check and measure", "Write acceptance by K as InferenceX's golden YAML."),
     "quote": Entry("bench", "Quote", "Check and measure", "Take figures of vllm bench, AIPerf or SGLang as rows."),
     "states": Entry(
         "states",
         "States",
         "Make",
-        "Write a target's hidden states, for calibration, training and validation without it.",
+        "Store a target's hidden states for training, calibration and validation.",
     ),
-    "generate": Entry("generate", "Generate", "Make", "Have the served target answer prompts, to train a head on."),
-    "train": Entry("train", "Train", "Make", "Train an Eagle3 head with ModelOpt, or train one on."),
-    "calibrate": Entry("quantize", "Calibrate", "Make", "Find what a target's activations reach, for kconv quantize."),
-    "quantize": Entry("quantize", "Quantize", "Make", "Write a target in NVFP4, shard by shard."),
-    "quantize_head": Entry("quantize", "QuantizeHead", "Make", "Write a draft head's linears in FP8 or NVFP4."),
-    "card": Entry("card", "Card", "Release", "Write a head's README.md, its licenses and its notice."),
-    "publish": Entry("publish", "Publish", "Release", "Put a finished folder on the Hub, if all checks pass."),
+    "generate": Entry("generate", "Generate", "Make", "Let the served target answer prompts, as training data."),
+    "train": Entry("train", "Train", "Make", "Train an Eagle3 head with ModelOpt, or continue training one."),
+    "calibrate": Entry("quantize", "Calibrate", "Make", "Collect activation ranges for kconv quantize."),
+    "quantize": Entry("quantize", "Quantize", "Make", "Quantize a target to NVFP4, shard by shard."),
+    "quantize_head": Entry("quantize", "QuantizeHead", "Make", "Quantize a draft head to FP8 or NVFP4."),
+    "card": Entry("card", "Card", "Release", "Write a model card with its licenses and notice."),
+    "publish": Entry("publish", "Publish", "Release", "Publish a folder to the Hub after all release checks pass."),
 }
 
 

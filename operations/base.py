@@ -227,9 +227,7 @@ class Operation(BaseModel):
 
     def failure(self, result: Any) -> KconvError:
         """Return the error of a result that does not pass, where another step hangs on it."""
-        return StepFailed(
-            f"{command_name(type(self))} found something wrong", fix="See what it says, and correct that."
-        )
+        return StepFailed(f"{command_name(type(self))} found errors", fix="Fix the errors above.")
 
     def given(self, *names: str) -> list[str]:
         """Return which of the named options the request states, as the command line writes them."""
@@ -293,10 +291,9 @@ def first_wrong(cls: type[Operation], error: ValidationError) -> str:
     found = error.errors()[0]
     message = in_words(found)
     if found["type"] == "extra_forbidden":
-        near = get_close_matches(str(found["loc"][0]), [plain_name(own) for own in cls.model_fields], n=1)
-        return f"there is no option {flag(str(found['loc'][0]))}" + (
-            f"; {flag(near[0])} is the nearest" if near else ""
-        )
+        name = str(found["loc"][0])
+        close = get_close_matches(name, map(plain_name, cls.model_fields), n=1)
+        return f"there is no option {flag(name)}" + (f"; did you mean {close[0]}?" if close else "")
     if not found["loc"]:
         return message
     name = str(found["loc"][0])
@@ -319,7 +316,9 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtra:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         raise error
-    return MissingExtra(f"this takes {package}, which is not installed", fix=f"pip install 'kconv[{EXTRAS[package]}]'")
+    return MissingExtra(
+        f"{package} is not installed", fix=f"Run pip install '.[{EXTRAS[package]}]' in a clone of kconv."
+    )
 
 
 # Packages that only some operations take, and the extra that brings them.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PYTHON = "KCONV_ENGINE_PYTHON"
 TREE = re.compile(r"topk=([1-9]\d*),nodes=([1-9]\d*)")
 MOST = 16  # K
+TOO_LARGE = "Serve it, and measure there (--url)."
 CHAT_TOKENS = 64  # what a chat template adds to a turn
 # What the other way of measuring would pass over.
 OF_SERVERS = (
@@ -68,11 +69,10 @@ def _object(value: Any) -> Any:
 
 
 class Bench(Reading):
-    """Measure acceptance length per category of a suite, with what it was measured on.
+    """Measure acceptance length per category of a suite, and record the measuring conditions.
 
-    With --url from what the engine says of each request, or from its counters, read before and after each group of
-    prompts, so let no one else use the server. With --engine the same of one that is started for it, in fp32. Without
-    either, with --head and --target, by kconv's own forward.
+    --url measures a running server, from its answers or from its counters; nobody else may use it meanwhile.
+    --engine starts a server in fp32. Without either, kconv computes --head and --target itself.
     """
 
     EXAMPLES = (
@@ -85,60 +85,60 @@ class Bench(Reading):
     )
     OUTPUT = "acceptance.json"
 
-    url: str | None = option(
-        None, "The engine's own address, e.g. of vLLM, SGLang or TensorRT-LLM, serving with speculation."
-    )
-    head: Name = option(..., "Without --url: the head to measure. With it: what is being served.", kind="checkpoint")
+    url: str | None = option(None, "Address of a running vLLM, SGLang or TensorRT-LLM that speculates.")
+    head: Name = option(..., "The head to measure; with --url, the head that is served.", kind="checkpoint")
     suite: Name = option(
         ..., "mt-bench, speed-bench, or a JSONL of prompts.", kind="file", metavar="NAME|FILE",
         words=("mt-bench", "speed-bench"),
     )  # fmt: skip
     revision: str | None = option(
-        None, "Of the suite on the Hub; SPEED-Bench is pinned, of MT-Bench it is main's commit, as recorded."
+        None,
+        "Revision of the suite on the Hub; default: a pinned commit for SPEED-Bench, main for MT-Bench (recorded).",
     )
     categories: Words = option((), "Only these categories of the suite.", kind="list", metavar="A,B")
-    limit: Count | None = option(None, "Only so many prompts of each category.", metavar="N")
+    limit: Count | None = option(None, "Use only N prompts of each category.", metavar="N")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
     draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] = option(
-        "3", "K, as it is served; without --url also several, e.g. 1-8: an engine is started anew for each.",
+        "3", "Draft tokens per step (K), as served; without --url also several, e.g. 1-8: an engine is started anew for each.",
         kind="list", metavar="K|A-B", validate_default=True,
     )  # fmt: skip
-    engine: str | None = option(None, "Start it, to serve --target with --head.", metavar="ENGINE")
+    engine: str | None = option(None, "Start this engine to serve --target with --head.", metavar="ENGINE")
     engine_python: Name | None = option(
-        None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
+        None, "Start the engine with this Python (see scripts/engine-env).", metavar="PATH"
     )
     ready_seconds: Count = option(300, "Seconds that a started engine may take to be ready.", metavar="SECONDS")
     tree: str = option(
-        "chain", "How drafts branch: topk=4,nodes=8 for 4 branches of which 8 tokens are verified a step, the last "
-        "accepted one among them.", metavar="TREE",
+        "chain", "Shape of drafts: topk=4,nodes=8 means 4 branches and 8 verified tokens per step, including the last "
+        "accepted one.", metavar="TREE",
     )  # fmt: skip
     speed_at: Annotated[tuple[Count, ...], BeforeValidator(_counts)] = option(
         (), "Measure speed at these concurrencies too, with and without the draft.", kind="list", metavar="N,N"
     )
-    concurrency: Count = option(1, "Prompts side by side.", metavar="N")
-    max_tokens: Count = option(1024, "An answer's limit.", metavar="N")
+    concurrency: Count = option(1, "Prompts in flight.", metavar="N")
+    max_tokens: Count = option(1024, "Maximum tokens per answer.", metavar="N")
     temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
-    reasoning: str | None = option(None, "The target's reasoning mode, where it has one, e.g. medium.")
-    target_name: str | None = option(None, "Hub id of the target; the server's own name for it by default.")
-    precision: str | None = option(None, "Number format of the target that is served, e.g. NVFP4.")
-    model: str | None = option(None, "The server's name for the target, where it serves several.")
-    engine_version: str | None = option(None, "Where the server does not say it.")
+    reasoning: str | None = option(None, "The target's reasoning mode, e.g. medium.")
+    target_name: str | None = option(None, "Hub id of the target; by default the server's name for it.")
+    precision: str | None = option(None, "Number format of the served target, e.g. NVFP4.")
+    model: str | None = option(None, "The server's name for the target, if it serves several.")
+    engine_version: str | None = option(None, "The engine's version, if the server does not report it.")
     draft_sample_method: str | None = option(
         None, "How drafts are sampled, as vLLM calls it, e.g. greedy, where the server does not say it."
     )
     rejection_sample_method: str | None = option(
         None, "How drafts are rejected, as vLLM calls it, e.g. standard or block, where the server does not say it."
     )
-    baseline_url: str | None = option(None, "The same target served without speculation, for the speed-up.")
+    baseline_url: str | None = option(None, "A server with the same target and no speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
-        {}, "More fields of each request.", kind="json", metavar="JSON"
+        {}, "Extra fields for each request.", kind="json", metavar="JSON"
     )
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; --target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        branches, _ = self.branches
         if not (self.url or self.target):
-            raise ValueError("give --head, and either --url or --target")
+            raise ValueError("--url or --target is required")
         if self.url and len(self.draft_tokens) > 1:
             raise ValueError("--draft-tokens: a server that runs drafts one K; give it, or --engine for several")
         if self.url:
@@ -153,8 +153,8 @@ class Bench(Reading):
             if not self.python:
                 raise ValueError(f"--engine needs --engine-python (or ${PYTHON})")
             starter = registry.engine(self.engine).starter
-            if self.branches[0] > 1 and not (starter and starter.trees):
-                raise ValueError(f"--tree: {self.engine} drafts chains alone")
+            if branches > 1 and not (starter and starter.trees):
+                raise ValueError(f"--tree: {self.engine} drafts only chains")
         return self
 
     @property
@@ -173,7 +173,7 @@ class Bench(Reading):
         if self.tree == "chain":
             return 1, 0
         if not (found := TREE.fullmatch(self.tree)):
-            raise ValueError(f"--tree {self.tree!r}: say chain, or e.g. topk=4,nodes=8")
+            raise ValueError(f"--tree {self.tree!r} is neither chain nor like topk=4,nodes=8")
         return int(found[1]), int(found[2])
 
     def run(self, context: Context) -> AcceptanceFile:
@@ -261,9 +261,14 @@ class Bench(Reading):
         return measure_served(self.url or "", suite, context.source(self.head), run, say=say)
 
     def _offline(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
+        import torch
+
         from ..bench.offline import measure_head
+        from ..targets.model import check_memory
 
         target = context.source(self.target or "")
+        # Before the head is downloaded, and the target.
+        check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
         return measure_head(
             self.open(context, self.head),
             target.fetch_model(),
@@ -377,10 +382,10 @@ class Written:
     @classmethod
     def write(cls, out: str, text: str) -> Written:
         """Write a text, and the folder around it."""
-        file = Path(out)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return cls(file, text)
+        from ..checkpoint.staging import write_new
+
+        write_new(Path(out), text)
+        return cls(Path(out), text)
 
     def to_json(self) -> Any:
         """Return it as plain values."""
@@ -401,19 +406,19 @@ class Compared:
 class Compare(Operation):
     """Compare the acceptance.json FILES of two heads or more.
 
-    Figures stand side by side only where everything they were measured with is equal and stated; the others are listed
-    with what keeps them apart. Exit 1 if nothing compares.
+    Figures are put side by side only if all their measuring conditions are stated and equal. The others are listed with
+    the difference. Exit 1 if nothing is comparable.
     """
 
     EXAMPLES = ("kconv compare mla/acceptance.json gqa/acceptance.json --chart heads.png",)
 
     files: tuple[Name, ...] = argument("The acceptance.json files.", kind="file")
-    chart: Name | None = option(None, "Draw the comparable figures into this PNG.", metavar="PATH")
+    chart: Name | None = option(None, "Write a chart of the comparable figures (PNG).", metavar="PATH")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if len(self.files) < 2:
-            raise ValueError("give two files or more")
+            raise ValueError("give at least two files")
         return self
 
     def run(self, context: Context) -> Compared:

@@ -53,11 +53,10 @@ class CardWritten:
 class Card(Operation):
     """Write HEAD's model card from its manifest, reports, figures and facts.
 
-    A section that none of them fills is left out; --missing lists what it asks for, and --init writes a facts
-    file to fill in. License texts are copied from the source, the target and --license-file. A folder that kconv
-    did not make has a card where the facts name the head. Exit 1 where --missing or --check find
-    something, or where a license asks for more than the written card has. With --out, HEAD's files and all the
-    evidence go into a new folder, which can be published.
+    Empty sections are left out. --missing lists the facts that they need, and --init writes a facts file to fill in.
+    License texts are copied from the source, the target and --license-file. A folder that kconv did not write also gets
+    a card, if the facts name the head. Exit 1 if --missing or --check find something, or if a license requires more
+    than the card has. --out copies HEAD, the evidence and the card into a new folder for kconv publish.
     """
 
     EXAMPLES = (
@@ -72,31 +71,29 @@ class Card(Operation):
     head: Name = argument("The head's folder.", kind="checkpoint")
     report: Name | None = option(None, "report.json of kconv validate, for the acceptance table.", kind="file")
     acceptance: tuple[Name, ...] = option((), "acceptance.json of kconv bench, or quoted; repeatable.", kind="file")
-    facts: Name | None = option(None, "YAML with what no file of the head says.", kind="file")
-    style: Literal["short", "compact", "nvidia"] = option("short", "Which sections, in which order.")
+    facts: Name | None = option(None, "YAML with facts that no file of the head states; see --init.", kind="file")
+    style: Literal["short", "compact", "nvidia"] = option("short", "Sections and their order.")
     base_model: str = option("", "Hub id of the target.")
-    license: str = option("unknown", "The head's license, by kconv's id.")
-    license_file: tuple[Name, ...] = option((), "A license's text; repeatable.", kind="file")
+    license: str = option("unknown", "License id of the head.")
+    license_file: tuple[Name, ...] = option((), "Text of a license; repeatable.", kind="file")
     target: Name | None = option(None, "The target, for its license.", kind="checkpoint")
-    source: Name | None = option(
-        None, "What HEAD was made from, for its license, if it is not at hand.", kind="checkpoint"
-    )
-    model_index: bool = option(False, "Put the figures into the front matter too.")
+    source: Name | None = option(None, "The checkpoint that HEAD was made from, for its license.", kind="checkpoint")
+    model_index: bool = option(False, "Also write the figures into the front matter.")
     chart: bool = option(True, "Draw no chart.")
     init: Name | None = option(None, "Write a facts file to fill in, with comments, and no card.", metavar="FILE")
-    force: bool = option(False, "Write over a card, licenses and a facts file that are there.")
-    missing: bool = option(False, "List what the card asks for and nobody said; write nothing.")
+    force: bool = option(False, "Overwrite an existing card, licenses and facts file.")
+    missing: bool = option(False, "List the missing facts; write nothing.")
     check: bool = option(False, "Check HEAD's card and licenses; write nothing.")
     out: Name | None = option(None, "A new folder for the head, its evidence and its card.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.missing and self.check:
-            raise ValueError("--missing and --check are two questions; ask one")
+            raise ValueError("--missing and --check exclude each other; give one of them")
         if self.out is not None and (self.missing or self.check or self.init):
             raise ValueError("--missing, --check and --init write no card; leave --out out")
         if self.init is not None and (self.missing or self.check):
-            raise ValueError("--init writes a facts file; ask --missing and --check on their own")
+            raise ValueError("--init writes a facts file; leave --missing and --check out")
         return self
 
     def run(self, context: Context) -> CardWritten:

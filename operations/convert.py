@@ -39,11 +39,11 @@ class Converted:
 class Convert(Reading):
     """Write HEAD in an engine's layout into the new folder OUT, with kconv.json beside it.
 
-    Same attention, so exact unless --dtype is given: every weight keeps its bytes, and each source tensor is
-    accounted for.
+    The conversion is exact unless you give --dtype or --attention: every weight keeps its bytes, and the manifest
+    records every source tensor.
 
-    With --attention the head gets the other attention: an approximation, fitted to --target's states, healed, and
-    measured on held-out text. The manifest states what it kept.
+    --attention changes the attention. That is an approximation: it is fitted to --target's states, healed
+    (fine-tuned), measured on held-out text, and refused if it retains too little.
     """
 
     EXAMPLES = (
@@ -54,27 +54,31 @@ class Convert(Reading):
     PLANS = True
 
     head: Name = argument("The head to convert: a folder or a hub id.", kind="checkpoint")
-    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    out: Name = argument("The folder to write; it must not exist.", kind="output")
     to: str = option(..., "The layout to write.", metavar="LAYOUT")
-    drop_shared: bool = option(False, "Leave out what equals --target's, byte for byte.")
-    dtype: Literal["bfloat16"] | None = option(None, "Round the weights to this dtype; not exact.")
-    attention: Literal["mha", "mla"] | None = option(None, "Give the head this attention; not exact.")
-    states: Name | None = option(None, "What kconv states wrote, to calibrate --attention on.", kind="file")
-    prompts: Name | None = option(None, "Or prompts (JSONL) to run --target over.", kind="file")
+    drop_shared: bool = option(False, "Leave out tensors that are byte-identical to --target's.")
+    dtype: Literal["bfloat16"] | None = option(None, "Cast the weights to this dtype; not exact.")
+    attention: Literal["mha", "mla"] | None = option(None, "Change the attention; not exact.")
+    states: Name | None = option(None, "Output of kconv states, to calibrate --attention.", kind="file")
+    prompts: Name | None = option(None, "Prompts (JSONL) to run --target on, instead of --states.", kind="file")
     context: Annotated[int, Field(ge=16)] = option(
-        512, "Tokens of the texts cut from --prompts; as long as what is served.", metavar="N"
+        512, "Tokens per text cut from --prompts; use the length that you serve.", metavar="N"
     )
     heal: Annotated[int, Field(ge=0)] | None = option(
-        None, "Steps of gradient descent towards HEAD; 200 by default.", metavar="STEPS"
+        None, "Healing (fine-tuning) steps after the conversion; 200 by default.", metavar="STEPS"
     )
-    head_dim: HeadDim = option("auto", "Of MHA; vLLM's FlashInfer takes 256 and not 192.")
+    head_dim: HeadDim = option("auto", "Head dim of MHA; vLLM's FlashInfer supports 256 but not 192.")
     min_retention: Share = option(
-        0.97, "Refuse a result that keeps less of the acceptance length on held-out text.", metavar="SHARE"
+        0.97,
+        "Fail if the result retains less than this share of the acceptance length on held-out text.",
+        metavar="SHARE",
     )
     device: Literal["cpu", "cuda"] = option(
-        "cpu", "Where to convert, heal and measure; --prompts runs the target on the CPU all the same."
+        "cpu", "Device for converting, healing and measuring; --prompts always runs the target on the CPU."
     )
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python for --prompts; --target must be pinned.")
+    trust_remote_code: bool = option(
+        False, "Run the tokenizer's own Python code for --prompts; --target must be pinned."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -85,16 +89,16 @@ class Convert(Reading):
         if self.attention is None:
             self.refuse(*OF_ATTENTION, unless="with --attention")
             if self.drop_shared and self.target is None:
-                raise ValueError("--drop-shared needs --target, to compare with")
+                raise ValueError("--drop-shared needs --target, for comparison")
             return self
         if self.target is None or self.given("drop_shared", "dtype"):
             raise ValueError("--attention needs --target, and takes no --drop-shared or --dtype")
         if (self.states is None) == (self.prompts is None):
-            raise ValueError("--attention needs --states or --prompts, to calibrate on")
+            raise ValueError("--attention needs --states or --prompts, for calibration")
         if self.states:
-            self.refuse("context", "trust_remote_code", unless="with --prompts; stored states are what they are")
+            self.refuse("context", "trust_remote_code", unless="with --prompts")
         if self.attention == "mla" and self.head_dim != "auto":
-            raise ValueError("--head-dim is of MHA")
+            raise ValueError("--head-dim applies only to --attention mha")
         return self
 
     def run(self, context: Context) -> Converted:
@@ -106,7 +110,7 @@ class Convert(Reading):
             ConversionInaccurate: another attention keeps less than --min-retention.
             KconvError: the head or the target cannot be read.
         """
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         return self._convert_attention(context) if self.attention else self._convert(context)
 
     def estimate(self, context: Context) -> Estimate:

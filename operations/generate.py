@@ -27,10 +27,10 @@ class Generated:
 
 
 class Generate(Operation):
-    """Ask the server at --url each prompt, all turns of it, and write the dialogues to --out for kconv train.
+    """Send each prompt, with all its turns, to the server at --url, and write the dialogues to --out for kconv train.
 
-    Every prompt is accounted for: answered, failed with the reason, or skipped because --out has its answer. The
-    same command goes on where a run was stopped, and asks failed prompts again. Exit 1 if any failed.
+    Every prompt is answered, failed with a reason, or skipped because --out has its answer. The same command resumes a
+    stopped run and retries failed prompts. Exit 1 if any failed.
     """
 
     EXAMPLES = (
@@ -39,14 +39,14 @@ class Generate(Operation):
     OUTPUT = "dialogues.jsonl"
     RESUMES = True
 
-    url: str = option(..., "Root of an OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
-    model: str = option(..., "The name under which it serves the target.")
-    prompts: Name = option(..., "Prompts (JSONL, MT-Bench's form among others).", kind="file")
-    out: Name = option(..., "A JSONL file of dialogues; what it has is kept.", kind="output")
-    max_tokens: Count = option(4096, "Of one answer.", metavar="N")
-    temperature: Annotated[float, Field(ge=0)] = option(0.6, "Of the draws; 0 is greedy.", metavar="T")
-    concurrency: Count = option(16, "Prompts at once.", metavar="N")
-    seed: int = option(0, "Of the drawn tokens.")
+    url: str = option(..., "Base URL of an OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
+    model: str = option(..., "The server's name for the target.")
+    prompts: Name = option(..., "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
+    out: Name = option(..., "The JSONL file of dialogues; existing answers are kept.", kind="output")
+    max_tokens: Count = option(4096, "Maximum tokens per answer.", metavar="N")
+    temperature: Annotated[float, Field(ge=0)] = option(0.6, "Sampling temperature; 0 is greedy.", metavar="T")
+    concurrency: Count = option(16, "Prompts in flight.", metavar="N")
+    seed: int = option(0, "Random seed for sampling.")
 
     def run(self, context: Context) -> Generated:
         """Write the dialogues.

@@ -71,11 +71,11 @@ class Inspected:
 
 
 class Inspect(Reading):
-    """Say what HEAD is: its layout, attention, dims, RoPE, captured layers, tensors and parameters.
+    """Show what HEAD is: its layout, attention, dims, RoPE, captured layers, tensors and parameters.
 
-    Reads the config and the headers, no weights; those of a hub id are read where they are. What the files leave open
-    is shown with what it may be and what would decide it, and what is no Eagle3 head is named: exit 0 for every
-    checkpoint that can be parsed.
+    Reads only the config and the headers; from a Hub id it downloads nothing else. UNDECIDED marks what the files
+    leave open, with the candidates and what would decide it. Checkpoints that are no Eagle3 head are named. The exit
+    code is 0 for every checkpoint that can be parsed.
     """
 
     EXAMPLES = (
@@ -84,7 +84,7 @@ class Inspect(Reading):
         "kconv inspect https://huggingface.co/RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3 --target-layers 32",
     )
 
-    head: Name = argument("The head: a folder, a hub id or its URL.", kind="checkpoint")
+    head: Name = argument("The head: a folder, a Hub id or its URL.", kind="checkpoint")
 
     def run(self, context: Context) -> Inspected:
         """Return what the checkpoint is, read by its headers.

@@ -40,7 +40,7 @@ def _allowed(value: Any) -> Any:
                 raise ValueError(f"{word!r} is not RULE=REASON")
             found[rule.strip()] = why.strip()
     if unsaid := [rule for rule, why in found.items() if not why]:
-        raise ValueError(f"{', '.join(unsaid)} needs a reason, which the card will state")
+        raise ValueError(f"{', '.join(unsaid)} needs a reason, which the card states")
     return found
 
 
@@ -66,16 +66,16 @@ class PublishResult:
 
 
 class Publish(Operation):
-    """Publish DIR, a head with its card, as the repository REPO (org/name) of the Hub.
+    """Publish DIR, a head with its card, as the repository REPO (org/name) on the Hub.
 
-    Refused unless the manifest matches, the report is clean and of these very weights, the acceptance reaches the
-    floor, the card says what they say, and its licenses are complete. Then: one commit, every file read back and
-    compared, the tag. A repeated call does nothing; an interrupted one goes on. The token comes from HF_TOKEN, hf
-    auth login, or, where HF_OIDC_RESOURCE is set, from the CI job's identity.
+    Refused unless the manifest matches, the report has no errors and belongs to these weights, the acceptance reaches
+    the floor, the card agrees with them, and its licenses are complete. Then kconv makes one commit, reads every file
+    back, and sets the tag. A repeated call does nothing; an interrupted one resumes. The token comes from HF_TOKEN, hf
+    auth login, or, if HF_OIDC_RESOURCE is set, the CI job's identity.
 
-    DIR's recipe says what is not said here: the floor, the facts, and, of the step that publishes to REPO or of the
-    only one, the repository, its tag, branch and visibility, and what is let pass. With --create-pr, its tag, branch
-    and --public are left for when the pull request is merged.
+    Options that you leave out come from DIR's recipe: the floor, the facts, and, from its publish step for REPO or its
+    only publish step, the repository, tag, branch, visibility and allowed checks. With --create-pr, the recipe's tag,
+    branch and --public wait until the pull request is merged.
     """
 
     EXAMPLES = (
@@ -88,34 +88,38 @@ class Publish(Operation):
 
     folder: Name = argument("The folder to publish.", kind="file", metavar="DIR")
     repo: str = argument("The repository, org/name.", kind="plain", default="")
-    tag: str = option("", "Tag of this release, given once every file was read back.")
+    tag: str = option("", "Tag for this release, set after every file was read back.")
     private: bool = option(False, "Refuse a repository that is public.")
-    public: bool = option(False, "Make it public once everything was read back; a new one is private.")
+    public: bool = option(False, "Make the repository public after the read-back; a new one is private.")
     revision: str = option("", "Branch to commit to; main by default.")
-    create_pr: bool = option(False, "Open a pull request in place of moving the branch.")
-    expect_parent: str = option("", "Refuse if the branch is on another commit.", metavar="SHA")
-    report: Name | None = option(None, "report.json of kconv validate; DIR's own otherwise.", kind="file")
-    acceptance: tuple[Name, ...] = option((), "acceptance.json; DIR's own otherwise; repeatable.", kind="file")
-    facts: Name | None = option(None, "The card's facts file, for the license checks; else the recipe's.", kind="file")
-    min_acceptance: Annotated[float, Field(gt=0)] | None = option(None, "The floor; else the recipe's.", metavar="AL")
-    metric: str = option("al_incl_bonus", "What the floor is of.")
-    suite: str | None = option(None, "What it is measured on, e.g. MT-Bench, or a report's text, e.g. sampled.")
+    create_pr: bool = option(False, "Open a pull request instead of moving the branch.")
+    expect_parent: str = option("", "Refuse if the branch is at another commit.", metavar="SHA")
+    report: Name | None = option(None, "report.json of kconv validate; by default DIR's own.", kind="file")
+    acceptance: tuple[Name, ...] = option((), "acceptance.json, repeatable; by default DIR's own.", kind="file")
+    facts: Name | None = option(
+        None, "The card's facts file, for the license checks; by default the recipe's.", kind="file"
+    )
+    min_acceptance: Annotated[float, Field(gt=0)] | None = option(
+        None, "Minimum acceptance; by default the recipe's.", metavar="AL"
+    )
+    metric: str = option("al_incl_bonus", "Metric of the minimum.")
+    suite: str | None = option(None, "Its suite, e.g. MT-Bench, or a report's text, e.g. sampled.")
     target_name: str | None = option(
-        None, "For which target, as acceptance.json names it, e.g. org/name@commit.", metavar="NAME"
+        None, "Its target as named in acceptance.json, e.g. org/name@commit.", metavar="NAME"
     )
     temperature: Annotated[float, Field(ge=0)] | None = option(
-        None, "At which temperature; not of a report's text.", metavar="T"
+        None, "Its temperature; not for a report's text.", metavar="T"
     )
-    draft_tokens: Count | None = option(None, "At which K it is measured.", metavar="K")
-    min_prompts: Count | None = option(None, "On how many prompts at least.", metavar="N")
+    draft_tokens: Count | None = option(None, "Its draft tokens per step (K).", metavar="K")
+    min_prompts: Count | None = option(None, "Minimum number of prompts.", metavar="N")
     max_loss: Annotated[float, Field(ge=0, lt=1)] | None = option(
-        None, "Largest loss against the source (share).", metavar="SHARE"
+        None, "Largest allowed loss against the source (share).", metavar="SHARE"
     )
     allow: Annotated[dict[str, str], BeforeValidator(_allowed)] = option(
-        {}, "Let a check pass, for a reason that the card will state; repeatable.", kind="settings",
+        {}, "Let a check pass; the card states the reason. Repeatable.", kind="settings",
         metavar="RULE=REASON",
     )  # fmt: skip
-    out: Name | None = option(None, "A new folder for the record of what is on the Hub.", kind="output")
+    out: Name | None = option(None, "A new folder for the record of the publication.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -125,7 +129,7 @@ class Publish(Operation):
             self.refuse("metric", *ABOUT, *MORE, unless="with --min-acceptance")
         elif lacking := [name for name in ABOUT if getattr(self, name) is None]:
             named = ", ".join("--" + name.replace("_", "-") for name in lacking)
-            raise ValueError(f"--min-acceptance needs {named} too, without which it says nothing")
+            raise ValueError(f"--min-acceptance also needs {named}")
         return self
 
     def run(self, context: Context) -> PublishResult:
@@ -152,13 +156,15 @@ class Publish(Operation):
 
         if unknown := set(self.allow) - allowable():
             raise RequestInvalid(
-                f"--allow {', '.join(sorted(unknown))}: that cannot be let pass",
-                fix=f"What can be is {', '.join(sorted(allowable()))}.",
+                f"--allow {', '.join(sorted(unknown))}: not a check that may be allowed",
+                fix=f"Allow one of {', '.join(sorted(allowable()))}.",
             )
         folder, stated = context.path(self.folder), self._floor()
         refuse_absent(folder)
         if stated and read_floor(folder):
-            raise RequestInvalid(f"{folder}'s recipe states the floor", fix="Leave out --min-acceptance.")
+            raise RequestInvalid(
+                f"the recipe in {folder} already states the minimum acceptance", fix="Leave --min-acceptance out."
+            )
         step = self if context.release else self._step(folder)
         allowed = (step.allow if step else {}) | self.allow
         with context.status("publishing") as say:
@@ -182,7 +188,7 @@ class Publish(Operation):
         """Return the step of the folder's own recipe that publishes to the repository, or the only one."""
         steps = [step for step in recorded_steps(folder) if self.repo in ("", step.repo)]
         if not (self.repo or steps):
-            raise RequestInvalid(f"name REPO: no recipe in {folder} has a step that publishes")
+            raise RequestInvalid(f"REPO is required: no recipe in {folder} has a publish step")
         if len(steps) > 1:
             several = f"{len(steps)} steps of {folder}'s recipe publish{f' to {self.repo}' if self.repo else ''}"
             raise RequestInvalid(
@@ -224,7 +230,9 @@ class Publish(Operation):
         try:
             return Floor.model_validate(values | {"metric": self.metric, "at_least": self.min_acceptance})
         except ValidationError as error:
-            raise RequestInvalid(f"the floor cannot be: {first_wrong(error)}", fix="See docs/release.md.") from error
+            raise RequestInvalid(
+                f"invalid minimum acceptance: {first_wrong(error)}", fix="See docs/release.md."
+            ) from error
 
 
 def recorded_steps(folder: Path) -> list[Publish]:

@@ -34,8 +34,8 @@ class Prompted(Operation):
     """What of its prompts a target reads."""
 
     tokens: Count = option(512, "Cut each prompt to N tokens.", metavar="N")
-    chat: bool = option(False, "Put prompts through the target's chat template.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
+    chat: bool = option(False, "Apply the target's chat template to prompts.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Calibrated:
 
 
 class Calibrate(Prompted):
-    """Run TARGET over prompts, and write what each linear module's input reaches into the new file OUT (JSON).
+    """Run TARGET on prompts, and write the largest input of each linear module to the new file OUT (JSON).
 
-    The target is run layer by layer from its disk with only one layer in memory, quantized ones dequantized. A run
-    that was interrupted goes on behind its last layer when the same command is given again.
+    The target runs layer by layer from the disk, with one layer in memory; quantized layers are dequantized. The same
+    command resumes an interrupted run after its last layer.
     """
 
     EXAMPLES = (
@@ -66,10 +66,10 @@ class Calibrate(Prompted):
     HEAVY = True
     RESUMES = True
 
-    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
-    out: Name = argument("The file to write; nothing may be there.", kind="output")
-    prompts: Name = option(..., "Prompts (JSONL, MT-Bench's form among others).", kind="file")
-    dtype: Literal["F32", "BF16", "F16"] | None = option(None, "What to compute in; by default the target's own.")
+    target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
+    out: Name = argument("The file to write; it must not exist.", kind="output")
+    prompts: Name = option(..., "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
+    dtype: Literal["F32", "BF16", "F16"] | None = option(None, "Dtype to compute in; by default the target's.")
 
     def run(self, context: Context) -> Calibrated:
         """Write the calibration.
@@ -114,10 +114,10 @@ class Quantized:
 class Quantize(Prompted):
     """Write TARGET in NVFP4 into the new folder OUT, with kconv.json beside it.
 
-    TARGET is stored in bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6) or FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3).
-    What is not quantized keeps its bytes. The streaming backend has one tensor at a time in memory, ranks of torchrun
-    share the work, and a run that was interrupted goes on where it stopped when the same command is given again.
-    --backend modelopt is one process, with the whole target in memory, and starts anew.
+    TARGET may be bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6) or FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3).
+    Unquantized tensors keep their bytes. The streaming backend holds one tensor at a time, divides the work over
+    torchrun's ranks, and resumes an interrupted run. --backend modelopt is one process with the whole target in memory,
+    and does not resume.
 
     Recipes: nvfp4-experts (the routed experts), nvfp4-mlp (shared experts and dense layers too), nvfp4 (attention
     too), nvfp4-weight-only (activations stay bf16), or a YAML file.
@@ -133,21 +133,23 @@ class Quantize(Prompted):
     RESUMES = True
     PLANS = True
 
-    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
-    out: Name = argument("The folder to write; nothing may be there.", kind="output")
-    recipe: Name = option(..., "What is quantized: a recipe's name, or a file.", kind="file", metavar="NAME|FILE")
+    target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; it must not exist.", kind="output")
+    recipe: Name = option(
+        ..., "A recipe's name or file; it decides what is quantized.", kind="file", metavar="NAME|FILE"
+    )
     input_scale: Name | None = option(
-        None, "Where the activations' scales come from: a file that kconv calibrate wrote, or 1.0 for all.",
+        None, "Input scales: a file from kconv calibrate, or data-free for 1.0 everywhere.",
         kind="file", metavar="FILE|data-free", words=(DATA_FREE,),
     )  # fmt: skip
-    kv_cache: Literal["fp8", "none"] | None = option(None, "What engines keep the KV cache in.")
-    jobs: Count | None = option(None, "Processes; each takes about 1 GiB; by default one per core.", metavar="N")
+    kv_cache: Literal["fp8", "none"] | None = option(None, "KV cache format that the config states for engines.")
+    jobs: Count | None = option(None, "Processes, about 1 GiB each; by default one per core.", metavar="N")
     backend: Literal["stream", "modelopt"] = option(
         "stream",
-        "stream: one tensor at a time, from the disk. modelopt: ModelOpt's own calibration and exporter, with the "
-        "whole target in memory; it makes the same bits where the activations' scales are the same.",
+        "stream: one tensor at a time. modelopt: ModelOpt's own calibration and exporter with the whole target in "
+        "memory; with equal input scales it writes the same bits.",
     )
-    prompts: Name | None = option(None, "Prompts that --backend modelopt calibrates on (JSONL).", kind="file")
+    prompts: Name | None = option(None, "Calibration prompts for --backend modelopt (JSONL).", kind="file")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -167,9 +169,9 @@ class Quantize(Prompted):
 
         recipe, world = self._recipe(context), read_world()
         if world.size > 1 and self.backend == "modelopt":
-            raise RequestInvalid("--backend modelopt is one process", fix="Start it without torchrun.")
+            raise RequestInvalid("--backend modelopt runs in one process", fix="Start it without torchrun.")
         if not world.rank:
-            refuse_existing_output(self.out)
+            refuse_existing_output(self.out, self.target)
         if self.backend == "modelopt":
             return self._modelopt(context, recipe)
         plan, processes = self._plan(context, recipe), self._processes()
@@ -204,7 +206,7 @@ class Quantize(Prompted):
         ]
         if recipe.weight_only and scaled:
             raise RequestInvalid(
-                f"{named} has no use: {recipe.name} leaves activations as they are", fix=f"Leave {named} out."
+                f"{named} has no effect: {recipe.name} does not quantize activations", fix=f"Leave {named} out."
             )
         if not recipe.weight_only and not scaled:
             raise RequestInvalid(f"{named} is required", fix=f"Give {SCALES[self.backend]}.")
@@ -262,13 +264,12 @@ def _cores() -> int:
 class QuantizeHead(Reading):
     """Write HEAD with its linears in FP8 or NVFP4 into the new folder OUT, with kconv.json beside it.
 
-    A GQA or MHA head's attention and MLP are quantized, an MLA head's MLP: what each engine that reads the head builds
-    quantized too. fc, lm_head, the embedding and the norms keep their bytes, and so does an MLA head's attention. What
-    engines fuse shares its scales. OUT is in HEAD's layout; kconv to-vllm OUT and the like carry it whole.
+    Attention and MLP of a GQA or MHA head are quantized, and the MLP of an MLA head. fc, lm_head, the embedding and the
+    norms keep their bytes. Linears that engines fuse share their scales. OUT has HEAD's layout; kconv to-vllm OUT and
+    the other conversions copy it as it is.
 
-    The scales of what the linears read are of the states' prompts but one in ten. On these the acceptance length is
-    measured, with weights and inputs rounded as an engine rounds them, before anything is written. The whole head is
-    in memory, in fp32.
+    Nine in ten of the states' prompts give the input scales. On the rest kconv measures the acceptance length, with
+    weights and inputs rounded as in an engine, before it writes anything. The whole head is in memory, in fp32.
     """
 
     EXAMPLES = (
@@ -277,18 +278,20 @@ class QuantizeHead(Reading):
         "kconv validate my-head-fp8 --source my-head",
     )
 
-    head: Name = argument("The head: a folder or a hub id.", kind="checkpoint")
-    out: Name = argument("The folder to write; nothing may be there.", kind="output")
-    format: Literal["fp8", "nvfp4"] = option(..., "What the linears are written in.")
-    states: Name = option(..., "What kconv states wrote of the target, to calibrate on.", kind="file")
+    head: Name = argument("The head: a folder or a Hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; it must not exist.", kind="output")
+    format: Literal["fp8", "nvfp4"] = option(..., "Number format of the linears.")
+    states: Name = option(..., "Output of kconv states for the target, for calibration.", kind="file")
     min_retention: Share = option(
-        0.97, "Refuse a result that keeps less of the acceptance length on held-out text.", metavar="SHARE"
+        0.97,
+        "Fail if the result retains less than this share of the acceptance length on held-out text.",
+        metavar="SHARE",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.target is None:
-            raise ValueError("--target is required: the states are of it, and so is what the acceptance is against")
+            raise ValueError("--target is required: the model that the states come from")
         return self
 
     def run(self, context: Context) -> Converted:
@@ -302,7 +305,7 @@ class QuantizeHead(Reading):
         from ..quantize.head.formats import FORMATS
         from ..quantize.head.plan import quantize_head
 
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         head, target = self.open(context, self.head), context.source(self.target or "")
         with context.status("quantizing") as say:
             manifest, kept = quantize_head(

@@ -24,31 +24,35 @@ YesOrNo = Annotated[bool, BeforeValidator(lambda value: YES_OR_NO.get(str(value)
 class Reading(Operation):
     """What is said of a head where its config is silent or ambiguous."""
 
-    from_: str | None = option(None, "The layout HEAD is in, if its marks do not tell.", metavar="LAYOUT")
+    from_: str | None = option(None, "Layout of HEAD; detected by default.", metavar="LAYOUT")
     captured: LayerIds | None = option(
-        None, "Captured layers, if the config does not list them; where it does, a reading of that list.", kind="ids"
+        None,
+        "Target layers that the head reads (0-based layer outputs), e.g. 1,29,57, if the config is unclear.",
+        kind="ids",
     )
     captured_are: Literal["outputs", "inputs"] | None = option(
-        None, "Whether the listed layers are outputs or inputs of 0-based decoder layers."
+        None, "Whether the config lists layer outputs or layer inputs (0-based)."
     )
-    rope_theta: Theta | None = option(None, "RoPE's base, if the config lost it.", metavar="BASE")
+    rope_theta: Theta | None = option(None, "RoPE base, if the config omits it.", metavar="BASE")
     layers: Count | None = option(
-        None, "The head's own decoder layers, if num_hidden_layers is the target's.", metavar="N"
+        None, "Decoder layers of the head, if num_hidden_layers is the target's number.", metavar="N"
     )
-    max_positions: Count | None = option(None, "Longest context that will be served.", metavar="N")
+    max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")
     norm_before_residual: YesOrNo | None = option(
-        None, "Whether layer 0's residual is normed, if a config that readers disagree on does not state it.",
+        None, "Value of norm_before_residual, if the config omits it; vLLM and speculators assume opposite defaults.",
         kind="yes-or-no",
     )  # fmt: skip
-    target: Name | None = option(None, "The target model; its depth decides default captures.", kind="checkpoint")
+    target: Name | None = option(
+        None, "The target model; its depth decides the default captured layers.", kind="checkpoint"
+    )
     target_layers: Count | None = option(
-        None, "The target's number of decoder layers, where no --target is at hand.", metavar="N"
+        None, "The target's number of decoder layers, instead of --target.", metavar="N"
     )
 
     @model_validator(mode="after")
     def _one_depth(self) -> Self:
         if self.target is not None and self.target_layers is not None:
-            raise ValueError("--target tells its own depth; leave --target-layers out")
+            raise ValueError("--target already gives the number of layers; leave --target-layers out")
         return self
 
     def layout(self) -> Layout | None:
@@ -111,17 +115,22 @@ def check_trusted(context: Context, trust_remote_code: bool, target: str | None)
 
     if trust_remote_code and target is not None and not (source := context.source(target)).pinned:
         raise RequestInvalid(
-            "--trust-remote-code runs code of one commit only", where="--target", fix=f"Name it: {source.name}"
+            "--trust-remote-code needs a pinned target", where="--target", fix=f"Name the commit: {source.name}"
         )
 
 
-def refuse_existing_output(out: str | None) -> None:
-    """Refuse an output that is already there.
+def refuse_existing_output(out: str | None, source: str | None = None) -> None:
+    """Refuse an output that is already there, or that lies inside the checkpoint it is made from.
 
     Raises:
-        OutputExists: it is.
+        OutputExists: it is there.
+        RequestInvalid: it would lie inside the source's folder, where its files would count as the source's.
     """
     from ..checkpoint.staging import refuse_existing
+    from ..errors import RequestInvalid
 
-    if out is not None:
-        refuse_existing(Path(out))
+    if out is None:
+        return
+    refuse_existing(Path(out))
+    if source is not None and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
+        raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder beside it.")

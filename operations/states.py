@@ -33,18 +33,17 @@ class StatesWritten:
 
 
 class States(Operation):
-    """Run TARGET over prompts and write what an Eagle3 head reads of it into the new folder OUT.
+    """Run TARGET on prompts and write the hidden states that an Eagle3 head reads into the new folder OUT.
 
-    For each sequence: token ids, the captured layers' outputs side by side, the state after the final norm, and for
-    answers and continuations a mask of the target's own tokens. A run that was killed goes on where it stopped when it
-    is started again.
+    Each sequence has its token ids, the captured layers' outputs, the state after the final norm, and, for answers and
+    continuations, a mask of the target's own tokens. The same command resumes a killed run.
 
-    --data takes dialogues with their answers, as kconv generate writes them, for kconv train --states. --prompts takes
+    --data takes dialogues with answers, as kconv generate writes them, for kconv train --states. --prompts takes
     prompts, and the target continues them.
 
-    A target that only fits into a server is run there: vLLM 0.32 or later with its hidden-state extraction. Its layer
-    ids are those of --captured plus one, and the number of layers as the last; they cannot be asked for, so what
-    stands there is what you get. For 61 layers and --captured 1,29,57:
+    A target that fits only into a server runs there: in vLLM 0.32 or later with hidden-state extraction. Its layer ids
+    are those of --captured plus one, and then the number of layers. kconv cannot query them, so set them correctly.
+    For 61 layers and --captured 1,29,57:
 
     \b
       --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config":
@@ -60,50 +59,50 @@ class States(Operation):
     HEAVY = True
     RESUMES = True
 
-    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
-    out: Name = argument("The folder to write; nothing may be there.", kind="output")
-    prompts: Name | None = option(None, "Prompts (JSONL, MT-Bench's form among others).", kind="file")
+    target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; it must not exist.", kind="output")
+    prompts: Name | None = option(None, "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
     data: Name | None = option(
-        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
+        None, "Dialogues or texts: a JSONL file, or a data set's id on the Hub.", kind="file", metavar="FILE|ID"
     )
-    split: str | None = option(None, "Of a dataset; by default train.")
-    revision: str | None = option(None, "Of a dataset.")
+    split: str | None = option(None, "Split of a data set; train by default.")
+    revision: str | None = option(None, "Revision of a data set.")
     captured: LayerIds | None = option(
-        None, "Layers, as outputs of 0-based layers; by default 1, N/2 - 1, N - 4.", kind="ids"
+        None, "Layers as 0-based layer outputs; by default 1, N//2 - 1, N - 4.", kind="ids"
     )
-    sampled: Tokens = option(0, "Also continue each prompt by N drawn tokens.", metavar="N")
+    sampled: Tokens = option(0, "Also continue each prompt by N sampled tokens.", metavar="N")
     greedy: Tokens = option(0, "Also continue each prompt greedily by N tokens.", metavar="N")
     prompt_tokens: Count | None = option(None, "Cut prompts to N tokens before continuing them.", metavar="N")
-    text_tokens: Count | None = option(None, "Cut the prompts' own text, or dialogues, to N tokens.", metavar="N")
-    chat: bool = option(False, "Put prompts through the target's chat template.")
-    held_out: bool = option(True, "Only continuations, not the prompts' own text.")
-    seed: int = option(0, "Of the drawn tokens.")
-    dtype: Dtype | None = option(None, "What to compute and store in; by default the target's own.")
-    shard_mib: Count = option(512, "Bound on the size of a file.", metavar="MIB")
-    url: str | None = option(
-        None, "A vLLM that serves TARGET and hands out hidden states; the target is not loaded here."
+    text_tokens: Count | None = option(None, "Cut prompt text or dialogues to N tokens.", metavar="N")
+    chat: bool = option(False, "Apply the target's chat template to prompts.")
+    held_out: bool = option(True, "Write only continuations, not the prompts' own text.")
+    seed: int = option(0, "Random seed for sampling.")
+    dtype: Dtype | None = option(None, "Dtype to compute and store in; by default the target's.")
+    shard_mib: Count = option(512, "Maximum size of a file.", metavar="MIB")
+    url: str | None = option(None, "A vLLM that serves TARGET with hidden-state extraction; TARGET is not loaded here.")
+    shared: Name | None = option(
+        None, "The folder that this vLLM writes states to, as this machine sees it.", metavar="DIR"
     )
-    shared: Name | None = option(None, "The folder that this vLLM writes states to, as seen from here.", metavar="DIR")
-    concurrency: Count = option(16, "Sequences at once, with --url.", metavar="N")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
+    concurrency: Count = option(16, "Sequences in flight, with --url.", metavar="N")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if bool(self.url) != bool(self.shared):
-            raise ValueError("--url and --shared go together: the server's states come as files")
+            raise ValueError("--url and --shared need each other: the server writes states as files")
         if (self.prompts is None) == (self.data is None):
             raise ValueError("give either --prompts or --data")
         if self.data:
             self.refuse(
                 *("prompt_tokens", "sampled", "greedy", "chat", "held_out", "seed"),
-                unless="with --prompts; dialogues hold their answers",
+                unless="with --prompts; dialogues already have answers",
             )
             return self
         self.refuse("split", "revision", unless="with --data")
         if self.url and self.sampled:
             raise ValueError(
-                "--sampled is drawn by a target in memory; with --url, let kconv generate write sampled answers, and "
-                "give them with --data"
+                "--sampled needs the target in memory; with --url, write sampled answers with kconv generate and give "
+                "them with --data"
             )
         if not self.held_out and not self.sampled and not self.greedy:
             raise ValueError("--no-held-out leaves nothing to write; add --sampled or --greedy")

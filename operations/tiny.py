@@ -24,19 +24,19 @@ class TinyMade:
 
 
 class Tiny(Operation):
-    """Make a tiny Kimi-K2 and texts for it in the new folder OUT: what the demo and the example recipe stand on.
+    """Train a tiny Kimi-K2 and write it with texts into the new folder OUT, for the demo and the example recipe.
 
-    The target is really trained, some minutes on two cores, once; it is kept in $KCONV_CACHE, else ~/.cache/kconv. OUT
-    holds `target/`, `train.jsonl`, `eval.jsonl` and `held-out.jsonl`.
+    Training takes some minutes on two cores, once; the target is kept in $KCONV_CACHE or ~/.cache/kconv. OUT holds
+    `target/`, `train.jsonl`, `eval.jsonl` and `held-out.jsonl`.
     """
 
     EXAMPLES = ("kconv tiny my-tiny",)
 
-    out: Name = argument("The folder to write; nothing may be there.", kind="output")
-    size: Literal["demo", "test"] = option("test", "demo: the demo's own. test: smaller.")
+    out: Name = argument("The folder to write; it must not exist.", kind="output")
+    size: Literal["demo", "test"] = option("test", "demo: the demo's target. test: a smaller one.")
     documents: Count = option(400, "Documents to train a head on.", metavar="N")
     prompts: Count = option(8, "Held-out prompts.", metavar="N")
-    prompt_tokens: Annotated[int, Field(ge=8)] = option(96, "Least length of a held-out prompt.", metavar="N")
+    prompt_tokens: Annotated[int, Field(ge=8)] = option(96, "Minimum length of a held-out prompt.", metavar="N")
 
     def run(self, context: Context) -> TinyMade:
         """Train the target, or find it in the cache, and write texts for it.

@@ -68,14 +68,13 @@ def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
 class Train(Operation):
     """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
 
-    With --data the target is run while it trains, whole in each process; with --states it is not, and only its
-    embedding, final norm and output matrix are loaded. Under torchrun the processes share each batch, whose rows
-    their number has to divide.
+    --data runs the target during training, whole in each process. --states does not run it, and loads only its
+    embedding, final norm and output matrix. Under torchrun the processes share each batch; their number must divide it.
 
-    A run that was stopped goes on from its last checkpoint, in .NAME.training beside OUT, when the same command is
-    given again, with as many processes; it ends with the same weights. OUT is the head in TensorRT-LLM's layout, ready
-    for kconv to-vllm; an MLA head of a reduced vocabulary, which TensorRT-LLM cannot load, is in vLLM's. Its kconv.json
-    says what it was trained on and how; its modelopt folder has the head as ModelOpt's module, and the curves.
+    The same command, with the same number of processes, resumes a stopped run from its last checkpoint
+    (.NAME.training beside OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
+    an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. Its manifest records the
+    training; its folder modelopt has the head as ModelOpt's module, and the curves.
     """
 
     EXAMPLES = (
@@ -86,36 +85,36 @@ class Train(Operation):
     HEAVY = True
     RESUMES = True
 
-    target: Name = argument("The target: a folder or a hub id.", kind="checkpoint")
-    out: Name = argument("The folder to write; nothing may be there.", kind="output")
+    target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
+    out: Name = argument("The folder to write; it must not exist.", kind="output")
     recipe: Name = option(..., "eagle3-mla, eagle3-gqa, or a YAML file.", kind="file", metavar="NAME|FILE")
     set: Annotated[dict[str, Any], BeforeValidator(_settings)] = option(
-        {}, "A key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
+        {}, "Set a key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
     )
     data: Name | None = option(
-        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
+        None, "Dialogues or texts: a JSONL file, or a data set's id on the Hub.", kind="file", metavar="FILE|ID"
     )
-    split: str | None = option(None, "Of a dataset; by default train.")
-    revision: str | None = option(None, "Of a dataset.")
+    split: str | None = option(None, "Split of a data set; train by default.")
+    revision: str | None = option(None, "Revision of a data set.")
     held_out: Name | None = option(
-        None, "What is only evaluated on; by default one sample in fifty of --data.", kind="file", metavar="FILE|ID"
+        None, "Evaluation text; by default one sample in fifty of --data.", kind="file", metavar="FILE|ID"
     )
     states: Name | None = option(
-        None, "States that kconv states wrote, instead of --data: TARGET is not run.", kind="file"
+        None, "Output of kconv states, instead of --data; TARGET is then not run.", kind="file"
     )
     init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
     save_every: Count = option(200, "Steps between checkpoints.", metavar="STEPS")
     eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
-    shard: bool = option(False, "Under torchrun: spread the head over the processes (FSDP2).")
-    tensorboard: bool = option(False, "Write TensorBoard's event files.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; TARGET must be pinned.")
+    shard: bool = option(False, "Under torchrun: distribute the head over the processes (FSDP2).")
+    tensorboard: bool = option(False, "Write TensorBoard event files.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if (self.data is None) == (self.states is None):
             raise ValueError("give either --data or --states")
         if self.states:
-            self.refuse("held_out", "split", "revision", unless="with --data; stored states have their own prompts")
+            self.refuse("held_out", "split", "revision", unless="with --data")
         return self
 
     def run(self, context: Context) -> Trained:

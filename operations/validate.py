@@ -41,15 +41,16 @@ Engines = Annotated[
 # What a target has none of: it is run over text, and drafts nothing.
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
+TOO_LARGE = "Have a running vLLM give its states (kconv states --url), and give these: --states."
 
 
 class Validate(Reading):
     """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers.
 
-    Names, shapes, config, what each engine is known to get wrong, and every value; with --source, that no bit was
-    lost; with --target and --prompts, logits, top-1 agreement and acceptance length on the prompts' own text and on
-    the target's sampled and greedy continuations. A target's folder is checked too, for its quantization: with
-    --source, the noise of every tensor, and with --prompts the perplexity of both.
+    Checks names, shapes, config, known engine faults, and every value. --source compares the bits. --target with
+    --prompts measures logits, top-1 agreement and acceptance length on the prompts' own text and on the target's
+    sampled and greedy continuations. HEAD may also be a target: then its quantization is checked, with --source the
+    noise of every tensor, and with --prompts both perplexities.
     """
 
     EXAMPLES = (
@@ -62,41 +63,46 @@ class Validate(Reading):
         "kconv validate my-head --explain K101",
     )
 
-    head: Name = argument("A head or a target: a folder or a hub id.", kind="checkpoint")
+    head: Name = argument("A head or a target: a folder or a Hub id.", kind="checkpoint")
     for_: Engines = option(
-        (), "Who will serve it, repeatable; by default the engines of its layout, or all.", metavar="ENGINE"
+        (), "Engine that will serve it, repeatable; by default the engines of its layout, or all.", metavar="ENGINE"
     )
-    source: Name | None = option(None, "What HEAD was made from: bits are compared, or noise.", kind="checkpoint")
-    headers_only: bool = option(False, "Read no weight, and download none: names, shapes, config.")
-    strict: bool = option(False, "Exit 1 on a warning too.")
+    source: Name | None = option(
+        None, "The checkpoint that HEAD was made from; bits or noise are compared.", kind="checkpoint"
+    )
+    headers_only: bool = option(False, "Check only names, shapes and config; read and download no weights.")
+    strict: bool = option(False, "Exit 1 on warnings too.")
     prompts: Name | None = option(
         None,
-        "Held-out prompts, with --target: logits and acceptance; of a target, with --source: perplexity. A JSONL, "
-        "or mt-bench@<commit> from the Hub.",
+        "Held-out prompts: a JSONL, or mt-bench@<commit> from the Hub. Needs --target, or for a target --source.",
         kind="file", metavar="FILE|SUITE@COMMIT",
     )  # fmt: skip
     states: Name | None = option(
-        None, "The same from stored states; of --target only two tensors are read.", kind="file"
+        None, "Stored states instead of --prompts; then only two tensors of --target are read.", kind="file"
     )
-    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Drafted tokens per step (K).", metavar="K")
-    prompt_tokens: Count = option(32, "Cut prompts to this.", metavar="N")
-    new_tokens: Count = option(64, "Continue prompts by this.", metavar="N")
-    seed: int = option(0, "Of the sampled continuations.")
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Draft tokens per step (K).", metavar="K")
+    prompt_tokens: Count = option(32, "Cut prompts to N tokens.", metavar="N")
+    new_tokens: Count = option(64, "Continue prompts by N tokens.", metavar="N")
+    seed: int = option(0, "Random seed for sampled continuations.")
     calibrated_on: tuple[Name, ...] = option(
-        (), "A states.json or its folder: prompts that stand there are refused; repeatable.", kind="file"
+        (), "A states.json or its folder; its prompts are refused as held-out text. Repeatable.", kind="file"
     )
     min_retention: Annotated[float, Field(ge=0, le=1)] = option(
-        0.97, "Share of --source's acceptance that an approximate HEAD must keep, sampled and greedy.", metavar="SHARE"
+        0.97,
+        "Share of --source's acceptance that an approximate HEAD must retain, sampled and greedy.",
+        metavar="SHARE",
     )
     allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python; --target must be pinned.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; --target must be pinned.")
     engine: str | None = option(
-        None, "Have it serve HEAD, and compare output and counters with kconv's own chain.", metavar="ENGINE"
+        None,
+        "Let this engine serve HEAD, and compare its output and counters with kconv's own computation.",
+        metavar="ENGINE",
     )
     engine_python: Name | None = option(
-        None, "Start the engine with this python (see scripts/engine-env).", metavar="PATH"
+        None, "Start the engine with this Python (see scripts/engine-env).", metavar="PATH"
     )
-    url: str | None = option(None, "Reach an engine that serves --target with HEAD already.")
+    url: str | None = option(None, "Use a running engine that already serves --target with HEAD.")
     out: Name | None = option(None, "Write report.json, report.md and report.html into this folder.", kind="output")
 
     @model_validator(mode="after")
@@ -106,20 +112,22 @@ class Validate(Reading):
             if asked is not None and asked not in known:
                 raise ValueError(f"--{plain_name(name)} {asked!r} is not one of {', '.join(known)}")
         if self.headers_only and (self.measures or self.source):
-            raise ValueError("--headers-only reads no value, and --source and all that measures are about values")
+            raise ValueError("--headers-only reads no weights, but --source and measurements need them")
         if self.prompts and self.states:
-            raise ValueError("--prompts and --states are two ways to the same figures; give one of them")
+            raise ValueError("--prompts and --states exclude each other; give one of them")
         if (self.prompts or self.states) and not (self.target or self.source):
             given = "prompts" if self.prompts else "states"
-            raise ValueError(f"--{given} needs --target; where a target itself is checked, its --source")
+            raise ValueError(f"--{given} needs --target (for a target: --source)")
         if self.asks_engine and not (self.prompts and (self.target or self.source)):
-            raise ValueError("an engine is asked with --target and --prompts")
+            raise ValueError("--engine and --url need --target and --prompts")
         if self.engine_python and self.url:
-            raise ValueError("--engine-python starts a server and --url reaches one; give one of them")
+            raise ValueError("--engine-python starts a server, --url uses a running one; give one of them")
         if self.engine and self.engine not in registry.startable() and not self.url:
-            raise ValueError(f"{self.engine} cannot be started here; give the --url of one that runs")
+            raise ValueError(f"kconv cannot start {self.engine}; give the --url of a running one")
         if self.engine and not (self.python or self.url):
-            raise ValueError(f"--engine needs --engine-python (or ${PYTHON}), to start it, or --url, to reach it")
+            raise ValueError(
+                f"--engine needs --engine-python (or ${PYTHON}) to start it, or the --url of a running one"
+            )
         for name, ways in GOES_WITH.items():
             if not any(getattr(self, way) for way in ways):
                 self.refuse(name, unless="with " + " or ".join(f"--{way}" for way in ways))
@@ -154,6 +162,7 @@ class Validate(Reading):
         from ..convert.shared import find_shared
         from ..validate.run import Checks, is_target, validate
 
+        self._refuse_reports()
         target, source = context.maybe(self.target), context.maybe(self.source)
         checks = Checks(
             tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one])) or None,
@@ -167,7 +176,7 @@ class Validate(Reading):
         of_target = source is not None and is_target(source.open_headers())
         held_out = self._held_out(context) if of_target else None
         if self.measures and not of_target and target is None:
-            raise RequestInvalid("what is measured of a head needs --target", fix="Give the target that it is for.")
+            raise RequestInvalid("measuring a head needs --target", fix="Give the target that the head drafts for.")
         parity = self._parity(context, target)
         quantized_from = source.open_weights() if source and of_target else None
         head = context.source(self.head)
@@ -197,23 +206,33 @@ class Validate(Reading):
         lines = "".join(f"\n  {f.rule} {f.where}: {f.message}" for f in wrong[:SHOWN])
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         return ReportInvalid(
-            f"validation found {len(wrong)} error(s) in {result.subject}:{lines}{more}",
+            f"validation found {len(wrong)} errors in {result.subject}:{lines}{more}",
             where=self.out or "",
-            fix="Fix what they name; the report there says how.",
+            fix="Fix these errors; the report says how.",
         )
 
+    def _refuse_reports(self) -> None:
+        """Refuse a folder that holds a report already, before an hour of measuring is lost to it."""
+        from ..checkpoint.staging import refuse_existing
+        from ..validate.markdown import HTML, MARKDOWN
+        from ..validate.report import REPORT
+
+        for name in (REPORT, MARKDOWN, HTML) if self.out else ():
+            refuse_existing(Path(self.out or "") / name, fix="Give --out another folder, or delete the old report.")
+
     def _held_out(self, context: Context) -> HeldOutText | None:
-        from ..validate.perplexity import HeldOutText
+        from ..validate.perplexity import HeldOutText, check_layers_fit
 
         if given := self.given(*OF_HEADS):
             raise RequestInvalid(
-                f"a target is measured with --prompts; these are about heads: {', '.join(given)}",
+                f"{', '.join(given)}: only for a head, but this is a target",
                 fix="Leave them out.",
             )
         check_trusted(context, self.trust_remote_code, self.source)
         if not self.prompts:
             return None
         source = context.source(self.source or "")
+        check_layers_fit(source)
         return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
 
     def _parity(self, context: Context, target: Source | None) -> Parity | None:
@@ -225,6 +244,12 @@ class Validate(Reading):
         check_trusted(context, self.trust_remote_code, self.target)
         prompts = None
         if self.prompts:
+            import torch
+
+            from ..targets.model import check_memory
+
+            # Before the head and its source are downloaded, which may be large themselves.
+            check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
             limit = self.prompt_tokens + self.new_tokens
             file = str(context.path(self.prompts))
             prompts = encode_held_out(file, target, limit, trust_remote_code=self.trust_remote_code)
@@ -259,12 +284,17 @@ class Validate(Reading):
 
 
 def _write(report: Report, out: Path) -> None:
-    """Write a report into a new folder, whole or not at all, or into one that is there."""
-    from ..checkpoint.staging import staged
+    """Write a report into a new folder, whole or not at all, or beside what one holds that is there."""
+    from tempfile import TemporaryDirectory
+
+    from ..checkpoint.staging import refuse_existing, staged, write_new
     from ..validate.markdown import illustrate, write_report
 
-    if out.exists():
-        write_report(report, out, more=illustrate(report, out))
-        return
-    with staged(out) as folder:
+    with TemporaryDirectory() if out.exists() else staged(out) as made:
+        folder = Path(made)
         write_report(report, folder, more=illustrate(report, folder))
+        files = sorted(folder.iterdir()) if out.exists() else []
+        for file in files:
+            refuse_existing(out / file.name)
+        for file in files:
+            write_new(out / file.name, file.read_bytes())

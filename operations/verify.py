@@ -21,17 +21,21 @@ class Verified:
 
 
 class Verify(Operation):
-    """Re-check OUT against its kconv.json, byte by byte, and SOURCE's tensors too if it is given."""
+    """Check every byte of OUT against its kconv.json, and SOURCE's tensors too if you give it."""
 
     EXAMPLES = ("kconv verify my-head-vllm my-head",)
 
-    head: Name = argument("The output of kconv to check.", kind="file", metavar="OUT")
-    source: Name | None = argument("What it was made from.", kind="checkpoint", default=None)
+    head: Name = argument("A folder that kconv wrote.", kind="file", metavar="OUT")
+    source: Name | None = argument("The checkpoint that it was made from.", kind="checkpoint", default=None)
 
     def run(self, context: Context) -> Verified:
         """Return the manifest that the output matches."""
+        from ..checkpoint.folder import open_checkpoint
         from ..checkpoint.manifest import verify
+        from ..validate.claims import check_claims
 
-        source = context.maybe(self.source)
-        manifest = verify(context.path(self.head), source.open_weights() if source else None)
+        source, folder = context.maybe(self.source), context.path(self.head)
+        origin = source.open_weights() if source else None
+        manifest = verify(folder, origin)
+        check_claims(open_checkpoint(folder), manifest, origin)
         return Verified(self.head, manifest, source is not None)

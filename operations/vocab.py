@@ -50,12 +50,11 @@ class VocabExamined:
 
 
 class Vocab(Reading):
-    """Examine HEAD's draft vocabulary, exit 1 if anything is wrong with it; or write OUT with another.
+    """Examine HEAD's draft vocabulary and exit 1 on any error; or write OUT with another vocabulary.
 
-    Says whether d2t holds offsets or absolute ids, in which order and with which errors, and whether t2d
-    agrees; with --target also which special tokens are lost and whether the rows are the target's (of a hub
-    id only its tokenizer and lm_head are downloaded); with --text the share of the text's tokens that the
-    head can draft.
+    Shows whether d2t holds offsets or absolute ids, their order and errors, and whether t2d agrees. --target adds lost
+    special tokens and whether the rows are the target's (from a Hub id only its tokenizer and lm_head are downloaded).
+    --text adds the share of the text's tokens that the head can draft.
     """
 
     EXAMPLES = (
@@ -66,28 +65,30 @@ class Vocab(Reading):
         "kconv vocab my-head --prune 32000 --text prompts.jsonl --target my-target my-head-32k",
     )
 
-    head: Name = argument("The head: a folder or a hub id.", kind="checkpoint")
-    out: Name | None = argument("The folder to write, where the vocabulary is changed.", kind="output", default=None)
-    text: Name | None = option(None, "Text, or prompts (.jsonl), for the coverage and for --prune.", kind="file")
-    rebuild_t2d: bool = option(False, "Write OUT with a t2d that follows from d2t.")
-    absolute: bool = option(False, "d2t holds absolute ids: write OUT with offsets.")
-    expand: bool = option(False, "Write OUT with the full vocabulary; the new rows never win.")
+    head: Name = argument("The head: a folder or a Hub id.", kind="checkpoint")
+    out: Name | None = argument("The folder to write, if the vocabulary changes.", kind="output", default=None)
+    text: Name | None = option(None, "Text or prompts (.jsonl), for the coverage and for --prune.", kind="file")
+    rebuild_t2d: bool = option(False, "Write OUT with a t2d rebuilt from d2t.")
+    absolute: bool = option(False, "Write OUT with offsets, from a d2t with absolute ids.")
+    expand: bool = option(False, "Write OUT with the full vocabulary; new tokens are never drafted.")
     prune: Annotated[int, Field(ge=1)] | None = option(None, "Write OUT with the N most frequent tokens.", metavar="N")
-    trust_remote_code: bool = option(False, "Run the target's own tokenizer code, as Kimi-K2 needs.")
+    trust_remote_code: bool = option(
+        False, "Run the target's own tokenizer code (Kimi-K2 needs this); --target must be pinned."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         asked = self.given(*CHANGES)
         if len(asked) > 1:
-            raise ValueError("one change at a time, not " + " and ".join(asked))
+            raise ValueError(" and ".join(asked) + " exclude each other; make one change at a time")
         if asked and self.out is None:
             raise ValueError(f"{asked[0]} needs OUT, the folder to write")
         if self.out is not None and not asked:
-            raise ValueError("OUT needs one of " + ", ".join("--" + name.replace("_", "-") for name in CHANGES))
+            raise ValueError("OUT also needs one of " + ", ".join("--" + name.replace("_", "-") for name in CHANGES))
         if self.text and asked and not self.prune:
             raise ValueError(f"--text has no effect on {asked[0]}")
         if self.prune and not self.text:
-            raise ValueError("--prune needs --text, whose most frequent tokens are kept")
+            raise ValueError("--prune needs --text, to count tokens")
         if self.text and not self.target:
             raise ValueError("--text needs --target, for its tokenizer")
         return self
@@ -100,7 +101,7 @@ class Vocab(Reading):
             KconvError: the head, the target or the text cannot be read.
         """
         check_trusted(context, self.trust_remote_code, self.target)
-        refuse_existing_output(self.out)
+        refuse_existing_output(self.out, self.head)
         if self.out is None:
             with context.status("examining the vocabulary"):
                 return VocabExamined(self._examine(context))

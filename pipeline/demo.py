@@ -180,7 +180,7 @@ def _raise_first(done: Iterable[Future[KconvError | None]]) -> None:
             error = job.result()
         except BrokenProcessPool as died:
             raise TrainingFailed(
-                "a process that trained a head was ended", fix="Free memory, and run the demo again."
+                "a process that trained a head was killed", fix="Free memory, and run the demo again."
             ) from died
         if error is not None:
             raise error

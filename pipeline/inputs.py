@@ -222,9 +222,9 @@ def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
         record = state.steps.get(other)
         if record is None or record.stated != stated(release.steps[other], state, text):
             raise ReleaseStateInvalid(
-                f"{name} would say that this recipe made {other}, which another one did",
+                f"{name} would publish {other} as made by this recipe, but another recipe made it",
                 where=f"{other} in the recipe",
-                fix=f"Run the recipe from {other} on, or put it back as it was.",
+                fix=f"Run the recipe with --start-at {other}, or restore the earlier recipe.",
             )
 
 
@@ -233,14 +233,14 @@ def _output(name: str, made: tuple[str, str], root: Path, state: State) -> str:
     record, path = state.steps.get(step), root / f"{step}{rest}"
     if record is None or record.status != "done" or not path.exists():
         raise ReleaseStateInvalid(
-            f"{name} reads ${step}{rest}, which is not made yet",
+            f"{name} reads ${step}{rest}, which does not exist yet",
             where=path,
-            fix=f"Run the recipe from {step} on.",
+            fix=f"Run the recipe with --start-at {step}.",
         )
     digest = digest_marks(record.files, rest)
     if digest is None:
         raise ReleaseStateInvalid(
-            f"{name} reads ${step}{rest}, and {step} makes no such thing",
+            f"{name} reads ${step}{rest}, but {step} makes no such file",
             where=path,
             fix=f"It makes {', '.join(sorted(record.files))}.",
         )

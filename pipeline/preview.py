@@ -99,8 +99,8 @@ def check_disk(preview: Preview, root: Path) -> None:
     """Raise OutputFailed where a release is known to need more disk than is free."""
     if preview.needed > preview.free:
         raise OutputFailed(
-            f"the steps take {preview.needed / 1e9:.2f} GB{'' if preview.whole else ' at least'}, "
-            f"and {preview.free / 1e9:.2f} GB are free",
+            f"the steps need {preview.needed / 1e9:.2f} GB{'' if preview.whole else ' at least'}, "
+            f"but {preview.free / 1e9:.2f} GB are free",
             where=root.absolute().parent,
             fix="Free some space, or choose an --out on another disk.",
         )
@@ -134,7 +134,7 @@ def _licenses(step: Card, context: StepContext, release: Release, out: Path, pla
         return
     facts = release.facts
     if not facts.license.id:
-        yield _missing("L2", "facts.license.id", "nobody has said under which license the head stands")
+        yield _missing("L2", "facts.license.id", "nobody has stated the head's license")
     if not facts.base_model:
         yield _missing("L8", "facts.base_model", "nobody has said what the head's target is")
     if planned.runs is None:

@@ -71,16 +71,17 @@ def read_step(values: Any) -> Step:
     if isinstance(values, Step):
         return values
     if not isinstance(values, Mapping):
-        raise ValueError(f"it has to be a mapping that says with `do` what the step is: {', '.join(kinds())}")
+        raise ValueError(f"the key `do` is missing; use one of {', '.join(kinds())}")
     if (do := values.get("do")) not in kinds():
         near = get_close_matches(str(do), kinds(), n=1)
-        said = f"`do` is {do!r}, and {near[0]} is the nearest" if near else "a step says with `do` what it is"
-        raise WrongValue(f"{said}; there are {', '.join(kinds())}", ("do",) if "do" in values else ())
+        said = f"do is {do!r}, which is no operation" if "do" in values else "the key `do` is missing"
+        said += f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(kinds())}"
+        raise WrongValue(said, ("do",) if "do" in values else ())
     rest = {str(key): value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
     output = cls.output()
     if output in rest:
-        raise WrongValue("it is the step's own folder; leave it out", (output,))
+        raise WrongValue("it is set by the run; leave it out", (output,))
     try:
         return Step(do, cls.model_validate(rest | ({output: UNNAMED} if output else {})))
     except ValidationError as fault:
@@ -116,17 +117,17 @@ class Release(BaseModel):
         seen: set[str] = set()
         for name, step in self.steps.items():
             if not NAME.fullmatch(name) or name in TAKEN:
-                raise WrongValue(f"{name!r} cannot be a step's name", ("steps", name))
+                raise WrongValue(f"{name!r} is not a valid step name", ("steps", name))
             for field, value in step.inputs():
                 found = reference(value)
                 if found and found[0] not in seen:
                     known = ", ".join(f"${s}" for s in seen) or "none"
                     near = get_close_matches(found[0], seen, n=1)
-                    nearest = f"${near[0]} is the nearest" if near else f"there are {known}"
-                    said = f"{name}.{field} is {value}, and no earlier step is called so; {nearest}"
+                    nearest = f"did you mean ${near[0]}?" if near else f"there are {known}"
+                    said = f"{name}.{field} is {value}, but no earlier step has that name ({nearest})"
                     raise WrongValue(said, ("steps", name, field))
                 if found and any(part in ("", ".", "..") for part in found[1].split("/")[1:]):
-                    said = f"{name}.{field} is {value}, which is no part of an output"
+                    said = f"{name}.{field} is {value}, which is not part of an output"
                     raise WrongValue(said, ("steps", name, field))
                 made = type(self.steps[found[0]].request).OUTPUT if found else ""
                 if found and made and found[1] != f"/{made}":
@@ -159,6 +160,8 @@ def read_release(file: Path) -> tuple[Release, str]:
 
 def parse_release(text: str, *, where: object = "") -> Release:
     """Read a recipe's text; see `read_release`."""
-    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix="Correct it there.")
-    fix = "docs/release.md lists each step's keys."
+    values = parse_yaml(
+        text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
+    )
+    fix = "Correct it there. A step's keys are the options of its command (kconv COMMAND --help)."
     return check_values(Release, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)

@@ -134,7 +134,7 @@ def locked(root: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as fault:
             raise ReleaseBusy(
-                f"another kconv run is at work in {root}", fix="Wait until it ends, or choose another --out."
+                f"another kconv run is working in {root}", fix="Wait until it ends, or choose another --out."
             ) from fault
         yield
     finally:

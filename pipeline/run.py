@@ -181,7 +181,7 @@ def _carry_out(step: Step, out: Path, context: StepContext) -> None:
 def _refuse_foreign(root: Path) -> None:
     if root.exists() and (not root.is_dir() or (any(root.iterdir()) and not (root / RECIPE).exists())):
         raise OutputExists(
-            f"{root} is there, and no kconv run made it", fix="Choose another --out, or delete it if it is not needed."
+            f"{root} exists, but no kconv run created it", fix="Choose another --out, or delete it if it is not needed."
         )
 
 
@@ -195,9 +195,9 @@ def _clear(name: str, step: Step, root: Path, state: State) -> None:
                 foreign = sorted(mark_folder(out, record.files).keys() - record.files.keys())
             if foreign:
                 raise OutputExists(
-                    f"{name} has to be made again, and {', '.join(foreign)} in its place is not a run's own",
+                    f"{name} must run again, but no run created {', '.join(foreign)} in its folder",
                     where=out,
-                    fix="Put it elsewhere, then run the recipe again.",
+                    fix="Move it, then run the recipe again.",
                 )
             shutil.rmtree(out)
         if not step.request.RESUMES:

@@ -97,9 +97,7 @@ def calibrate_target(
             advance=progress,
             say=log,
         )
-        temporary = out.with_name(f".{out.name}.partial")
-        write_calibration(temporary, found)
-        temporary.replace(out)
+        write_calibration(out, found)
         place.unlink()
     return found
 
@@ -122,9 +120,10 @@ def read_sequences(
     given = read_prompts(prompts)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
     encoded = [
-        tokenizer.encode_chat(one.turns[:1]) if chat else tokenizer.encode("\n\n".join(one.turns)) for one in given
+        tokenizer.encode_chat(one.turns[:1], tokens) if chat else tokenizer.encode("\n\n".join(one.turns), tokens)
+        for one in given
     ]
-    sequences = [torch.tensor(ids[:tokens]) for ids in encoded]
+    sequences = [torch.tensor(ids) for ids in encoded]
     return sequences, CalibrationPrompts(sha256=file_digest(prompts), count=len(given), tokens=sum(map(len, sequences)))
 
 
@@ -160,7 +159,7 @@ def calibrate(
         InputScalesInvalid: there is no token, or a module was never run.
     """
     if not sum(map(len, sequences)):
-        raise InputScalesInvalid("there is no token to calibrate on", fix="Give prompts that are not empty.")
+        raise InputScalesInvalid("there are no tokens for calibration", fix="Give prompts that are not empty.")
     layers = Layers(target, config, dtype)
     say(layers.memory)
     if resume is None:
@@ -334,8 +333,8 @@ class _Watch(LayerLinears):
         unseen = sorted(self.groups.keys() - self._seen.keys())
         if unseen:
             raise InputScalesInvalid(
-                f"nothing was seen of {len(unseen)} modules of {self.layer}, among them {unseen[0]}",
-                fix="Give more prompts; if it stays, this transformers runs the layer in a way that is not known here.",
+                f"{len(unseen)} modules of {self.layer} received no input, among them {unseen[0]}",
+                fix="Give more prompts. If that fails, this transformers version runs the layer differently.",
             )
         return {module: self._seen[group] for group, modules in self.groups.items() for module in modules}
 
@@ -385,7 +384,7 @@ def keep(file: Path, between: CalibrationState) -> None:
         raise OutputFailed(
             f"{file.name} could not be written: {fault}",
             where=file.parent,
-            fix="Free some space, or choose an output on another disk; then it goes on behind the last layer.",
+            fix="Free some space, or choose an output on another disk; then run the command again to resume.",
         ) from fault
 
 
@@ -407,11 +406,11 @@ def find(file: Path, layers: int) -> CalibrationState | None:
             hidden = [held.get_tensor(str(i)) for i in range(count)]
         done = int(said["layers"])
         if not 0 <= done <= layers:
-            raise ValueError(f"it stands behind layer {done} of {layers}")
+            raise ValueError(f"it is at layer {done} of {layers}")
         return CalibrationState(done, hidden, parse_json(said["amaxes"]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         raise InputScalesInvalid(
-            f"what an interrupted run left in {file.name} cannot be read: {fault}",
+            f"{file.name}, from an interrupted run, cannot be read: {fault}",
             where=file,
-            fix="Delete it, and calibrate from the first layer on.",
+            fix="Delete it, and run the command again.",
         ) from fault

@@ -17,6 +17,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Record
 from ..checkpoint.schema import load_json
+from ..checkpoint.staging import write_new
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
 from ..targets.config import TargetConfig
@@ -71,9 +72,9 @@ def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
     norm = target.tensors.get(f"{config.prefix}model.norm.weight")
     if norm is None:
         raise InputScalesInvalid(
-            f"{target.folder.name} has no {config.prefix}model.norm.weight to know it by",
+            f"{target.folder.name} has no {config.prefix}model.norm.weight to identify it by",
             where=target.folder,
-            fix="Give the whole target.",
+            fix="Give the complete target.",
         )
     values = read_tensor(norm).bfloat16().contiguous()
     digest = blake3(values.view(torch.uint8).numpy().data).hexdigest()
@@ -96,8 +97,8 @@ def read_calibration(file: Path) -> TargetCalibration:
 
 
 def write_calibration(file: Path, calibration: TargetCalibration) -> None:
-    """Write a calibration file."""
-    file.write_text(calibration.model_dump_json(indent=1, by_alias=True) + "\n")
+    """Write a new calibration file; see `checkpoint.staging.write_new` for what it raises."""
+    write_new(file, calibration.model_dump_json(indent=1, by_alias=True) + "\n")
 
 
 EXPERT = re.compile(r"(?P<layer>.*\.mlp\.experts)\.\d+\.(?P<part>\w+)")
@@ -175,7 +176,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
     differing = [name for name, value in own if getattr(calibration.target, name) != value]
     if differing:
         raise InputScalesInvalid(
-            f"{file.name} is a calibration of another target: its {', '.join(differing)} differ",
+            f"{file.name} belongs to another target: its {', '.join(differing)} differ",
             where=file,
             fix="Calibrate this target, or give --input-scale data-free.",
         )
@@ -198,7 +199,7 @@ def check_amax(name: str, amax: float) -> None:
     """
     if not is_scale(float(scale_2(amax))):
         raise InputScalesInvalid(
-            f"the amax of {name} is {amax:g}, and its input_scale nothing that float32 can calculate with",
+            f"the amax of {name} is {amax:g}, which gives an input_scale outside float32's range",
             where=name,
             fix="Calibrate again, with other prompts.",
         )
@@ -217,9 +218,9 @@ def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetC
         name = beyond.module.removeprefix(config.prefix)
         norm = beyond.norm.removeprefix(config.prefix)
         raise InputScalesInvalid(
-            f"the amax of {name} is {beyond.amax:g}, and {norm}, which it reads, reaches {beyond.bound:g} at most",
+            f"the amax of {name} is {beyond.amax:g}, but its input, {norm}, reaches at most {beyond.bound:g}",
             where=name,
-            fix="The file was changed, or is of another target: calibrate this one again.",
+            fix="Calibrate this target again. The file was changed or belongs to another target.",
         )
 
 

@@ -59,9 +59,9 @@ def plan_in_memory(
     """
     if config.prefix:
         raise RecipeInvalid(
-            "ModelOpt loads the text model alone, and this target is wrapped in another",
+            "ModelOpt loads only a bare text model, but this target wraps it",
             where=source.folder,
-            fix="Use kconv calibrate, and kconv quantize with its file.",
+            fix="Use kconv calibrate, and then kconv quantize with its file.",
         )
     said = "none"
     if prompts:
@@ -113,8 +113,8 @@ def quantize_in_memory(
             if NOTHING not in str(fault):
                 raise
             raise RecipeInvalid(
-                f"ModelOpt finds no module for the recipe {recipe.name}: it takes the experts of a layer as one",
-                fix="Use kconv quantize, which takes each module by itself.",
+                f"ModelOpt finds no module for the recipe {recipe.name}: it treats the experts of a layer as one",
+                fix="Use kconv quantize with --backend stream.",
             ) from fault
         say("exporting")
         export_hf_checkpoint(model, export_dir=folder)
@@ -210,7 +210,7 @@ def _check_scales(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
         found = float(read_tensor(made[name]))
         if not is_scale(found):
             raise TensorValue(
-                f"ModelOpt made {name} {found}, and a scale is a normal number that float32 can calculate with",
+                f"ModelOpt made {name} {found}, but a scale must be a normal float32 number",
                 where=name,
                 fix="Give more prompts, keep this module out of the recipe (keep: ...), or use the streaming backend.",
             )
@@ -223,7 +223,7 @@ def _check_kept(plan: QuantizePlan, digests: dict[str, str], taken: dict[str, st
         for name, wanted in kept.items():
             if digests[name] != wanted:
                 raise TensorValue(
-                    f"ModelOpt changed {name}, which the recipe leaves as it is", where=name, fix=ANOTHER_BACKEND
+                    f"ModelOpt changed {name}, which the recipe does not quantize", where=name, fix=ANOTHER_BACKEND
                 )
 
 

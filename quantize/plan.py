@@ -100,7 +100,7 @@ def plan_quantize(
     form, _ = read_form(source, config)
     if form == "nvfp4":
         raise RecipeInvalid(
-            f"{source.folder.name} is NVFP4 already", where=source.folder, fix="Give the target it was made from."
+            f"{source.folder.name} is already NVFP4", where=source.folder, fix="Give the target that it was made from."
         )
     stored = stored_weights(source, config)
     linear = {n.removesuffix(".weight"): w for n, w in stored.items() if _is_linear(n, w)}
@@ -137,7 +137,7 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
 def _check_dims(weight: StoredWeight) -> None:
     if weight.shape[1] % GROUP_SIZE or not prod(weight.shape):
         raise TensorShape(
-            f"{weight.name} is {list(weight.shape)}, and {weight.shape[1]} columns make no groups of {GROUP_SIZE}",
+            f"{weight.name} is {list(weight.shape)}, and {weight.shape[1]} columns do not form groups of {GROUP_SIZE}",
             where=weight.infos[0].file,
             fix="Keep this module out of the recipe (keep: ...).",
         )

@@ -74,9 +74,7 @@ def _read_recipe(name: str) -> Recipe:
     if name in known:
         return parse_recipe(known[name], where=name)
     known_or_file = f"Give a YAML file, or one of {', '.join(known)}."
-    missing = RecipeInvalid(
-        f"there is no recipe {name!r}, and no file of that name that can be read", fix=known_or_file
-    )
+    missing = RecipeInvalid(f"there is no recipe and no readable file named {name!r}", fix=known_or_file)
     text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=known_or_file, missing=missing)
     return parse_recipe(text, where=name)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,16 +172,16 @@ def _wait_for_others(
             time.sleep(WAIT)
     for unit in plan.units:
         if place.read(unit.file) is None:
-            raise WorkerFailed(f"{unit.file} is not whole", fix="Run the same command again to make it.")
+            raise WorkerFailed(f"{unit.file} is incomplete", fix="Run the same command again.")
 
 
 def _hear(place: Workplace, world: World) -> None:
-    again = "Run the same command again on all ranks; it goes on where it stopped."
+    again = "Run the same command again on all ranks; it resumes."
     for rank in range(world.size):
         if place.failure(rank).exists():
             raise WorkerFailed(
                 f"rank {rank} failed: {read_text(place.failure(rank), WorkerFailed, fix=again)}",
-                fix="Put that right, and run the same command again on all ranks; it goes on where it stopped.",
+                fix="Fix that, and run the same command again on all ranks to resume.",
             )
 
 
@@ -227,17 +228,33 @@ def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: in
         with ProcessPoolExecutor(
             min(jobs, len(units)), mp_context=context, initializer=_start, initargs=(done, os.getpid())
         ) as pool:
-            futures = [pool.submit(_make, unit, place, inputs) for unit in units]
             try:
+                with _without_interrupts():
+                    futures = [pool.submit(_make, unit, place, inputs) for unit in units]
                 _follow(futures, done, advance)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                for worker in active_children():
+                    worker.terminate()
                 raise
     except BrokenProcessPool as fault:
         raise WorkerFailed(
             "a process that packed one of the files was killed",
-            fix="It may have been out of memory: give fewer --jobs. Run the same command again to go on.",
+            fix="It may have run out of memory: use fewer --jobs. The same command resumes.",
         ) from fault
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach, as each would print a traceback: this one hears it, and ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _follow(futures: list[Future[None]], done: Any, advance: Advance) -> None:

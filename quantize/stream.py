@@ -161,7 +161,7 @@ def largest(weight: StoredWeight) -> float:
                 break
     if not 0 < found < math.inf:
         raise TensorValue(
-            f"{weight.name} is zero throughout" if found == 0 else f"{weight.name} holds NaN or Inf",
+            f"{weight.name} is all zeros" if found == 0 else f"{weight.name} holds NaN or Inf",
             where=weight.infos[0].file,
             fix="Fetch the shard again, or keep this module out of the recipe (keep: ...).",
         )
@@ -291,7 +291,7 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
             reason = {"weight": f"NVFP4 of {module.weight.form}", "input_scale": inputs}.get(suffix, "with its weight")
             found[name] = ("added" if suffix == "input_scale" else "quantized", sources, reason)
     for weight in unit.dequantized:
-        found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot stand beside NVFP4")
+        found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot be combined with NVFP4")
     for info in unit.carried:
         found[info.name] = ("copied", (info,), "")
     return found

@@ -139,7 +139,7 @@ def _refuse_head(raw: dict[str, Any], where: object) -> None:
     # A head's config has every dimension of a target's, and its layers would be counted as the target's.
     if "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw:
         raise TargetInvalid(
-            f"this is a draft head ({raw.get('architectures')}), and no target",
+            f"this is a draft head ({raw.get('architectures')}), not a target",
             where=where,
             fix="Give the model that the head drafts for.",
         )
@@ -151,7 +151,7 @@ def _count(config: dict[str, Any], key: str, where: object) -> int:
         raise TargetInvalid(
             f"the target's {key} is {value!r}, not a positive number",
             where=where,
-            fix="Give the folder of a causal language model, with its whole config.json.",
+            fix="Give the folder of a causal language model with its complete config.json.",
         )
     return value
 
@@ -184,5 +184,7 @@ def _tokens(config: dict[str, Any], key: str, where: object) -> tuple[int, ...]:
 
 def _check_id(value: object, key: str, where: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TargetInvalid(f"the target's {key} holds {value!r}, which is no token id", where=where, fix=FETCH_AGAIN)
+        raise TargetInvalid(
+            f"the target's {key} holds {value!r}, which is not a token id", where=where, fix=FETCH_AGAIN
+        )
     return value

@@ -77,9 +77,9 @@ def read_rows(name: str, split: str = "train", revision: str | None = None) -> I
             yield f"{name}:{split}[{number}]", row
     except (OSError, ValueError) as fault:
         raise TrainingDataInvalid(
-            f"{name} is no file, and no dataset that can be read: {str(fault).splitlines()[0]}",
+            f"{name} is neither a file nor a readable data set: {str(fault).splitlines()[0]}",
             where=name,
-            fix="Give a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
+            fix="Give a JSONL file, or the id of a data set on the Hub (with --split and --revision).",
         ) from fault
 
 
@@ -126,10 +126,10 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
         if not any(m["role"] == "assistant" for m in messages):
             raise ValueError("it holds no answer")
         if not all(said and isinstance(said, str) for m in messages for said in m.values()):
-            raise ValueError("a turn is empty, or no text")
+            raise ValueError("a turn is empty, or is not text")
     except (AttributeError, KeyError, TypeError, ValueError) as fault:
         raise TrainingDataInvalid(
-            f"this row is no dialogue: {fault}",
+            f"this row is not a dialogue: {fault}",
             where=where,
             fix='Write {"messages": [...]}, {"conversations": [...]}, {"prompt": "", "response": ""} or {"text": ""}.',
         ) from fault
@@ -193,9 +193,9 @@ def add_reasoning(before: str, after: str, reasoning: str, where: str) -> str:
     # Behind other text the tags are the answer's own.
     if not empty or gap.strip():
         raise TrainingDataInvalid(
-            f"this row has {REASONING}, and the target's chat template no place for it ({OPEN}{CLOSE})",
+            f"this row has {REASONING}, but the target's chat template has no place for it ({OPEN}{CLOSE})",
             where=where,
-            fix="Give answers of this very target, or the chat template that it is served with.",
+            fix="Use answers of this target, or the chat template that it is served with.",
         )
     return f"{after[:start]}{gap}{OPEN}{reasoning}{CLOSE}{answer}"
 

@@ -139,7 +139,7 @@ def generate_sampled(
         RecipeInvalid: the temperature is not above 0.
     """
     if temperature <= 0:
-        raise RecipeInvalid(f"a temperature of {temperature} cannot be sampled at", fix="Decode greedily for 0.")
+        raise RecipeInvalid(f"sampling at temperature {temperature} is impossible", fix="For 0, decode greedily.")
     generator = torch.Generator(model.device).manual_seed(seed)
 
     def choose(logits: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
         raise TargetInvalid(
             f"transformers has no causal language model for the target's text model {config.model_type!r}",
             where="config.json: model_type",
-            fix="Update transformers, or use states that a running vLLM gives (kconv states --url).",
+            fix="Update transformers, or use states from a running vLLM (kconv states --url).",
         )
     text_class = CONFIG_MAPPING[known]
     try:
@@ -138,9 +138,9 @@ def _refuse_shape(model: CausalLM, config: TargetConfig) -> None:
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not hasattr(model, "lm_head"):
         raise TargetInvalid(
-            f"{type(model).__name__} keeps its decoder elsewhere than in model.layers, or has no lm_head",
+            f"{type(model).__name__} does not keep its decoder in model.layers, or has no lm_head",
             where=f"config.json: model_type {config.model_type!r}",
-            fix="Use states that a running vLLM gives (kconv states --url).",
+            fix="Use states from a running vLLM (kconv states --url).",
         )
 
 
@@ -218,9 +218,9 @@ def _refuse_account(folder: Path, config: TargetConfig, account: dict[str, Any])
     if any(found.values()) or account.get("error_msgs"):
         counts = [f"{len(names)} {kind} (first: {names[0]})" for kind, names in found.items() if names]
         raise TargetInvalid(
-            f"the target's tensors are not the ones its config asks for: {'; '.join(counts or account['error_msgs'])}",
+            f"the target's tensors do not match its config: {'; '.join(counts or account['error_msgs'])}",
             where=folder,
-            fix="Check that config.json and the weights are of the same model, and that the download is whole.",
+            fix="Check that config.json and the weights belong to the same model, and that the download is complete.",
         )
 
 
@@ -233,9 +233,9 @@ def _refuse_other_logits(model: CausalLM, config: TargetConfig) -> None:
     ours, theirs = model.lm_head(hidden).float(), model(input_ids=tokens, use_cache=False).logits.float()
     if not (ours - theirs).abs().max() <= NEAR * theirs.abs().max():
         raise TargetInvalid(
-            f"the logits of {type(model).__name__} are not lm_head of its last state: it scales or caps them",
+            f"the logits of {type(model).__name__} are not lm_head times its last state: it scales or caps them",
             where=f"config.json: model_type {config.model_type!r}",
-            fix="Use states that a running vLLM gives (kconv states --url).",
+            fix="Use states from a running vLLM (kconv states --url).",
         )
 
 
@@ -252,7 +252,7 @@ def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dt
     if needed > left:
         raise TargetTooLarge(
             f"the target takes {needed / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}, "
-            f"and {left / 1e9:,.1f} GB are left",
+            f"but {left / 1e9:,.1f} GB are free",
             where=folder,
             fix=instead,
         )
@@ -332,9 +332,9 @@ def _account(
             if names
         ]
         raise TargetInvalid(
-            f"the target's tensors are not the ones its config asks for: {'; '.join(counts)}",
+            f"the target's tensors do not match its config: {'; '.join(counts)}",
             where=checkpoint.folder,
-            fix="Check that config.json and the weights are of the same model, and that the download is whole.",
+            fix="Check that config.json and the weights belong to the same model, and that the download is complete.",
         )
     for name, shape in wanted.items():
         weight = present[name]
@@ -342,7 +342,7 @@ def _account(
             raise TargetInvalid(
                 f"{name} is {weight.dtype} {list(weight.shape)}, not {'/'.join(SOURCE_DTYPES)} {list(shape)}",
                 where=weight.infos[0].file,
-                fix="Check that config.json and the weights are of the same model, and not quantized.",
+                fix="Check that config.json and the weights belong to the same model, and not quantized.",
             )
 
 
@@ -408,7 +408,7 @@ def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
             raise TargetInvalid(
                 f"the target's {stored} should be {'/'.join(SOURCE_DTYPES)} {list(own.shape)}, and {found}",
                 where=ends.name,
-                fix="Check that config.json and the weights are of the same model.",
+                fix="Check that config.json and the weights belong to the same model.",
             )
         own.copy_(read_tensor(info))
     model.config.num_hidden_layers = config.layers

@@ -76,9 +76,9 @@ def open_modelopt_states(
         raise StatesInvalid(f"{folder} holds no {MODELOPT} files", fix="Give the folder of ModelOpt's dump.")
     if not allow_pickle:
         raise StatesInvalid(
-            f"{files[0].name} is a pickle, and kconv reads none unasked",
+            f"{files[0].name} is a pickle, which kconv reads only with --allow-pickle",
             where=folder,
-            fix="Add --allow-pickle if you trust who made it; tensors and plain values alone are read then.",
+            fix="Add --allow-pickle if you trust its source. kconv then reads only tensors and plain values.",
         )
     sequences = tuple(
         SequenceRecord(
@@ -123,5 +123,5 @@ def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
 
 def _invalid(file: Path, what: str) -> StatesInvalid:
     return StatesInvalid(
-        f"{file.name} {what}", where=file, fix="Dump the states again, of this target and these layers."
+        f"{file.name} {what}", where=file, fix="Dump the states again for this target and these layers."
     )

@@ -54,7 +54,7 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
             raise _invalid(f"repeats the id {prompt.id!r}", number, file)
         prompts[prompt.id] = prompt
     if not prompts:
-        raise PromptsInvalid(f"{file.name} holds no prompts", where=file, fix="Give one JSON object a line.")
+        raise PromptsInvalid(f"{file.name} holds no prompts", where=file, fix="Write one JSON object per line.")
     return tuple(prompts.values())
 
 
@@ -69,11 +69,11 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
         raise _invalid('needs either "prompt" or "turns"', number, file)
     turns = value["turns"] if "turns" in value else [value["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise _invalid("has a turn that is no text, or none at all", number, file)
+        raise _invalid("has a turn that is not text, or no turns", number, file)
     name = value.get("question_id", value.get("id", number))
     category = value.get("category", "")
     if not isinstance(name, str | int) or not isinstance(category, str):
-        raise _invalid("has an id or a category that is no text", number, file)
+        raise _invalid("has an id or a category that is not text", number, file)
     return Prompt(str(name), category, tuple(turns))
 
 

@@ -167,7 +167,7 @@ def read_record(folder: Path) -> StatesRecord:
     Raises:
         StatesInvalid: it is missing or not of the schema.
     """
-    missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Make it with kconv states.")
+    missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
     return load_json(
         StatesRecord,
         folder / RECORD,
@@ -334,7 +334,7 @@ class StoredStates:
             raise StatesInvalid(
                 f"{index.file} does not hold {rows:,} tokens, as {RECORD} says",
                 where=self.folder,
-                fix="Fetch it again, or make the states again.",
+                fix="Fetch it again, or create the states again.",
             )
         self._starts.extend(accumulate((s.length for s in self.record.sequences), initial=0))
         self._index.update({name: read_tensor(header[name]) for name in ("input_ids", "loss_mask")})
@@ -348,7 +348,7 @@ class StoredStates:
             raise StatesInvalid(
                 f"{shard.file} does not hold sequence {index} as {RECORD} describes it",
                 where=self.folder,
-                fix="Make the states again.",
+                fix="Create the states again.",
             )
         return info
 
@@ -365,9 +365,9 @@ class StoredStates:
                 raise _missing(self.folder, shard, fault) from fault
             if not whole:
                 raise StatesInvalid(
-                    f"{shard.file} is not what kconv states wrote",
+                    f"{shard.file} differs from what kconv states wrote",
                     where=self.folder,
-                    fix="Fetch it again, or make the states again.",
+                    fix="Fetch it again, or create the states again.",
                 )
 
     def _header(self, shard: ShardRecord) -> dict[str, TensorInfo]:
@@ -397,7 +397,7 @@ def open_states(
     absent = sorted(set(wanted) - set(record.captured))
     if absent:
         raise StatesInvalid(
-            f"the states are of layers {list(record.captured)}, and layers {absent} are wanted (as outputs)",
+            f"the states hold layers {list(record.captured)}, but layers {absent} are needed (as outputs)",
             where=folder,
             fix=f"Run kconv states with --captured {','.join(map(str, wanted))}.",
         )
@@ -411,9 +411,9 @@ def _check_shards(folder: Path, record: StatesRecord) -> None:
     named = [shard.file for shard in record.shards] + ([record.index.file] if record.index else [])
     if not follows or any(Path(file).name != file for file in named):
         raise StatesInvalid(
-            f"{RECORD} lists shards that do not make up its {len(record.sequences)} sequences",
+            f"{RECORD} lists shards that do not match its {len(record.sequences)} sequences",
             where=folder,
-            fix="Make the states again.",
+            fix="Create the states again.",
         )
 
 
@@ -427,9 +427,9 @@ def _check_target(folder: Path, record: StatesRecord, config: TargetConfig) -> N
     for what, (theirs, own) in ours.items():
         if theirs != own:
             raise StatesInvalid(
-                f"the states are of {record.target.source}, another target: {what} is {theirs} there and {own} here",
+                f"the states come from another target, {record.target.source}: {what} is {theirs} there and {own} here",
                 where=folder,
-                fix="Give the target that the states were made with, or make states of this one.",
+                fix="Give the target that the states come from, or create states of this one.",
             )
 
 
@@ -442,9 +442,9 @@ def _sized(folder: Path, shard: ShardRecord | IndexRecord) -> Path:
         raise _missing(folder, shard, fault) from fault
     if size != shard.size:
         raise StatesInvalid(
-            f"{shard.file} is {size:,} bytes, and {shard.size:,} were written",
+            f"{shard.file} has {size:,} bytes, but {shard.size:,} were written",
             where=folder,
-            fix="Fetch it again, or make the states again.",
+            fix="Fetch it again, or create the states again.",
         )
     return file
 
@@ -457,5 +457,7 @@ def _rows_of(info: TensorInfo, begin: int, end: int) -> TensorInfo:
 
 def _missing(folder: Path, shard: ShardRecord | IndexRecord, fault: OSError) -> StatesInvalid:
     return StatesInvalid(
-        f"{shard.file} cannot be read: {fault.strerror}", where=folder, fix="Fetch it again, or make the states again."
+        f"{shard.file} cannot be read: {fault.strerror}",
+        where=folder,
+        fix="Fetch it again, or create the states again.",
     )

@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..checkpoint.bytes import file_digest
@@ -120,6 +121,10 @@ def load_suite(
     else:
         if revision:
             raise SuiteInvalid("a file has no revision", where=name, fix="Leave --revision out.")
+        if not Path(name).exists() and (close := get_close_matches(name.lower(), SUITES, n=1)):
+            raise SuiteInvalid(
+                f"there is no suite and no file {name}", where="--suite", fix=f"Did you mean {close[0]}?"
+            )
         prompts = read_prompts(Path(name))
         pinned = f"sha256:{file_digest(Path(name))}"
         known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)
@@ -142,7 +147,7 @@ def _suite(
         raise SuiteInvalid(
             f"{dataset} has no prompt of the category {', '.join(missing)}; it has {', '.join(order) or 'none'}",
             where=revision,
-            fix="Give the whole suite, or --categories that it has.",
+            fix="Use the whole suite, or --categories that it has.",
         )
     suite = Suite(dataset, revision, tuple(by_category.items()), whole=set(wanted) == set(order) and limit is None)
     empty = [p.id for p in suite.prompts if any(PLACEHOLDER in turn for turn in p.turns)]
@@ -151,7 +156,7 @@ def _suite(
             f"{len(empty)} of {len(suite.prompts)} prompts are placeholders, {', '.join(empty[:SHOWN])} among them",
             where=f"{dataset} {revision}",
             fix="Run prepare_data.py of NVIDIA Model-Optimizer's examples/specdec_bench, and give the file that it "
-            "writes, or --categories that are whole.",
+            "writes, or choose complete --categories.",
         )
     return suite
 
@@ -169,7 +174,8 @@ def _read_parquet(file: Path) -> tuple[Prompt, ...]:
         from pyarrow import parquet
     except ImportError as fault:
         raise MissingExtra(
-            "reading SPEED-Bench from the Hub takes pyarrow", fix="pip install 'kconv[optimize]', or give a JSONL file."
+            "reading SPEED-Bench from the Hub needs pyarrow",
+            fix="Run pip install '.[optimize]' in a clone of kconv, or give a JSONL file.",
         ) from fault
     columns = ["question_id", "category", "turns"]
     rows = parquet.read_table(file, columns=columns).to_pylist()

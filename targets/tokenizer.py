@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,6 +23,10 @@ from .prompts import read_prompts
 
 # Bytes of a text whose tokens are counted; the counts settle long before.
 MAX_COUNTED = 1 << 30
+# What rendering one dialogue may take: a template can ask for any length of text in a line.
+MAX_RENDERED = 1 << 30
+# Tokens past a limit that are still read, as where a text is cut its last ones are others.
+SLACK = 16
 # Kimi-K2's is a tiktoken.model with Python beside it.
 FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
 
@@ -48,27 +55,38 @@ class Tokenizer:
         added = {i: token.content for i, token in self.inner.added_tokens_decoder.items() if token.special}
         return dict(sorted((added | named).items()))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens around it."""
-        return self.inner.encode(text, add_special_tokens=False)
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Return the ids of a text, without special tokens around it; of a long one the first `limit` alone.
+
+        Of a text of 100 MB all ids take gigabytes, so no more of it is read than `limit` tokens can be long.
+        """
+        if limit is not None:
+            text = text[: (limit + SLACK) * self._longest]
+        return self.inner.encode(text, add_special_tokens=False)[:limit]
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token: no fewer than it stands for, as tokens are written by their bytes."""
+        return max(map(len, self.inner.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         text = self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def encode_chat(self, turns: Sequence[str]) -> list[int]:
+    def encode_chat(self, turns: Sequence[str], limit: int | None = None) -> list[int]:
         """Return the ids of a dialogue up to where the target answers.
 
         Args:
             turns: what was said, in turn by the user and the assistant, beginning and ending with the user.
+            limit: as of `encode`.
 
         Raises:
-            TargetInvalid: the folder has no chat template.
+            TargetInvalid: see `render_chat`.
         """
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        return self.encode(self.render_chat(messages, answer=True))
+        return self.encode(self.render_chat(messages, answer=True), limit)
 
     def render_chat(self, messages: Sequence[dict[str, str]], *, answer: bool) -> str:
         """Return a dialogue as the chat template writes it.
@@ -78,15 +96,40 @@ class Tokenizer:
             answer: go on up to where the assistant's next answer begins.
 
         Raises:
-            TargetInvalid: the folder has no chat template.
+            TargetInvalid: the folder has no chat template, or it fails or grows without bounds.
         """
         if not self.inner.chat_template:
             raise TargetInvalid(
                 "the target's tokenizer has no chat template",
                 fix="Add the publisher's chat_template.jinja to the target's folder.",
             )
-        text = self.inner.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False)
+        try:
+            with _bounded(MAX_RENDERED):
+                text = self.inner.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False)
+        except Exception as fault:  # Jinja's own, or whatever a template of a stranger's makes of its values
+            why = "it takes too much memory" if isinstance(fault, MemoryError) else f"{type(fault).__name__}: {fault}"
+            raise TargetInvalid(
+                f"the target's chat template fails on this dialogue: {why}",
+                where=self.inner.name_or_path,
+                fix="Check the turns' roles and the publisher's chat_template.jinja.",
+            ) from fault
         return str(text)
+
+
+@contextmanager
+def _bounded(room: int) -> Iterator[None]:
+    """Let this process grow by some bytes at the most: past them whatever asks for more gets a MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    most = pages * resource.getpagesize() + room
+    bounded = pages and (before[0] == resource.RLIM_INFINITY or most < before[0])
+    if bounded:
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        if bounded:
+            resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -175,11 +218,13 @@ class Vocabulary:
         texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
         ids = torch.tensor([i for text in texts for i in self.tokenizer.encode(text)], dtype=torch.int64)
         if not len(ids):
-            raise PromptsInvalid(f"{file.name} holds no text", where=file, fix="Give a text like what will be asked.")
+            raise PromptsInvalid(
+                f"{file.name} holds no text", where=file, fix="Give text like the text that you serve."
+            )
         if int(ids.max()) >= self.size:
             raise TargetInvalid(
-                f"the tokenizer gives id {int(ids.max())}, and the target's vocabulary ends at {self.size - 1}",
-                fix="Check that tokenizer and config.json are of the same target.",
+                f"the tokenizer gives id {int(ids.max())}, but the target's vocabulary ends at {self.size - 1}",
+                fix="Check that tokenizer and config.json belong to the same target.",
             )
         return torch.bincount(ids, minlength=self.size)
 

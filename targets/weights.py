@@ -248,7 +248,7 @@ def int4_of(base: str, tensors: dict[str, TensorInfo]) -> Int4:
     """
     found = [tensors.get(f"{base}.{suffix}") for suffix in SUFFIXES]
     if None in found or f"{base}.weight_zero_point" in tensors or f"{base}.weight_g_idx" in tensors:
-        raise _unknown(f"{base} has not the three tensors {', '.join(SUFFIXES)}", base)
+        raise _unknown(f"{base} lacks one of the three tensors {', '.join(SUFFIXES)}", base)
     packed, scale, extent = (info for info in found if info is not None)
     if packed.dtype != "I32" or scale.dtype not in SCALES or extent.dtype not in ("I32", "I64"):
         raise _unknown(f"{base} is {packed.dtype} with scales in {scale.dtype}", packed.file)
@@ -256,7 +256,7 @@ def int4_of(base: str, tensors: dict[str, TensorInfo]) -> Int4:
     sound = len(packed.shape) == len(scale.shape) == 2 and packed.shape[0] == scale.shape[0] and extent.shape == (2,)
     if not sound or not scale.shape[1] or columns % scale.shape[1]:
         raise TensorShape(
-            f"{packed.name} is {list(packed.shape)} and its scales {list(scale.shape)}, which make no whole groups",
+            f"{packed.name} is {list(packed.shape)} and its scales {list(scale.shape)}, which do not form whole groups",
             where=packed.file,
             fix="Fetch the shard again; compare its sha256 with the publisher's.",
         )
@@ -372,7 +372,7 @@ def fp8_of(base: str, tensors: dict[str, TensorInfo], block: tuple[int, int]) ->
             f"{scale.name} is {list(scale.shape)}, and {list(weight.shape)} in blocks of {list(block)} has "
             f"{list(wanted)}",
             where=scale.file,
-            fix="Check that config.json and the weights are of the same model.",
+            fix="Check that config.json and the weights belong to the same model.",
         )
     return Fp8(weight, scale, block)
 
@@ -453,7 +453,7 @@ def nvfp4_of(base: str, tensors: dict[str, TensorInfo]) -> Nvfp4:
     held = {suffix: info.dtype if info else "missing" for suffix, info in parts.items()}
     if held != {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32"}:
         raise SourceFormatUnknown(
-            f"{base} is no NVFP4 weight: " + ", ".join(f"{suffix} is {dtype}" for suffix, dtype in held.items()),
+            f"{base} is not an NVFP4 weight: " + ", ".join(f"{suffix} is {dtype}" for suffix, dtype in held.items()),
             where=base,
             fix="Export or quantize the target again.",
         )
@@ -506,7 +506,7 @@ def read_form(checkpoint: Checkpoint, config: TargetConfig) -> tuple[str, dict]:
         return "nvfp4", block
     named = f"{method!r}" + (f" in {form!r}" if form else "")
     raise SourceFormatUnknown(
-        f"{checkpoint.folder.name} is quantized ({named}), which kconv does not read",
+        f"{checkpoint.folder.name} is quantized ({named}), which kconv cannot read",
         where=where,
         fix=f"Give a target in {'; '.join(KNOWN.values())}.",
     )
@@ -536,9 +536,9 @@ def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, St
         found = []
     if form != "plain" and not found:
         raise SourceFormatUnknown(
-            f"the config says {KNOWN[form]}, and no tensor is stored so",
+            f"the config says {KNOWN[form]}, but no tensor is stored that way",
             where=checkpoint.folder,
-            fix="Check that config.json and the weights are of the same model.",
+            fix="Check that config.json and the weights belong to the same model.",
         )
     part_of = {info.name for weight in found for info in weight.infos}
     for name, info in tensors.items():
@@ -566,7 +566,7 @@ def _refuse_packed(info: TensorInfo, form: str) -> None:
     scale = info.name.endswith((".weight_scale", ".weight_scale_inv", ".weight_shape", ".weight_packed"))
     if scale or (info.name.endswith(".weight") and info.dtype in PACKED):
         raise SourceFormatUnknown(
-            f"{info.name} is {info.dtype}, a part of a quantized weight, and the config says {KNOWN[form]}",
+            f"{info.name} is {info.dtype}, a part of a quantized weight, but the config says {KNOWN[form]}",
             where=info.file,
-            fix="Check that config.json and the weights are of the same model, and that the download is whole.",
+            fix="Check that config.json and the weights belong to the same model, and that the download is complete.",
         )

@@ -193,7 +193,7 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
                 continue
             if len(ids) > longest:
                 raise TrainingDataInvalid(
-                    f"this dialogue has {len(ids)} tokens, and the target takes {longest}",
+                    f"this dialogue has {len(ids)} tokens, but the target takes {longest}",
                     where=where,
                     fix="Cut dialogues with --text-tokens, or take this one out.",
                 )
@@ -247,7 +247,7 @@ def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[P
 def _check_length(prompt: Prompt, length: int, longest: int) -> None:
     if length > longest:
         raise PromptsInvalid(
-            f"prompt {prompt.id} makes {length} tokens, and the target takes {longest}",
+            f"prompt {prompt.id} makes {length} tokens, but the target takes {longest}",
             fix="Shorten it with --prompt-tokens and --text-tokens.",
         )
 
@@ -595,7 +595,7 @@ def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
         raise OutputFailed(
             f"{out} could not be written: {fault.strerror or fault}",
             where=fault.filename or folder,
-            fix="Free some space, or check that the folder is writable; then run again, and it goes on.",
+            fix="Free some space, or check that the folder is writable; then run the command again to resume.",
         ) from fault
 
 
@@ -609,9 +609,9 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     other = [key for key in now if before.get(key) != now[key]]
     if other:
         raise StatesInvalid(
-            f"a run of other {', '.join(other)} was interrupted here",
+            f"an interrupted run with other {', '.join(other)} was here",
             where=folder,
-            fix="Run that one again to finish it, choose another name, or delete this folder.",
+            fix="Run that command again to finish it, choose another name, or delete this folder.",
         )
 
 

@@ -61,6 +61,11 @@ def test_each_action_is_pinned_to_a_commit_that_is_named(file):
     assert uses and all(PINNED.match(line) for line in uses), uses
 
 
+def test_what_a_workflow_installs_is_pinned():
+    installs = [line for _, _, text in RUNS for line in text.splitlines() if re.search(r"\bpip install\b", line)]
+    assert installs and all(re.search(r" -c \S*pins\.txt| --require-hashes ", line) for line in installs), installs
+
+
 def test_one_action_has_one_commit():
     pins = {(m[1], m[2]) for file in FILES for m in re.finditer(r"uses: ([\w./-]+)@(\w+)", file.read_text())}
     assert len(pins) == len({action for action, _ in pins}) > 2

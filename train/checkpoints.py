@@ -60,15 +60,15 @@ def claim(work: Path, key: str, world: int) -> None:
     found = read_json(record)
     if found.get("key") != key:
         raise OutputExists(
-            "another run stopped here: its recipe, target, data or libraries were others",
+            "a stopped run with another recipe, target, data or other libraries is here",
             where=work,
-            fix="Repeat that run's command to go on with it, or delete the folder to begin anew.",
+            fix="Repeat that run's command to resume it, or delete the folder to start over.",
         )
     if found.get("processes") != world:
         raise OutputExists(
-            f"the run that stopped here was of another number of processes: {found.get('processes')}, not {world}",
+            f"the stopped run here had {found.get('processes')} processes, not {world}",
             where=work,
-            fix="Start as many again to go on with it, or delete the folder to begin anew.",
+            fix="Start the same number to resume it, or delete the folder to start over.",
         )
 
 
@@ -106,7 +106,7 @@ def load_head(model: nn.Module, folder: Path) -> None:
     lost = [name for name in found.missing_keys if name.startswith(PREFIX)] + found.unexpected_keys
     if lost:
         raise TrainingFailed(
-            f"the checkpoint is of another head: {lost[0]} is missing or unknown",
+            f"the checkpoint belongs to another head: {lost[0]} is missing or unknown",
             where=folder,
             fix="Delete the folder it is in, and train again.",
         )

@@ -79,9 +79,9 @@ def prepare_dialogues(
         both = samples.keys() & others.keys()
         if both:
             raise TrainingDataInvalid(
-                f"{len(both)} of the {len(others)} held-out samples are trained on too",
+                f"{len(both)} of the {len(others)} held-out samples are also training samples",
                 where=held_out,
-                fix="Take them out of one of the two.",
+                fix="Remove them from one of the two.",
             )
     else:
         chosen = _choose(samples)
@@ -121,7 +121,7 @@ def place_sequences(states: StatesFolder, seq: int, *, held_out: bool, pack: boo
     places = [tuple(spans[piece] for piece in row) for row in arranged]
     if len(places) < FEWEST:
         raise TrainingDataInvalid(
-            f"the stored states give {len(places)} rows {'to look at' if held_out else 'to train on'}",
+            f"the stored states give {len(places)} rows {'for evaluation' if held_out else 'for training'}",
             where=states.folder,
             fix="Store the states of more prompts.",
         )
@@ -147,7 +147,7 @@ def _choose(digests: Collection[str]) -> set[str]:
 def _refuse_few(rows: Rows, name: str) -> None:
     if len(rows.ids) < FEWEST:
         raise TrainingDataInvalid(
-            f"only {len(rows.ids)} rows are left to look at; {FEWEST} are the fewest that say anything",
+            f"only {len(rows.ids)} rows are left for evaluation; at least {FEWEST} are needed",
             where=name,
             fix="Give more data, or --held-out FILE.",
         )
@@ -182,7 +182,9 @@ def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> 
         if mask[1:].any()
     ]
     if not pieces:
-        raise TrainingDataInvalid("the data holds nothing to train on", fix="Give dialogues with answers, or texts.")
+        raise TrainingDataInvalid(
+            "the data holds no answers or texts to train on", fix="Give dialogues with answers, or texts."
+        )
     return lay_out(pieces, arrange([len(ids) for ids, _ in pieces], seq, pack=pack), seq, pack=pack)
 
 
@@ -245,7 +247,7 @@ def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
     whole = len(text) // seq
     if whole < count:
         raise RecipeInvalid(
-            f"the recipe asks for {count:,} windows of {seq} tokens, and the text holds {whole:,}",
+            f"the recipe needs {count:,} windows of {seq} tokens, but the text has {whole:,}",
             fix="Lower the recipe's batches, or give more text.",
         )
     chosen = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:count]
@@ -272,7 +274,7 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
     distinct = int((counts > 0).sum())
     if distinct < size:
         raise RecipeInvalid(
-            f"the draft vocabulary has {size} tokens, and the text {distinct} distinct ones",
+            f"the draft vocabulary has {size} tokens, but the text has only {distinct} distinct ones",
             fix="Lower draft_vocab, or give more text.",
         )
     return offsets(keep_most_frequent(counts, size, specials))

@@ -7,6 +7,7 @@ Either gives what ModelOpt's offline forward reads, so training does not know wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,8 @@ Batch = dict[str, Any]
 
 # Bytes of states that are kept for later passes.
 KEEP = 2 << 30
+# Batches of stored states that are read before they are asked for.
+AHEAD = 2
 
 
 class StatesSource(Protocol):
@@ -146,11 +149,29 @@ class Feed(Dataset[Batch]):
     ) -> None:
         self._documents = documents
         self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._order: list[int] = []
+        self._coming: dict[int, Future[Batch]] = {}
 
     def __len__(self) -> int:
         return len(self._ids) // self._batch
 
+    def follow(self, order: Sequence[int]) -> None:
+        """Say in which order batches will be asked for; those of stored states are then read ahead of need."""
+        self._coming.clear()
+        self._order = list(order) if isinstance(self._states, Offline) else []
+
     def __getitem__(self, index: int) -> Batch:
+        # What was not foreseen is read now.
+        coming = self._coming.pop(index, None)
+        if index in self._order:
+            after = self._order.index(index) + 1
+            for place in self._order[after : after + AHEAD]:
+                if place not in self._coming:
+                    self._coming[place] = self._reader.submit(self._read, place)
+        return self._read(index) if coming is None else coming.result()
+
+    def _read(self, index: int) -> Batch:
         rows = torch.arange(index * self._batch, (index + 1) * self._batch)
         ids = self._ids[rows]
         captured, hidden = self._states.read(rows, ids)

@@ -109,7 +109,7 @@ def generate(
         raise EngineFailed(
             f"none of {len(left)} prompts was answered; the last one: {why}",
             where=request.url,
-            fix="Check the address and the model's name; the same command goes on where it stopped.",
+            fix="Check the address and the model's name; the same command resumes.",
         )
     return counts
 
@@ -150,7 +150,7 @@ def _answered(out: Path) -> set[str]:
         asked = [(line["digest"], "messages" in line) for line in lines]
         return {digest for digest, answered in asked if answered}
     except (ValueError, KeyError, TypeError) as fault:
-        raise PromptsInvalid(f"{out.name} holds something else than answers: {fault}", where=out, fix=fix) from fault
+        raise PromptsInvalid(f"{out.name} holds something other than answers: {fault}", where=out, fix=fix) from fault
 
 
 def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:

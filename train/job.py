@@ -64,7 +64,7 @@ def check_processes(batch: int, pace: Pace) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if batch % world:
         raise RecipeInvalid(
-            f"a batch of {batch} rows cannot be shared by {world} processes",
+            f"a batch of {batch} rows cannot be divided by {world} processes",
             fix="Make batch a multiple of the number of processes.",
         )
     if pace.shard and not can_shard():
@@ -82,8 +82,8 @@ def can_shard() -> bool:
 def refuse_sharding() -> NoReturn:
     """Raise what --shard is refused with."""
     raise RecipeInvalid(
-        "a head can only be spread over processes on GPUs, under torchrun",
-        fix="Leave --shard out: the processes then hold copies, and share the batches.",
+        "--shard needs GPUs and torchrun",
+        fix="Leave --shard out. Each process then holds a copy and they share the batches.",
     )
 
 
@@ -132,9 +132,9 @@ def check_target(job: TrainJob) -> None:
     name = job.ends.config.lm_head
     if job.ends.digests.get(name, job.lm_head) != job.lm_head:
         raise StatesInvalid(
-            f"the states are of a target whose lm_head holds other values than {job.ends.name}'s",
+            f"the states come from a target whose lm_head differs from {job.ends.name}'s",
             where=name,
-            fix="Give the target that the states were made with, or make states of this one.",
+            fix="Give the target that the states come from, or create states of this one.",
         )
 
 
@@ -406,4 +406,4 @@ def choose_layout(spec: HeadSpec) -> Layout:
             return layout
         refused.append(found)
     last = refused[-1]
-    raise LayoutCannot(last.what, where=last.source, fix=last.fix)
+    raise LayoutCannot(last.what, where="config.json", fix=last.fix, see=last.source)

@@ -1,21 +1,23 @@
-"""ModelOpt's Eagle3 loss meant for less memory, over rows that may hold several documents.
+"""ModelOpt's Eagle3 loss in memory that grows with the tokens, over rows that may hold several documents.
 
 ModelOpt's forward holds the attention scores of all heads and the logits of all tokens, for each draft step: at
 Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. What is put in its place here computes the same sums:
 
-* attention by torch's scaled_dot_product_attention, which holds no scores;
+* attention over some queries at a time, by torch's scaled_dot_product_attention; a lot of queries is given the keys
+  that its documents and chains have, and no others, and is computed again for the gradient;
+* keys and values of the draft steps side by side, where a cache would join them into a copy for each step;
 * the loss over some tokens at a time, and only over those that count; their logits are computed again for the gradient;
 * the MLP's inner activations are computed again for the gradient;
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the loss of its
   documents by themselves.
 
-What it saves is not shown yet: at 512 tokens and 64 heads its peak was no lower than eager attention's.
-
-The layout of draft steps is ModelOpt's own; see `module` for what stands where.
+What it saves is in docs/benchmarks.md. The layout of draft steps is ModelOpt's own; see `module` for what stands where.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,23 +41,109 @@ KERNELS = [
 LOGIT_BYTES, FEWEST_TOKENS = 256 << 20, 16
 
 
-def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    """Attend as transformers' eager attention does, without its scores; the arguments are its own.
+# Queries that attend at a time: few are given little that they may not see, many are fewer calls.
+QUERIES = 256
 
-    https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/modeling_deepseek_v3.py
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch's rows.
+
+    Attributes:
+        numbers: [B, T], -1 for padding.
+        positions: [B, T], of each token in its document.
+        firsts: of each lot of queries, where the first of its documents begins.
     """
+
+    numbers: Tensor
+    positions: Tensor
+    firsts: tuple[int, ...]
+
+
+def find_documents(numbers: Tensor) -> Documents:
+    """Return where the documents of rows begin; a document's tokens stand side by side."""
+    at = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    first = torch.where(begins, at, torch.zeros_like(at)).cummax(1).values
+    return Documents(numbers, at - first, tuple(first[:, ::QUERIES].amin(0).tolist()))
+
+
+class Steps:
+    """Keys and values of the draft steps so far, each step's by itself; stands for transformers' cache."""
+
+    def __init__(self) -> None:
+        self.keys: tuple[Tensor, ...] = ()
+        self.values: tuple[Tensor, ...] = ()
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Return how many positions are held."""
+        return sum(key.shape[-2] for key in self.keys)
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Add a step's, and return those of all steps."""
+        # MLA's values are a part of what its projection gives, which is not to be kept for them.
+        self.keys, self.values = (*self.keys, key), (*self.values, value.contiguous())
+        return self.keys, self.values
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: tuple[Tensor, ...],
+    value: tuple[Tensor, ...],
+    documents: Documents,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend in a draft step as transformers' eager attention does under ModelOpt's mask, some queries at a time.
+
+    Of the first step's keys a query sees those of its document up to `step` tokens before it; of step i's the one at
+    `step - i` tokens before it: its own chain's.
+    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L556-L567
+
+    Args:
+        module: the attention, which transformers gives.
+        query: [B, heads, T, D].
+        key, value: of each draft step so far, [B, key heads, T, D or the values' width].
+        documents: what stands in the place of a mask.
+        scaling: of the scores.
+    """
+    step, found = len(key) - 1, []
+    for lot, first in enumerate(documents.firsts):
+        begin, end = lot * QUERIES, min((lot + 1) * QUERIES, query.shape[2])
+        # Of each step, counted from 0, the keys that any of these queries sees.
+        spans = [(first, max(first, end - step))]
+        spans += [(max(0, begin - step + i), end - step + i) for i in range(1, step + 1)]
+        parts = [part[:, :, a:b] for steps in (key, value) for part, (a, b) in zip(steps, spans, strict=True)]
+        seen = _seen(documents.numbers, range(begin, end), spans)
+        found.append(_again(partial(_attend_lot, scaling, seen), query[:, :, begin:end], *parts))
+    return torch.cat(found, 1), None
+
+
+def _seen(numbers: Tensor, queries: range, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return which keys of `spans` queries see, [B, 1, queries, keys]; each query sees its own step's key at least."""
+    step, at = len(spans) - 1, torch.arange(numbers.shape[1], device=numbers.device)
+    own = slice(queries.start, queries.stop)
+    behind = [at[own, None] - at[None, begin:end] for begin, end in spans]
+    same = numbers[:, own, None] == numbers[:, None, slice(*spans[0])]
+    blocks = [same & (behind[0] >= step)]
+    blocks += [(behind[i] == step - i).expand(len(numbers), -1, -1) for i in range(1, step + 1)]
+    return torch.cat(blocks, -1).unsqueeze(1)
+
+
+def _attend_lot(scaling: float, seen: Tensor, query: Tensor, *parts: Tensor) -> Tensor:
+    """Return what queries see of keys and values, [B, queries, heads, the values' width]."""
+    key, value = (torch.cat(half, 2) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
     width = value.shape[-1]
     # The kernels that hold no scores take one width alone: MLA's values are narrower than its keys.
     value = F.pad(value, (0, query.shape[-1] - width))
     # Nor do they share keys among heads.
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, 1) if shared > 1 else part for part in (key, value))
-    mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]].to(query.dtype)
     with sdpa_kernel(KERNELS):
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return found[..., :width].transpose(1, 2).contiguous(), None
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    return found[..., :width].transpose(1, 2)
 
 
 ALL_ATTENTION_FUNCTIONS.register(SDPA, attend)
@@ -87,57 +175,23 @@ def run_lean(model: Any, inner: Any, batch: dict[str, Any]) -> Any:
     documents = values.pop("documents", None)
     if documents is None:
         documents = torch.zeros_like(values["input_ids"])
-    inner.kconv_documents = documents
-    positions = local_positions(documents)
+    inner.kconv_documents = find_documents(documents)
     try:
-        return model(**values, position_ids=positions)
+        return model(**values, position_ids=inner.kconv_documents.positions)
     finally:
         inner.kconv_documents = None
 
 
-def local_positions(documents: Tensor) -> Tensor:
-    """Return the place of each token in its document, [B, T]; a document's tokens stand side by side."""
-    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return at - torch.where(begins, at, torch.zeros_like(at)).cummax(1).values
-
-
-def _again(forward: Any, hidden: Tensor) -> Tensor:
+def _again(function: Any, *inputs: Tensor) -> Tensor:
+    """Call a function whose inner values are computed again for the gradient."""
     if not torch.is_grad_enabled():
-        return forward(hidden)
-    return checkpoint(forward, hidden, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
 
-def _first_mask(model: Any, _: Any, __: Any, shape: tuple[int, int], past: int, device: Any, dtype: Any) -> Tensor:
-    """Stand for `_prepare_decoder_attention_mask`: what the first draft step sees."""
-    return _additive(_seen(model.kconv_documents, 0), dtype)
-
-
-def _later_mask(model: Any, _: Any, batch: int, length: int, step: int) -> Tensor:
-    """Stand for `_get_ttt_attention_mask`: what draft step `step`, counted from 0, sees."""
-    dtype = model.eagle_module.layers[0].input_layernorm.weight.dtype
-    return _additive(_seen(model.kconv_documents, step), dtype)
-
-
-def _seen(documents: Tensor, step: int) -> Tensor:
-    """Return which keys a token's query sees, [B, 1, T, T * (1 + step)].
-
-    Of the first step's keys those of its document up to `step` tokens before it; of step i's the one at `step - i`
-    tokens before it: its own chain's.
-    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L556-L567
-    """
-    length = documents.shape[1]
-    at = torch.arange(length, device=documents.device)
-    behind = at[:, None] - at[None, :]
-    blocks = [(documents[:, :, None] == documents[:, None, :]) & (behind >= step)]
-    blocks += [(behind == step - i).expand_as(blocks[0]) for i in range(1, step + 1)]
-    return torch.cat(blocks, dim=-1).unsqueeze(1)
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    # The smallest number rather than -inf, as ModelOpt has it: a query of no chain may see nothing.
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+def _no_mask(model: Any, *_: Any) -> Documents:
+    """Stand for `_prepare_decoder_attention_mask` and `_get_ttt_attention_mask`; `attend` makes its own masks."""
+    return model.kconv_documents
 
 
 def _inputs(
@@ -157,6 +211,7 @@ def _logits_of_nothing(model: Any, original: Any, logits: Tensor) -> Tensor:
 
 def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any, places: Any, cache: Any = None) -> Any:
     """Stand for `_eagle_forward`: give the head's final states where ModelOpt gives its logits."""
+    cache = cache if isinstance(cache, Steps) else Steps()
     normed, residual, cache = model.eagle_module(
         hidden, embeds, attention_mask=mask, position_ids=places, use_cache=True, past_key_values=cache
     )
@@ -165,11 +220,11 @@ def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any,
 
 def _loss(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Stand for `_eagle_loss`: the mean soft cross-entropy over the tokens that count, and the share of equal tops."""
-    length = model.kconv_documents.shape[1]
-    step = length - 1 - mask.shape[1]
+    documents: Documents = model.kconv_documents
+    step = documents.numbers.shape[1] - 1 - mask.shape[1]
     # The place that is predicted from, and that of which the chain begins, are of one document.
-    inside = local_positions(model.kconv_documents)[:, 1 + step :] > step
-    counted = mask[:, : head.shape[1]].bool() & inside & (model.kconv_documents[:, 1 + step :] >= 0)
+    inside = documents.positions[:, 1 + step :] > step
+    counted = mask[:, : head.shape[1]].bool() & inside & (documents.numbers[:, 1 + step :] >= 0)
     known, drafted = target[counted], head[counted]
     size = max(FEWEST_TOKENS, LOGIT_BYTES // (4 * model.config.vocab_size))
     # A sum of none still hangs on the head.
@@ -193,8 +248,8 @@ def _part(model: Any, target: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 
 
 METHODS = {
-    "_prepare_decoder_attention_mask": _first_mask,
-    "_get_ttt_attention_mask": _later_mask,
+    "_prepare_decoder_attention_mask": _no_mask,
+    "_get_ttt_attention_mask": _no_mask,
     "_prepare_eagle_inputs": _inputs,
     "_map_logits_to_draft_vocab": _logits_of_nothing,
     "_eagle_forward": _draft,

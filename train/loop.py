@@ -60,6 +60,8 @@ class EagleTrainer(Trainer):
         # As the last evaluation found it, and the loss of the step that is being taken.
         self.head: dict[str, Tensor] = {}
         self.step_loss = 0.0
+        # Tokens per second of all processes, once it has trained.
+        self.rate = 0.0
         super().__init__(
             model=model,
             args=make_arguments(recipe, work, pace),
@@ -81,7 +83,14 @@ class EagleTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
-        return EpochOrder(len(self.feeds[0]), self.recipe.seed, lambda: int(self.state.epoch or 0))
+        # Processes take turns in the order.
+        turn, turns = self.accelerator.process_index, self.accelerator.num_processes
+        return EpochOrder(
+            len(self.feeds[0]),
+            self.recipe.seed,
+            lambda: int(self.state.epoch or 0),
+            lambda order: self.feeds[0].follow(order[turn::turns]),
+        )
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ModelOpt's loss over the draft steps: soft cross-entropy to the target, decayed."""
@@ -99,8 +108,8 @@ class EagleTrainer(Trainer):
             raise TrainingFailed(
                 f"the head's loss is {value} at step {step} of {self.state.max_steps}",
                 where=self.args.output_dir,
-                fix="Lower the recipe's lr, and check that the target's own states are finite. The last checkpoint "
-                "before this step is kept there; the same command goes on from it.",
+                fix="Lower the recipe's lr, and check that the target's states are finite. The same command resumes "
+                "from the last checkpoint before this step.",
             )
         # Of the batches that make a step (accumulate), each brings its share.
         self.step_loss += value
@@ -171,10 +180,13 @@ class EpochOrder(Sampler[int]):
         length: number of batches.
         seed: of the orders.
         epoch: gives the pass that begins, from 0.
+        begin: called with the order of a pass that begins.
     """
 
-    def __init__(self, length: int, seed: int, epoch: Callable[[], int]) -> None:
-        self._length, self._seed, self._epoch = length, seed, epoch
+    def __init__(
+        self, length: int, seed: int, epoch: Callable[[], int], begin: Callable[[list[int]], None] = lambda _: None
+    ) -> None:
+        self._length, self._seed, self._epoch, self._begin = length, seed, epoch, begin
 
     def __len__(self) -> int:
         return self._length
@@ -184,9 +196,13 @@ class EpochOrder(Sampler[int]):
         orders = [torch.randperm(self._length, generator=generator) for _ in range(self._epoch() + 1)]
         # Backwards, and drawn one after the other: so the loop before this one took them, of which the recorded heads
         # and figures are. Another order is another head of every recipe of more than one pass.
-        yield from orders[-1].flip(0).tolist()
+        order = orders[-1].flip(0).tolist()
+        self._begin(order)
+        yield from order
 
 
+# Seconds that processes wait for the first one, which digests, evaluates and writes while they do.
+PATIENCE = 6 * 3600
 # The layer of each decoder that FSDP2 shards as one.
 LAYERS = {"llama": "GqaLayer", "kimik2": "MlaLayer"}
 
@@ -231,12 +247,13 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
             use_cpu=not cuda,
             ddp_backend="gloo" if "RANK" in os.environ and not cuda else None,
             ddp_find_unused_parameters=False,
+            ddp_timeout=PATIENCE,
             fsdp=pace.shard or None,  # pyright: ignore[reportArgumentType]
             fsdp_config=sharding | {"transformer_layer_cls_to_wrap": [LAYERS[recipe.decoder]]} if pace.shard else None,
         )
     except ValueError as fault:
         raise RecipeInvalid(
-            f"transformers' Trainer refuses this recipe: {fault}", fix="Put the value right that it speaks of."
+            f"transformers' Trainer refuses this recipe: {fault}", fix="Correct the value that it names."
         ) from fault
     # One process trains on one GPU; on several the Trainer would fall back to DataParallel. torchrun is for those.
     arguments._n_gpu = min(arguments.n_gpu, 1)

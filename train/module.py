@@ -62,7 +62,7 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
             model: EagleModel = mtsp.convert(target, [("eagle", settings)])
         except (AssertionError, ValueError) as fault:
             raise RecipeInvalid(
-                f"ModelOpt refuses this recipe: {fault}", fix="Put the dims right that it speaks of."
+                f"ModelOpt refuses this recipe: {fault}", fix="Correct the dims that it names."
             ) from fault
     if recipe.kernel == "sdpa":
         make_lean(model)
@@ -162,8 +162,8 @@ def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
     rope = read_rope(read_json(folder / "config.json"))
     if rope != recipe.rope:
         raise TrainingFailed(
-            f"the head was trained with {recipe.rope}, and ModelOpt's export says {rope}",
-            fix="Train with a RoPE that ModelOpt carries over.",
+            f"the head was trained with {recipe.rope}, but ModelOpt's export says {rope}",
+            fix="Train with a RoPE that ModelOpt exports.",
         )
 
 
@@ -194,7 +194,7 @@ def load_module(folder: Path, target_folder: Path) -> EagleModel:
         model.eagle_module.load_state_dict(state)
     except RuntimeError as fault:
         raise NotACheckpoint(
-            f"the weights are not those of the recipe beside them: {fault}",
+            f"the weights do not match the recipe beside them: {fault}",
             where=folder,
             fix="Train the head again.",
         ) from fault
@@ -282,7 +282,7 @@ def _listen(model: EagleModel, tokens: Tensor, states: States, steps: int) -> li
         _forget_masks(model)
     if len(outputs) != steps:
         raise TrainingFailed(
-            f"ModelOpt's module took {len(outputs)} draft steps where {steps} were asked for",
+            f"ModelOpt's module made {len(outputs)} draft steps instead of {steps}",
             fix="Use the ModelOpt version that kconv's constraints name.",
         )
     return outputs

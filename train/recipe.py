@@ -129,7 +129,7 @@ def check_recipe(recipe: EagleRecipe) -> None:
     if isinstance(recipe.attention, Gqa) and recipe.attention.bias:
         wrong.append("attention.bias is true, and engines drop the bias of o_proj")
     if wrong:
-        raise RecipeInvalid(f"the head's recipe cannot be: {'; '.join(wrong)}", fix="Put these values right.")
+        raise RecipeInvalid(f"the recipe is invalid: {'; '.join(wrong)}", fix="Correct these values.")
 
 
 def check_fit(recipe: EagleRecipe, layers: int, vocab: int) -> None:
@@ -142,12 +142,12 @@ def check_fit(recipe: EagleRecipe, layers: int, vocab: int) -> None:
     """
     if recipe.captured[-1] >= layers:
         raise RecipeInvalid(
-            f"the recipe captures layer {recipe.captured[-1]}, and the target's layers are 0 to {layers - 1}",
-            fix="Name outputs of 0-based layers.",
+            f"the recipe captures layer {recipe.captured[-1]}, but the target's layers are 0 to {layers - 1}",
+            fix="Give 0-based layer outputs.",
         )
     if recipe.draft_vocab is not None and not 0 < recipe.draft_vocab < vocab:
         raise RecipeInvalid(
-            f"draft_vocab is {recipe.draft_vocab}, and the target's vocabulary {vocab}",
+            f"draft_vocab is {recipe.draft_vocab}, but the target's vocabulary has {vocab} tokens",
             fix="Give fewer tokens than the target has, or null for all of them.",
         )
 
@@ -198,12 +198,14 @@ def read_recipe_file(name: str) -> dict[str, Any]:
     if name in NAMES:
         text = (files("kconv.train") / "recipes" / f"{name}.yaml").read_bytes()
     else:
-        missing = RecipeInvalid(f"there is no recipe {name!r} that can be read", fix=fix)
+        missing = RecipeInvalid(f"there is no readable recipe {name!r}", fix=fix)
         text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)
     values = parse_yaml(text, RecipeInvalid, where=name, what="recipe", fix=fix)
     if not isinstance(values, dict):
         raise RecipeInvalid(
-            f"{name} is no mapping of keys to values", where=name, fix="Write KEY: VALUE lines, as eagle3-mla.yaml has."
+            f"{name} is not a mapping of keys to values",
+            where=name,
+            fix="Write KEY: VALUE lines, as eagle3-mla.yaml has.",
         )
     return values
 
@@ -240,7 +242,7 @@ def complete(
     defaults = _of_head(init_from, target) if init_from else _of_target(target, decoder, values)
     values = defaults | values
     if not isinstance(passes, int) or passes < 1:
-        raise RecipeInvalid(f"passes is {passes!r}", fix="Give how often the data is gone through: 1 or more.")
+        raise RecipeInvalid(f"passes is {passes!r}", fix="Give the number of passes through the data: 1 or more.")
     values.setdefault("batches", rows // _count(values, "batch"))
     values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
     recipe = parse_recipe(values)
@@ -252,12 +254,12 @@ def complete(
             wrong.append("decoder")
         if wrong:
             raise RecipeInvalid(
-                f"the recipe states another {', '.join(wrong)} than the head that training goes on from",
-                fix="Leave these keys out: they are the head's.",
+                f"the recipe's {', '.join(wrong)} differs from the --init-from head",
+                fix="Leave these keys out. The head decides them.",
             )
     if recipe.batches * recipe.batch > rows:
         raise RecipeInvalid(
-            f"the recipe asks for {recipe.batches:,} batches of {recipe.batch}, and the data holds {rows:,} rows",
+            f"the recipe needs {recipe.batches:,} batches of {recipe.batch}, but the data has {rows:,} rows",
             fix="Lower batches or batch, or give more data.",
         )
     return replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10)) if "warmup" not in stated else recipe
@@ -272,9 +274,9 @@ def _count(values: Mapping[str, Any], key: str) -> int:
 def _of_head(spec: HeadSpec, target: TargetConfig) -> dict[str, Any]:
     if (spec.target_hidden, spec.vocab) != (target.hidden, target.vocab):
         raise RecipeInvalid(
-            f"the head to go on from reads states {spec.target_hidden} wide and knows {spec.vocab:,} tokens, and the "
+            f"the --init-from head needs states of width {spec.target_hidden} and {spec.vocab:,} tokens, but the "
             f"target has {target.hidden} and {target.vocab:,}",
-            fix="Go on from a head of this target.",
+            fix="Start from a head of this target.",
         )
     unlike = {
         "layers": spec.layers != 1,
@@ -284,8 +286,8 @@ def _of_head(spec: HeadSpec, target: TargetConfig) -> dict[str, Any]:
     }
     if any(unlike.values()):
         raise RecipeInvalid(
-            f"ModelOpt cannot train this head on: it has {', '.join(what for what, has in unlike.items() if has)}",
-            fix="Train it on with the trainer that made it.",
+            f"ModelOpt cannot continue this head: it has {', '.join(what for what, has in unlike.items() if has)}",
+            fix="Continue with the trainer that made it.",
         )
     return {
         "attention": asdict(spec.attention),
@@ -307,8 +309,8 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
         return defaults | ({} if "rope" in stated else {"rope": asdict(read_rope(target.rope))})
     if decoder not in DECODERS:
         raise RecipeInvalid(
-            f"the recipe's decoder is {decoder!r}, and it states no attention",
-            fix=f"Say decoder: {' or '.join(DECODERS)}, or give the attention's dims.",
+            f"the recipe's decoder is {decoder!r}, and it has no attention dims",
+            fix=f"Write decoder: {' or '.join(DECODERS)}, or give the attention's dims.",
         )
     if decoder == "gqa":
         # Without the target's scaling: engines differ in how they scale a Llama layer's softmax under YaRN.
@@ -318,7 +320,7 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
     absent = [key for key in dims if not target.text.get(key)]
     if absent:
         raise RecipeInvalid(
-            f"the target states no {', '.join(absent)} for an MLA head to take over",
+            f"the target has no {', '.join(absent)}, which an MLA head would copy",
             fix="Give the attention's dims in the recipe, or train a GQA head.",
         )
     return defaults | {

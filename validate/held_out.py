@@ -59,9 +59,9 @@ def encode_held_out(name: str, target: Source, limit: int, *, trust_remote_code:
     """
     prompts, revision = read_held_out(name)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
-    tokens = tuple(tokenizer.encode(prompt.turns[0])[:limit] for prompt in prompts)
+    tokens = tuple(tokenizer.encode(prompt.turns[0], limit) for prompt in prompts)
     if not any(tokens):
-        raise PromptsInvalid("no prompt has a token", where=name, fix="Give prompts with text in them.")
+        raise PromptsInvalid("no prompt has a token", where=name, fix="Give prompts with text.")
     return HeldOut(Path(name).name, revision, prompts, tokens)
 
 
@@ -82,7 +82,7 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
     if suite in SUITES and not Path(name).exists():
         if not COMMIT.fullmatch(revision):
             raise PromptsInvalid(
-                f"{name} may be other prompts tomorrow",
+                f"{name} is not pinned, so its prompts may change",
                 fix=f"Pin a commit of {SUITES[suite].repo}: --prompts {suite}@<40 hex digits>.",
             )
         found = load_suite(suite, revision=revision)
@@ -112,9 +112,9 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[P
         known = {digest[:KEPT] for digest in found}
         if not known and not own:
             raise PromptsInvalid(
-                "this records no prompts, so none can be held against them",
+                "this file records no prompts to compare with",
                 where=file,
-                fix="Give the states.json of what the head was calibrated on.",
+                fix="Give the states.json that the head was calibrated on.",
             )
         both = sorted(held_out & known)
         if both:
@@ -122,7 +122,7 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[P
                 f"{len(both)} of {len(held_out)} prompts are among those that the head was trained or calibrated on "
                 f"({', '.join(digest[:12] for digest in both[:SHOWN])})",
                 where=file,
-                fix="Give prompts that were held out, or train and calibrate on others.",
+                fix="Use prompts that the head has not seen.",
             )
 
 

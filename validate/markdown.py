@@ -20,7 +20,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
 
     Args:
         report: what was found and measured.
-        folder: where; reports that are there already are replaced.
+        folder: where.
         more: lines to be added to report.md, e.g. its plots.
 
     Raises:
@@ -47,7 +47,7 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     if isinstance(engines, list):
         lines += [
             f"Checked for {markdown(', '.join(map(str, engines)))} "
-            f"({markdown(report.provenance.get('for_by', 'asked'))}).",
+            f"({markdown(report.provenance.get('for_by', 'every engine'))}).",
             "",
         ]
     if draft := report.provenance.get("draft"):

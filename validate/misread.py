@@ -33,8 +33,11 @@ SCREENED, BEST, PROBED = 1, 6, 12
 LEAST = 6
 # A reading is better where it gains this many standard errors, and this share of the acceptance length.
 SIGMAS, GAIN = 4.0, 0.01
+# One that is not the best of many, but asked for by itself.
+SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
 SCALES = (0.8, 0.9, 1.1, 1.25)
 # Of published heads and their targets.
+TARGETS_ROPE = "the target's own RoPE"
 THETAS = (1e4, 5e4, 5e5, 1e6)
 # Orders of more states than these are too many to try.
 MOST_STATES = 4
@@ -47,13 +50,16 @@ class Misreading:
     Attributes:
         name: how, as the end of "accepted more often with ...".
         kind: "structure" where weights or config would mean another thing altogether, "scale" where a norm is only
-            stronger or weaker, which a head that is not fully trained may gain from too.
+            stronger or weaker, which a head that is not fully trained may gain from too, "target's" where the config
+            would state what the target's does: one guess and no search, so less is asked of what it gains.
+        expected: whether heads of this kind are built so; one that is not should draft better as it is.
         head: the head so read.
     """
 
     name: str
-    kind: Literal["structure", "scale"]
+    kind: Literal["structure", "scale", "target's"]
     head: DraftHead
+    expected: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,34 @@ class Gain:
     def is_clear(self) -> bool:
         """Whether it is more than chance, and more than a little."""
         gained = self.after - self.before
+        if self.reading.kind == "target's":
+            return gained > SIGMAS_OF_ONE * self.error and gained > GAIN_OF_ONE * self.before
         return gained > SIGMAS * self.error and gained > GAIN * self.before
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is clearly worse than the head as it stands, which that confirms."""
+        return self.before - self.after > SIGMAS_OF_ONE * self.error
+
+
+@dataclass(frozen=True)
+class TargetsOwn:
+    """What a target's config states, and its heads' often state too; `mla` where its attention is that."""
+
+    rope: Rope | None
+    eps: float | None
+    mla: bool
+
+    def readings(self, head: DraftHead) -> Iterator[Misreading]:
+        """Yield a head read by it, where the head's own config states otherwise."""
+        spec = head.spec
+        if self.rope is not None and self.rope != spec.rope:
+            expected = self.mla and isinstance(spec.attention, Mla)
+            yield Misreading(TARGETS_ROPE, "target's", head.altered(replace(spec, rope=self.rope)), expected)
+        if self.eps is not None and self.eps != spec.eps:
+            yield Misreading(
+                f"the target's epsilon, {self.eps:g}", "target's", head.altered(replace(spec, eps=self.eps))
+            )
 
 
 def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[int]:
@@ -77,13 +110,12 @@ def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[i
     return frozenset(layer + by for layer in captured for by in (-1, 0, 1) if layer + by in layers)
 
 
-def other_readings(head: DraftHead, layers: Iterable[int], target: Rope | None = None) -> Iterator[Misreading]:
+def other_readings(head: DraftHead, layers: Iterable[int]) -> Iterator[Misreading]:
     """Yield the readings of a head that known mistakes would have to be undone by.
 
     Args:
         head: the head as its files say.
         layers: target layers whose outputs are at hand.
-        target: the target's own RoPE, which heads often share.
     """
     spec, weights = head.spec, head.weights
     for layer in range(spec.layers):
@@ -98,7 +130,7 @@ def other_readings(head: DraftHead, layers: Iterable[int], target: Rope | None =
         moved = head.altered()
         moved.target_ids = head.target_ids.roll(by)
         yield Misreading(f"the rows of lm_head moved by {by:+d}", "structure", moved)
-    for name, other in _specs(spec, frozenset(layers), target):
+    for name, other in _specs(spec, frozenset(layers)):
         yield Misreading(name, "structure", head.altered(other))
     for name in _norms(weights):
         for factor in SCALES:
@@ -112,7 +144,7 @@ def measure_misreadings(
     run: Callable[[Batch], States],
     layers: Sequence[int],
     steps: int,
-    target: Rope | None = None,
+    target: TargetsOwn | None = None,
 ) -> list[Gain]:
     """Measure each reading of a head on the first sequences of held-out and sampled text.
 
@@ -124,13 +156,14 @@ def measure_misreadings(
         run: gives the target's states over a batch.
         layers: the layers whose outputs these states hold, in their order.
         steps: K.
-        target: the target's own RoPE.
+        target: what the target's own config states.
 
     Returns:
-        What the best readings gain, the greatest gain first; nothing where there is too little text.
+        What the best readings gain, and those by the target's config, the greatest gain first; nothing where there is
+        too little text.
     """
-    screened = _measure(head, _first(texts, SCREENED), run, layers, steps, lambda: other_readings(head, layers, target))
-    best = [gain.reading for gain in screened[:BEST]]
+    screened = _measure(head, _first(texts, SCREENED), run, layers, steps, lambda: other_readings(head, layers))
+    best = [gain.reading for gain in screened[:BEST]] + list(target.readings(head) if target else ())
     return _measure(head, _first(texts, PROBED), run, layers, steps, lambda: iter(best), LEAST)
 
 
@@ -217,6 +250,8 @@ def _structure(head: DraftHead, at: str) -> Iterator[Misreading]:
     o_proj = f"{at}o_proj"
     columns = weights[o_proj].unflatten(1, (attention.heads, -1))
     yield _with(head, f"the heads of {_plain(o_proj)} reversed", {o_proj: columns.flip(1).flatten(1)})
+    for by in (-1, 1):
+        yield _with(head, f"the heads of {_plain(o_proj)} moved by {by:+d}", {o_proj: columns.roll(by, 1).flatten(1)})
     mixed = weights[o_proj].unflatten(1, (-1, attention.heads)).transpose(1, 2).flatten(1)
     yield _with(head, f"the columns of {_plain(o_proj)} by head and not by dim", {o_proj: mixed})
     if isinstance(attention, Mla):
@@ -296,7 +331,7 @@ def _orders(head: DraftHead) -> Iterator[Misreading]:
             yield _with(head, f"the states before fc in the order {layers}", {"fc": blocks[:, order].flatten(1)})
 
 
-def _specs(spec: HeadSpec, layers: frozenset[int], target: Rope | None) -> Iterator[tuple[str, HeadSpec]]:
+def _specs(spec: HeadSpec, layers: frozenset[int]) -> Iterator[tuple[str, HeadSpec]]:
     """Yield the configs that the same weights may be read by."""
     own = spec.captured
     moved = [tuple(layer + by for layer in own) for by in (-1, 1)]
@@ -313,5 +348,3 @@ def _specs(spec: HeadSpec, layers: frozenset[int], target: Rope | None) -> Itera
             yield f"a RoPE theta of {theta:g}", replace(spec, rope=replace(spec.rope, theta=theta))
     if spec.rope.scaling is not None:
         yield "no RoPE scaling", replace(spec, rope=replace(spec.rope, scaling=None))
-    if target is not None and target != spec.rope:
-        yield "the target's own RoPE", replace(spec, rope=target)

@@ -18,7 +18,8 @@ from ..checkpoint.manifest import Action, read_manifest
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_tensor
 from ..convert.read import Head, read_weights
-from ..errors import ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
+from ..convert.rope import read_rope
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid, StatesInvalid, TargetInvalid
 from ..head.fingerprint import difference, fingerprint
 from ..head.forward import DraftHead
 from ..quantize.head.served import RoundedHead, read_served
@@ -29,7 +30,7 @@ from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
 from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, count_halves, head_drafter, measure_states
-from .misread import find_layers, measure_misreadings
+from .misread import TargetsOwn, find_layers, measure_misreadings
 from .parts import Parts
 from .readings import Reading, ReadingsMeasured, choose_text, find_readings, measure_readings
 from .report import Finding
@@ -56,15 +57,15 @@ def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch
     ):
         if ours != theirs:
             raise TargetInvalid(
-                f"the head was made for a target with {what} {ours}; this one has {theirs}",
+                f"the head needs a target with {what} {ours}; this one has {theirs}",
                 where=target.folder,
                 fix="Give the target that the head was trained on.",
             )
     if spec.captured[-1] >= config.layers:
         raise TargetInvalid(
-            f"the head reads layer {spec.captured[-1]} of a target of {config.layers} layers",
+            f"the head reads layer {spec.captured[-1]}, but the target has {config.layers} layers",
             where=target.folder,
-            fix="Give the target that the head was trained on, or put the captured layers right (--captured-are).",
+            fix="Give the target that the head was trained on, or correct the captured layers (--captured-are).",
         )
     weights, inputs = read_served(head) if head.is_quantized else (read_weights(head), {})
     shared = {"embed_tokens": config.embed_tokens, "lm_head": config.lm_head}
@@ -140,7 +141,7 @@ def measure_parity(
     if parity.states is not None:
         return _from_states(output, source, parity, parity.states, say, still_open)
     if parity.prompts is None:
-        raise PromptsInvalid("there is nothing to measure on", fix="Give prompts, or stored states.")
+        raise PromptsInvalid("there is no text to measure on", fix="Give prompts or stored states.")
     return _from_target(output, source, parity, parity.prompts, say, still_open)
 
 
@@ -246,7 +247,9 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
         findings += _judge_approximation(bench, parity, measured)
     else:
         say("measuring the head read otherwise")
-        gains = measure_misreadings(heads["output"], bench.texts, bench.run, bench.layers, parity.steps)
+        gains = measure_misreadings(
+            heads["output"], bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config)
+        )
         findings += judge_misreadings(gains)
         about = about | {"readings": len(gains)}
     say("measuring other readings of the head")
@@ -254,6 +257,16 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
         choose_text(bench.texts), bench.run, bench.layers, parity.steps, heads["output"], bench.readings
     )
     return ParityFound(tuple(measured), _common_provenance(parity) | about, told, tuple(findings))
+
+
+def targets_own(config: TargetConfig) -> TargetsOwn:
+    """Return what a target's config states of what its heads often share with it."""
+    eps = config.text.get("rms_norm_eps")
+    try:
+        rope = read_rope(config.rope)
+    except KconvError:  # of a kind that no head has
+        rope = None
+    return TargetsOwn(rope, float(eps) if isinstance(eps, float) else None, "kv_lora_rank" in config.text)
 
 
 def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]) -> Iterator[Finding]:
@@ -298,9 +311,9 @@ def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -
     own = digest(target.open_tensors({config.lm_head})[config.lm_head])
     if own != states.record.target.lm_head_blake3:
         raise StatesInvalid(
-            f"the states are of {states.record.target.source}, whose lm_head holds other values than {target.name}'s",
+            f"the states come from {states.record.target.source}, whose lm_head differs from {target.name}'s",
             where=states.folder,
-            fix="Give the target that the states were made with, or make states of this one.",
+            fix="Give the target that the states come from, or create states of this one.",
         )
 
 

@@ -88,17 +88,20 @@ def prepare_text(text: HeldOutText) -> ReadyText:
     held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
     texts = [row for row in held_out.tokens if len(row) > 1]
     if not texts:
-        raise PromptsInvalid(
-            "no prompt has two tokens", where=text.prompts, fix="Give prompts with text to be predicted in them."
-        )
-    headers, config = text.source.open_headers(), read_target_config(text.source.fetch_config())
-    must_part(stored_weights(headers, config), config, torch.float32, text.source.name)
+        raise PromptsInvalid("no prompt has two tokens", where=text.prompts, fix="Give longer prompts.")
+    check_layers_fit(text.source)
     folder = text.source.fetch_model()
     about: dict[str, object] = {
         "prompts": held_out.describe() | {"text_tokens": text.tokens},
         "dtype": "float32, on dequantized weights; inputs of NVFP4 linears rounded by their input_scale",
     }
     return ReadyText(folder, texts, about)
+
+
+def check_layers_fit(target: Source) -> None:
+    """Raise TargetTooLarge if a layer of a target is larger than the memory; no weight is read, and none downloaded."""
+    headers, config = target.open_headers(), read_target_config(target.fetch_config())
+    must_part(stored_weights(headers, config), config, torch.float32, target.name)
 
 
 def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: None) -> PerplexityFigures:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL = 4.0, 3.2  # inches
-LEFT_OUT = "The plots are left out, as matplotlib is not installed: pip install 'kconv[plots]'."
+LEFT_OUT = (
+    "The plots are left out, because matplotlib is not installed. Run pip install '.[plots]' in a clone of kconv."
+)
 
 
 def draw_plots(report: Report, folder: Path) -> list[str]:

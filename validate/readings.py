@@ -242,6 +242,6 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
                 rule="K314",
                 severity="warning",
                 where=f"config.json: {fact}",
-                message=f"measured, and cannot be told: {shown}; the differences are within the noise of {on}",
+                message=f"measured, but cannot be decided: {shown}; the differences are within the noise of {on}",
                 fix="Give more prompts, or longer ones (--new-tokens), and states of the layers beside these.",
             )

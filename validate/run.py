@@ -61,15 +61,15 @@ def refuse_unfit(
     kind, other = ("target", "head") if whole else ("head", "target")
     if (source if whole else quantized_from) is not None:
         raise ComparisonUnfit(
-            f"this is a {kind}, and its --source is a {other}",
+            f"this is a {kind}, but --source is a {other}",
             where=checkpoint.source,
             fix=f"Give the {kind} that it was made from.",
         )
     if whole and measured:
         raise ComparisonUnfit(
-            "this is a target, and acceptance is a head's",
+            "this is a target, but acceptance is measured of a head",
             where=checkpoint.source,
-            fix="Check the head, and give this one as its --target; of a target, --source gives the perplexity.",
+            fix="Validate the head with this as its --target. For a target's perplexity, give --source.",
         )
 
 
@@ -96,7 +96,7 @@ def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole:
             yield _broken(file.name, f"engines read it, and {MANIFEST} does not account for it")
     for name, record in sorted(records.items()):
         if Path(name).name != name:
-            yield _broken(MANIFEST, f"it records {name!r}, which is no file of its own folder")
+            yield _broken(MANIFEST, f"it records {name!r}, which is not in its folder")
         elif not (folder / name).is_file():
             if whole or name in weights:
                 yield _broken(name, f"{MANIFEST} records it, and it is not there")
@@ -311,9 +311,9 @@ def _measure_open(
 def _refuse_other_layers(output: Head, source: Origin) -> None:
     if source.recorded.spec.captured != output.spec.captured:
         raise PromptsInvalid(
-            f"the source reads layers {source.recorded.spec.captured} and the output {output.spec.captured}",
+            f"the source reads layers {source.recorded.spec.captured}, but the output reads {output.spec.captured}",
             where=output.checkpoint.folder,
-            fix="Put the captured layers right (--captured-are) before the two are compared.",
+            fix="Correct the captured layers of one of them (--captured-are), then compare again.",
         )
 
 
@@ -341,7 +341,7 @@ def _check_target(
     subject = TargetSubject(checkpoint, frozenset(engines), not checks.headers_only)
     provenance: dict[str, object] = {
         "for": list(engines),
-        "for_by": "asked" if checks.engines else "every engine",
+        "for_by": "as requested" if checks.engines else "every engine",
         "checked": "target",
         "headers_only": checks.headers_only,
     }
@@ -388,7 +388,7 @@ def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[st
     """Say what was checked, for whom and why for them."""
     return {
         "for": [engine for engine in ENGINES if engine in rules.engines],
-        "for_by": "asked" if checks.engines else "the engines that the layout is written for",
+        "for_by": "as requested" if checks.engines else "the engines that the layout is written for",
         "checked": "head",
         "layout": rules.layout.name if rules.layout else None,
         "headers_only": checks.headers_only,

@@ -111,7 +111,7 @@ def _too_far(slot: str, found: float, form: Form) -> Finding:
         where=slot,
         message=f"its signal over noise is {found:.1f} dB, and rounding to {form.name} leaves {form.floor} dB at the"
         " least",
-        fix="Quantize the head again, and give the very head that it is made from.",
+        fix="Quantize the head again, and compare it with the head that it was made from.",
     )
 
 
@@ -209,7 +209,8 @@ def check_origin(source: Origin) -> list[Finding]:
         return []
     said = {name: (getattr(source.recorded.spec, name), getattr(source.alone.spec, name)) for name in fields}
     differ = "; ".join(
-        f"{name} is {told} as the conversion was told, {alone} by itself" for name, (told, alone) in said.items()
+        f"{name} is {told} by the conversion's options, {alone} by its own files"
+        for name, (told, alone) in said.items()
     )
     return [
         Finding(

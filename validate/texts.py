@@ -121,9 +121,9 @@ def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text,
             by_kind[kind].append(_Row(tokens, sequence.prompt_length, sequence.category, place))
     if not by_kind:
         raise PromptsInvalid(
-            f"no sequence is long enough for {steps} draft steps behind its prompt",
+            f"no sequence has {steps} draft steps after its prompt",
             where=states.folder,
-            fix="Make states with more tokens, or ask for fewer steps.",
+            fix="Create states with more tokens, or use fewer steps.",
         )
     longest = max(len(row.tokens) for rows in by_kind.values() for row in rows)
     return tuple(Text(kind, _batch(rows, fit_rows(longest, steps, vocab))) for kind, rows in by_kind.items())

@@ -68,9 +68,9 @@ class Floor(BaseModel):
     @model_validator(mode="after")
     def _says_how(self) -> Self:
         if self.of_text and self.temperature is not None:
-            raise ValueError(f"{self.suite} is a kind of text, which has no temperature to choose; leave it out")
+            raise ValueError(f"{self.suite} is a kind of text without a temperature; leave temperature out")
         if not self.of_text and (self.temperature is None or not self.target):
-            raise ValueError(f"a floor on {self.suite} says target and temperature; at others it is another figure")
+            raise ValueError(f"a floor on {self.suite} needs target and temperature")
         return self
 
 

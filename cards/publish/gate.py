@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ...checkpoint.bytes import file_digest
+from ...checkpoint.source import HUB_ID, resolve
 from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
 from ...validate.report import REPORT, Finding
@@ -27,6 +30,10 @@ TITLE = "## Published with exceptions"
 # A warning of validation, as its user may have meant it; who downloads the release cannot know that.
 # K307: the head was read otherwise than its own files say.
 AS_ERRORS = frozenset({"K307"})
+# Code that a target may have, where it is its source's: a tokenizer of its own, as Kimi-K2's tokenization_kimi.py.
+CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+KIND = "a release holds no files of this kind: they may be code, a pickle, or nobody's to see"
 
 
 def written_for(layout: str) -> tuple[str, ...]:
@@ -82,12 +89,33 @@ def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name in candidate.odd:
-        yield name, "it is no plain file; what it leads to is not the folder's own"
+        yield name, "it is not a regular file; it leads out of the folder"
 
 
 def _unfit(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name in candidate.unfit:
-        yield name, "a release holds no files of this kind: they may be code, a pickle, or nobody's to see"
+        why = _not_the_sources(candidate, name) if CODE.fullmatch(name) and is_target(candidate.manifest) else KIND
+        if why:
+            yield name, why
+
+
+def _not_the_sources(candidate: Candidate, name: str) -> str:
+    """Say why a file of code is no part of a target's release; "" of one that its source has, byte for byte.
+
+    The source is asked at the commit that the manifest names, and only where the card names it too: a manifest may be
+    a stranger's.
+    """
+    manifest = candidate.manifest
+    source = HUB_ID.fullmatch(manifest.source)
+    if source is None or not COMMIT.fullmatch(source["revision"] or ""):
+        return f"it is code, and {manifest.source} is no commit of the Hub that it could be compared with"
+    if source["repo"] not in read_front_matter(candidate.card).base_models:
+        return f"it is code, said to be {source['repo']}'s, which the card does not name as base_model"
+    upstream = resolve(manifest.source).fetch_tokenizer() / name
+    recorded = {file.name: file.sha256 for file in manifest.files}
+    if not upstream.is_file() or file_digest(upstream) != recorded.get(name):
+        return f"it is code, and not that of {manifest.source}"
+    return ""
 
 
 def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -118,7 +146,7 @@ def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if candidate.report is None:
-        yield REPORT, "without a report nothing tells how far the weights are from the source's"
+        yield REPORT, "without a report the difference from the source's weights is unknown"
         return
     if is_target(candidate.manifest):
         for what in lost(candidate.report):
@@ -205,44 +233,48 @@ def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 MANIFEST_HOLDS = Check(
-    "P101", "Every byte is the one that the manifest records.", "Convert again; kconv verify tells more.", _manifest,
+    "P101", "Every byte matches the manifest.", "Convert again; kconv verify shows the difference.", _manifest,
     allowable=False,
 )  # fmt: skip
 VALIDATE = "Run kconv validate on this folder, with --source, --target and --prompts."
 CHECKS = (
-    Check("P102", "Every file is the manifest's or a known part of a release.", "Take it out.", _unaccounted),
-    Check("P103", "Every file is a plain one.", "Put the file itself there.", _links, allowable=False),
+    Check("P102", "Every file is in the manifest or a known part of a release.", "Remove it.", _unaccounted),
+    Check("P103", "Every file is a regular file.", "Replace it with the file itself.", _links, allowable=False),
     Check("P104", "There is a validation report.", VALIDATE, _report),
     Check(
-        "P105", "The report is of these very weights and this config.json.", VALIDATE, _report_of_these,
+        "P105", "The report belongs to these weights and this config.json.", VALIDATE, _report_of_these,
         allowable=False,
     ),
     Check(
-        "P106", "The report holds no error, and is for every engine that the layout is written for.",
-        "Mend what kconv validate found, and run it without --for.", _report_clean,
+        "P106", "The report has no errors and covers every engine that the layout is written for.",
+        "Fix what kconv validate found, and run it without --for.", _report_clean,
     ),
-    Check("P107", "The weights are the source's, or how far they are from it was measured.", VALIDATE, _nothing_lost),
     Check(
-        "P108", "A floor is named, with its metric, suite, target, temperature, K and prompts.",
-        "Put min_acceptance into the recipe, or give --min-acceptance and what goes with it.", _floor_named,
+        "P107", "The weights are identical to the source's, or their difference was measured.", VALIDATE, _nothing_lost
     ),
-    Check("P109", "The acceptance reaches the floor.", "Train on, or measure with kconv bench.", _floor_reached),
-    Check("P110", "No more acceptance is lost against the source than may be.", VALIDATE, _loss),
     Check(
-        "P111", "The acceptance was measured on these very weights and this config.json.",
+        "P108", "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
+        "Put min_acceptance into the recipe, or give --min-acceptance with its options.", _floor_named,
+    ),
+    Check("P109", "The acceptance reaches the floor.", "Train longer, or measure with kconv bench.", _floor_reached),
+    Check("P110", "The loss of acceptance against the source is within the limit.", VALIDATE, _loss),
+    Check(
+        "P111", "The acceptance was measured on these weights and this config.json.",
         "Run kconv bench on this folder.", _acceptance_of_these, allowable=False,
     ),
-    Check("P112", "The acceptance says on which weights.", "Run kconv bench with the head at hand.", _acceptance_says),
+    Check("P112", "The acceptance states its weights.", "Run kconv bench with the head at hand.", _acceptance_says),
     Check(
-        "P113", "The card is complete, and says what manifest, report and acceptance say.",
-        "Write it again: kconv card with this very evidence; give its --facts here too.", _card,
+        "P113", "The card is complete and agrees with manifest, report and acceptance.",
+        "Write it again with kconv card and this evidence, and give its --facts here too.", _card,
     ),
     Check(
-        "P114", "No file but the weights holds a token, a key or a password.", "Take it out, and revoke it.", _secrets,
-        allowable=False,
+        "P114", "No file except the weights contains a token, a key or a password.", "Remove it, and revoke it.",
+        _secrets, allowable=False,
     ),
     Check(
-        "P115", "Every file is of a kind that a release holds: no pickle, no code, nothing hidden.", "Take it out.",
+        "P115",
+        "Every file is of a kind that a release may contain: no pickle, nothing hidden, no code but the target's own.",
+        "Remove it. A target's code may stay if it was quantized from the hub id and is identical.",
         _unfit, allowable=False,
     ),
 )  # fmt: skip
@@ -281,10 +313,10 @@ def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> li
         lines = "".join(f"\n  {f.rule} {f.where}: {f.message}\n       {f.fix}" for f in left)
         may = sorted({finding.rule for finding in left} - never)
         raise PublishRefused(
-            f"{len(left)} check(s) speak against publishing this folder:{lines}",
-            fix=f"Mend these, or give a reason that the card will state: --allow {may[0]} --why TEXT"
+            f"not published, because {len(left)} check{'s' * (len(left) != 1)} failed:{lines}",
+            fix=f"Fix these, or allow one for a reason that the card states: --allow {may[0]}=REASON"
             if may
-            else "Mend these; no reason overrides them.",
+            else "Fix these. None of them can be allowed.",
         )
     return [(finding, by_rule[finding.rule]) for finding in errors]
 

@@ -20,11 +20,13 @@ from functools import cached_property
 from pathlib import Path
 
 from ...bench.acceptance import ACCEPTANCE, AcceptanceFile, read_acceptance
+from ...checkpoint.folder import open_checkpoint
 from ...checkpoint.manifest import MANIFEST, Manifest, verify
 from ...checkpoint.schema import MAX_JSON, read_bounded
 from ...checkpoint.source import Source
 from ...checkpoint.staging import staged
 from ...errors import KconvError, NotACheckpoint, PublishRefused
+from ...validate.claims import check_claims
 from ...validate.report import REPORT, Report, read_report, report_file
 from ..card import gather_files, make_card, write
 from ..evidence import HeadIdentity, identify
@@ -114,8 +116,13 @@ class Candidate:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, after every byte was compared with it; see `verify` for what it raises."""
-        return verify(self.folder)
+        """The manifest, after every byte was compared with it, and what it says of the head with the head.
+
+        See `verify` and `check_claims` for what it raises.
+        """
+        manifest = verify(self.folder)
+        check_claims(open_checkpoint(self.folder), manifest)
+        return manifest
 
     @property
     def identity(self) -> HeadIdentity:
@@ -157,7 +164,7 @@ def acceptance_name(number: int) -> str:
 def refuse_absent(folder: Path) -> None:
     """Raise NotACheckpoint where there is no such folder."""
     if not folder.is_dir():
-        raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card has written to.")
+        raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card wrote.")
 
 
 def write_release(
@@ -199,7 +206,7 @@ def write_release(
         _link(head / MANIFEST, folder / MANIFEST)
         along = {acceptance_name(number): file for number, file in enumerate(acceptance)}
         for name, file in {**along, **({REPORT: report_file(report)} if report else {})}.items():
-            missing = NotACheckpoint(f"there is no {file.name}", where=file, fix="Give a file that is there.")
+            missing = NotACheckpoint(f"there is no {file.name}", where=file, fix="Check the path.")
             fix = "Give a file that kconv validate or kconv bench wrote."
             (folder / name).write_bytes(read_bounded(file, KconvError, limit=MAX_JSON, fix=fix, missing=missing))
         if recipe:
@@ -285,7 +292,7 @@ def _hold(file: Path, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     found = file.stat() if file.exists() else None
     if found is None and not file.is_symlink():
-        raise NotACheckpoint(f"there is no {file.name}", where=file.parent, fix="Give a file that is there.")
+        raise NotACheckpoint(f"there is no {file.name}", where=file.parent, fix="Check the path.")
     if found is None or not stat.S_ISREG(found.st_mode):
         return
     if found.st_size > HELD and file.name.endswith(".safetensors"):

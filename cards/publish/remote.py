@@ -221,7 +221,7 @@ def _addition(file: Upload) -> CommitOperationAdd:
         raise PublishRefused(
             f"{file.name} was changed after it was checked",
             where=file.name,
-            fix="Nothing was uploaded. See what writes to the folder, then run the command again.",
+            fix="Nothing was uploaded. Find out what writes to the folder, then run the command again.",
         )
     return made
 
@@ -270,7 +270,7 @@ def _named_faults(repo: str) -> Iterator[None]:
     """Raise what huggingface_hub raises inside as a fault of kconv's; no text of an exception is repeated."""
     if is_offline_mode():
         raise HubUnreachable(
-            f"HF_HUB_OFFLINE is set, and publishing {repo} takes the Hub", fix="Unset it, and run the command again."
+            f"HF_HUB_OFFLINE is set, but publishing {repo} needs the Hub", fix="Unset it, and run the command again."
         )
     with library_faults(repo, None):
         try:
@@ -285,7 +285,7 @@ def _named_faults(repo: str) -> Iterator[None]:
             raise PublishRefused(
                 f"the Hub refuses the card: {' '.join(str(fault).split())}",
                 where="README.md",
-                fix="Put the card's metadata right (kconv card), and run the command again.",
+                fix="Correct the card's metadata (kconv card), and run the command again.",
             ) from None
 
 
@@ -301,7 +301,7 @@ def _name(fault: HfHubHTTPError, repo: str) -> KconvError:
             return HubRefused(
                 "the Hub does not accept the token; it may have expired",
                 where=page,
-                fix=f"Set HF_TOKEN to a new one, or run: {LOGIN}; then run the command again, which goes on.",
+                fix=f"Set HF_TOKEN to a new one, or run: {LOGIN}; then run the command again; it resumes.",
             )
         case 403:
             return HubRefused(
@@ -314,15 +314,13 @@ def _name(fault: HfHubHTTPError, repo: str) -> KconvError:
                 f"the Hub shows no {repo}, or not this revision of it", where=page, fix="Check the spelling."
             )
         case 409:
-            return HubMoved(
-                f"something else is being done to {repo} at this moment", where=page, fix="Run the command again."
-            )
+            return HubMoved(f"something else is changing {repo} right now", where=page, fix="Run the command again.")
         case 429:
             return HubUnreachable(
-                "the Hub has had too many requests from here", where=page, fix="Wait, then run the command again."
+                "the Hub refuses more requests from here for now", where=page, fix="Wait, then run the command again."
             )
     return HubUnreachable(
-        f"the Hub answered {status} for {repo}", where=page, fix="Run the command again in some minutes; it goes on."
+        f"the Hub answered {status} for {repo}", where=page, fix="Run the command again in some minutes; it resumes."
     )
 
 

@@ -138,7 +138,7 @@ def publish_folder(
     refuse_contradictions(to)
     if unknown := sorted({allowance.rule for allowance in allowances} - allowable()):
         raise PublishRefused(
-            f"{', '.join(unknown)}: no check of this name can be let pass",
+            f"{', '.join(unknown)}: not checks that may be allowed",
             fix=f"Name one of {', '.join(sorted(allowable()))}.",
         )
     refuse_absent(folder)
@@ -215,7 +215,9 @@ def publish(release: ApprovedRelease, to: Publication, say: Say) -> Published:
             done.append("created the repository, private")
             seen = remote.look()
             if seen is None:
-                raise HubRefused(f"{to.repo} was created and is not shown", fix="Check the token's access to it.")
+                raise HubRefused(
+                    f"{to.repo} was created, but the Hub does not show it", fix="Check the token's access to it."
+                )
         refuse_public(to, seen)
         uploaded, deleted = (), ()
         commit = _tagged(remote, seen, release, to)
@@ -283,7 +285,7 @@ def _check_listing(remote: Remote, commit: str, release: ApprovedRelease) -> Non
         raise HubMoved(
             f"{remote.repo} does not list what was committed: {', '.join(wrong)}",
             where=commit,
-            fix="Nothing was tagged. See who else writes to it, then run the command again.",
+            fix="Nothing was tagged. Find out who else writes to it, then run the command again.",
         )
 
 
@@ -295,7 +297,7 @@ def _tagged(remote: Remote, seen: RepositoryState, release: ApprovedRelease, to:
     if same(release.files, remote.list(commit)):
         return commit
     raise HubMoved(
-        f"the tag {to.tag} of {to.repo} is there already, with other files",
+        f"the tag {to.tag} of {to.repo} already exists with other files",
         where=commit,
         fix="Choose another tag; a published one is never moved.",
     )
@@ -308,7 +310,7 @@ def _tag(remote: Remote, release: ApprovedRelease, to: Publication, commit: str,
     if now is None or now.tags.get(to.tag) != commit:
         raise HubMoved(
             f"the tag {to.tag} of {to.repo} was given to another commit meanwhile", where=commit,
-            fix="See who else publishes there, and choose another tag.",
+            fix="Find out who else publishes there, and choose another tag.",
         )  # fmt: skip
 
 
@@ -321,7 +323,7 @@ def refuse_contradictions(to: Publication) -> None:
     """Raise PublishRefused for a publication that cannot be, whatever the folder and the repository are."""
     if not _is_repository(to.repo):
         raise PublishRefused(
-            f"no repository of the Hub can be called {to.repo!r}",
+            f"{to.repo!r} is not a valid repository name",
             fix="Name it org/name, of letters, digits, '-', '_' and '.'; a branch is given with --revision.",
         )
     if to.create_pr and (to.tag or to.revision != MAIN or to.public):
@@ -346,7 +348,7 @@ def refuse_public(to: Publication, seen: RepositoryState) -> None:
     """Raise PublishRefused where the repository is public and must not be."""
     if to.private and not seen.private:
         raise PublishRefused(
-            f"{to.repo} is public, and a private repository was asked for",
+            f"{to.repo} is public, but --private was given",
             fix="Make it private in its settings, or leave out --private.",
         )
 
@@ -374,7 +376,7 @@ def refuse_moved(to: Publication, parent: str) -> None:
     """Raise HubMoved where the branch is not on the commit that is expected."""
     if to.expect_parent and parent != to.expect_parent:
         raise HubMoved(
-            f"{to.repo} is on {parent[:10]}, not on {to.expect_parent[:10]}",
+            f"{to.repo} is at {parent[:10]}, not at {to.expect_parent[:10]}",
             where=to.revision,
-            fix="See what was committed meanwhile, then expect the new parent.",
+            fix="Check what was committed meanwhile, then give the new --expect-parent.",
         )

@@ -283,9 +283,9 @@ def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shap
     """
     if isinstance(spec.attention, Mla) == (kind == "mla"):
         raise LayoutCannot(
-            f"the head's attention is {spec.kind.upper()} already",
+            f"the head's attention is already {spec.kind.upper()}",
             where="--attention",
-            fix="Leave --attention out: the conversion is exact then.",
+            fix="Leave --attention out. The conversion is then exact.",
         )
     check_convertible(spec)
     dims, shape = spec.attention, shape or Shape()
@@ -303,9 +303,9 @@ def _check_values(head: DraftHead) -> None:
     for name, weight in head.weights.items():
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise TensorValue(
-                f"{name} of the head holds values that are no finite numbers",
+                f"{name} of the head holds NaN or Inf",
                 where=name,
-                fix="Convert a head whose weights are whole; kconv validate says which tensors are not.",
+                fix="Convert a head with finite weights. kconv validate lists the bad tensors.",
             )
 
 

@@ -234,7 +234,7 @@ def _descend(
         loss = _take_gradient(original, assemble(), calibration.batch(mine[order.pop()]), list(trained))
         if not math.isfinite(loss):
             raise TrainingFailed(
-                f"healing broke off: the loss is {loss} at step {step + 1} of {steps}",
+                f"healing stopped: the loss is {loss} at step {step + 1} of {steps}",
                 fix="Heal for fewer steps, or give more text.",
             )
         for one in (*optimizers, *schedules):

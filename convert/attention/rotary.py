@@ -71,7 +71,7 @@ def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
     """
     if rope.scaling is not None and not isinstance(rope.scaling, Yarn):
         raise LayoutCannot(
-            f"RoPE is scaled by {type(rope.scaling).__name__}, and engines read YaRN alone of an MLA head",
+            f"RoPE scaling is {type(rope.scaling).__name__}, but engines support only YaRN for an MLA head",
             where="rope_scaling",
             fix="Serve this head with its own attention.",
         )

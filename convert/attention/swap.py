@@ -93,19 +93,19 @@ def check_convertible(spec: HeadSpec) -> None:
     """
     if spec.layers != 1:
         raise LayoutCannot(
-            f"the head has {spec.layers} layers, and attention is converted for heads of one",
+            f"the head has {spec.layers} layers, but only the attention of one-layer heads can be converted",
             where="num_hidden_layers",
             fix="Serve this head with its own attention.",
         )
     if spec.norms.qk:
         raise LayoutCannot(
-            "the head norms its queries and keys, and an MLA head has no place for these norms",
+            "the head norms its queries and keys, but an MLA head has no place for these norms",
             where="norms.qk",
             fix="Serve this head with its own attention.",
         )
     if isinstance(spec.attention, Gqa) and spec.attention.bias:
         raise LayoutCannot(
-            "the head's attention has biases, and engines drop those of an MLA head without a word",
+            "the head's attention has biases, but engines silently drop those of an MLA head",
             where="attention_bias",
             fix="Serve this head with its own attention.",
         )

@@ -176,7 +176,7 @@ def fit_head_dim(dims: Mla, head_dim: int | None) -> int:
             f"a head of {dims.qk_nope_head_dim} + {dims.qk_rope_head_dim} dims, its values of {dims.v_head_dim}, "
             f"does not fit into a head_dim of {head_dim}",
             where="head_dim",
-            fix=f"Say --head-dim auto, or a number from {least} on.",
+            fix=f"Use --head-dim auto, or at least {least}.",
         )
     return head_dim or least
 

@@ -151,7 +151,7 @@ def groups_of(spec: HeadSpec, format_: LinearFormat) -> list[tuple[str, ...]]:
             columns = known[slot].shape[1]
             if columns % format_.stored.group:
                 raise TensorShape(
-                    f"{slot} has {columns} columns, and {format_.name} takes them in groups of {format_.stored.group}",
+                    f"{slot} has {columns} columns, but {format_.name} needs groups of {format_.stored.group}",
                     where=slot,
                     fix="Choose another format.",
                 )

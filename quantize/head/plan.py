@@ -87,13 +87,13 @@ def check_head(head: Head, format_: LinearFormat) -> None:
     """
     if head.is_quantized:
         raise ConfigUnsupported(
-            "the head is quantized already",
+            "the head is already quantized",
             where=head.checkpoint.folder,
             fix="Give the head that it was quantized from.",
         )
     if head.layout.write_config is None:
         raise LayoutCannot(
-            f"the head is in {head.layout.name}'s layout, which is a trainer's, and no engine's",
+            f"the head is in {head.layout.name}'s layout, which is a trainer's, not an engine's",
             where=head.checkpoint.folder,
             fix="Convert it first, exactly: kconv to-vllm (or to-trtllm, to-sglang, to-portable) HEAD OUT.",
         )

@@ -61,10 +61,10 @@ def check_states(calibration: Calibration, spec: HeadSpec) -> int:
     calibrated = rows["fit"] + rows["choose"]
     if not calibrated or not rows["held-out"]:
         raise CalibrationInvalid(
-            f"the states give {calibrated:,} rows to calibrate on and {rows['held-out']:,} to measure on, and both are "
+            f"the states give {calibrated:,} rows for calibration and {rows['held-out']:,} for measuring; both are "
             "needed",
             where=calibration.name,
-            fix="Give states of more prompts: one in ten is kept from the calibration, to be measured on.",
+            fix="Give states of more prompts. One prompt in ten is kept for measuring.",
         )
     return calibrated
 
@@ -169,7 +169,7 @@ def _largest_of(group: Sequence[str], weights: Mapping[str, Tensor]) -> dict[str
     for slot, largest in found.items():
         if not 0 < largest < math.inf:
             raise TensorValue(
-                f"{slot} is zero throughout" if largest == 0 else f"{slot} holds NaN or Inf",
+                f"{slot} is all zeros" if largest == 0 else f"{slot} holds NaN or Inf",
                 where=slot,
                 fix="Export the head again.",
             )

@@ -204,7 +204,7 @@ def test_a_router_that_shows_two_engines_is_named():
 
 
 def test_drafted_tokens_that_are_no_whole_number_of_steps_are_mixed_definitions():
-    with pytest.raises(DefinitionsMixed, match="no whole number") as fault:
+    with pytest.raises(DefinitionsMixed, match="not a whole number") as fault:
         TRTLLM.counters.count({DRAFTED: 7.0, ACCEPTED: 3.0, ANSWERED: 6.0}, 2, 1, 1)
     assert "bench: --draft-tokens, validate: --steps" in fault.value.fix, "both commands count so"
 
@@ -228,7 +228,7 @@ def test_what_sglang_says_of_its_drafting_is_kept():
         run = ServerRun(draft_tokens=K, head="h", weights={"model.safetensors": "00"})
         found = measure_server(server.url, SUITE, run)
     assert found.provenance["server"] == INFO
-    assert "as told" in found.provenance["weights"]
+    assert "stated by the user" in found.provenance["weights"]
 
 
 def test_a_tree_that_is_the_servers_is_measured():
@@ -293,7 +293,10 @@ def test_counters_that_never_rest_are_named(monkeypatch):
     [
         (["--engine", "trtllm", "--engine-python", "p"], "is not one of vllm, sglang"),
         (["--engine", "vllm", "--engine-python", "p", "--tree", "topk=4,nodes=8"], "vllm drafts chains alone"),
-        (["--engine", "sglang", "--engine-python", "p", "--tree", "topk=4"], "say chain, or e.g. topk=4,nodes=8"),
+        (
+            ["--engine", "sglang", "--engine-python", "p", "--tree", "topk=4"],
+            "is neither chain nor like topk=4,nodes=8",
+        ),
         (["--engine", "sglang"], "--engine needs --engine-python"),
         (["--engine-python", "p"], "with --url or --engine"),
     ],

@@ -72,12 +72,12 @@ def test_a_server_that_does_not_say_it_is_known_by_its_counts(engine, length):
         # Nothing is accepted always, which a bad head may do as well.
         assert measure(engine, forged=length)
         return
-    with pytest.raises(AcceptanceForged, match="is a set one"):
+    with pytest.raises(AcceptanceForged, match="is a fixed one"):
         measure(engine, forged=length)
 
 
 def test_an_engine_that_counts_no_places_shows_a_whole_number_by_its_prompts():
-    with pytest.raises(AcceptanceForged, match=r"of 3\.000 is a set one"):
+    with pytest.raises(AcceptanceForged, match=r"of 3\.000 is a fixed one"):
         measure("sglang", forged=3.0)
 
 

@@ -9,6 +9,7 @@ from support.release_faults import candidate, found, record
 from support.releases import write_release
 
 from kconv.cards.publish import release as release_module
+from kconv.cards.publish.gate import judge
 from kconv.cards.publish.release import PNG
 from kconv.cards.publish.run import Publication, prepare
 from kconv.cards.publish.run import publish as run
@@ -74,6 +75,43 @@ def test_what_is_of_no_kind_of_a_release_is_refused_whoever_lists_it(folder, nam
     assert {"P115", "P101"} & set(found(folder))
     with pytest.raises(PublishRefused):
         prepare(candidate(folder))
+
+
+CODE, NAME = b"class TikTokenTokenizer: ...\n", "tokenization_kimi.py"
+
+
+def as_target(folder, hub, files):
+    """Have the manifest speak of a target that was quantized from a repository with these files."""
+    held = json.loads((folder / "kconv.json").read_text())
+    commit = hub.commit("org/target", {"config.json": b"{}", **files})
+    held |= {"spec": {"kind": "target"}, "exact": False, "source": f"org/target@{commit}"}
+    (folder / "kconv.json").write_text(json.dumps(held))
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize(
+    "files, why",
+    {
+        "its source's": ({NAME: CODE}, ""),
+        "changed": ({NAME: CODE + b"#"}, "and not that of org/target@"),
+        "not there": ({}, "and not that of org/target@"),
+    }.values(),
+)
+def test_a_targets_code_is_published_where_it_is_its_sources_byte_for_byte(folder, hub, files, why):
+    as_target(folder, hub, files)
+    record(folder, NAME, CODE)
+    said = [finding.message for finding in judge(candidate(folder)) if finding.rule == "P115"]
+    assert len(said) == bool(why) and all(why in one for one in said)
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize("source", ["org/target@main", "../target", "org/other@" + "0" * 40])
+def test_code_of_a_source_that_nothing_pins_or_the_card_does_not_name_is_refused(folder, hub, source):
+    as_target(folder, hub, {NAME: CODE})
+    held = json.loads((folder / "kconv.json").read_text()) | {"source": source}
+    (folder / "kconv.json").write_text(json.dumps(held))
+    record(folder, NAME, CODE)
+    assert "P115" in found(folder)
 
 
 def test_a_pipe_or_a_device_in_the_folder_is_refused_and_not_waited_for(folder):

@@ -103,7 +103,7 @@ def test_an_index_that_names_another_path_is_refused(folder, name):
         open_checkpoint(folder)
     assert caught.value.where.endswith(INDEX) and caught.value.fix
     outside = "/" in name or not name.endswith(".safetensors")
-    assert ("of its own folder" in caught.value.what) == outside
+    assert ("in its folder" in caught.value.what) == outside
 
 
 MAPS = {

@@ -9,11 +9,13 @@ import shutil
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from support.heads import MLA, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
+from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
@@ -198,3 +200,38 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(root, name):
     rewrite(root, lambda record: record["files"].append({"name": name, "size": 0, "sha256": "0" * 64}))
     with pytest.raises(ManifestMismatch, match="bare name"):
         read_manifest(root / "out")
+
+
+# What a manifest may be made to say: of these no byte tells, but the manifest itself or the head does.
+LIES = {
+    "exact of a cast tensor": lambda m: m["tensors"][0].update(action="cast"),
+    "not exact of copies": lambda m: m.update(exact=False),
+    "a copy of another shape": lambda m: m["tensors"][0]["sources"][0].update(shape=[1]),
+    "a copy of other bytes": lambda m: m["tensors"][0]["sources"][0].update(blake3="0" * 64),
+    "a copy of nothing": lambda m: m["tensors"][0].update(sources=[]),
+    "a tensor twice": lambda m: m["tensors"].append(m["tensors"][0]),
+    "a file twice": lambda m: m["files"].append(m["files"][0]),
+    "more parameters": lambda m: m.update(parameters=m["parameters"] + 1),
+    "parameters of both kinds": lambda m: (
+        m["parameters_by_origin"].update(trained=7, copied_from_target=0, unknown=0),
+        m.update(parameters=7),
+    ),
+    "other layers": lambda m: m["spec"].update(captured=[9, 9, 9]),
+    "another epsilon": lambda m: m["spec"].update(eps=1e-2),
+    "another attention": lambda m: m["spec"].update(kind="mha"),
+    "nothing of RoPE": lambda m: m["spec"].pop("rope"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_manifest_says_is_held_against_itself_and_the_head(root, lie):
+    rewrite(root, LIES[lie])
+    ended = CliRunner().invoke(main, ["verify", str(root / "out")])
+    assert ended.exit_code == 1 and MANIFEST in ended.output, ended.output
+
+
+def test_how_the_source_was_read_is_held_against_the_source(root):
+    rewrite(root, lambda m: m.update(captured_by="a revelation"))
+    asked = ["verify", str(root / "out"), str(root / "source")]
+    ended = CliRunner().invoke(main, asked)
+    assert ended.exit_code == 1 and "a revelation" in ended.output

@@ -95,7 +95,7 @@ def test_a_facts_file_is_started_with_what_the_manifest_knows(head, tmp_path):
 
 def test_a_written_card_says_how_much_it_lacks_and_is_written_again_with_force(head):
     result = run(head, "--style", "nvidia")
-    assert "facts are missing and left out; kconv card --missing lists them" in result.stderr
+    assert "facts are missing; kconv card --missing lists them" in result.stderr
     assert "already" in run(head, "--style", "nvidia").stderr
     assert (head / "README.md").write_text("mine") and run(head, "--force").stdout == f"{head / 'README.md'}\n"
     assert "mine" not in (head / "README.md").read_text()

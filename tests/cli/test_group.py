@@ -103,7 +103,7 @@ def test_the_version_names_what_results_depend_on():
 
 def test_the_version_names_what_is_not_there(monkeypatch):
     monkeypatch.setitem(LIBRARIES, "no-such-library", "optimize")
-    assert version_lines()[-1] == "no-such-library is not installed; pip install 'kconv[optimize]'"
+    assert version_lines()[-1] == "no-such-library is not installed; pip install '.[optimize]' in a clone of kconv"
 
 
 def test_the_version_imports_nothing_heavy():
@@ -170,7 +170,7 @@ def test_a_package_of_an_extra_that_is_missing_is_named_with_the_extra(package, 
 
     done = CliRunner().invoke(group, ["go"])
     assert done.exit_code == 1
-    assert f"pip install 'kconv[{extra}]'" in done.stderr
+    assert f"pip install '.[{extra}]'" in done.stderr
 
 
 def test_a_module_that_no_extra_brings_is_a_bug_and_is_not_hidden():
@@ -192,7 +192,7 @@ def test_a_full_disk_under_stdout_is_a_named_fault(tmp_path, arguments, unbuffer
         ran = subprocess.run([*KCONV, *words], stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ | own)
     assert ran.returncode == 1
     assert ran.stderr.splitlines() == [
-        "error: what was asked for could not be written: No space left on device",
+        "error: the output could not be written: No space left on device",
         "  where: stdout, or the file of a report",
         "  fix:   Free some space, or write to another disk. A checkpoint that was made is whole, and stays.",
     ]

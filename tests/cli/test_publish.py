@@ -69,7 +69,7 @@ def test_a_name_that_no_repository_can_have_is_refused_before_the_folder_is_judg
     ran = kconv(folder, repo, *more)
     usage = "--" not in repo and not repo.endswith(".")  # not of the form org/name
     assert (ran.exit_code, ran.stdout) == (2 if usage else 1, "")
-    said = f"REPO {repo!r} is not of the form" if usage else f"no repository of the Hub can be called {repo!r}"
+    said = f"REPO {repo!r} is not of the form" if usage else f"{repo!r} is not a valid repository name"
     assert said in ran.stderr and "P113" not in ran.stderr
     assert hub.served == []
 
@@ -109,7 +109,7 @@ def test_a_floor_on_a_suite_says_target_and_temperature(hub, folder):
     assert ran.exit_code == 0, ran.stderr
     for one in (target, temperature):
         refused = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *one)
-        assert refused.exit_code == 2 and "says target and temperature" in refused.stderr
+        assert refused.exit_code == 2 and "needs target and temperature" in refused.stderr
         assert "Value error" not in refused.stderr
     warmer = kconv(folder, REPO, "--min-acceptance", "2.6", *about, *target, "--temperature", "1")
     assert warmer.exit_code == 1 and "P109" in warmer.stderr
@@ -154,7 +154,7 @@ def test_a_pull_request_leaves_the_steps_tag_branch_and_visibility_for_its_merge
 
 
 OPEN = {
-    "no step": ((), "has a step that publishes"),
+    "no step": ((), "has a publish step"),
     "two steps": ((ALLOWED, ALLOWED | {"repo": "org/other"}), "2 steps of"),
 }
 

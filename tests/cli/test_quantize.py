@@ -31,7 +31,7 @@ def test_it_quantizes_and_what_it_says_next_holds(target, tmp_path):
     assert "72 modules in NVFP4 (nvfp4-experts)" in done.stdout
     assert "input_scale: data-free: every input_scale is 1.0" in done.stdout
     checked = CliRunner().invoke(main, ["verify", str(out), str(target)])
-    assert checked.exit_code == 0 and "hold, on both sides" in checked.stdout
+    assert checked.exit_code == 0 and "match the manifest (source and output)" in checked.stdout
     validated = CliRunner().invoke(main, ["validate", str(out), "--source", str(target), "--json"])
     report = json.loads(validated.stdout)
     assert not [f for f in report["findings"] if f["severity"] == "error"], validated.stdout
@@ -41,7 +41,7 @@ def test_it_quantizes_and_what_it_says_next_holds(target, tmp_path):
 def test_a_dry_run_says_what_becomes_what_and_writes_nothing(target, tmp_path):
     said = run(target, tmp_path / "out", "--recipe", "nvfp4-mlp", "--input-scale", "data-free", "--dry-run")
     assert said.exit_code == 0, said.output
-    for phrase in ("routed experts", "NVFP4 from int4", "as it is", "needed", "free", "time: about"):
+    for phrase in ("routed experts", "NVFP4 from int4", "unchanged", "needed", "free", "time: about"):
         assert phrase in said.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -60,7 +60,7 @@ def test_the_input_scales_origin_must_be_said(target, tmp_path):
     refused = run(target, tmp_path / "out", "--recipe", "nvfp4")
     assert refused.exit_code == 2 and "--input-scale is required" in refused.output
     without_use = run(target, tmp_path / "out", "--recipe", "nvfp4-weight-only", "--input-scale", "data-free")
-    assert without_use.exit_code == 2 and "has no use" in without_use.output
+    assert without_use.exit_code == 2 and "has no effect" in without_use.output
 
 
 def test_an_output_that_is_there_is_refused(target, tmp_path):

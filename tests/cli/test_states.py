@@ -69,7 +69,7 @@ def test_a_chat_goes_through_the_targets_template(tiny_target, prompts, tmp_path
     ("words", "what"),
     [
         (("--no-held-out",), "leaves nothing to write"),
-        (("--url", "http://127.0.0.1:1"), "go together"),
+        (("--url", "http://127.0.0.1:1"), "need each other"),
         (("--url", "http://127.0.0.1:1", "--shared", ".", "--sampled", "3"), "in memory"),
         (("--captured", "3,1"), "not an ascending list"),
     ],
@@ -85,7 +85,7 @@ def test_options_that_do_not_go_together(tiny_target, prompts, tmp_path, words, 
     [
         (("--captured", "1,9"), "cannot be captured"),
         (("--prompts", "absent.jsonl"), "cannot be read"),
-        (("--sampled", "10000000"), "and the target takes"),
+        (("--sampled", "10000000"), "but the target takes"),
     ],
 )
 def test_faults_are_named_and_leave_nothing(tiny_target, prompts, tmp_path, words, what):

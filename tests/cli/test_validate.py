@@ -36,7 +36,7 @@ def test_a_good_head_is_exit_0_and_says_for_whom(good):
     shown = kconv("validate", good)
     assert (shown.exit_code, "no errors" in shown.stdout) == (0, True)
     assert "checked for vllm-v1, vllm-v2 (the engines that the layout is written for)" in shown.stdout
-    assert "checked for sglang (asked)" in kconv("validate", good, "--for", "sglang").stdout
+    assert "checked for sglang (as requested)" in kconv("validate", good, "--for", "sglang").stdout
 
 
 def test_a_broken_head_is_exit_1_with_its_rule_and_a_fix(tmp_path):
@@ -92,7 +92,7 @@ def test_headers_only_reads_no_value(tmp_path):
 @pytest.mark.parametrize("more", [["--prompts", "p.jsonl", "--target", "."], ["--source", "."]])
 def test_headers_only_and_what_is_about_values_is_misuse(good, more):
     shown = kconv("validate", good, "--headers-only", *more)
-    assert shown.exit_code == 2 and "reads no value" in shown.stderr
+    assert shown.exit_code == 2 and "reads no weights" in shown.stderr
 
 
 def test_the_same_report_in_three_forms(tmp_path):

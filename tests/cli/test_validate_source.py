@@ -73,7 +73,7 @@ def test_what_was_said_of_a_source_need_not_be_said_again(tmp_path, write, optio
     assert kconv("to-vllm", source, out, *options).exit_code == 0
     assert read_manifest(out).hints == HintsRecord(**hints)
     shown = kconv("validate", out, "--source", source)
-    assert (shown.exit_code, "identical to the source's" in shown.stdout) == (0, True), shown.output
+    assert (shown.exit_code, "weights: identical to the source" in shown.stdout) == (0, True), shown.output
 
 
 def test_the_targets_depth_need_not_be_said_again(tmp_path):
@@ -111,7 +111,7 @@ def test_a_config_that_differs_is_not_said_of_the_weights(tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     shown = kconv("validate", other, "--source", source)
     assert shown.exit_code == 1 and "max_positions differ" in shown.stdout
-    assert "identical to the source's" in shown.stdout
+    assert "weights: identical to the source" in shown.stdout
 
 
 def overruled(folder: Path) -> Path:

@@ -90,7 +90,7 @@ def test_a_published_head_that_lists_vllms_layers_is_read_once_it_is_told(tmp_pa
     listed = cut(TORCHSPEC_MLA, replace(spec, captured=(2, 30, 58)))
     source = write_head(tmp_path / "source", MODELOPT, spec, random_slots(spec), listed)
     manifest = convert(source, tmp_path / "out", VLLM, captured_are="inputs")
-    assert "as told" in manifest.captured_by
+    assert "set by the user" in manifest.captured_by
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert found["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]
     convert(tmp_path / "out", tmp_path / "trt", TRTLLM)

@@ -144,7 +144,7 @@ IN_BF16 = torch.zeros((), dtype=torch.bfloat16)
 
 
 REFUSED = {
-    "fused and quantized": (fp8, CONFIG, fuse, LayoutCannot),
+    "fused before quantizing": (fp8, CONFIG, fuse, LayoutCannot),
     "no word of how": (nvfp4, {}, lambda tensors: None, ConfigInvalid),
     "a second scale that is missing": (nvfp4, CONFIG, forget("weight_scale_2"), TensorMissing),
     "a block scale that is missing": (nvfp4, CONFIG, forget("weight_scale"), TensorMissing),

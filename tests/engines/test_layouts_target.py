@@ -124,11 +124,15 @@ def test_what_an_engine_does_not_share_is_kept(tmp_path, target):
 
 
 UNSAID = {
-    "the output of the last layer": (replace(MLA, captured=(1, 3, 8)), {}, "never the output of the target's last"),
-    "the same, in a list of inputs": (replace(MLA, captured=(2, 3, 8)), {}, "never the output of the target's last"),
-    "the same, of a Qwen3": (replace(GQA, captured=(1, 3, 8)), {"model_type": "qwen3"}, "never the output of the"),
+    "the output of the last layer": (replace(MLA, captured=(1, 3, 8)), {}, "never captures the output of the last"),
+    "the same, in a list of inputs": (replace(MLA, captured=(2, 3, 8)), {}, "never captures the output of the last"),
+    "the same, of a Qwen3": (
+        replace(GQA, captured=(1, 3, 8)),
+        {"model_type": "qwen3"},
+        "never captures the output of the",
+    ),
     "the output of layer 0": (replace(GQA, captured=(0, 3, 5)), {}, "capture the output of layer 0"),
-    "a linear Kimi": (MLA, {"model_type": "kimi_linear"}, "knows no class of SGLang"),
+    "a linear Kimi": (MLA, {"model_type": "kimi_linear"}, "has no class for this target"),
 }
 
 
@@ -188,7 +192,7 @@ def test_a_list_is_written_as_sglangs_class_of_the_target_takes_it(tmp_path, nam
 @pytest.mark.parametrize("name", ["sglang", "portable"])
 def test_a_list_that_classes_of_targets_read_otherwise_needs_the_target(tmp_path, name):
     spec = replace(GQA, captured=(2, 3, 5))
-    with pytest.raises(LayoutCannot, match="by the target's class") as caught:
+    with pytest.raises(LayoutCannot, match="as layer inputs for DeepSeek") as caught:
         plan(head(tmp_path, spec, random_slots(spec)), BY_NAME[name])
     assert "--target" in caught.value.fix
 

@@ -99,7 +99,7 @@ def test_greedy_continuations_come_from_the_server_and_leave_no_file(runner, han
     hand_out()
     assert runner.extend("greedy", [IDS, IDS[:3]], 4, 0) == generate_greedy(model, [IDS, IDS[:3]], 4)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(EngineFailed, match="sampling under speculation"):
+    with pytest.raises(EngineFailed, match="sampling on a server with speculation"):
         runner.extend("sampled", [IDS], 4, 0)
 
 
@@ -110,7 +110,7 @@ def test_greedy_continuations_come_from_the_server_and_leave_no_file(runner, han
         ({"token_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7])}, "gives states"),
         ({"hidden_states": torch.zeros(7, 4, 64, dtype=torch.bfloat16)}, "computes in BF16, and F32"),
         # Started with another layer as its last.
-        ({"layers": (2, 4, 5, 6)}, "has logprob .* by the states that it gives as its last"),
+        ({"layers": (2, 4, 5, 6)}, "has logprob .* its last states give"),
         ({"off": 0.01}, "has logprob"),
         ({"off": float("nan")}, "has logprob nan"),
     ],
@@ -130,7 +130,7 @@ def test_how_to_start_the_server_is_told(runner, hand_out):
 
 def test_a_server_that_hands_out_nothing_is_told(runner, stand_in):
     stand_in.answers["/v1/completions"] = (200, json.dumps({"choices": [{"token_ids": [3]}]}))
-    with pytest.raises(EngineFailed, match="hands out no hidden states"):
+    with pytest.raises(EngineFailed, match="returns no hidden states"):
         runner.capture(torch.tensor([IDS]), CAPTURED)
 
 

@@ -96,7 +96,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 
 WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
-    "an option that does not exist": ("inspect", ("head",), {"speed": 1}, "--speed"),
+    "option does not exist": ("inspect", ("head",), {"speed": 1}, "--speed"),
     "a value that cannot be": ("validate", ("head",), {"draft_tokens": 99}, "--draft-tokens"),
     "an option without the one it goes with": ("convert", ("head", "out"), {"to": "vllm", "heal": 3}, "--heal"),
     "a layout that is none": ("convert", ("head", "out"), {"to": "gguf"}, "--to"),

@@ -76,22 +76,32 @@ steps:
 """
 # What is changed in it, the line that is named, and what is said of it.
 WRONG = {
-    "a key with a typo": ("data: texts", "dta: texts", 8, "steps.b.dta: there is no such key; data is the nearest"),
-    "an operation with a typo": ("do: train", "do: trian", 5, "train is the nearest"),
-    "a step with a typo": ("head: $b", "head: $bb", 9, r"\$b is the nearest"),
+    "a key with a typo": ("data: texts", "dta: texts", 8, "steps.b.dta is not a known key; did you mean data"),
+    "an operation with a typo": ("do: train", "do: trian", 5, "did you mean train"),
+    "a step with a typo": ("head: $b", "head: $bb", 9, r"did you mean \$b"),
     "a value of another kind": (
         "data: texts.jsonl",
         "save_every: many",
         8,
-        "it has to be a whole number, and is 'many'",
+        "it must be a whole number, and is 'many'",
     ),
-    "a fact with a typo": ("  c:", "facts: {licence: {}}\n#", 9, "facts.licence: there is no such key; license is"),
-    "a fact below one": ("  c:", "facts:\n  license: {idd: mit}\n#", 10, "facts.license.idd: .* id is the nearest"),
+    "a fact with a typo": (
+        "  c:",
+        "facts: {licence: {}}\n#",
+        9,
+        "facts.licence is not a known key; did you mean license",
+    ),
+    "a fact below one": (
+        "  c:",
+        "facts:\n  license: {idd: mit}\n#",
+        10,
+        "facts.license.idd is not a known key; did you mean id",
+    ),
     "a bracket that is left open": ("{do: convert", "{do: [convert", 3, "line 3 .* breaks off"),
     "a date that is none": ("data: texts.jsonl", "split: 2026-13-45", 8, "'2026-13-45' in line 8"),
     "a Python object": ("data: texts.jsonl", "split: !!python/name:os.system ''", 8, "line 8"),
     "options that do not go together": ("data: texts.jsonl", "data: x\n    states: y", 4, "either `data` or `states`"),
-    "a key at the top": ("steps:", "step:", 2, "step: there is no such key; steps is the nearest"),
+    "a key at the top": ("steps:", "step:", 2, "step is not a known key; did you mean steps"),
 }
 # Words of pydantic and PyYAML.
 THEIRS = (

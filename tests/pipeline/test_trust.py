@@ -105,7 +105,7 @@ def test_an_attention_is_converted_with_one_commits_code_alone(target, head, pro
     hub.commit("org/kimi", target)
     words = ["to-vllm", head, tmp_path / "mha", "--attention", "mha", "--prompts", prompts, "--trust-remote-code"]
     asked = CliRunner().invoke(main, [*map(str, words), "--target", "org/kimi@main"])
-    assert asked.exit_code == 2 and "one commit only" in asked.stderr
+    assert asked.exit_code == 2 and "needs a pinned target" in asked.stderr
 
 
 def test_only_one_commit_is_trusted():

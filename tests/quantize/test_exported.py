@@ -63,7 +63,7 @@ SPOILED = {
     "an input scale of zero": ("int4", one_value(f"{EXPERT}.input_scale", 0.0), "input_scale 0.0, and a scale"),
     "a global scale of zero": ("int4", one_value(f"{EXPERT}.weight_scale_2", 0.0), "weight_scale_2 0.0, and a scale"),
     "a negative scale": ("int4", one_value(f"{EXPERT}.weight_scale_2", -1.0), "weight_scale_2 -1.0, and a scale"),
-    "a subnormal scale": ("int4", one_value(f"{EXPERT}.weight_scale_2", 1e-40), "a scale is a normal number"),
+    "a subnormal scale": ("int4", one_value(f"{EXPERT}.weight_scale_2", 1e-40), "a scale must be a normal"),
     "a norm of another": ("int4", one_value(NORM, 7.0), f"ModelOpt changed {NORM}"),
     "attention left in bf16, of another": ("fp8", one_value(ATTENTION, 7.0), f"ModelOpt changed {ATTENTION}"),
 }

@@ -179,10 +179,10 @@ REFUSED = {
     "a weight of zeros": (SPEC, filled("0.up_proj", 0.0), states_of(SPEC), TensorValue, "zero throughout"),
     "a weight with NaN": (SPEC, filled("0.o_proj", float("nan")), states_of(SPEC), TensorValue, "NaN or Inf"),
     "a weight with Inf": (SPEC, filled("0.q_proj", float("inf")), states_of(SPEC), TensorValue, "NaN or Inf"),
-    "states with NaN": (SPEC, weights_of(SPEC), spoiled(float("nan")), CalibrationInvalid, "no finite numbers"),
-    "states with Inf": (SPEC, weights_of(SPEC), spoiled(float("inf")), CalibrationInvalid, "no finite numbers"),
+    "states with NaN": (SPEC, weights_of(SPEC), spoiled(float("nan")), CalibrationInvalid, "NaN or Inf"),
+    "states with Inf": (SPEC, weights_of(SPEC), spoiled(float("inf")), CalibrationInvalid, "NaN or Inf"),
     "held-out states with NaN": (
-        SPEC, weights_of(SPEC), spoiled(float("nan"), "held-out"), CalibrationInvalid, "no finite numbers",
+        SPEC, weights_of(SPEC), spoiled(float("nan"), "held-out"), CalibrationInvalid, "NaN or Inf",
     ),
     "a linear that reads Inf": (
         SPEC, filled("0.post_attention_layernorm", 3e38), states_of(SPEC), InputScalesInvalid, "amax",

@@ -118,7 +118,7 @@ def test_what_is_told_of_it(quantized, states, kind, name):
     assert record is not None and record.calibration == states.name and len(record.prompts) == 30
     assert record.details["format"] == name.upper() and record.held_out["sequences"] == 3
     shown = (quantized / f"{kind}-{name}.txt").read_text()
-    assert f"approximate: keeps {record.held_out['kept']:.2%}" in shown and "on 3 held-out sequences" in shown
+    assert f"approximate: retains {record.held_out['kept']:.2%}" in shown and "on 3 held-out sequences" in shown
     said = conversion(read_manifest(out))["approximation"]
     assert f"in {name.upper()}" in said and "calibrated on states" in said
 

@@ -44,8 +44,10 @@ def calibrated(forms, tmp_path):
         change(amax)
         prompts = CalibrationPrompts(sha256="0" * 64, count=3, tokens=99)
         held = TargetCalibration(target=identify(checkpoint, config), prompts=prompts, input_amax=amax)
-        write_calibration(tmp_path / "calibration.json", held)
-        return tmp_path / "calibration.json", amax
+        file = tmp_path / "calibration.json"
+        file.unlink(missing_ok=True)
+        write_calibration(file, held)
+        return file, amax
 
     return make
 
@@ -136,7 +138,7 @@ def test_an_amax_beyond_what_its_norm_can_reach_is_named(name, norm, wrapped, fo
     module.weight.data = weight.float()
     reached = float(module(alone).detach().abs().max())
     from_calibration(calibrated(lambda held: held.update({name: reached}))[0], target, config)
-    with pytest.raises(InputScalesInvalid, match=rf"the amax of {name} is .*{norm}, which it reads, reaches"):
+    with pytest.raises(InputScalesInvalid, match=rf"the amax of {name} is .*{norm}, reaches at most"):
         from_calibration(calibrated(lambda held: held.update({name: 1.05 * reached}))[0], target, config)
 
 

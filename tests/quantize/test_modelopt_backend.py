@@ -123,7 +123,7 @@ def test_without_batches_the_missing_input_scales_are_named(forms, tmp_path):
 
 def test_a_wrapped_target_is_refused(forms, kconv, tmp_path):
     words = ("quantize", forms("bf16", wrapped=True), tmp_path / "out", "--recipe", "nvfp4", "--backend", "modelopt")
-    assert "wrapped in another" in kconv(*words, "--prompts", tmp_path / "prompts.jsonl", code=1).output
+    assert "only a bare text model" in kconv(*words, "--prompts", tmp_path / "prompts.jsonl", code=1).output
     assert not (tmp_path / "out").exists()
 
 

@@ -3,21 +3,15 @@
 Usage, in tests/: python -m support.fuzz ROOT SEED EXAMPLES. Prints one JSON object: how many examples were refused and
 taken, how much the memory grew, and every example that ended in anything but a named fault or a proven output.
 `SEED-N` repeats an example alone: python -m support.fuzz ROOT SEED-N 1.
-
-The process may not grow by more than `ROOM` bytes of address space, so that a header that claims a terabyte cannot
-be believed for long.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import resource
 import shutil
-import signal
 import sys
 import traceback
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +22,9 @@ from kconv.cli import main as kconv
 from kconv.engines import BY_NAME
 
 from . import heads, makers
+from .fuzzing import run_examples
 from .mutate import change
 
-ROOM = 256 << 20
-HANGS = 60  # seconds
 TORCHSPEC, MODELOPT = replace(heads.MLA, captured=(1, 7, 23)), replace(heads.GQA, captured=(1, 7, 23), layers=2)
 HEADS = {
     "vllm": heads.MLA,
@@ -107,6 +100,7 @@ def run_one(sources: list[Path], target: Path, work: Path, seed: str) -> tuple[s
     rng = random.Random(seed)
     source, command = rng.choice(sources), rng.choice(COMMANDS)
     head, beside, out = work / "head", work / "target", work / "out"
+    work.mkdir()
     shutil.copytree(source, head)
     shutil.copytree(target, beside)
     change(beside if "TARGET" in command and rng.random() < 0.5 else head, rng)
@@ -125,14 +119,6 @@ def run_one(sources: list[Path], target: Path, work: Path, seed: str) -> tuple[s
     return ("refused" if ended.exit_code else "taken"), ""
 
 
-def limit_memory() -> int:
-    """Let the process grow by `ROOM` and no more; return its peak so far, in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    size = pages * resource.getpagesize() + ROOM
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def main(root: Path, seed: str, examples: int) -> None:
     """Run examples, and print what they came to."""
     sources, target = make_heads(root / "sources"), make_target(root / "target")
@@ -140,21 +126,8 @@ def main(root: Path, seed: str, examples: int) -> None:
     for command in COMMANDS:
         CliRunner().invoke(kconv, fill_in(command, sources[-1], target, root / "warm"))
         shutil.rmtree(root / "warm", ignore_errors=True)
-    before = limit_memory()
-    counts, wrong = Counter[str](), []
     work = root / "work"
-    for number in range(examples):
-        name = seed if "-" in seed else f"{seed}-{number}"
-        work.mkdir()
-        signal.alarm(HANGS)
-        how, why = run_one(sources, target, work, name)
-        signal.alarm(0)
-        counts[how] += 1
-        if why:
-            wrong.append({"seed": name, "why": why})
-        shutil.rmtree(work)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    print(json.dumps({**counts, "grown": grown, "faults": wrong}))
+    run_examples(work, seed, examples, lambda name: run_one(sources, target, work, name))
 
 
 if __name__ == "__main__":

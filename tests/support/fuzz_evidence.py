@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
-import signal
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +32,7 @@ from kconv.targets.states import read_record
 from kconv.train.recipe import read_recipe_file
 
 from . import mutate
-from .fuzz import HANGS, limit_memory
+from .fuzzing import run_examples
 from .releases import SUITE, write_acceptance, write_release
 
 # What YAML has and JSON has not: values that Python's own types refuse, tags, aliases that grow, what stands in itself.
@@ -207,7 +204,6 @@ def main(root: Path, seed: str, examples: int) -> None:
     """Run examples, and print what they came to."""
     source, work = make(root / "source"), root / "work"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    counts, wrong = Counter[str](), []
     for _, reading in READINGS:
         shutil.copytree(source, work)
         if isinstance(reading, list):
@@ -215,18 +211,7 @@ def main(root: Path, seed: str, examples: int) -> None:
             CliRunner().invoke(kconv, [word.replace("OUT", "out") for word in reading])
             os.chdir("/")
         shutil.rmtree(work)
-    before = limit_memory()
-    for number in range(examples):
-        name = seed if "-" in seed else f"{seed}-{number}"
-        signal.alarm(HANGS)
-        how, why = run_one(source, work, name)
-        signal.alarm(0)
-        counts[how] += 1
-        if why:
-            wrong.append({"seed": name, "why": why})
-        shutil.rmtree(work)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    print(json.dumps({**counts, "grown": grown, "faults": wrong}))
+    run_examples(work, seed, examples, lambda name: run_one(source, work, name))
 
 
 if __name__ == "__main__":

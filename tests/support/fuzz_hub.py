@@ -7,15 +7,11 @@ is not the folder's, byte for byte.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import resource
 import shutil
-import signal
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +26,7 @@ from kconv.checkpoint.source import resolve
 from kconv.errors import KconvError
 
 from . import mutate
-from .fuzz import HANGS, limit_memory
+from .fuzzing import run_examples
 from .hub import Hub, client_env
 from .hub_head import head as published_head
 from .hub_repos import Call, Reply
@@ -162,20 +158,13 @@ def main(root: Path, seed: str, examples: int) -> None:
     for number in (-2, -1):
         run_one(hub, release, work, f"warm{number}")
         shutil.rmtree(work)
-    before, (counts, wrong) = limit_memory(), (Counter[str](), [])
-    for number in range(examples):
-        name = seed if "-" in seed else f"{seed}-{number}"
+
+    def run(name: str) -> tuple[str, str]:
         shutil.rmtree(root / "home", ignore_errors=True)
-        signal.alarm(HANGS)
-        how, why = run_one(hub, release, work, name)
-        signal.alarm(0)
-        counts[how] += 1
-        if why:
-            wrong.append({"seed": name, "why": why})
-        shutil.rmtree(work)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        return run_one(hub, release, work, name)
+
+    run_examples(work, seed, examples, run)
     hub.close()
-    print(json.dumps({**counts, "grown": grown, "faults": wrong}))
 
 
 def point_to(hub: Hub, home: Path) -> None:

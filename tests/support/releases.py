@@ -129,4 +129,6 @@ def _renew_card(folder: Path) -> None:
 def make_inexact(folder: Path) -> None:
     """Have the manifest say that the weights are not the source's."""
     manifest = folder / "kconv.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"exact": False}))
+    stated = json.loads(manifest.read_text()) | {"exact": False}
+    next(step for step in stated["tensors"] if step["output"]["dtype"] == "BF16")["action"] = "converted"
+    manifest.write_text(json.dumps(stated))

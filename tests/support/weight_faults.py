@@ -41,10 +41,20 @@ def scale(slot: str, factor: float) -> Fault:
     return weights(lambda _, s: {slot: s[slot] * factor})
 
 
+# Kimi-K2's own, for heads that have none.
+KIMI = Yarn(64.0, 4096, 32.0, 1.0, 1.0, 1.0)
+
+
+def rope(**keys: object) -> Fault:
+    return config(lambda spec: replace(spec, rope=replace(spec.rope, **keys)))
+
+
 def yarn(**keys: float | None) -> Fault:
+    """State another YaRN than the head's, of a head without one one that it has not."""
+
     def how(spec: HeadSpec) -> HeadSpec:
-        assert isinstance(spec.rope.scaling, Yarn)
-        return replace(spec, rope=replace(spec.rope, scaling=replace(spec.rope.scaling, **keys)))
+        own = spec.rope.scaling if isinstance(spec.rope.scaling, Yarn) else KIMI
+        return replace(spec, rope=replace(spec.rope, scaling=replace(own, **keys)))
 
     return config(how)
 
@@ -136,6 +146,6 @@ FAULTS: dict[str, Fault] = {
     "YaRN original length": yarn(original_max_positions=2048),
     "YaRN beta": yarn(beta_fast=8.0),
     "YaRN mscale": yarn(mscale_all_dim=None, mscale=None),
-    "no YaRN": config(lambda spec: replace(spec, rope=replace(spec.rope, scaling=None))),
-    "RoPE theta": config(lambda spec: replace(spec, rope=replace(spec.rope, theta=10000.0))),
+    "no YaRN": lambda spec, slots: rope(scaling=None if spec.rope.scaling else KIMI)(spec, slots),
+    "RoPE theta": lambda spec, slots: rope(theta=10000.0 if spec.rope.theta > 10000 else 50000.0)(spec, slots),
 }

@@ -169,7 +169,7 @@ CONFIGS = {
     "by channel": (weights(strategy="channel"), "strategy 'channel'"),
     "reordered": (weights(actorder="group"), "actorder 'group'"),
     "floats": (weights(type="float"), "type 'float'"),
-    "no groups": (say(config_groups={}), "config_groups are missing"),
+    "do not form groups": (say(config_groups={}), "config_groups are missing"),
     "silent": (lambda config: config.pop("quantization_config"), "a part of a quantized weight"),
     "fp8 without blocks": (say(quant_method="fp8"), "weight_block_size None"),
     "another ModelOpt format": (say(quant_method="modelopt", quant_algo="FP8"), "quant_algo 'FP8'"),
@@ -200,12 +200,12 @@ PARTS = {
     "fewer rows of scales": (
         lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(31, 2).bfloat16()}),
         TensorShape,
-        "no whole groups",
+        "do not form whole groups",
     ),
     "groups that do not fit": (
         lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(32, 3).bfloat16()}),
         TensorShape,
-        "no whole groups",
+        "do not form whole groups",
     ),
 }
 
@@ -238,7 +238,7 @@ def test_an_fp8_weight_without_scales_is_named(fp8):
 def test_a_config_that_says_int4_of_a_plain_target_is_named(tiny_target, tmp_path):
     plain = make_form(tiny_target, tmp_path / "plain", "bf16")
     change(plain, config=lambda config: config.update(quantization_config=INT4_CONFIG))
-    with pytest.raises(SourceFormatUnknown, match="no tensor is stored so"):
+    with pytest.raises(SourceFormatUnknown, match="no tensor is stored that way"):
         stored(plain)
 
 

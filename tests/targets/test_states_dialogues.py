@@ -163,4 +163,4 @@ def test_the_command_takes_either(tiny_target, dialogues, tmp_path):
     both = run("states", tiny_target, tmp_path / "two", "--data", dialogues, "--prompts", dialogues)
     assert both.exit_code == 2 and "either --prompts or --data" in both.output
     idle = run("states", tiny_target, tmp_path / "two", "--data", dialogues, "--sampled", "4")
-    assert idle.exit_code == 2 and "dialogues hold their answers" in idle.output
+    assert idle.exit_code == 2 and "dialogues already have answers" in idle.output

@@ -20,7 +20,7 @@ def test_layers_that_are_not_there_cannot_be_stored(write, wanted, tmp_path, cap
 
 
 def test_prompts_that_do_not_fit_are_refused(write, wanted, tmp_path):
-    with pytest.raises(PromptsInvalid, match="and the target takes"):
+    with pytest.raises(PromptsInvalid, match="but the target takes"):
         write(dataclasses.replace(wanted, sampled=10**6), tmp_path / "out")
 
 
@@ -72,17 +72,17 @@ def test_a_changed_shard_is_found(copy):
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(StatesInvalid, match="not what kconv states wrote"):
+    with pytest.raises(StatesInvalid, match="differs from what kconv states wrote"):
         open_states(copy).verify()
 
 
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda record: record.pop("target"), "target: it is missing"),
-        (lambda record: record.update(schema=2), "schema: it has to be 1"),
-        (lambda record: record["shards"].pop(0), "do not make up"),
-        (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not make up"),
+        (lambda record: record.pop("target"), "target is missing"),
+        (lambda record: record.update(schema=2), "schema: it must be 1"),
+        (lambda record: record["shards"].pop(0), "do not match its"),
+        (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not match its"),
         (lambda record: record["sequences"][0].update(length=3), "does not hold sequence 0"),
     ],
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,8 @@ from kconv.train.run import train
 
 from .test_offline import VALUES, store
 
-EXTRA = 64 << 20
+EXTRA, SMALL = 64 << 20, 256 << 10
+COUNT = Path(__file__).parent.parent / "support" / "count_reads.py"
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,30 @@ def test_a_batch_reads_its_own_rows(tiny_target, states):
     assert read <= given + 4096
 
 
+@pytest.mark.slow
+def test_each_of_two_processes_reads_the_ends_an_index_and_its_own_rows(sharded, tiny_target, tmp_path):
+    states = store(tiny_target, tmp_path, 400)
+    (tmp_path / "values.json").write_text(json.dumps(VALUES | {"seq": 96, "batches": 24, "steps": 24}))
+    words = [COUNT, sharded, states, tmp_path / "values.json", tmp_path]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *words]
+    subprocess.run(
+        list(map(str, command)), check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    )
+    ends = sum(info.size for info in find_ends(Folder(sharded)).tensors.values())
+    small = sum((states / name).stat().st_size for name in ("states.json", "index.safetensors"))
+    # Four layers' states of 64 numbers in float32; two of a batch's four rows are a process's.
+    own = 2 * 96 * 4 * 64 * 4
+    stored = sum(file.stat().st_size for file in states.glob("states-*"))
+    assert stored > 24 * 2 * own, "whoever reads them all would be seen"
+    for rank in ("0", "1"):
+        _, start, *steps = json.loads((tmp_path / f"{rank}.json").read_text())
+        # Configs, tokenizers, headers and the kernel's own counters are read besides.
+        assert start < 3 * ends + 2 * small + SMALL
+        # From the fourth step, as some batches are read ahead, to the last but these.
+        taken = steps[20] - steps[3]
+        assert 15 * own <= taken <= 19 * own + SMALL, (rank, taken, own)
+
+
 def test_of_a_hub_id_only_the_ends_are_downloaded(sharded, hub):
     hub.commit("org/target", {file.name: file.read_bytes() for file in sharded.iterdir()})
     source = resolve("org/target")
@@ -124,7 +152,7 @@ def test_states_of_a_target_with_other_weights_are_refused(tiny_target, states, 
     shutil.copytree(tiny_target, folder)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 2}, folder / "model.safetensors")
-    with pytest.raises(StatesInvalid, match="lm_head holds other values"):
+    with pytest.raises(StatesInvalid, match="lm_head differs"):
         train(job_of(folder, states), tmp_path / "head")
 
 

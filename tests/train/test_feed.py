@@ -1,9 +1,12 @@
 import dataclasses
+import threading
 
+import pytest
 import torch
 
+from kconv.errors import StatesInvalid
 from kconv.targets.forward import run_target
-from kconv.train.feed import Feed, Online, online_states
+from kconv.train.feed import Feed, Offline, Online, online_states
 from kconv.train.loop import EpochOrder
 from kconv.train.recipe import TEST_GQA
 
@@ -50,3 +53,39 @@ def test_each_pass_takes_every_batch_once_in_another_order():
     assert all(sorted(one) == list(range(50)) for one in passes)
     assert len(set(map(tuple, passes))) == 3
     assert list(EpochOrder(50, 3, iter([2]).__next__)) == passes[2]
+
+
+class Stored(Offline):
+    """States that note which rows are read, and by whom."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, bool]] = []
+
+    def read(self, rows, ids):
+        self.seen.append((int(rows[0]), threading.current_thread() is threading.main_thread()))
+        if int(rows[0]) == 5:
+            raise StatesInvalid("gone", where="here", fix="Fetch it.")
+        return torch.zeros(len(rows), ids.shape[1], 6), torch.full((len(rows), ids.shape[1], 2), float(rows[0]))
+
+
+def test_stored_batches_are_read_ahead_in_the_order_that_is_followed():
+    ids, states = torch.zeros(8, 4, dtype=torch.int64), Stored()
+    feed = Feed(ids, ids.bool(), 1, states)
+    feed.follow([3, 1, 6, 2, 5, 7])
+    got = [float(feed[index]["base_model_outputs"]["base_model_hidden_states"][0, 0, 0]) for index in (3, 1, 6)]
+    assert got == [3, 1, 6]
+    feed._reader.shutdown()
+    # The first when it is asked for; the others before, each once, two in advance.
+    assert sorted(states.seen) == sorted([(3, True), (1, False), (6, False), (2, False), (5, False)])
+    # What a damaged file is comes where it is asked for.
+    with pytest.raises(StatesInvalid, match="gone"):
+        feed._coming[5].result()
+
+
+def test_a_pass_that_goes_on_in_its_middle_reads_nothing_that_was_done():
+    ids, states = torch.zeros(8, 4, dtype=torch.int64), Stored()
+    feed = Feed(ids, ids.bool(), 1, states)
+    feed.follow([3, 1, 6, 2])
+    assert feed[6]["input_ids"].shape == (1, 4)
+    feed._reader.shutdown()
+    assert sorted(row for row, _ in states.seen) == [2, 6]

@@ -17,7 +17,7 @@ from kconv.targets.model import find_ends, load_ends
 from kconv.train import lean
 from kconv.train.data import OPEN, arrange, pack_samples
 from kconv.train.feed import Feed, Offline, Online
-from kconv.train.lean import local_positions
+from kconv.train.lean import find_documents
 from kconv.train.module import build_module, draft_logits, reduce_vocab, run_eagle, save_module
 from kconv.train.recipe import TEST_GQA, TEST_MLA, EagleRecipe, check_recipe
 
@@ -76,8 +76,9 @@ def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor], share: float 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_loss_accuracy_and_gradients_are_modelopts(ends, kind, monkeypatch):
-    # A few tokens at a time, so that there is more than one part.
+    # A few tokens at a time, so that there is more than one part, and a last one of few.
     monkeypatch.setattr(lean, "LOGIT_BYTES", 4 * 512 * 20)
+    monkeypatch.setattr(lean, "QUERIES", 7)
     found = {}
     for kernel in ("eager", "sdpa"):
         [output], model = learn(ends, dataclasses.replace(KINDS[kind], kernel=kernel), [batch(3, 24)])
@@ -88,8 +89,10 @@ def test_loss_accuracy_and_gradients_are_modelopts(ends, kind, monkeypatch):
     assert_alike(found["eager"][2], found["sdpa"][2])
 
 
+@pytest.mark.parametrize("queries", [4, 256])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_packed_row_has_the_loss_of_its_documents_by_themselves(ends, kind):
+def test_a_packed_row_has_the_loss_of_its_documents_by_themselves(ends, kind, queries, monkeypatch):
+    monkeypatch.setattr(lean, "QUERIES", queries)
     recipe, eager = dataclasses.replace(KINDS[kind], kernel="sdpa", pack=True), KINDS[kind]
     alone = [batch(1, length, seed) for seed, length in enumerate(LENGTHS)]
     padding = 3
@@ -157,7 +160,7 @@ def test_what_stands_in_another_document_changes_nothing(ends):
 
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 1, 2, 2, 2, 2]])
-    assert local_positions(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]]
+    assert find_documents(documents).positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]]
 
 
 def test_packing_fills_rows_and_loses_nothing():

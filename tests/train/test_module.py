@@ -81,7 +81,7 @@ def test_a_module_of_another_recipe_is_refused(train_few, tiny_target, tmp_path)
     (tmp_path / "eagle_module.safetensors").write_bytes((kept / "eagle_module.safetensors").read_bytes())
     recipe = json.loads((kept / "recipe.json").read_text()) | {"intermediate": 96}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    with pytest.raises(NotACheckpoint, match="not those of the recipe"):
+    with pytest.raises(NotACheckpoint, match="do not match the recipe"):
         load_module(tmp_path, tiny_target)
 
 

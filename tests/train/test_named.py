@@ -151,9 +151,7 @@ def test_a_head_of_another_target_is_refused(kimi, changes):
         complete(read_recipe_file("eagle3-mla"), kimi, ROWS, dataclasses.replace(spec, **changes))
 
 
-@pytest.mark.parametrize(
-    ("world", "pace", "message"), [("3", Pace(), "3 processes"), ("2", Pace(shard=True), "on GPUs")]
-)
+@pytest.mark.parametrize(("world", "pace", "message"), [("3", Pace(), "3 processes"), ("2", Pace(shard=True), "GPUs")])
 def test_processes_that_cannot_share_a_run_are_told_before_any_data(kimi, monkeypatch, world, pace, message):
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(RecipeInvalid, match=message):

@@ -81,7 +81,7 @@ def test_a_record_without_prompts_is_no_record(head, tmp_path):
 
 @pytest.mark.parametrize("name", ["mt-bench", "mt-bench@main"])
 def test_a_suite_of_the_hub_must_be_pinned(name):
-    with pytest.raises(PromptsInvalid, match="may be other prompts tomorrow") as fault:
+    with pytest.raises(PromptsInvalid, match="is not pinned") as fault:
         read_held_out(name)
     assert "@<40 hex digits>" in fault.value.fix
 

@@ -3,11 +3,13 @@
 import psutil
 import pytest
 from click.testing import CliRunner
+from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.source import Folder
 from kconv.cli import main
+from kconv.engines import by_name
 from kconv.errors import PromptsInvalid, TargetTooLarge
 from kconv.quantize.calibration import data_free
 from kconv.quantize.plan import plan_quantize
@@ -75,5 +77,27 @@ def test_wrong_usage_is_named_before_weights_are_fetched(words, pair, prompts, m
     monkeypatch.setattr(Folder, "open_weights", fetched.append)
     source, out = map(str, pair)
     done = CliRunner().invoke(main, ["validate", out, "--source", source, "--prompts", str(prompts), *words])
-    assert done.exit_code == 2 and "these are about heads: --" in done.output
+    assert done.exit_code == 2 and "only for a head" in done.output
+    assert fetched == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("validate", "HEAD", "--target", "TARGET", "--prompts", "PROMPTS"),
+        ("bench", "--head", "HEAD", "--target", "TARGET", "--suite", "PROMPTS", "--out", "OUT"),
+        ("validate", "QUANTIZED", "--source", "TARGET", "--prompts", "PROMPTS"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_refused_before_anything_is_fetched(words, pair, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: type("Swap", (), {"free": 0}))
+    fetched = []
+    monkeypatch.setattr(Folder, "open_weights", fetched.append)
+    monkeypatch.setattr(Folder, "fetch_model", fetched.append)
+    monkeypatch.setattr(Folder, "fetch_tokenizer", fetched.append)
+    head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
+    paths = {"HEAD": head, "TARGET": pair[0], "QUANTIZED": pair[1], "PROMPTS": prompts, "OUT": tmp_path / "a.json"}
+    done = CliRunner().invoke(main, [str(paths.get(word, word)) for word in words])
+    assert done.exit_code == 1 and "in memory as float32" in done.output
     assert fetched == []

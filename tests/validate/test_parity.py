@@ -197,7 +197,7 @@ def test_states_of_other_weights_are_refused(output, source, states, tiny_target
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StatesInvalid, match="lm_head holds other values"):
+    with pytest.raises(StatesInvalid, match="lm_head differs"):
         measure_parity(output, source, Parity(Folder(folder), states=states), lambda _: None)
 
 
@@ -238,5 +238,5 @@ def test_other_prompts_are_let_through(run, output, states, tmp_path):
 
 
 def test_texts_too_short_to_draft_in_are_refused(run, output, states):
-    with pytest.raises(PromptsInvalid, match="no sequence is long enough"):
+    with pytest.raises(PromptsInvalid, match="no sequence has"):
         run(output, None, states=states, steps=30)

@@ -99,7 +99,7 @@ def test_a_head_that_is_worse_than_a_bigram_is_an_error():
     broken = row("output", (0.2, 0.05, 0.01))
     [finding] = judge_baselines([broken, PAIRS])
     assert (finding.rule, finding.severity, finding.where) == ("K363", "error", "sampled")
-    assert "worse than a bigram" in finding.message and "not this target's" in find_rule("K363").sentence
+    assert "worse than a bigram" in finding.message and "belongs to another target" in find_rule("K363").sentence
     assert [f.rule for f in judge_baselines([broken, row("prompt lookup", (0.5, 0.4, 0.3))])] == ["K363"]
 
 

@@ -131,7 +131,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         started = engine(asked.engine or startable()[0])
         if asked.python is None:
             raise EngineFailed(
-                f"no environment with {started.title} in it is named",
+                f"no Python environment with {started.title} was given",
                 fix="Give --engine-python, or --url of a running server.",
             )
         serving = Serving(
@@ -193,7 +193,7 @@ def _prepare(asked: Engined, say: Say) -> _Bench:
     tokenizer = load_tokenizer(folder, trust_remote_code=asked.trust_remote_code)
     ids = [row for prompt in prompts if (row := tokenizer.encode(prompt.turns[0])[: asked.prompt_tokens])]
     if not ids:
-        raise PromptsInvalid("no prompt has a token", where=asked.prompts, fix="Give prompts with text in them.")
+        raise PromptsInvalid("no prompt has a token", where=asked.prompts, fix="Give prompts with text.")
     return _Bench(folder, load_target(folder, torch.float32), tokenizer, ids)
 
 
@@ -206,7 +206,7 @@ def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) ->
     found, counters = server.recognize()
     if asked.engine and found.name != asked.engine:
         raise EngineFailed(
-            f"{asked.engine} is asked for, and this is {found.name}", where=server.url, fix="Check the address."
+            f"--engine is {asked.engine}, but this server is {found.name}", where=server.url, fix="Check the address."
         )
     check_told(server, asked.steps, "chain")
     return _count(server, found, counters, bench, reference, asked)
@@ -214,7 +214,7 @@ def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) ->
 
 def _continue(client: Client, engine: Engine, prompt: list[int], new_tokens: int) -> list[int]:
     if engine.per_request is None:
-        raise EngineFailed(f"{engine.title} gives no token ids", fix="Give the --url of one that runs.")
+        raise EngineFailed(f"{engine.title} gives no token ids", fix="Give the --url of a running one.")
     return client.continue_counted(engine.per_request, prompt, new_tokens, 0)[0]
 
 
@@ -228,7 +228,7 @@ def _count(
 ) -> _Served:
     """Have a server continue the prompts, and count what it drafted: by each answer, or else by its counters."""
     if counters is None:
-        raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Ask another engine.")
+        raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Use another engine.")
     before = client.rest(counters)
     own = [list(row[: asked.new_tokens]) for row in reference]
     answers = _ask(client, engine, bench.prompts, asked)

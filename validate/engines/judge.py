@@ -89,10 +89,10 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
                 f"{expected if figures.per_position is not None else all_accepted(figures)}, "
                 f"{figures.expected_length:.3f}"
                 + (f". Fed the outputs of layers {list(read_as)}, it gives the engine's own counts" if read_as else ""),
-                fix=f"The engine reads this folder's list of captured layers otherwise than it is meant: convert the "
+                fix=f"The engine misreads this folder's list of captured layers: convert the "
                 f"head (kconv to-{figures.engine}), which lists them as the engine counts, and serve that."
                 if read_as
-                else "The engine reads the head otherwise than its config says (captured layers, RoPE, norms), or "
+                else "The engine reads the head differently than its config says (captured layers, RoPE, norms), or "
                 "not all of its tensors: run kconv validate on it, and read the engine's log.",
                 engines=(figures.engine,),
             )

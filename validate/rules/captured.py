@@ -50,7 +50,7 @@ def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found
             where = TOP if listed_ids(subject.flat.get(TOP)) and engine in VLLM else NESTED
             yield Found(
                 f"config.json: {where}",
-                f"the head was trained on the outputs of layers {list(subject.captured or ())}, and {engine} would"
+                f"the head was trained on the outputs of layers {list(subject.captured or ())}, but {engine} would"
                 f" feed it those of {list(seen)}",
             )
 
@@ -68,7 +68,7 @@ def _unlisted(subject: HeadSubject, is_default: bool | None) -> Iterator[Found]:
         if seen is None and _is_default(subject) is is_default:
             yield Found(
                 "config.json: eagle_aux_hidden_state_layer_ids",
-                f"{engine} finds no list where it looks and takes its default; the head was trained on the outputs of"
+                f"{engine} finds no list where it looks and uses its default; the head was trained on the outputs of"
                 f" layers {list(subject.captured or ())}",
             )
 
@@ -100,7 +100,7 @@ def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
         # As an input, the number of layers is the output of the last one.
         as_inputs = where == TOP or subject.eagle.get(CONVENTION) == INPUTS
         if ids and max(ids) >= layers + as_inputs:
-            yield Found(f"config.json: {where}", f"{list(ids)} of a target of {layers} layers")
+            yield Found(f"config.json: {where}", f"{list(ids)}, but the target has {layers} layers")
 
 
 def captured_layer_0(subject: HeadSubject) -> Iterator[Found]:
@@ -125,7 +125,7 @@ def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
         if subject.spec and read and (built or 3) != len(subject.spec.captured):
             yield Found(
                 "config.json: num_aux_hidden_states",
-                f"{engine} builds fc for {built or 3} states, and the head has {len(subject.spec.captured)}",
+                f"{engine} builds fc for {built or 3} states, but the head has {len(subject.spec.captured)}",
             )
 
 
@@ -134,7 +134,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K140",
         "captured-untranslated",
         "error",
-        "vLLM counts layer inputs, and a list of layer outputs makes it capture each state one layer too early.",
+        "vLLM reads the list as layer inputs. A list of layer outputs makes it capture each state one layer too early.",
         fix="Convert the head (kconv to-vllm), which writes the list in vLLM's convention.",
         engines=VLLM,
         seen_in=IN_VLLM,
@@ -144,9 +144,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K141",
         "captured-misread",
         "error",
-        "SGLang takes the list in eagle_config for layer outputs if it begins with 1 or the target is no DeepSeek or"
-        " Kimi, and for layer inputs if not.",
-        fix="Convert the head (kconv to-sglang --target), which writes the list as SGLang reads it for that target.",
+        "SGLang reads the list in eagle_config as layer outputs if it begins with 1 or if the target is not a"
+        " DeepSeek or Kimi. Otherwise it reads layer inputs.",
+        fix="Convert the head with kconv to-sglang --target, which writes the list as SGLang reads it for that target.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/pull/25454",
         check=lambda s: _otherwise(s, (SGLANG,)),
@@ -155,8 +155,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K142",
         "captured-not-found",
         "error",
-        "An engine finds no list of captured layers where it looks, and its default is not what the head was trained"
-        " on.",
+        "An engine finds no list of captured layers where it looks, and its default differs from the head's training.",
         fix="Convert the head to the engine's layout, which puts the list where it is read.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
@@ -166,9 +165,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K143",
         "captured-by-default",
         "warning",
-        "An engine finds no list of captured layers where it looks; whether its default is the head's own list only the"
-        " target's depth tells.",
-        fix="Give --target to have it decided, or convert the head, which puts the list where the engine reads it.",
+        "An engine finds no list of captured layers where it looks. Only the target's depth shows whether its"
+        " default is right.",
+        fix="Give --target to decide it, or convert the head, which puts the list where the engine reads it.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
         check=lambda s: _unlisted(s, None),
@@ -177,7 +176,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K144",
         "captured-by-flag",
         "note",
-        "TensorRT-LLM reads no list of captured layers from the head; its serving YAML must have it.",
+        "TensorRT-LLM reads the captured layers only from its serving YAML, not from the head.",
         fix="Serve with eagle3_layers_to_capture in speculative_config; kconv to-trtllm writes such a file.",
         engines=(TRTLLM,),
         seen_in="https://github.com/NVIDIA/TensorRT-LLM/issues/15182",
@@ -191,17 +190,17 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K145",
         "captured-no-list",
         "error",
-        "The list of captured layers is none of distinct, ascending layer ids: engines capture in ascending order"
-        " whatever it says, and fail on one that stands there twice.",
-        fix="Put the list right; fc's columns are in ascending order of the layers.",
+        "The captured layers are not a list of distinct, ascending layer ids. Engines capture in ascending"
+        " order whatever the list says, and fail on a duplicate.",
+        fix="Correct the list. The columns of fc are in ascending order of the layers.",
         engines=READ_BY_CONFIG,
     ),
     Rule(
         "K146",
         "captured-contradict",
         "error",
-        "The two lists of captured layers mean different layers, and engines read one each.",
-        fix="Find out which layers the head was trained on, and say --captured when you convert it.",
+        "The two lists of captured layers contradict each other, and engines differ in which they read.",
+        fix="Find out which layers the head was trained on, and convert it with --captured.",
         engines=READ_BY_CONFIG,
         seen_in=IN_VLLM,
         check=captured_contradict,
@@ -210,7 +209,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K147",
         "captured-embedding",
         "error",
-        "Layer input 0 is the embedding, the output of no layer: vLLM fails on it for a DeepSeek or Kimi target.",
+        "Layer input 0 is the embedding, which is no layer's output. vLLM fails on it for a DeepSeek or Kimi target.",
         fix="Capture layers from the input of layer 1 on.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1561",
@@ -228,9 +227,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K330",
         "sglang-captures-layer-0",
         "error",
-        "SGLang cannot be told to capture the output of layer 0 of a DeepSeek or Kimi target, which it takes an unknown"
-        " target for.",
-        fix="Give --target if the head drafts for another model; else serve it with vLLM or TensorRT-LLM.",
+        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target, and an unknown target"
+        " counts as one.",
+        fix="Give --target if the head drafts for another model. Otherwise serve it with vLLM or TensorRT-LLM.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
         check=captured_layer_0,
@@ -239,7 +238,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K154",
         "captured-last-layer",
         "error",
-        "SGLang captures before a layer runs, and so never the output of the last one, but of a gpt-oss target.",
+        "SGLang captures before a layer runs, so it never captures the output of the last layer. gpt-oss"
+        " targets are the exception.",
         fix="Serve this head with vLLM or TensorRT-LLM.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
@@ -249,16 +249,16 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K149",
         "captured-count-contradicts",
         "error",
-        "num_aux_hidden_states is not the number of captured layers that are listed.",
-        fix="Correct the one that fc.weight's width contradicts.",
+        "num_aux_hidden_states differs from the number of listed captured layers.",
+        fix="Correct the one that contradicts the width of fc.weight.",
         seen_in="https://github.com/vllm-project/vllm/issues/54526",
     ),
     Rule(
         "K150",
         "captured-count-unstated",
         "error",
-        "An engine builds fc for another number of captured states than the head has, and cannot load it.",
-        fix="Write num_aux_hidden_states, and the list in eagle_config too; kconv's layouts do.",
+        "An engine builds fc for a different number of captured states than the head has, and cannot load it.",
+        fix="Write num_aux_hidden_states, and the list in eagle_config too. kconv's conversions do.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/54598",
         check=captured_count_unstated,
@@ -267,7 +267,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K151",
         "captured-off",
         "error",
-        "use_aux_hidden_state is false, though the head has an fc for captured states: some engines skip it.",
+        "use_aux_hidden_state is false, but the head has an fc for captured states. Some engines then skip fc.",
         fix="Remove the key, or set it to true.",
         seen_in="https://github.com/sgl-project/sglang/pull/21272",
     ),
@@ -275,15 +275,15 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K152",
         "eagle-config-no-object",
         "error",
-        "eagle_config is no object, and no engine finds a key in it.",
+        "eagle_config is not an object, so no engine finds its keys.",
         fix="Export the head again.",
     ),
     Rule(
         "K155",
         "captured-against-marks",
         "warning",
-        "The user's reading of the captured layers contradicts the one that the head's own files decide: its trainer's"
-        " marks, its tensors' names, or the convention that its list can only be in.",
-        fix="Leave --captured and --captured-are out, or measure both readings: --target with --prompts or --states.",
+        "Your --captured or --captured-are contradicts the head's own files: its trainer's marks, its tensor"
+        " names, or the only convention that its list allows.",
+        fix="Leave these options out, or measure both readings: give --target with --prompts or --states.",
     ),
 )

@@ -9,71 +9,198 @@ from typing import Any
 
 from .rule import Rule
 
-AGAIN = "Convert the source again; do not serve this output."
-MAKE_AGAIN = "Fetch the folder again, or make it again with kconv; do not serve it as it is."
-QUANTIZE_HEAD_AGAIN = "Quantize the head again, and give the very head that it is made from."
-QUANTIZE_AGAIN = "Quantize the target again, and give the very target that it is made from."
-AS_THE_SOURCE = "State what the source's config.json does; the weights are of that model."
+AGAIN = "Convert the source again. Do not serve this output."
+MAKE_AGAIN = "Fetch the folder again, or create it again with kconv. Do not serve it as it is."
+QUANTIZE_AGAIN = "Quantize the target again, and compare it with the target that it was made from."
+AS_THE_SOURCE = "State what the source's config.json does. The weights belong to that model."
 RULES: tuple[Rule[Any], ...] = (
-    Rule("K301", "manifest-broken", "error", "The folder's bytes are not those that its manifest records.",
-             MAKE_AGAIN),
-    Rule("K302", "manifest-absent", "warning", "The folder has no manifest; only its tensors can be compared with"
-             " the source's.", "Convert the head with kconv to have one."),
-    Rule("K303", "another-head", "error", "The output's config describes another head than the source's.",
-             "Convert the source again."),
-    Rule("K304", "bits-differ", "error", "A weight's bits are not the source's, and no manifest says why.", AGAIN),
-    Rule("K305", "rounded-too-far", "error", "A head's quantized linear is further from its source than rounding"
-             " takes it: a scale, the order of the nibbles, or the weight itself is another's.", QUANTIZE_HEAD_AGAIN),
-    Rule("K306", "compared-by-noise", "note", "Linears of the head are quantized, and the source's are not: they"
-             " are compared by their noise and not by their bits.", "Nothing to do."),
-    Rule("K307", "told-otherwise", "warning", "A conversion was told to read its source otherwise than the source's"
-             " own files say: the output is another head, and kconv publish refuses it.",
-             "Convert the source again without the options that say how to read it; or, if its config is wrong, correct"
-             " it there."),
-    Rule("K312", "reading-beaten", "error", "Measured on the target, another reading of the head (layer inputs for"
-             " outputs, another base of RoPE, the residual normed or not) accepts more, by more than three paired"
-             " standard errors: the head was not trained as it is read.",
-             "Convert the source again, read as the finding says."),
-    Rule("K313", "reading-measured", "note", "Measured on the target, one reading of what the head's files leave open,"
-             " or a user said, accepts more than every other, by more than three paired standard errors.",
-             "Say the option that the finding names where kconv asks."),
-    Rule("K314", "reading-not-told", "warning", "The measurement does not tell the readings of what the head's files"
-             " leave open, or a user said: their differences are within the noise.",
-             "Give more prompts, or longer ones."),
-    Rule("K315", "not-verified", "warning", "What the head is read as rests on a user's word or on a default, and"
-             " nothing has confirmed it; a warning where the head's own files say otherwise, else a note.",
-             "Have it measured: --target with --prompts or --states."),
-    Rule("K360", "keeps-less-than-stated", "error", "An approximate head keeps less of its source's acceptance than"
-             " its manifest states, by more than its standard error: it is not the head that was measured.", AGAIN),
-    Rule("K361", "keeps-too-little", "error", "An approximate head keeps less of its source's sampled or greedy"
-             " acceptance than is asked for.", "Convert the source with more text or more healing; --min-retention"
-             " accepts the loss by name."),
-    Rule("K362", "computes-otherwise", "error", "An approximate head does not compute what the head did whose figures"
-             " its manifest states: a weight, its order, or a config key is another's.", AGAIN),
-    Rule("K363", "worse-than-no-head", "error", "A head drafts worse than a bigram or prompt lookup does over the same"
-             " text: it is broken, or not this target's.", "Look for what is wrong with it (its captured layers, RoPE,"
-             " lm_head), or give the target that it was trained for."),
-    Rule("K364", "better-read-otherwise", "error", "A head is accepted clearly more often when a known mistake is"
-             " undone: its weights or its config are not as it was trained.", "Export or convert the head again, and"
-             " correct what is named; do not serve it as it is."),
-    Rule("K365", "norm-off-its-scale", "warning", "A head is accepted clearly more often when a norm is stronger or"
-             " weaker: the norm was scaled after training, or the head is not fully trained.", "Compare the norm with"
-             " the trainer's own; where it is the same, train longer."),
-    Rule("K390", "too-noisy", "error", "A quantized tensor is further from its source than rounding to NVFP4 can"
-             " take it: a scale, the order of the nibbles, or the tensor itself is another's.", QUANTIZE_AGAIN),
-    Rule("K391", "values-changed", "error", "A tensor that is not quantized has not its source's values.",
-             QUANTIZE_AGAIN),
-    Rule("K392", "tensor-not-the-sources", "error", "A tensor of the source is missing, or one is there that the"
-             " source has not, or the two cannot be compared.", QUANTIZE_AGAIN),
-    Rule("K393", "another-target", "error", "A quantized target's config describes another model than its source's:"
-             " no tensor tells, and every answer is another's.", AS_THE_SOURCE),
-    Rule("K701", "output-changed", "error", "An engine's greedy output with speculation is not its output without:"
-             " speculation may not change a token.", "Do not serve this; look for the engine's own fault first."),
-    Rule("K702", "counts-differ", "error", "An engine accepted other numbers of drafts than kconv's own chain of"
-             " the same head: it reads the head otherwise than its config says. Of a server that is reached, whose"
-             " dtype is its own, a warning where that may be the cause.",
-             "Compare the captured layers, RoPE and norms that the engine's log speaks of with the head's."),
-    Rule("K703", "parameter-unreached", "error", "An engine that kconv started served a head with a parameter that no"
-             " tensor of the folder reached: it holds whatever the memory held, and the engine says nothing.",
-             "Look for the tensors that it is filled from; convert the head again."),
-)  # fmt: skip
+    Rule(
+        "K301",
+        "manifest-broken",
+        "error",
+        "The folder's bytes differ from its manifest.",
+        MAKE_AGAIN,
+    ),
+    Rule(
+        "K302",
+        "manifest-absent",
+        "warning",
+        "The folder has no manifest, so only its tensors can be compared with the source.",
+        "Convert the head with kconv to get a manifest.",
+    ),
+    Rule(
+        "K303",
+        "another-head",
+        "error",
+        "The output's config describes a different head than the source's.",
+        "Convert the source again.",
+    ),
+    Rule("K304", "bits-differ", "error", "A weight's bits differ from the source's, and no manifest says why.", AGAIN),
+    Rule(
+        "K305",
+        "rounded-too-far",
+        "error",
+        "A quantized linear is further from its source than rounding allows. A scale, the nibble order, or"
+        " the weight itself is wrong.",
+        "Quantize the head again, and compare it with the head that it was made from.",
+    ),
+    Rule(
+        "K306",
+        "compared-by-noise",
+        "note",
+        "The head's linears are quantized and the source's are not, so they are compared by their noise"
+        " instead of their bits.",
+        "No action is needed.",
+    ),
+    Rule(
+        "K307",
+        "told-otherwise",
+        "warning",
+        "A conversion's options contradicted the source's own files. The output is a different head, and"
+        " kconv publish refuses it.",
+        "Convert the source again without the options that say how to read it. If its config is wrong,"
+        " correct the config.",
+    ),
+    Rule(
+        "K312",
+        "reading-beaten",
+        "error",
+        "Measured on the target, another reading of the head accepts more, by more than three paired standard"
+        " errors. The head was not trained the way it is read: layer inputs or outputs, RoPE's base, or the"
+        " residual.",
+        "Convert the source again with the reading that the finding names.",
+    ),
+    Rule(
+        "K313",
+        "reading-measured",
+        "note",
+        "Measured on the target, one reading of an open question accepts more than all others, by more than"
+        " three paired standard errors.",
+        "Use the option that the finding names.",
+    ),
+    Rule(
+        "K314",
+        "reading-not-told",
+        "warning",
+        "The measurement cannot tell the readings apart. Their differences are within the noise.",
+        "Give more prompts, or longer ones.",
+    ),
+    Rule(
+        "K315",
+        "not-verified",
+        "warning",
+        "The reading of the head rests on an option or on a default, and nothing has confirmed it. This is a"
+        " warning if the head's own files say otherwise, else a note.",
+        "Measure it: give --target with --prompts or --states.",
+    ),
+    Rule(
+        "K360",
+        "keeps-less-than-stated",
+        "error",
+        "An approximate head retains less of its source's acceptance than its manifest states, by more than"
+        " the standard error. It is not the head that was measured.",
+        AGAIN,
+    ),
+    Rule(
+        "K361",
+        "keeps-too-little",
+        "error",
+        "An approximate head retains less of its source's sampled or greedy acceptance than required.",
+        "Convert the source with more text or more healing steps. A lower --min-retention accepts the loss.",
+    ),
+    Rule(
+        "K362",
+        "computes-otherwise",
+        "error",
+        "An approximate head computes something else than its manifest records. A weight, its order, or a"
+        " config key has changed.",
+        AGAIN,
+    ),
+    Rule(
+        "K363",
+        "worse-than-no-head",
+        "error",
+        "The head drafts worse than a bigram or prompt lookup on the same text. It is broken, or belongs to"
+        " another target.",
+        "Check its captured layers, RoPE and lm_head, or give the target that it was trained for.",
+    ),
+    Rule(
+        "K364",
+        "better-read-otherwise",
+        "error",
+        "Undoing a known mistake clearly raises the head's acceptance. Its weights or its config are not as"
+        " they were trained.",
+        "Correct what the finding names, then export or convert the head again. Do not serve it as it is.",
+    ),
+    Rule(
+        "K365",
+        "norm-off-its-scale",
+        "warning",
+        "The head's acceptance clearly rises when a norm is scaled. The norm was changed after training, or"
+        " the head is not fully trained.",
+        "Compare the norm with the trainer's. If they are equal, train longer.",
+    ),
+    Rule(
+        "K366",
+        "rope-not-confirmed",
+        "warning",
+        "An MLA head's RoPE differs from its MLA target's, from whose config such heads are built. On this text"
+        " neither drafts clearly better.",
+        "Compare rope_theta and rope_scaling with the training config. Measure on longer text (--prompt-tokens,"
+        " --new-tokens).",
+    ),
+    Rule(
+        "K390",
+        "too-noisy",
+        "error",
+        "A quantized tensor is further from its source than rounding to NVFP4 allows. A scale, the nibble"
+        " order, or the tensor itself is wrong.",
+        QUANTIZE_AGAIN,
+    ),
+    Rule(
+        "K391",
+        "values-changed",
+        "error",
+        "An unquantized tensor's values differ from the source's.",
+        QUANTIZE_AGAIN,
+    ),
+    Rule(
+        "K392",
+        "tensor-not-the-sources",
+        "error",
+        "A tensor of the source is missing, or an extra tensor exists, or the two cannot be compared.",
+        QUANTIZE_AGAIN,
+    ),
+    Rule(
+        "K393",
+        "another-target",
+        "error",
+        "A quantized target's config describes a different model than its source's. The tensors do not show"
+        " this, but every answer would differ.",
+        AS_THE_SOURCE,
+    ),
+    Rule(
+        "K701",
+        "output-changed",
+        "error",
+        "An engine's greedy output differs with and without speculation. Speculation must not change a token.",
+        "Do not serve this. Look for the engine's own bug first.",
+    ),
+    Rule(
+        "K702",
+        "counts-differ",
+        "error",
+        "An engine accepted different numbers of drafts than kconv's own computation for the same head. It"
+        " reads the head differently than the config says. For a server with its own dtype, which may be the"
+        " cause, this is a warning.",
+        "Compare the captured layers, RoPE and norms in the engine's log with the head's.",
+    ),
+    Rule(
+        "K703",
+        "parameter-unreached",
+        "error",
+        "An engine that kconv started served a head with a parameter that no tensor of the folder reached."
+        " The parameter holds uninitialized memory, and the engine reports nothing.",
+        "Find the tensors that should fill it, and convert the head again.",
+    ),
+)

@@ -18,7 +18,7 @@ FLAGS = "https://github.com/vllm-project/vllm/pull/42143"
 def flag_of_another_meaning(subject: HeadSubject) -> Iterator[Found]:
     otherwise = subject.layout.config.otherwise if subject.layout is not None else {}
     if "norm_output" in otherwise and subject.config.get("norm_output") is True:
-        yield Found("config.json: norm_output", "true, in a head that feeds on the state before the norm")
+        yield Found("config.json: norm_output", "true, but this head passes on the state before the norm")
 
 
 class Place(NamedTuple):
@@ -46,7 +46,7 @@ def flag_not_read(subject: HeadSubject) -> Iterator[Found]:
         stated = [name for name in place.flag if subject.stated(name) is True]
         blind = sorted(subject.engines.intersection(place.engines))
         if stated and blind and not any(subject.stated(name) is True for name in place.read):
-            yield Found(f"config.json: {stated[0]}", f"true, where {', '.join(blind)} reads {place.read[0]}")
+            yield Found(f"config.json: {stated[0]}", f"true, but {', '.join(blind)} reads {place.read[0]}")
 
 
 def _always(_: HeadSubject) -> bool:
@@ -116,7 +116,7 @@ def key_null(subject: HeadSubject) -> Iterator[Found]:
     for null in NULLS:
         asked = sorted(subject.engines.intersection(null.engines))
         if asked and subject.stated(null.path) is None and null.of(subject):
-            yield Found(f"config.json: {null.path}", f"null, and {null.becomes} ({', '.join(asked)})")
+            yield Found(f"config.json: {null.path}", f"null, so {null.becomes} ({', '.join(asked)})")
 
 
 # torch's own names of the dtypes that a head is computed in, by which transformers looks them up.
@@ -149,7 +149,7 @@ def dtype_unknown(subject: HeadSubject) -> Iterator[Found]:
     for key in ("torch_dtype", "dtype"):
         stated = subject.flat.get(key)
         if stated is not None and (not isinstance(stated, str) or stated not in DTYPES):
-            yield Found(f"config.json: {key}", f"{stated!r} is none of {', '.join(sorted(DTYPES))}")
+            yield Found(f"config.json: {key}", f"{stated!r} is not one of {', '.join(sorted(DTYPES))}")
 
 
 RULES: tuple[Rule[HeadSubject], ...] = (
@@ -158,32 +158,32 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "not-a-checkpoint",
         "error",
         "The folder has no config.json or no safetensors, so there is nothing to serve.",
-        fix="A checkpoint is a folder with config.json and *.safetensors; check the path, or fetch what is missing.",
+        fix="Check the path, or fetch the missing files. A checkpoint is a folder with config.json and *.safetensors.",
         says_fix=True,
     ),
     Rule(
         "K002",
         "corrupt-header",
         "error",
-        "A safetensors header contradicts its own file: a download that was cut short, or a file that was tampered"
-        " with.",
-        fix="Fetch or export the file again; compare its sha256 with the publisher's.",
+        "A safetensors header contradicts its own file. The download was cut short, or the file was changed.",
+        fix="Fetch or export the file again, and compare its sha256 with the publisher's.",
         says_fix=True,
     ),
     Rule(
         "K003",
         "corrupt-index",
         "error",
-        "The index names files or tensors that are not there, or leaves tensors out; or two files hold the same ones.",
-        fix="Fetch the missing shard; or export again, if the files are of different runs.",
+        "The index does not match the files: it names files or tensors that are missing, it leaves tensors"
+        " out, or two files hold the same ones.",
+        fix="Fetch the missing shard. If the files come from different runs, export again.",
         says_fix=True,
     ),
     Rule(
         "K004",
         "unknown-layout",
         "error",
-        "Neither the config nor the tensor names are those of an Eagle3 head that an engine or kconv knows.",
-        fix="If it is a head all the same, name its layout with --from.",
+        "kconv recognizes no Eagle3 head in the config and the tensor names.",
+        fix="If it is an Eagle3 head, name its layout with --from.",
         seen_in="https://github.com/vllm-project/speculators/issues/1114",
         says_fix=True,
     ),
@@ -191,16 +191,16 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K005",
         "twins-differ",
         "error",
-        "Two tensors hold one weight under two names, and differ; each engine loads another one.",
-        fix="Find out which of them the head was trained with, and remove the other.",
+        "Two tensors hold one weight under two names, but with different values. Engines load different ones.",
+        fix="Find out which one the head was trained with, and remove the other.",
         says_fix=True,
     ),
     Rule(
         "K006",
         "captured-undecided",
         "error",
-        "The config does not settle which of the target's layers the head reads, and a wrong guess costs acceptance.",
-        fix="Give --target, whose depth decides the default, or say --captured or --captured-are.",
+        "The config does not say clearly which of the target's layers the head reads. A wrong guess costs acceptance.",
+        fix="Give --target, whose depth decides the default, or give --captured or --captured-are.",
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
         says_fix=True,
     ),
@@ -208,7 +208,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K007",
         "no-place-in-layout",
         "error",
-        "The layout that the head is in, or was said to be in, has no place for a part of it.",
+        "The layout that the head is in, or that --from names, has no place for a part of it.",
         fix="Name the layout that the head is in with --from.",
         says_fix=True,
     ),
@@ -216,52 +216,52 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K008",
         "config-invalid",
         "error",
-        "A key of the config has a value that cannot be, in a way that no other rule speaks of.",
-        fix="Put the key right; the head's training config has it.",
+        "A key of the config has an impossible value.",
+        fix="Correct the key; the head's training config has the right value.",
         says_fix=True,
     ),
     Rule(
         "K009",
         "head-unproven",
         "error",
-        "kconv cannot read the head for a reason that no other rule speaks of, and vouches for nothing about it.",
-        fix="Do what the message says; a head that cannot be read cannot be proven.",
+        "kconv cannot read the head, so it cannot check it.",
+        fix="Follow the message, then validate again.",
         says_fix=True,
     ),
     Rule(
         "K010",
         "key-missing",
         "error",
-        "The config lacks a key without which an engine cannot build the head.",
+        "The config lacks a key that an engine needs to build the head.",
         fix="Take it from the head's training config.",
     ),
     Rule(
         "K011",
         "key-contradiction",
         "error",
-        "Two keys that mean one thing have different values, and engines read one each.",
-        fix="Leave the one that the head was trained with.",
+        "Two keys with one meaning have different values, and engines differ in which they read.",
+        fix="Keep the value that the head was trained with, and remove the other.",
         seen_in=FLAGS,
     ),
     Rule(
         "K012",
         "key-type",
         "error",
-        "A key has a value of a kind that it cannot have.",
-        fix="Put the key right; the head's training config has it.",
+        "A key has a value of the wrong type.",
+        fix="Correct the key; the head's training config has the right value.",
     ),
     Rule(
         "K013",
         "key-unsupported",
         "error",
-        "A key asks for another computation than that of an Eagle3 head as the engines run it.",
-        fix="If the key has no effect on this head, remove it; else serve it with the engine it was made for.",
+        "A key asks for a computation that Eagle3 heads do not do in these engines.",
+        fix="Serve the head with the engine it was made for. Remove the key only if it has no effect on this head.",
     ),
     Rule(
         "K014",
         "sliding-window",
         "error",
-        "The config asks for a sliding window, which not every engine has for a draft head.",
+        "The config asks for a sliding window, which not every engine supports for a draft head.",
         fix="If the head was trained with full attention, set use_sliding_window to false.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama.py#L186-L204",
     ),
@@ -269,24 +269,24 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K015",
         "residual-unstated",
         "error",
-        "A speculators config does not state norm_before_residual: vLLM takes true, the speculators library false.",
-        fix="State it as the head was trained; kconv takes it with --norm-before-residual.",
+        "A speculators config does not state norm_before_residual. vLLM assumes true, the speculators library false.",
+        fix="State the value that the head was trained with, or give --norm-before-residual.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33",
     ),
     Rule(
         "K016",
         "root-contradicts",
         "error",
-        "A nested config and its root state one key differently.",
-        fix="Leave the one that the head was trained with.",
+        "A nested config and the top level state different values for one key.",
+        fix="Keep the value that the head was trained with, and remove the other.",
         seen_in="https://github.com/vllm-project/speculators/issues/610",
     ),
     Rule(
         "K017",
         "flag-of-another-meaning",
         "error",
-        "SpecForge states norm_output for the norm before lm_head; engines take it for EAGLE-3.1's and feed the next"
-        " step the normed state.",
+        "SpecForge uses norm_output for the norm before lm_head. Engines read it as EAGLE-3.1's flag and feed"
+        " the normed state to the next step.",
         fix="Convert the head with kconv, which leaves the key out.",
         engines=ENGINES,
         seen_in="https://github.com/sgl-project/sglang/pull/26506",
@@ -296,9 +296,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K018",
         "flag-not-read",
         "error",
-        "A flag stands under a name, or in a place, where an engine does not look for it: norm_before_fc outside of"
-        " eagle_config, use_aux_norm, return_hidden_post_norm.",
-        fix="Convert the head with kconv, which writes each flag wherever an engine reads it.",
+        "A flag has a name or a place where an engine does not look: norm_before_fc outside eagle_config,"
+        " use_aux_norm, return_hidden_post_norm.",
+        fix="Convert the head with kconv, which writes each flag where engines read it.",
         engines=ENGINES,
         seen_in="https://github.com/vllm-project/speculators/issues/610",
         check=flag_not_read,
@@ -307,8 +307,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K019",
         "key-null",
         "error",
-        "A key is null, which an engine does not take for absent: it fails, or runs another computation.",
-        fix="Remove the key, or state what the head was trained with; kconv's conversions write none of these as null.",
+        "A key is null, and an engine treats null differently from an absent key: it fails or computes something else.",
+        fix="Remove the key, or state the value that the head was trained with. kconv's conversions write no"
+        " nulls here.",
         engines=ENGINES,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138",
         check=key_null,
@@ -317,9 +318,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K020",
         "model-type-unstated",
         "error",
-        "The config states no model_type, by which transformers chooses the class that reads it: no engine opens the"
-        " head.",
-        fix="Set model_type to llama, or to kimi_k2 for an MLA head; kconv's conversions write it.",
+        "The config states no model_type. transformers needs it to choose the config class, so no engine can"
+        " open the head.",
+        fix="Set model_type to llama, or to kimi_k2 for an MLA head. kconv's conversions do this.",
         engines=ENGINES,
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/"
         "configuration_auto.py#L442-L445",
@@ -329,9 +330,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K021",
         "heads-by-default",
         "error",
-        "An MLA head's config states its heads under one of two names, and an engine that reads the other takes the 128"
-        " of DeepSeek-V3.",
-        fix="State num_attention_heads and num_key_value_heads, as many each; kconv's conversions write both.",
+        "The config of an MLA head states its number of heads under one of two names. An engine that reads"
+        " the other assumes DeepSeek-V3's 128.",
+        fix="State num_attention_heads and num_key_value_heads with the same number. kconv's conversions write both.",
         engines=ENGINES,
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/"
         "configuration_deepseek_v3.py#L87-L88",
@@ -341,9 +342,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K022",
         "dtype-unknown",
         "error",
-        "The stated dtype is none that torch has under this name, or none that a head is computed in: the config is"
-        " refused, or the weights are cast to what they are not.",
-        fix="Set torch_dtype (and dtype) to the weights' own, e.g. bfloat16.",
+        "torch has no dtype of this name, or a head cannot be computed in it. The config is refused, or the"
+        " weights are cast wrongly.",
+        fix="Set torch_dtype (and dtype) to the dtype of the weights, e.g. bfloat16.",
         engines=ENGINES,
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L317-L325",
         check=dtype_unknown,
@@ -352,8 +353,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K023",
         "layers-of-the-target",
         "error",
-        "num_hidden_layers is not the number of decoder layers that the head stores, but, by its size, the target's:"
-        " engines would build as many, and leave them uninitialized.",
-        fix="Say --layers with the number that is stored, when you convert the head; kconv's layouts write it.",
+        "num_hidden_layers is probably the target's, because the head stores fewer layers. Engines would"
+        " build that many and leave them uninitialized.",
+        fix="Convert the head with --layers and the number of stored layers; kconv's layouts write it.",
     ),
 )

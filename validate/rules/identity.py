@@ -20,7 +20,10 @@ def _other_class(subject: HeadSubject, known: Mapping[type, frozenset[str]]) -> 
     name, classes = first_architecture(subject), known[Mla if subject.is_mla else Gqa]
     if name is not None and subject.layout is not None and name not in classes:
         kind = "an MLA" if subject.is_mla else "a GQA"
-        yield Found("config.json: architectures", f"{name} has no class for {kind} head; {', '.join(sorted(classes))}")
+        yield Found(
+            "config.json: architectures",
+            f"{name} is not a class for {kind} head; known are {', '.join(sorted(classes))}",
+        )
 
 
 def experts_null(subject: HeadSubject) -> Iterator[Found]:
@@ -39,7 +42,7 @@ def latent_size(subject: HeadSubject) -> Iterator[Found]:
     if isinstance(attention, Mla):
         size = attention.kv_lora_rank + attention.qk_rope_head_dim
         if size not in (320, 512, 576):
-            yield Found("config.json: kv_lora_rank", f"kv_lora_rank + qk_rope_head_dim is {size}; 576 is Kimi's")
+            yield Found("config.json: kv_lora_rank", f"kv_lora_rank + qk_rope_head_dim is {size}; Kimi's is 576")
 
 
 RULES: tuple[Rule[HeadSubject], ...] = (
@@ -47,8 +50,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K183",
         "model-type-rewritten",
         "error",
-        "vLLM rewrites this model_type to DeepSeek's MTP draft, for which no Eagle3 class exists: the head never"
-        " loads.",
+        "vLLM rewrites this model_type to DeepSeek's MTP draft, which has no Eagle3 class. The head never loads.",
         fix="Set model_type to kimi_k2, as ModelOpt and kconv do.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679",
@@ -62,9 +64,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K184",
         "not-seen-as-mla",
         "note",
-        "vLLM does not count kimi_k2 among the drafts with latent attention (use_mla); the layer has it all the same,"
-        " and only context-parallel prefill asks.",
-        fix="Nothing to do, or set model_type to deepseek_v2 for vLLM alone.",
+        "vLLM's use_mla does not list kimi_k2. The head's layer uses MLA all the same; only context-parallel"
+        " prefill checks this.",
+        fix="No action is needed. To change it for vLLM alone, set model_type to deepseek_v2.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/issues/45760",
         check=lambda s: (
@@ -77,7 +79,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K185",
         "architecture-unnamed",
         "error",
-        "The config names no architecture, by which every engine chooses its class.",
+        "The config names no architecture. Every engine needs it to choose a class.",
         fix='Write ["LlamaForCausalLMEagle3"], or ["Eagle3DeepseekV2ForCausalLM"] for an MLA head.',
         engines=ENGINES,
         check=lambda s: (
@@ -90,7 +92,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K186",
         "architecture-unknown-to-vllm",
         "error",
-        "vLLM has no Eagle3 class of this name with the head's attention.",
+        "vLLM has no Eagle3 class of this name for the head's attention.",
         fix="Convert the head (kconv to-vllm), which names the class.",
         engines=VLLM,
         seen_in="https://github.com/sgl-project/SpecForge/pull/640",
@@ -101,8 +103,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K187",
         "architecture-unknown-to-sglang",
         "error",
-        "SGLang knows one name for each kind of head; LlamaForCausalLM it loads as a plain Llama, and"
-        " DeepseekV3ForCausalLM it rewrites to NextN.",
+        "SGLang knows one class name for each kind of head. It loads LlamaForCausalLM as a plain Llama, and"
+        " rewrites DeepseekV3ForCausalLM to NextN.",
         fix="Convert the head (kconv to-sglang), which names the class.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/pull/33966",
@@ -112,13 +114,13 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K188",
         "latent-by-class",
         "error",
-        "TensorRT-LLM takes a head for MLA where the config has a kv_lora_rank, which this model_type's class has by"
-        " default; the head's attention is not latent.",
+        "The head's attention is not MLA, but this model_type's config class has a default kv_lora_rank, so"
+        " TensorRT-LLM builds MLA.",
         fix="Set model_type to llama.",
         engines=(TRTLLM,),
         seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
         check=lambda s: (
-            [Found("config.json: model_type", f"{s.config['model_type']!r}, of a head without kv_b_proj")]
+            [Found("config.json: model_type", f"{s.config['model_type']!r}, but the head has no kv_b_proj")]
             if not s.is_mla and s.config.get("model_type") in trtllm.ENGINE.latent_by_default
             else ()
         ),
@@ -127,8 +129,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K189",
         "q-lora-absent",
         "error",
-        "An MLA head without q_lora_rank: vLLM finds no parameter, SGLang refuses it, TensorRT-LLM builds another"
-        " shape.",
+        "An MLA head has no q_lora_rank. vLLM finds no parameter, SGLang refuses it, and TensorRT-LLM builds"
+        " another shape.",
         fix="Train a head with a q_lora_rank; no engine serves one without.",
         engines=ENGINES,
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi_k25_eagle3.py",
@@ -137,9 +139,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K190",
         "experts-null",
         "error",
-        "vLLM parses an MLA head's config as DeepSeek's, whose counts of experts must be whole numbers: null is"
-        " refused.",
-        fix="Remove the key: the head's MLP is dense.",
+        "vLLM parses an MLA head's config as DeepSeek's, where expert counts must be whole numbers. It refuses null.",
+        fix="Remove the key. The head's MLP is dense.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/pull/36361",
         check=experts_null,
@@ -148,7 +149,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K191",
         "speculators-mla",
         "error",
-        "vLLM reads a speculators config for llama and qwen3 only: an MLA head in it never loads.",
+        "vLLM reads a speculators config only for llama and qwen3. An MLA head in this format never loads.",
         fix="Convert the head (kconv to-vllm).",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py",
@@ -162,7 +163,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K192",
         "speculators-not-read",
         "error",
-        "SGLang and TensorRT-LLM have no reader of speculators' format.",
+        "SGLang and TensorRT-LLM cannot read speculators' format.",
         fix="Convert the head (kconv to-sglang, to-trtllm or to-portable).",
         engines=(SGLANG, TRTLLM),
         seen_in="https://github.com/vllm-project/speculators/issues/610",
@@ -176,9 +177,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K193",
         "latent-size",
         "note",
-        "The latent cache is of a size for which few attention backends have a kernel.",
-        fix="In vLLM choose TRITON_MLA for the draft (speculative_config.attention_backend); its CPU build has 576"
-        " alone.",
+        "Few attention backends have a kernel for a latent cache of this size.",
+        fix="In vLLM, choose TRITON_MLA for the draft (speculative_config.attention_backend). vLLM's CPU build"
+        " supports only 576.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/attention/mla_attention.py#L1601",
         check=latent_size,
@@ -187,13 +188,13 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K194",
         "backend-of-its-own",
         "note",
-        "The head's attention is not the latent one of a Kimi target, whose attention backend it would inherit.",
-        fix="In SGLang add --speculative-draft-attention-backend, e.g. fa3; in vLLM set attention_backend, and the"
-        " dtype of the draft's own KV cache, in speculative_config where the target's does not fit.",
+        "The head is not MLA, but it would inherit the attention backend of its MLA target.",
+        fix="In SGLang, add --speculative-draft-attention-backend, e.g. fa3. In vLLM, set attention_backend and"
+        " the draft's KV cache dtype in speculative_config if the target's do not fit.",
         engines=(SGLANG, *VLLM),
         seen_in="https://github.com/sgl-project/sglang/issues/23490",
         check=lambda s: (
-            [Found("config.json", f"{s.spec.kind.upper()}, of {s.spec.attention.kv_heads} key-value heads")]
+            [Found("config.json", f"{s.spec.kind.upper()} with {s.spec.attention.kv_heads} key-value heads")]
             if s.spec and isinstance(s.spec.attention, Gqa)
             else ()
         ),
@@ -202,12 +203,12 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K195",
         "method-by-flag",
         "note",
-        "vLLM takes a head for a plain draft model unless it is told, or reads eagle3 in its path.",
+        "vLLM treats a head as a plain draft model unless the method is eagle3 or the path contains eagle3.",
         fix='Serve with "method": "eagle3" in --speculative-config.',
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1327-L1337",
         check=lambda s: (
-            [Found("config.json", "no key of a config says that a head is one of Eagle3's")]
+            [Found("config.json", "vLLM cannot tell from the config that this is an Eagle3 head")]
             if not is_speculators(s)
             else ()
         ),
@@ -216,9 +217,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K196",
         "one-model",
         "note",
-        "TensorRT-LLM serves MLA heads as part of the target (eagle3_one_model, its default); NVIDIA's own deployment"
-        " test serves its Kimi heads beside it.",
-        fix="Leave the flag out; try eagle3_one_model: false if your release does not load the head.",
+        "TensorRT-LLM serves MLA heads as part of the target (eagle3_one_model, its default). NVIDIA's own"
+        " deployment test serves its Kimi heads separately.",
+        fix="Leave the flag out. Try eagle3_one_model: false if your release does not load the head.",
         engines=(TRTLLM,),
         seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
         check=lambda s: (

@@ -19,7 +19,8 @@ def _rule(limit: Limit) -> Rule[HeadSubject]:
         if subject.spec is not None and limit.applies(subject.spec, subject.slots):
             yield Found("config.json", limit.what)
 
-    sentence = f"{limit.what[0].upper()}{limit.what[1:]}."
+    # vLLM's own name begins with a small letter.
+    sentence = f"{limit.what}." if limit.what.startswith("vLLM") else f"{limit.what[0].upper()}{limit.what[1:]}."
     return Rule(limit.id, limit.name, "error", sentence, limit.fix, check, concerned, limit.source)
 
 

@@ -45,7 +45,7 @@ def nvfp4_dtype(subject: TargetSubject) -> Iterator[Found]:
     for parts in subject.packed.values():
         for suffix, info in parts.items():
             if info.dtype != TENSORS[suffix][0]:
-                yield Found(info.name, f"{info.dtype}, and the format has {TENSORS[suffix][0]}")
+                yield Found(info.name, f"has dtype {info.dtype}; the format has {TENSORS[suffix][0]}")
 
 
 def nvfp4_scale_shape(subject: TargetSubject) -> Iterator[Found]:
@@ -55,11 +55,11 @@ def nvfp4_scale_shape(subject: TargetSubject) -> Iterator[Found]:
             wanted = TENSORS["weight_scale"][1](weight.shape[0], weight.shape[1] * 2)
             if scale.shape != wanted or weight.shape[1] * 2 % GROUP_SIZE:
                 yield Found(
-                    scale.name, f"{list(scale.shape)}, and its weight {list(weight.shape)} wants {list(wanted)}"
+                    scale.name, f"has shape {list(scale.shape)}; its weight {list(weight.shape)} needs {list(wanted)}"
                 )
         for info in (parts[suffix] for suffix in SCALARS if suffix in parts):
             if info.shape not in ((), (1,)):
-                yield Found(info.name, f"{list(info.shape)}, and it is one number for the module")
+                yield Found(info.name, f"has shape {list(info.shape)}; it must be one number")
 
 
 def packed_width(subject: TargetSubject) -> Iterator[Found]:
@@ -73,14 +73,14 @@ def packed_width(subject: TargetSubject) -> Iterator[Found]:
             value = text.get(key) if isinstance(text, Mapping) else None
             columns *= value if isinstance(value, int) else 0
         if columns and (len(weight.shape) != 2 or weight.shape[1] * 2 != columns):
-            yield Found(weight.name, f"{list(weight.shape)}, and {' x '.join(keys)} is {columns}")
+            yield Found(weight.name, f"has shape {list(weight.shape)}, but {' x '.join(keys)} is {columns}")
 
 
 def fused_part_unpacked(subject: TargetSubject) -> Iterator[Found]:
     packed = {fused_group(base) for base in subject.packed}
     for base in subject.plain:
         if fused_group(base) in packed:
-            yield Found(base, "is not quantized, and what it is fused with is")
+            yield Found(base, "is not quantized, but the modules fused with it are")
 
 
 def never_quantized(subject: TargetSubject) -> Iterator[Found]:
@@ -98,7 +98,7 @@ def lm_head_quantized(subject: TargetSubject) -> Iterator[Found]:
 def other_format_left(subject: TargetSubject) -> Iterator[Found]:
     if subject.is_nvfp4:
         left = [name for name in subject.tensors if name.endswith(tuple(f".{suffix}" for suffix in LEFT))]
-        yield from _first(left, "is of another quantized format")
+        yield from _first(left, "belongs to another quantized format")
 
 
 def kv_b_proj_quantized(subject: TargetSubject) -> Iterator[Found]:
@@ -113,7 +113,7 @@ def kv_scale_half(subject: TargetSubject) -> Iterator[Found]:
             if info.dtype not in FLOATS or info.shape not in ((), (1,)):
                 yield Found(name, f"{info.dtype} {list(info.shape)}")
             if _partners(name).isdisjoint(subject.tensors):
-                yield Found(name, "stands alone")
+                yield Found(name, "has no partner")
 
 
 def _partners(name: str) -> set[str]:
@@ -180,7 +180,7 @@ def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
     for beyond in beyond_norms(amaxes, subject.tensors):
         yield Found(
             f"{beyond.module}.input_scale",
-            f"is of an amax of {beyond.amax:g}, and {beyond.norm} reaches {beyond.bound:g} at most",
+            f"implies an amax of {beyond.amax:g}, but {beyond.norm} reaches at most {beyond.bound:g}",
         )
 
 
@@ -191,7 +191,7 @@ def _unequal(subject: TargetSubject, suffix: str) -> Iterator[Found]:
     for infos in groups.values():
         values = [_scalar(info) for info in infos] if len(infos) > 1 else []
         if any(value != values[0] and value == value for value in values if value is not None):
-            yield Found(infos[0].name, f"{values[0]}, and {infos[1].name} {values[1]}")
+            yield Found(infos[0].name, f"is {values[0]}, but {infos[1].name} is {values[1]}")
 
 
 def _scalar(info: TensorInfo) -> float | None:
@@ -206,16 +206,16 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K401",
         "input-scale-missing",
         "error",
-        "An NVFP4 module lacks its input_scale, without which engines cannot quantize what it reads. ModelOpt's"
-        " exporter writes none if nothing was calibrated, and says nothing.",
-        fix="Quantize again with a calibration or --input-scale data-free; or name the algorithm W4A16_NVFP4.",
+        "An NVFP4 module has no input_scale, so engines cannot quantize its input. ModelOpt's exporter"
+        " silently leaves it out without calibration.",
+        fix="Quantize again with a calibration or --input-scale data-free, or name the algorithm W4A16_NVFP4.",
         check=input_scale_missing,
     ),
     Rule(
         "K402",
         "weight-part-missing",
         "error",
-        "An NVFP4 module lacks its weight, its block scales or its weight_scale_2: the values cannot be read.",
+        "An NVFP4 module lacks its weight, block scales or weight_scale_2, so its values cannot be read.",
         fix="Fetch the target again, or quantize it again.",
         check=weight_part_missing,
     ),
@@ -223,7 +223,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K403",
         "nvfp4-dtype",
         "error",
-        "A part of an NVFP4 weight is of another dtype than the format has: its bytes would be read as other numbers.",
+        "A part of an NVFP4 weight has the wrong dtype. Its bytes would be read as other numbers.",
         fix=AGAIN,
         check=nvfp4_dtype,
     ),
@@ -231,7 +231,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K404",
         "nvfp4-scale-shape",
         "error",
-        "Block scales are not one for each sixteen values, or a scale of a whole module is no single number.",
+        "There is not one block scale per sixteen values, or a module's scale is not a single number.",
         fix=AGAIN,
         check=nvfp4_scale_shape,
     ),
@@ -239,15 +239,15 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K405",
         "packed-width",
         "error",
-        "A packed weight is not half as wide as what its module reads by the config: two values stand in each byte.",
-        fix="Check that config.json and the weights are of the same model; else quantize the target again.",
+        "A packed weight is not half as wide as the config requires. Each byte holds two values.",
+        fix="Check that config.json and the weights belong to the same model. Otherwise quantize the target again.",
         check=packed_width,
     ),
     Rule(
         "K406",
         "fused-part-unpacked",
         "error",
-        "Of modules that engines fuse into one, some are NVFP4 and some are not: there is no such fused layer.",
+        "Engines fuse these modules into one, but only some of them are NVFP4. No such fused layer exists.",
         fix="Quantize all of q_a/kv_a, of q/k/v or of gate/up, or none.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
         check=fused_part_unpacked,
@@ -256,7 +256,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K407",
         "never-quantized",
         "error",
-        "A router, an embedding or an MTP projection is NVFP4; no engine reads these packed.",
+        "A router, an embedding or an MTP projection is NVFP4. No engine reads these packed.",
         fix="Quantize the target again without them.",
         check=never_quantized,
     ),
@@ -264,8 +264,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K408",
         "lm-head-quantized",
         "warning",
-        "The lm_head is NVFP4: a draft head that shares it cannot read it, and engines differ on whether they can.",
-        fix="Keep lm_head as it is, and exclude it.",
+        "lm_head is NVFP4. A draft head that shares it cannot read it, and not every engine can.",
+        fix="Leave lm_head unquantized and exclude it.",
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
         check=lm_head_quantized,
     ),
@@ -273,7 +273,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K409",
         "other-format-left",
         "error",
-        "A tensor of the format that the target was stored in before is still there beside NVFP4.",
+        "A tensor of the previous quantized format is still there beside NVFP4.",
         fix="Quantize the target again into a new folder.",
         check=other_format_left,
     ),
@@ -281,7 +281,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K410",
         "kv-b-proj-quantized",
         "error",
-        "kv_b_proj is NVFP4: TensorRT-LLM and SGLang split it per head when they load it, and want it plain.",
+        "kv_b_proj is NVFP4. TensorRT-LLM and SGLang split it per head while loading and need it unquantized.",
         fix="Keep kv_b_proj out of the recipe.",
         engines=(SGLANG, TRTLLM),
         check=kv_b_proj_quantized,
@@ -290,8 +290,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K411",
         "kv-scale-half",
         "error",
-        "One of k_scale and v_scale is there without the other, or is no single float32.",
-        fix="Export the target again, or drop both: engines then take 1.0.",
+        "k_scale exists without v_scale or the reverse, or one is not a single float32.",
+        fix="Export the target again, or remove both. Engines then use 1.0.",
         engines=(*VLLM, SGLANG, TRTLLM),
         check=kv_scale_half,
     ),
@@ -299,9 +299,9 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K440",
         "fused-scale-unequal",
         "error",
-        "Modules that engines fuse have unequal weight_scale_2; only the largest survives, block scales are not"
-        " rescaled, and the others' weights come out wrong.",
-        fix="Quantize the target again; kconv quantize gives q/k/v, q_a/kv_a and gate/up one scale.",
+        "Modules that engines fuse have different weight_scale_2. Only the largest is kept and block scales"
+        " are not adjusted, so the other weights are wrong.",
+        fix="Quantize the target again. kconv quantize gives q/k/v, q_a/kv_a and gate/up one scale.",
         seen_in=FUSED,
         values=True,
         check=lambda s: _unequal(s, MARK),
@@ -310,8 +310,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K441",
         "fused-input-scale-unequal",
         "error",
-        "Modules that engines fuse read the same activations, and their input_scale are unequal: TensorRT-LLM stops.",
-        fix="Calibrate again; what reads the same activations has one amax.",
+        "Modules that engines fuse have different input_scale, although they read the same input. TensorRT-LLM stops.",
+        fix="Calibrate again, with one amax for modules that read the same input.",
         engines=(TRTLLM,),
         values=True,
         check=lambda s: _unequal(s, "input_scale"),
@@ -320,7 +320,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K442",
         "scale-value",
         "error",
-        "A scale of a whole module is NaN, zero, negative, or too small or too large to be calculated with in float32.",
+        "A module's scale is NaN, zero, negative, or too small or too large for float32 arithmetic.",
         fix=AGAIN,
         values=True,
         check=scale_value,
@@ -329,7 +329,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K443",
         "block-scale-value",
         "error",
-        "Block scales are NaN, negative, or zero throughout.",
+        "Block scales are NaN, negative, or all zero.",
         fix=AGAIN,
         values=True,
         check=block_scale_value,
@@ -338,9 +338,9 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K444",
         "input-scale-beyond-norm",
         "error",
-        "An input_scale says that a module read more than the norm before it can put out: it is another target's, or"
-        " was changed. 1.0, which data-free recipes write, is passed over.",
-        fix="Calibrate this very target again, and quantize it with that.",
+        "An input_scale implies a larger input than the norm before the module can produce. It belongs to"
+        " another target, or was changed. 1.0, from data-free recipes, is ignored.",
+        fix="Calibrate this target again, and quantize it with the result.",
         values=True,
         check=input_scale_beyond_norm,
     ),

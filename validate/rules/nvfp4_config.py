@@ -19,7 +19,7 @@ def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
     block = subject.text_block
     if subject.packed and block and dict(block) != dict(subject.root_block):
         named = block.get("quant_method") or block.get("quant_algo")
-        yield Found(f"config.json: text_config.{BLOCK}", f"says {named!r}, and the weights are NVFP4")
+        yield Found(f"config.json: text_config.{BLOCK}", f"says {named!r}, but the weights are NVFP4")
 
 
 def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
@@ -35,7 +35,7 @@ def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
             yield Found(f"{where}: quant_method", f"is {method!r}")
         for size in _sizes(block):
             if size != GROUP_SIZE:
-                yield Found(f"{where}: group_size", f"is {size!r}, and NVFP4's groups are of {GROUP_SIZE}")
+                yield Found(f"{where}: group_size", f"is {size!r}, but NVFP4 has groups of {GROUP_SIZE}")
 
 
 def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
@@ -44,14 +44,17 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
         return
     if one.get("quant_algo") != other.get("quant_algo"):
         yield Found(
-            f"{SIDE_FILE}: quant_algo", f"{other.get('quant_algo')!r}, and config.json {one.get('quant_algo')!r}"
+            f"{SIDE_FILE}: quant_algo", f"is {other.get('quant_algo')!r}, but {one.get('quant_algo')!r} in config.json"
         )
     mine, its = ({bare(entry) for entry in entries_of(block)} for block in (one, other))
     if mine != its:
         entry = sorted(mine ^ its)[0]
-        yield Found(f"{SIDE_FILE}: exclude_modules", f"{len(mine ^ its)} entries stand in one only, e.g. {entry!r}")
+        yield Found(
+            f"{SIDE_FILE}: exclude_modules",
+            f"{len(mine ^ its)} entries are in only one of the two files, e.g. {entry!r}",
+        )
     if _kv(one) != _kv(other):
-        yield Found(f"{SIDE_FILE}: kv_cache_quant_algo", f"{_kv(other)}, and config.json's scheme is {_kv(one)}")
+        yield Found(f"{SIDE_FILE}: kv_cache_quant_algo", f"is {_kv(other)}, but {_kv(one)} in config.json")
 
 
 def kv_scheme_unknown(subject: TargetSubject) -> Iterator[Found]:
@@ -72,15 +75,15 @@ def layers_miscounted(subject: TargetSubject) -> Iterator[Found]:
     layers = (LAYER.match(bare(name)) for name in subject.tensors)
     stored = {int(layer[1]) for layer in layers if layer}
     if not isinstance(counted, int):
-        yield Found("config.json: num_hidden_layers", f"is {counted!r}, and {len(stored)} layers are stored")
+        yield Found("config.json: num_hidden_layers", f"is {counted!r}, but {len(stored)} layers are stored")
         return
     absent = next((layer for layer in range(counted) if layer not in stored), None)
     if absent is not None:
-        yield Found("config.json: num_hidden_layers", f"is {counted}, and layer {absent} is not stored")
+        yield Found("config.json: num_hidden_layers", f"is {counted}, but layer {absent} is not stored")
     # Layers that draft the next tokens stand behind the last one, or are left out.
     uncounted = [layer for layer in stored if layer >= counted + (extra if isinstance(extra, int) else 0)]
     if uncounted:
-        yield Found("config.json: num_hidden_layers", f"is {counted}, and layer {min(uncounted)} is stored")
+        yield Found("config.json: num_hidden_layers", f"is {counted}, but layer {min(uncounted)} is stored")
 
 
 def _kv(block: Mapping[str, Any]) -> str:
@@ -103,20 +106,20 @@ def _sizes(block: Mapping[str, Any]) -> Iterator[object]:
                 yield numbers["group_size"]
 
 
-IGNORE = "Write an entry for each module in full, or for each layer's part closed by *, e.g. model.layers.1.self_attn*."
+IGNORE = "Write each module's full name, or each layer's part followed by *, e.g. model.layers.1.self_attn*."
 
 
 def unquantized_not_excluded(subject: TargetSubject) -> Iterator[Found]:
     if subject.packed and subject.block:
         for module in subject.plain:
             if subject.covered[module] is None:
-                yield Found(module, "is not quantized, and no entry of ignore covers it")
+                yield Found(module, "is not quantized, but no entry of ignore covers it")
 
 
 def packed_but_excluded(subject: TargetSubject) -> Iterator[Found]:
     for module, entry in _packed_and_covered(subject):
         if not _collides(entry, module):
-            yield Found(module, f"is NVFP4, and {entry!r} covers it")
+            yield Found(module, f"is NVFP4, but {entry!r} covers it")
 
 
 def exclude_collision(subject: TargetSubject) -> Iterator[Found]:
@@ -162,9 +165,9 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K420",
         "nvfp4-unstated",
         "error",
-        "Weights are NVFP4, and neither config.json nor hf_quant_config.json says so: engines take packed bytes for"
-        " weights.",
-        fix="Write quantization_config and hf_quant_config.json; kconv quantize writes both.",
+        "Weights are NVFP4, but neither config.json nor hf_quant_config.json says so. Engines read packed"
+        " bytes as weights.",
+        fix="Write quantization_config and hf_quant_config.json. kconv quantize writes both.",
         check=lambda s: (
             [Found("config.json", f"{len(s.packed):,} modules are NVFP4")]
             if s.packed and not s.block and not s.side
@@ -175,8 +178,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K421",
         "nvfp4-stale",
         "error",
-        "The config says NVFP4, and no tensor is packed: engines look for scales that are not there.",
-        fix="Remove quantization_config and hf_quant_config.json; they are of another export.",
+        "The config says NVFP4, but no tensor is packed. Engines look for scales that do not exist.",
+        fix="Remove quantization_config and hf_quant_config.json. They belong to another export.",
         check=lambda s: (
             [Found(f"config.json: {BLOCK}", f"says {s.block.get('quant_algo')}")] if s.is_nvfp4 and not s.packed else ()
         ),
@@ -185,16 +188,16 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K422",
         "stale-text-block",
         "error",
-        "A quantization_config of the format before is left in text_config: engines that look there first read NVFP4 as"
-        " INT4 or FP8.",
-        fix="Remove quantization_config from text_config; it belongs at the root.",
+        "text_config still has the quantization_config of the previous format. Engines that look there first"
+        " read NVFP4 as INT4 or FP8.",
+        fix="Remove quantization_config from text_config. It belongs at the top level.",
         check=stale_text_block,
     ),
     Rule(
         "K423",
         "algorithm-unknown",
         "error",
-        "The weights are NVFP4, and the config says another method, another algorithm or another group size.",
+        "The weights are NVFP4, but the config names another method, algorithm or group size.",
         fix='Write quant_method "modelopt", quant_algo "NVFP4" or "W4A16_NVFP4", and groups of 16.',
         seen_in=f"{MODELOPT}#L793-L824",
         check=algorithm_unknown,
@@ -203,17 +206,17 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K424",
         "side-file-differs",
         "error",
-        "hf_quant_config.json and config.json's quantization_config differ: TensorRT-LLM goes by the one, vLLM by the"
-        " other.",
-        fix="Write both from one recipe; kconv quantize does.",
+        "hf_quant_config.json and quantization_config in config.json differ. TensorRT-LLM reads the former,"
+        " vLLM the latter.",
+        fix="Write both from one recipe. kconv quantize does.",
         check=side_file_differs,
     ),
     Rule(
         "K425",
         "side-file-missing",
         "note",
-        "There is no hf_quant_config.json; older TensorRT-LLM reads no other block.",
-        fix="Write hf_quant_config.json too; kconv quantize does.",
+        "There is no hf_quant_config.json. Older TensorRT-LLM reads nothing else.",
+        fix="Write hf_quant_config.json too. kconv quantize does.",
         engines=(TRTLLM,),
         check=lambda s: (
             [Found(SIDE_FILE, "is not there")]
@@ -225,7 +228,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K426",
         "kv-scheme-unknown",
         "error",
-        "The KV cache's scheme is none that engines know for NVFP4 targets: FP8, or nothing.",
+        "The KV cache scheme is not one that engines support for NVFP4 targets. They support FP8 or none.",
         fix='Write kv_cache_scheme {"dynamic": false, "num_bits": 8, "type": "float"}, or leave it out.',
         check=kv_scheme_unknown,
     ),
@@ -233,17 +236,17 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K427",
         "kv-scales-unstated",
         "warning",
-        "The target has scales for its KV cache, and its config states no quantized one: engines leave them out.",
-        fix='State it (kv_cache_scheme, kv_cache_quant_algo "FP8"), or drop k_scale and v_scale.',
+        "The target has KV cache scales, but its config states no quantized cache. Engines ignore the scales.",
+        fix='State it (kv_cache_scheme, kv_cache_quant_algo "FP8"), or remove k_scale and v_scale.',
         check=kv_scales_unstated,
     ),
     Rule(
         "K428",
         "layers-miscounted",
         "error",
-        "The config counts other decoder layers than are stored. One that is counted and absent is served as memory was"
-        " when it was allocated: of a quantized model vLLM does not look which weights came.",
-        fix="State as many as the weights have (num_hidden_layers), or fetch the missing ones.",
+        "The number of decoder layers in the config differs from the stored ones. A missing layer is served"
+        " as uninitialized memory: for a quantized model, vLLM does not check which weights arrived.",
+        fix="Set num_hidden_layers to the number of stored layers, or fetch the missing ones.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L505-L509",
         check=layers_miscounted,
     ),
@@ -251,7 +254,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K430",
         "unquantized-not-excluded",
         "error",
-        "A linear module is neither packed nor excluded: engines build an NVFP4 layer for it, and find no scales.",
+        "A linear is neither packed nor excluded. Engines build an NVFP4 layer for it and find no scales.",
         fix=IGNORE,
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
         check=unquantized_not_excluded,
@@ -260,8 +263,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K431",
         "packed-but-excluded",
         "error",
-        "A packed module is covered by an exclude: engines build a plain layer for it, and take packed bytes for"
-        " weights.",
+        "An exclude list covers a packed module. Engines build an unquantized layer and read packed bytes as weights.",
         fix=IGNORE,
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
         check=packed_but_excluded,
@@ -270,7 +272,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K432",
         "exclude-collision",
         "error",
-        "An exclude that was meant for one layer covers others, as model.layers.1* covers layers 10 to 19.",
+        "An exclude that was meant for one layer covers others. For example, model.layers.1* also covers"
+        " layers 10 to 19.",
         fix=IGNORE,
         seen_in=f"{MODELOPT}#L187-L222",
         check=exclude_collision,
@@ -279,8 +282,8 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K433",
         "exclude-kv-b-proj",
         "error",
-        "An exclude matches the bare word kv_b_proj, which TensorRT-LLM tests by itself: it then looks for FP8 scales"
-        " of a plain kv_b_proj, and fails or reads it wrongly.",
+        "An exclude matches the bare word kv_b_proj, which TensorRT-LLM tests on its own. It then looks for"
+        " FP8 scales of an unquantized kv_b_proj, and fails or reads it wrongly.",
         fix="Name each layer's kv_b_proj in full, e.g. model.layers.0.self_attn.kv_b_proj.",
         engines=(TRTLLM,),
         check=exclude_kv_b_proj,
@@ -289,8 +292,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K434",
         "exclude-part-of-name",
         "error",
-        "A module is excluded by a part of its name only, which vLLM takes and TensorRT-LLM does not: it wants"
-        " wildcards.",
+        "A module is excluded only by a part of its name. vLLM accepts that; TensorRT-LLM needs wildcards.",
         fix=IGNORE,
         engines=(TRTLLM,),
         check=exclude_part_of_name,

@@ -22,7 +22,7 @@ def dtype_not_stated_one(subject: HeadSubject) -> Iterator[Found]:
     for key in ("torch_dtype", "dtype"):
         stated = NAMES.get(str(subject.flat.get(key)).removeprefix("torch."))
         if subject.spec and stated and stated != subject.spec.dtype:
-            yield Found(f"config.json: {key}", f"{subject.flat[key]}, and most weights are {subject.spec.dtype}")
+            yield Found(f"config.json: {key}", f"is {subject.flat[key]}, but most weights are {subject.spec.dtype}")
 
 
 def dtypes_mixed(subject: HeadSubject) -> Iterator[Found]:
@@ -35,7 +35,7 @@ def kv_cache_inherited(subject: HeadSubject) -> Iterator[Found]:
     stated = (subject.target.quantization or {}) if subject.target else {}
     scheme = stated.get("kv_cache_scheme") or stated.get("kv_cache_quant_algo")
     if scheme and subject.spec and isinstance(subject.spec.attention, Gqa):
-        yield Found("config.json", f"the target's KV cache is {scheme!r}, and the head is {subject.spec.kind.upper()}")
+        yield Found("config.json", f"the target's KV cache is {scheme!r}, but the head is {subject.spec.kind.upper()}")
 
 
 def quantized_but_excluded(subject: HeadSubject) -> Iterator[Found]:
@@ -70,7 +70,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K197",
         "quantization-unstated",
         "error",
-        "Weights are stored with scales, and no config says how to read them: engines take packed bytes for weights.",
+        "Weights have scales, but no config says how to read them. Engines read packed bytes as weights.",
         fix="Export the head again, with quantization_config or hf_quant_config.json.",
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
     ),
@@ -78,49 +78,49 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K198",
         "quantization-stale",
         "error",
-        "The config says that the head is quantized, and no tensor has scales: engines look for scales that are not"
-        " there.",
-        fix="Remove quantization_config; it is the target's, or of another export.",
+        "The config says that the head is quantized, but no tensor has scales. Engines look for scales that"
+        " do not exist.",
+        fix="Remove quantization_config. It belongs to the target or to another export.",
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
     ),
     Rule(
         "K199",
         "scale-missing",
         "error",
-        "A quantized weight lacks a scale without which it cannot be read.",
+        "A quantized weight cannot be read, because a scale is missing.",
         fix="Export the head again.",
     ),
     Rule(
         "K200",
         "quantized-otherwise",
         "error",
-        "A weight is quantized in a format that kconv does not know, or fused with others and quantized at once.",
-        fix="Give the unquantized head, or one that was quantized with its linears apart.",
+        "A weight has a quantized format that kconv does not know, or was fused with others before quantizing.",
+        fix="Give the unquantized head, or one whose linears were quantized separately.",
     ),
     Rule(
         "K208",
         "dtype-not-stated-one",
         "warning",
-        "The config states another dtype than most weights have: TensorRT-LLM casts to the stated one, and from"
-        " bfloat16 to float16 large values become Inf.",
-        fix="Set torch_dtype (and dtype) to the weights' own.",
+        "The config states a different dtype than most weights have. TensorRT-LLM casts to the stated one;"
+        " from bfloat16 to float16, large values become Inf.",
+        fix="Set torch_dtype (and dtype) to the dtype of the weights.",
         check=dtype_not_stated_one,
     ),
     Rule(
         "K209",
         "dtypes-mixed",
         "note",
-        "Weights are of several float dtypes; engines cast each to the target's.",
-        fix="Nothing to do; kconv's conversions cast with --dtype where one wants.",
+        "Weights have several float dtypes. Engines cast each to the target's.",
+        fix="No action is needed. --dtype casts all weights when you convert.",
         check=dtypes_mixed,
     ),
     Rule(
         "K211",
         "kv-cache-inherited",
         "note",
-        "The target's KV cache is quantized, and the draft inherits that: a GQA head's attention backend may not have"
-        " it.",
-        fix="In vLLM set kv_cache_dtype in speculative_config; in TensorRT-LLM look at the log's line on the draft.",
+        "The target's KV cache is quantized, and the draft inherits that. A GQA head's attention backend may"
+        " not support it.",
+        fix="In vLLM, set kv_cache_dtype in speculative_config. In TensorRT-LLM, check the log for the draft.",
         engines=(*VLLM, TRTLLM),
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py",
         check=kv_cache_inherited,
@@ -129,9 +129,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K212",
         "quantized-but-excluded",
         "error",
-        "A linear is stored with scales, and an exclude covers it: engines build it plain, and take packed bytes for"
-        " weights.",
-        fix="Leave in ignore (or exclude_modules) only what is not quantized, as lm_head.",
+        "A linear has scales, but an exclude list covers it. Engines build it unquantized and read packed"
+        " bytes as weights.",
+        fix="Keep only unquantized modules, such as lm_head, in ignore (or exclude_modules).",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
         check=quantized_but_excluded,
     ),

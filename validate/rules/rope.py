@@ -24,9 +24,9 @@ def rope_one_spelling(subject: HeadSubject) -> Iterator[Found]:
     stated = stated_places(subject.flat)
     theta, kind = stated.get("rope_theta", {}), stated.get("rope_type", {})
     if theta and "rope_theta" not in theta:
-        yield Found("config.json: rope_theta", f"rope_theta stands in {', '.join(theta)} only")
+        yield Found("config.json: rope_theta", f"rope_theta is only in {', '.join(theta)}")
     if not subject.flat.get("rope_scaling") and any(value != "default" for value in kind.values()):
-        yield Found("config.json: rope_scaling", f"{next(iter(kind.values()))} stands in {', '.join(kind)} only")
+        yield Found("config.json: rope_scaling", f"{next(iter(kind.values()))} is only in {', '.join(kind)}")
 
 
 def rope_injected(subject: HeadSubject) -> Iterator[Found]:
@@ -59,12 +59,12 @@ def positions_short(subject: HeadSubject) -> Iterator[Found]:
     if subject.engines.intersection(AS_STATED) and spec.max_positions < target.max_positions:
         yield Found(
             "config.json: max_position_embeddings",
-            f"{spec.max_positions} positions, and the target has {target.max_positions}",
+            f"{spec.max_positions} positions, but the target has {target.max_positions}",
         )
     if subject.engines.intersection(VLLM) and _rows_in_vllm(spec) < target.max_positions:
         yield Found(
             "config.json: rope_scaling",
-            f"YaRN reaches {_rows_in_vllm(spec)} positions, and the target has {target.max_positions}",
+            f"YaRN reaches {_rows_in_vllm(spec)} positions, but the target has {target.max_positions}",
             "Serve no more than that (vllm serve --max-model-len).",
         )
 
@@ -74,7 +74,7 @@ def positions_past_yarn(subject: HeadSubject) -> Iterator[Found]:
     if spec and spec.max_positions > _rows_in_vllm(spec):
         yield Found(
             "config.json: max_position_embeddings",
-            f"{spec.max_positions} positions, and YaRN reaches {_rows_in_vllm(spec)}",
+            f"{spec.max_positions} positions, but YaRN reaches only {_rows_in_vllm(spec)}",
         )
 
 
@@ -96,7 +96,7 @@ def rope_in_parts(subject: HeadSubject) -> Iterator[Found]:
         alone = {key: value for key, value in subject.flat.items() if key == place or key not in PLACES}
         lost = _lost(alone, whole) if taken_by else ""
         if lost:
-            yield Found(f"config.json: {place}", f"{taken_by} may take it alone: {lost}")
+            yield Found(f"config.json: {place}", f"{taken_by} may read only this: {lost}")
 
 
 def _lost(alone: Mapping[str, Any], whole: Rope) -> str:
@@ -105,7 +105,7 @@ def _lost(alone: Mapping[str, Any], whole: Rope) -> str:
         read = read_rope(alone)
     except KconvError as fault:
         return fault.what
-    return "" if read == whole else f"{read}, where both together state {whole}"
+    return "" if read == whole else f"{read}, but both together state {whole}"
 
 
 RULES: tuple[Rule[HeadSubject], ...] = (
@@ -113,16 +113,16 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K160",
         "rope-contradiction",
         "error",
-        "The config states one of RoPE's parameters twice and differently, and engines read one place each.",
-        fix="Leave the value that the head was trained with.",
+        "The config states a RoPE parameter twice with different values, and engines differ in which they read.",
+        fix="Keep the value that the head was trained with, and remove the other.",
         seen_in="https://github.com/wejoncy/sfllm/pull/32",
     ),
     Rule(
         "K161",
         "rope-invalid",
         "error",
-        "RoPE is stated in a way that an engine refuses, or reads with a default of its own: a kind without its factor,"
-        " a parameter that is no number, a kind that no engine has.",
+        "An engine refuses this RoPE, or fills it with defaults: a kind without its factor, a parameter that"
+        " is not a number, or an unknown kind.",
         fix="State the kind and every parameter that the head was trained with.",
         seen_in="https://github.com/vllm-project/vllm/pull/51092",
         says_fix=True,
@@ -131,16 +131,17 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K162",
         "rope-theta-lost",
         "warning",
-        "The config states no rope_theta, and engines take 10000; a Kimi-K2 target has 50000.",
-        fix="State the rope_theta that the head was trained with, at the top level and in rope_parameters.",
+        "The config has no rope_theta. Engines use 10000; a Kimi-K2 target has 50000.",
+        fix="State the rope_theta that the head was trained with, at the top level and in rope_parameters."
+        " Conversions take --rope-theta.",
         seen_in="https://github.com/sgl-project/SpecForge/issues/265",
     ),
     Rule(
         "K163",
         "rope-one-spelling",
         "warning",
-        "RoPE is stated as transformers 5 does alone: releases that were built for transformers 4 look for the"
-        " top-level rope_theta, and take 10000, and for rope_scaling, and take none.",
+        "RoPE is written only as transformers 5 does. Releases built for transformers 4 look for the"
+        " top-level rope_theta and use 10000, and look for rope_scaling and use none.",
         fix="Convert the head with kconv, which writes both spellings, or write the keys of rope_parameters twice.",
         engines=(SGLANG, TRTLLM),
         seen_in=LOST,
@@ -150,10 +151,10 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K164",
         "rope-injected",
         "warning",
-        "ModelOpt's exporter claims YaRN of factor 32 over 2,048 positions, by default, of a head that was trained"
-        " without any; engines then serve another RoPE than the trained one.",
-        fix="If the head was trained with default RoPE, remove rope_scaling; it may then read no further than it was"
-        " trained.",
+        "By default ModelOpt's exporter writes YaRN of factor 32 over 2,048 positions for a head that was"
+        " trained without it. Engines then serve a different RoPE.",
+        fix="If the head was trained with default RoPE, remove rope_scaling. The head may then read no further"
+        " than it was trained.",
         seen_in="https://github.com/NVIDIA/Model-Optimizer/pull/917",
         check=rope_injected,
     ),
@@ -161,7 +162,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K165",
         "rope-not-the-targets",
         "note",
-        "The head turns its queries by another RoPE than its target; that is right if it was trained so.",
+        "The head's RoPE differs from the target's. That is right if it was trained so.",
         fix="Compare with the training config.",
         seen_in="https://github.com/vllm-project/speculators/pull/574",
         check=rope_not_the_targets,
@@ -170,9 +171,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K166",
         "positions-unstated",
         "error",
-        "The config states no max_position_embeddings: TensorRT-LLM takes its class's default for an MLA head, 4,096,"
-        " and reads its table of angles past the end.",
-        fix="State the longest context that will be served; kconv's conversions take it with --max-positions.",
+        "The config has no max_position_embeddings. TensorRT-LLM assumes 4,096 for an MLA head and reads past"
+        " the end of its table of angles.",
+        fix="State the longest context that you will serve. Conversions take --max-positions.",
         engines=(TRTLLM,),
         seen_in="https://github.com/sgl-project/sglang/issues/10787",
         check=lambda s: (
@@ -208,18 +209,19 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K168",
         "rope-half-split",
         "error",
-        "The config says that an MLA head's rotary dims are half-split (rope_interleave is false); vLLM and"
-        " TensorRT-LLM turn neighbouring pairs whatever it says.",
-        fix="Re-order the rotary rows of q_b_proj and kv_a_proj_with_mqa to pairs, as DeepSeek's, and remove the key.",
+        "rope_interleave is false: the rotary dims of an MLA head are half-split. vLLM and TensorRT-LLM"
+        " rotate neighboring pairs whatever it says.",
+        fix="Reorder the rotary rows of q_b_proj and kv_a_proj_with_mqa into pairs, as in DeepSeek, and remove"
+        " the key.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1126",
     ),
     Rule(
         "K159",
         "rope-in-parts",
         "error",
-        "RoPE stands in rope_scaling and in rope_parameters, and one of them lacks what the other states: engines read"
-        " one of the two, and fail or take a default for the rest.",
-        fix="State each parameter in both, as kconv's conversions do, or remove the one that is in part.",
+        "RoPE is in rope_scaling and in rope_parameters, and one of them is incomplete. Engines read only one"
+        " of the two, and fail or use defaults for the rest.",
+        fix="State every parameter in both, as kconv's conversions do, or remove the incomplete one.",
         engines=ENGINES,
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_rope_utils.py#L754",
         check=rope_in_parts,

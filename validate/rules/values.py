@@ -111,8 +111,8 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
     if spread is not None and spread.is_initial:
         yield Found(
             info.name,
-            f"norms of rows and columns spread as those of independent numbers do ({spread.rows:.2f} and"
-            f" {spread.columns:.2f} times), kurtosis {spread.kurtosis:.2f}",
+            f"row and column norms spread like random numbers ({spread.rows:.2f} and {spread.columns:.2f} times as"
+            f" much), kurtosis {spread.kurtosis:.2f}",
         )
 
 
@@ -139,7 +139,9 @@ def normed_twice(subject: HeadSubject) -> Iterator[Found]:
     # A constant weight only scales what hidden_norm norms again.
     spread = float(weight.std() / weight.mean().abs().clamp_min(1e-12))
     if spread > 0.01:
-        yield Found(name, f"its weights spread by {spread:.1%} of their mean, by which the two functions differ")
+        yield Found(
+            name, f"its weights vary by {spread:.1%} of their mean, so drafts in an engine will differ from training"
+        )
 
 
 def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
@@ -150,7 +152,7 @@ def embedding_replaced(subject: HeadSubject) -> Iterator[Found]:
     for slot, engines in replaced.items():
         own = subject.tensors[subject.slots[slot]]
         if target.has_another(slot, own, subject.spec):
-            yield Found(own.name, f"its rows are not those of the target {target.name}, by which {engines} would draft")
+            yield Found(own.name, f"its rows differ from those of the target {target.name}, which {engines} would use")
 
 
 def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
@@ -158,7 +160,7 @@ def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
     target = subject.lent(replaced) if subject.lent and replaced else None
     for slot, engines in replaced.items():
         if target is None or target.find(slot) is None:
-            yield Found(subject.slots[slot], f"not compared with the target's, by which {engines} would draft")
+            yield Found(subject.slots[slot], f"not compared with the target's, which {engines} would use")
 
 
 def _replaced(subject: HeadSubject) -> dict[str, str]:
@@ -178,8 +180,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K201",
         "not-finite",
         "error",
-        "Values are NaN or Inf: the head drafts noise, or brings the target's batch down with it.",
-        fix="Export the head again from a checkpoint of before the loss broke.",
+        "Values are NaN or Inf. The head drafts noise, or breaks the target's whole batch.",
+        fix="Export the head again from a checkpoint before the loss broke.",
         values=True,
         check=not_finite,
     ),
@@ -187,8 +189,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K202",
         "all-zero",
         "error",
-        "Every value of a weight is zero: the tensor was never filled.",
-        fix="Export the head again; this tensor was never filled.",
+        "Every value of a weight is zero. The tensor was never filled.",
+        fix="Export the head again.",
         seen_in="https://github.com/vllm-project/speculators/issues/358",
         values=True,
         check=all_zero,
@@ -197,8 +199,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K203",
         "norm-of-ones",
         "note",
-        "The weight of a norm is one throughout: as it is initialised, and as an engine fills it where it is missing.",
-        fix="Nothing to do if the norm was not trained; else export the head again.",
+        "Every weight of a norm is one. That is its initial value, and also what engines use for a missing norm.",
+        fix="No action is needed if the norm was not trained. Otherwise export the head again.",
         seen_in="https://github.com/vllm-project/speculators/issues/1114",
         values=True,
         check=norm_of_ones,
@@ -207,8 +209,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K204",
         "lm-head-untrained",
         "warning",
-        "lm_head looks as an initializer leaves it, independent numbers of one distribution: acceptance would be 1.00.",
-        fix="Compare its rows with the target's; a trained lm_head is one that was copied from it or grew from there.",
+        "lm_head looks randomly initialized. The acceptance length would be 1.00.",
+        fix="Compare its rows with the target's. A trained lm_head was copied from them or trained from them.",
         seen_in="https://github.com/sgl-project/sglang/issues/27829",
         values=True,
         check=lm_head_untrained,
@@ -217,8 +219,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K205",
         "rows-never-filled",
         "warning",
-        "Rows of lm_head are zero: their tokens have the logit 0, which is not minus infinity, and are drafted.",
-        fix="Leave the rows out with d2t, or fill them so that they never win (kconv vocab HEAD OUT --expand).",
+        "Rows of lm_head are zero. Their tokens get the logit 0, not minus infinity, so the head drafts them.",
+        fix="Remove the rows with d2t, or fill them so that they never win (kconv vocab HEAD OUT --expand).",
         values=True,
         check=rows_never_filled,
     ),
@@ -226,9 +228,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K210",
         "normed-twice",
         "warning",
-        "ModelOpt 0.47 trains a head whose hidden state has gone through the embedding's norm before its own; engines"
-        " norm it once. The two differ where input_layernorm's weights do.",
-        fix="Train with kconv, or with a ModelOpt that norms once; measure the acceptance in an engine before you"
+        "ModelOpt 0.47 norms the hidden state twice in training: with input_layernorm, then with its own"
+        " norm. Engines norm it once. Drafts differ as much as input_layernorm's weights vary.",
+        fix="Train with kconv, or with a ModelOpt that norms once. Measure the acceptance in an engine before you"
         " release.",
         seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80",
         values=True,
@@ -238,8 +240,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K213",
         "embedding-replaced",
         "error",
-        "The head has another embedding than its target, and an engine takes the target's in its place: what was"
-        " trained, and what is measured here, is not what would be served.",
+        "The head's embedding differs from the target's, but an engine uses the target's. It would not serve"
+        " what was trained and measured.",
         fix="Serve this head with vLLM, or train one with the target's embedding.",
         engines=(SGLANG, TRTLLM),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
@@ -250,10 +252,10 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K214",
         "embedding-not-compared",
         "note",
-        "The head has an embedding of its own, and an engine takes the target's in its place: whether the two are one"
-        " was not looked at, as the target's is not at hand.",
-        fix="Say --target, a folder that holds the target's embedding, or a hub id, of which the file with it is"
-        " fetched.",
+        "The head has its own embedding, but an engine uses the target's. kconv could not compare the two,"
+        " because the target's is not here.",
+        fix="Give --target: a folder with the target's embedding, or a Hub id, from which only that file is"
+        " downloaded.",
         engines=(SGLANG, TRTLLM),
         values=True,
         check=embedding_not_compared,

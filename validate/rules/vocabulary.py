@@ -13,14 +13,18 @@ if TYPE_CHECKING:
 
 
 IDENTITY_MAP = "https://github.com/vllm-project/vllm/pull/53458"
-REBUILD = "Rebuild d2t, in offsets, from the list of kept tokens; kconv vocab HEAD OUT --absolute turns ids into them."
+REBUILD = (
+    "Rebuild d2t with offsets from the list of kept tokens. kconv vocab HEAD OUT --absolute converts ids to offsets."
+)
 
 
 def draft_vocab_unstated(subject: HeadSubject) -> Iterator[Found]:
     lm_head, vocab = subject.tensors.get("lm_head.weight"), subject.flat.get("vocab_size")
     unstated = subject.flat.get("draft_vocab_size") is None
     if subject.layout is not None and unstated and lm_head and lm_head.shape[:1] != (vocab,):
-        yield Found("config.json: draft_vocab_size", f"lm_head has {list(lm_head.shape)[:1]} rows of {vocab!r} tokens")
+        yield Found(
+            "config.json: draft_vocab_size", f"lm_head has {list(lm_head.shape)[:1]} rows, but vocab_size is {vocab!r}"
+        )
 
 
 def full_map_refused(subject: HeadSubject) -> Iterator[Found]:
@@ -61,31 +65,31 @@ def d2t_zeros(subject: HeadSubject) -> Iterator[Found]:
 def d2t_absolute(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and _is_absolute(readings):
-        yield Found("d2t", "as target ids each is in range and none stands there twice; as offsets that is not so")
+        yield Found("d2t", "its values are valid and distinct as target ids, but not as offsets")
 
 
 def t2d_contradicts(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and readings[0].possible and readings[0].marked_otherwise and not _is_absolute(readings):
-        yield Found("t2d", f"{readings[0].marked_otherwise} tokens are marked otherwise than d2t leads")
+        yield Found("t2d", f"{readings[0].marked_otherwise} tokens are marked differently than d2t maps")
 
 
 def d2t_undecided(subject: HeadSubject) -> Iterator[Found]:
     readings = _readings(subject)
     if readings and _is_either(readings):
-        yield Found("d2t", "both readings lead each draft id to a token of its own")
+        yield Found("d2t", "both readings give each draft id its own token")
 
 
 def not_the_targets_vocabulary(subject: HeadSubject) -> Iterator[Found]:
     spec, target = subject.spec, subject.target
     if spec and target and spec.vocab != target.vocab:
-        yield Found("config.json: vocab_size", f"{spec.vocab} tokens, and the target has {target.vocab}")
+        yield Found("config.json: vocab_size", f"{spec.vocab} tokens, but the target has {target.vocab}")
 
 
 def not_the_targets_width(subject: HeadSubject) -> Iterator[Found]:
     spec, target = subject.spec, subject.target
     if spec and target and spec.target_hidden != target.hidden:
-        yield Found("config.json: target_hidden_size", f"{spec.target_hidden}, and the target has {target.hidden}")
+        yield Found("config.json: target_hidden_size", f"{spec.target_hidden}, but the target has {target.hidden}")
 
 
 RULES: tuple[Rule[HeadSubject], ...] = (
@@ -93,8 +97,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K170",
         "tie-word-embeddings",
         "error",
-        "tie_word_embeddings is true: SGLang and TensorRT-LLM take the embedding for lm_head, which a head has of its"
-        " own.",
+        "tie_word_embeddings is true. SGLang and TensorRT-LLM then use the embedding as lm_head, but the head"
+        " has its own.",
         fix="Set tie_word_embeddings to false.",
         seen_in="https://github.com/sgl-project/SpecForge/pull/140",
     ),
@@ -102,8 +106,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K171",
         "draft-vocab-key",
         "error",
-        "The config has no draft_vocab_size, without which SGLang cannot build a GQA head.",
-        fix="State it: the rows of lm_head, or null for the target's.",
+        "The config has no draft_vocab_size. SGLang cannot build a GQA head without it.",
+        fix="State it: the number of rows of lm_head, or null for the target's vocabulary.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L306",
         check=lambda s: (
@@ -116,9 +120,9 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K172",
         "draft-vocab-unstated",
         "error",
-        "The vocabulary is reduced, and the config does not say so: vLLM refuses d2t, TensorRT-LLM builds the full one."
-        " ModelOpt's kimik2 template leaves the key out.",
-        fix="Set draft_vocab_size to lm_head's rows; kconv's conversions do.",
+        "The vocabulary is reduced, but the config does not say so. vLLM refuses d2t, and TensorRT-LLM builds"
+        " the full vocabulary. ModelOpt's kimik2 template leaves the key out.",
+        fix="Set draft_vocab_size to the number of rows of lm_head. kconv's conversions do.",
         engines=ENGINES,
         seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58",
         check=draft_vocab_unstated,
@@ -127,7 +131,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K173",
         "full-map-refused",
         "error",
-        "The vocabulary is full and d2t is stored all the same: vLLM has no parameter for it and refuses the head.",
+        "The vocabulary is full, but d2t is stored. vLLM has no parameter for it and refuses the head.",
         fix="Convert the head with kconv, which leaves such a map out.",
         engines=VLLM,
         seen_in=IDENTITY_MAP,
@@ -137,7 +141,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K174",
         "d2t-zeros",
         "error",
-        "d2t is zero throughout, as a buffer that was never filled: draft id i is taken for target id i.",
+        "d2t is all zeros, like a buffer that was never filled. Draft ids would be used as target ids.",
         fix=REBUILD,
         seen_in="https://github.com/NVIDIA-NeMo/Automodel/pull/2447",
         values=True,
@@ -147,7 +151,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K175",
         "d2t-absolute",
         "error",
-        "d2t holds target ids instead of offsets, and engines add the draft id to each.",
+        "d2t holds target ids instead of offsets. Engines add the draft id to each.",
         fix=REBUILD,
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
@@ -157,7 +161,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K176",
         "d2t-outside",
         "error",
-        "d2t leads to ids outside the target's vocabulary.",
+        "d2t points to ids outside the target's vocabulary.",
         fix=REBUILD,
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
@@ -166,7 +170,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K177",
         "d2t-duplicates",
         "error",
-        "Several draft ids lead to one target id, so that others are never drafted.",
+        "Several draft ids map to one target id, so other tokens are never drafted.",
         fix=REBUILD,
         seen_in="https://github.com/SafeAILab/EAGLE/issues/222",
         values=True,
@@ -175,7 +179,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K178",
         "t2d-contradicts",
         "error",
-        "t2d marks other tokens than d2t leads to: one of the maps belongs to another head.",
+        "t2d marks other tokens than d2t maps to. One of the maps belongs to another head.",
         fix=REBUILD,
         values=True,
         check=t2d_contradicts,
@@ -184,7 +188,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K179",
         "d2t-undecided",
         "warning",
-        "d2t can be read as offsets and as target ids, and nothing in the folder decides; engines take offsets.",
+        "d2t can be read as offsets or as target ids, and nothing in the folder decides. Engines read offsets.",
         fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's.",
         values=True,
         check=d2t_undecided,
@@ -193,7 +197,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K180",
         "not-the-targets-vocabulary",
         "error",
-        "The head's vocabulary is not the target's.",
+        "The head's vocabulary size differs from the target's.",
         fix="Give the target that the head was trained on.",
         seen_in="https://github.com/vllm-project/vllm/issues/50158",
         check=not_the_targets_vocabulary,
@@ -202,7 +206,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K181",
         "not-the-targets-width",
         "error",
-        "The head reads hidden states of another width than the target's.",
+        "The head reads hidden states of a different width than the target has.",
         fix="Give the target that the head was trained on, or state target_hidden_size.",
         seen_in="https://github.com/vllm-project/vllm/issues/24967",
         check=not_the_targets_width,
@@ -211,8 +215,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K182",
         "idle-map",
         "error",
-        "The vocabulary is full, and a map does not lead each token to itself: SGLang and TensorRT-LLM follow it.",
-        fix="Set draft_vocab_size if the head is reduced; remove the map if it is not.",
+        "The vocabulary is full, but a map does not map each token to itself. SGLang and TensorRT-LLM follow the map.",
+        fix="Set draft_vocab_size if the head is reduced. Remove the map if it is not.",
         engines=(SGLANG, TRTLLM),
         values=True,
     ),

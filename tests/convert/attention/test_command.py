@@ -69,7 +69,7 @@ def run(*arguments, fails: type[KconvError] | None = None) -> str:
 def test_a_gqa_head_as_mla_and_back(heads, prompts, tiny_target, tmp_path):
     asked = ("--target", tiny_target, "--prompts", prompts, "--context", 32, "--min-retention", 0, "--heal", 2)
     shown = run("to-vllm", heads / "gqa", tmp_path / "mla", "--attention", "mla", *asked)
-    assert "approximate: keeps" in shown and "held-out sequences of up to 32 tokens" in shown
+    assert "approximate: retains" in shown and "held-out sequences of up to 32 tokens" in shown
     source, output = (read_head(open_checkpoint(folder)) for folder in (heads / "gqa", tmp_path / "mla"))
     # The engine's dims, whatever the head has use for; and no bias anywhere.
     assert isinstance(output.spec.attention, Mla)

@@ -1,0 +1,208 @@
+"""What users get wrong: each mistake ends with its exit code and one message that names what and where.
+
+The list began as a newcomer's. A message's words may change; that it names the file, key or option may not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA
+from support.heads import TARGET
+
+from kconv.cli import main
+
+RECIPE = {"name": "mine", "steps": {"vllm": {"do": "convert", "head": "head", "to": "vllm"}}}
+PROMPT = {"prompt": "Say it.", "category": "a"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of heads, a target's config and small files, which no mistake may change."""
+    root = tmp_path_factory.mktemp("mistakes")
+    MLA_VLLM.write(root / "head")
+    GQA_VLLM.write(root / "gqa")
+    MODELOPT_GQA.write(root / "trainer")
+    for name, change in CHANGED.items():
+        shutil.copytree(root / "head", root / name)
+        change(root / name)
+    (root / "target").mkdir()
+    (root / "target" / "config.json").write_text(json.dumps(TARGET))
+    (root / "empty").mkdir()
+    (root / "gguf").mkdir()
+    (root / "gguf" / "head.gguf").write_bytes(b"GGUF")
+    (root / "cache" / "snapshots" / "abc").mkdir(parents=True)
+    shutil.copytree(root / "head", root / "cache" / "snapshots" / "abc", dirs_exist_ok=True)
+    (root / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
+    (root / "notes.md").write_text("# not prompts\n")
+    (root / "report.json").write_text('{"schema": 1}')
+    for name, recipe in RECIPES.items():
+        (root / name).write_text(recipe if isinstance(recipe, str) else yaml.safe_dump(recipe))
+    return root
+
+
+def _config(**keys: object) -> Callable[[Path], None]:
+    def change(head: Path) -> None:
+        file = head / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return change
+
+
+CHANGED: dict[str, Callable[[Path], object]] = {
+    "no-config": lambda head: (head / "config.json").unlink(),
+    "comma": lambda head: (head / "config.json").write_text('{"hidden_size": 48,}'),
+    "cut": lambda head: (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:-100]),
+    "nope": _config(mla_use_nope=True),
+    "bin-only": lambda head: ((head / "model.safetensors").unlink(), (head / "head.pt").write_bytes(b"PK")),
+    "deep": _config(num_hidden_layers=36),
+    "typed": _config(hidden_size="48"),
+}
+
+
+def _step(**keys: object) -> dict[str, object]:
+    return {"name": "mine", "steps": {"vllm": RECIPE["steps"]["vllm"] | keys}}
+
+
+RECIPES: dict[str, object] = {
+    "kind.yaml": _step(do="quantise"),
+    "later.yaml": _step(head="$tin/target"),
+    "key.yaml": RECIPE | {"min_acceptence": {}},
+    "name.yaml": {"nmae": "mine"} | RECIPE,
+    "floor.yaml": RECIPE | {"min_acceptance": {"draft_token": 3, "suite": "MT-Bench"}},
+    "do.yaml": {"name": "mine", "steps": {"vllm": {"head": "head", "to": "vllm"}}},
+    "option.yaml": _step(hed="head"),
+    "license.yaml": RECIPE | {"facts": {"license": "apache-2.0"}},
+    "layout.yaml": _step(to="vlm"),
+    "indent.yaml": "name: mine\nsteps:\n  vllm:\n   do: convert\n  head: x\n to: y\n",
+    "list.yaml": "- a\n- b\n",
+    "train.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3_mla",
+                                               "data": "prompts.jsonl"}}},
+}  # fmt: skip
+# A name, the command in the folder, its exit code, and what the message has to name.
+MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
+    ("a wrong path", "inspect haed", 1, ("haed",)),
+    ("a bare name", "inspect Kimi-K2.6-Eagle3", 1, ("Kimi-K2.6-Eagle3", "org/name")),
+    ("a hub id without network", "inspect org/head", 1, ("org/head",)),
+    ("a weight file", "inspect head/model.safetensors", 1, ("model.safetensors", "folder")),
+    ("a config file", "inspect head/config.json", 1, ("config.json", "folder")),
+    ("the Hub's cache folder", "inspect cache", 1, ("config.json", "snapshots")),
+    ("a folder with GGUF", "inspect gguf", 1, ("gguf",)),
+    ("a GGUF file", "inspect gguf/head.gguf", 1, ("head.gguf",)),
+    ("a pickle", "inspect bin-only", 1, ("head.pt",)),
+    ("an empty folder", "inspect empty", 1, ("config.json",)),
+    ("no config", "inspect no-config", 1, ("config.json",)),
+    ("broken JSON", "inspect comma", 1, ("config.json", "line 1")),
+    ("a truncated file", "inspect cut", 1, ("model.safetensors", "sha256")),
+    ("a key of a wrong type", "to-vllm typed out", 1, ("hidden_size",)),
+    ("a Kimi-K3 head", "to-vllm nope out", 1, ("mla_use_nope",)),
+    ("the target's number of layers", "to-vllm deep out", 1, ("num_hidden_layers", "--layers")),
+    ("an output that exists", "to-vllm head gqa", 1, ("gqa", "exists")),
+    ("no output", "to-vllm head", 2, ("OUT",)),
+    ("an argument too many", "inspect head gqa", 2, ("gqa",)),
+    ("an unknown option", "to-vllm head out --targte target", 2, ("--targte", "--target")),
+    ("another dtype", "to-vllm head out --dtype fp16", 2, ("--dtype", "bfloat16")),
+    ("a misspelt command", "to-vlm head out", 2, ("to-vlm", "to-vllm")),
+    ("a command of other tools", "convert head out", 2, ("convert", "to-vllm")),
+    ("upload", "upload head", 2, ("upload", "publish")),
+    ("help as a command", "help", 2, ("help",)),
+    ("a target as a head", "to-vllm target out", 1, ("safetensors",)),
+    ("a head as a target", "to-vllm head out --target gqa", 1, ("draft head", "target")),
+    ("layers that the list denies", "to-vllm head out --captured 9,10,11", 1, ("--captured", "config.json")),
+    ("layers with semicolons", "to-vllm head out --captured 1;3;5", 2, ("--captured", "1;3;5")),
+    ("layers that are not ascending", "to-vllm head out --captured 5,3,1", 2, ("--captured", "5,3,1")),
+    ("an engine that is none", "validate head --for vlm", 2, ("--for", "vlm", "vllm")),
+    ("an engine's long name", "validate head --for tensorrt-llm", 2, ("tensorrt-llm", "trtllm")),
+    ("a layout that is none", "inspect head --from modeloptt", 1, ("modeloptt", "modelopt")),
+    ("prompts without a target", "validate head --prompts prompts.jsonl", 2, ("--prompts", "--target")),
+    ("two ways to measure", "validate head --target target --prompts prompts.jsonl --states s", 2,
+     ("--prompts", "--states")),
+    ("headers and values", "validate head --headers-only --source gqa", 2, ("--headers-only", "--source")),
+    ("an engine without its python", "validate head --engine vllm --target target --prompts prompts.jsonl", 2,
+     ("--engine-python", "--url")),
+    ("an unknown rule", "validate head --explain K999", 1, ("K999", "--explain all")),
+    ("a suite that is none", "bench --head head --target target --suite mtbench --out a.json", 1, ("mtbench",)),
+    ("a bench of nothing", "bench --head head --suite prompts.jsonl --out a.json", 2, ("--url", "--target")),
+    ("a server that is down", "bench --url http://127.0.0.1:9 --head head --suite prompts.jsonl --out a.json", 1,
+     ("http://127.0.0.1:9",)),
+    ("a URL without http", "bench --url 127.0.0.1:9 --head head --suite prompts.jsonl --out a.json", 1,
+     ("127.0.0.1:9",)),
+    ("K out of range", "validate head --target target --prompts prompts.jsonl --draft-tokens 20", 2,
+     ("--draft-tokens", "16")),
+    ("a tree that is none", "bench --url http://127.0.0.1:9 --head head --suite p --out a --tree 4x8", 2,
+     ("--tree", "topk=4,nodes=8")),
+    ("one file to compare", "compare report.json", 2, ("files",)),
+    ("a report to compare", "compare report.json report.json", 1, ("report.json",)),
+    ("a quantization recipe that is none", "quantize target out --recipe nvpf4 --input-scale data-free", 1,
+     ("nvpf4", "nvfp4")),
+    ("no input scales", "quantize target out --recipe nvfp4", 2, ("--input-scale", "data-free")),
+    ("a head quantized like a target", "quantize head out --recipe nvfp4 --input-scale data-free", 1, ("head",)),
+    ("a recipe for a head's format", "quantize-head head out --recipe fp8", 2, ("--recipe",)),
+    ("a license that is none", "card head --license apache", 1, ("apache", "apache-2.0")),
+    ("a card of a stranger's folder", "card head", 1, ("kconv.json",)),
+    ("two questions about a card", "card head --missing --check", 2, ("--missing", "--check")),
+    ("a repository without its owner", "publish head my-head", 2, ("REPO", "org/name")),
+    ("a reason without a rule", "publish head org/head --allow because", 2, ("--allow", "RULE=REASON")),
+    ("a floor without its conditions", "publish head org/head --min-acceptance 2", 2, ("--min-acceptance", "--suite")),
+    ("a recipe file that is none", "run gone.yaml", 1, ("gone.yaml",)),
+    ("a step's kind", "run kind.yaml --dry-run", 1, ("kind.yaml", "quantise", "quantize")),
+    ("a step that is not there", "run later.yaml --dry-run", 1, ("later.yaml", "$tin")),
+    ("a misspelt part", "run key.yaml --dry-run", 1, ("key.yaml", "min_acceptence")),
+    ("a misspelt name", "run name.yaml --dry-run", 1, ("name.yaml", "nmae")),
+    ("a misspelt part of the floor", "run floor.yaml --dry-run", 1, ("floor.yaml", "draft_token")),
+    ("a step without do", "run do.yaml --dry-run", 1, ("do.yaml", "do")),
+    ("a misspelt option", "run option.yaml --dry-run", 1, ("option.yaml", "hed")),
+    ("a license as a word", "run license.yaml --dry-run", 1, ("license.yaml", "license")),
+    ("a layout in a recipe", "run layout.yaml --dry-run", 1, ("layout.yaml", "vlm", "vllm")),
+    ("an indentation", "run indent.yaml --dry-run", 1, ("indent.yaml", "line 6")),
+    ("a list for a recipe", "run list.yaml --dry-run", 1, ("list.yaml",)),
+    ("a training recipe that is none", "run train.yaml --dry-run", 1, ("eagle3_mla", "eagle3-mla")),
+    ("a step that is not in the recipe", "run layout.yaml --only vlm --dry-run", 1, ("layout.yaml",)),
+    ("an output inside the source", "to-vllm trainer trainer/out", 2, ("trainer/out",)),
+    ("a manifest that is not there", "verify trainer", 1, ("kconv.json",)),
+    ("a pruned vocabulary without text", "vocab head out --prune 10", 2, ("--prune", "--text")),
+    ("a change without an output", "vocab head --expand", 2, ("--expand", "OUT")),
+    ("two depths", "inspect head --target target --target-layers 8", 2, ("--target", "--target-layers")),
+    ("attention without a target", "to-vllm head out --attention mha", 2, ("--attention", "--target")),
+    ("states without an attention", "to-vllm head out --states s", 2, ("--states", "--attention")),
+    ("a context without an attention", "to-vllm head out --heal 5", 2, ("--heal", "--attention")),
+    ("data and states", "train target out --recipe eagle3-mla --data d --states s", 2, ("--data", "--states")),
+    ("a setting without a value", "train target out --recipe eagle3-mla --data d --set lr", 2, ("--set", "KEY=VALUE")),
+    ("a training recipe's name", "train target out --recipe eagle3_mla --data prompts.jsonl", 1,
+     ("eagle3_mla", "eagle3-mla")),
+    ("a training recipe's key", "train target out --recipe eagle3-mla --data prompts.jsonl --set learning_rate=1", 1,
+     ("learning_rate", "lr")),
+    ("a shared folder without a server", "states target out --prompts prompts.jsonl --shared s", 2,
+     ("--url", "--shared")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command, code, named", [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_named(folder, monkeypatch, command, code, named):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    done = CliRunner().invoke(main, command.split())
+    assert (done.exit_code, isinstance(done.exception, SystemExit)) == (code, True), _said(done)
+    assert [name for name in named if name not in done.stderr] == [], done.stderr
+    assert "Traceback" not in done.stderr and "pydantic" not in done.stderr and "Errno" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
+    assert len(said) == 1 and len(said[0]) < 400, done.stderr
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def _said(done: Result) -> str:
+    return f"{done.output}\n{done.exception!r}"
+
+
+def test_the_heads_of_the_folder_are_good(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for command in ("inspect head", "inspect gqa", "inspect trainer"):
+        done = CliRunner().invoke(main, command.split())
+        assert done.exit_code == 0, _said(done)
