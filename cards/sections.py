@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
-from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
+from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
 from ..engines.registry import describe, engines_of
 from ..escape import code
 from ..validate.figures import AcceptanceFigures
@@ -114,11 +114,7 @@ def _exactness(manifest: Manifest) -> str:
 
 def ships(manifest: Manifest) -> str:
     """Say whether a head is the draft that it came from, or another one."""
-    if manifest.as_it_ships:
-        return "the draft as it ships: byte-identical to the one it came from"
-    return (
-        "**another draft** than the one it came from: not eligible where a reference draft is to be served as it ships"
-    )
+    return DRAFTS[manifest.as_it_ships].replace("another draft", "**another draft**")
 
 
 def changed(manifest: Manifest | None) -> str:

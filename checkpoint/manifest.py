@@ -25,6 +25,12 @@ READ_BY_ENGINES = (
     "config.json", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*quant_config.json",
     "quantize_config.json",
 )  # fmt: skip
+# What a report and a card say of a head by `Manifest.as_it_ships`.
+DRAFTS = {
+    True: "the draft as it ships: byte-identical to the one it came from, and eligible where a reference draft is "
+    "asked for",
+    False: "another draft than the one it came from: not eligible where a reference draft is to be served as it ships",
+}
 Action = Literal[
     "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
     "converted",
@@ -167,6 +173,8 @@ class Manifest(Record):
         files: every file of the output but this one.
         training: how the head was trained, where kconv trained it: recipe, data, tokens, figures, libraries.
         conversion: how its attention was turned into the other kind, where it was.
+        draft: whether a head is byte for byte the draft that it came from, however many conversions ago, or another
+            one; None of a target, and of a head that an older kconv wrote.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -190,6 +198,7 @@ class Manifest(Record):
     files: tuple[FileRecord, ...]
     training: dict[str, Any] | None = None
     conversion: ConversionRecord | None = None
+    draft: Literal["as it ships", "another"] | None = None
 
     @property
     def as_it_ships(self) -> bool:
@@ -198,7 +207,7 @@ class Manifest(Record):
         https://github.com/SemiAnalysisAI/InferenceX/pull/3283, and MLPerf Inference's rules, appendix C: a submission
         may not quantize or recast a draft.
         """
-        return self.exact and self.conversion is None
+        return self.draft == "as it ships" if self.draft else self.exact and self.conversion is None
 
     @property
     def weight_files(self) -> dict[str, str]:

@@ -85,9 +85,11 @@ def fill(
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(
-        plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion, exact=_is_exact(plan))
-    )
+    conversion = past.conversion(plan.conversion, exact=_is_exact(plan))
+    # What a training has just made is no other's draft.
+    same = training is not None or (_is_exact(plan) and conversion is None and not past.altered)
+    manifest = _manifest(plan, weights, tuple(files), training or past.training, conversion)
+    manifest = manifest.model_copy(update={"draft": "as it ships" if same else "another"})
     past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest

@@ -155,6 +155,7 @@ class Starter:
         note: what its figures rest on besides the engine itself, from the python that it is started with; "" for
             nothing.
         trees: whether it drafts trees too.
+        methods: how one that is started so samples, by vLLM's names, where it does not say that itself.
     """
 
     command: Callable[[Serving, int], list[str]]
@@ -162,6 +163,7 @@ class Starter:
     cause: re.Pattern[str]
     note: Callable[[Path], str] = lambda _: ""
     trees: bool = False
+    methods: Mapping[str, str] = field(default_factory=dict)
 
 
 def rows_as_stated(spec: HeadSpec) -> float:

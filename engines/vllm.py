@@ -304,6 +304,9 @@ ENGINE = Engine(
         environment,
         # The last line of a traceback, bare or behind "(Worker pid=7) ERROR 11-20 13:57:45 [core.py:953] ".
         re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:\[rank\d+\]: )?([A-Za-z_.]*(?:Error|Exception): .+)"),
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L529
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L600
+        methods={"draft_sample_method": "greedy", "rejection_sample_method": "standard"},
     ),
     # The option is new in 0.32; of a server without it the counters tell.
     per_request=PerRequest(

@@ -194,6 +194,10 @@ class Quantize(Prompted):
         processes = self._processes() * read_world().size
         return Estimate(sum(unit.bytes_out for unit in plan.units), Quantized(self.out, plan, processes))
 
+    def precheck(self, context: Context) -> None:
+        """Raise RecipeInvalid for a recipe that is not there, RequestInvalid for one without its scales."""
+        self._recipe(context)
+
     def _recipe(self, context: Context) -> Recipe:
         from ..quantize.recipe import load_recipe
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.manifest import MANIFEST, READ_BY_ENGINES, UnverifiedRecord, read_manifest
+from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, UnverifiedRecord, read_manifest
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import UNDECIDED, Hints, readings
 from ..convert.config import Unverified
@@ -426,7 +426,14 @@ def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[st
         "layout": rules.layout.name if rules.layout else None,
         "headers_only": checks.headers_only,
         "source": source.alone.checkpoint.source if source else None,
-    }
+    } | _draft(rules.checkpoint)
+
+
+def _draft(checkpoint: Checkpoint) -> dict[str, object]:
+    """Say whether a head is the draft that it came from, as its manifest has it; nothing where there is none."""
+    with suppress(ManifestMismatch, NotACheckpoint):
+        return {"draft": DRAFTS[read_manifest(checkpoint.folder).as_it_ships]}
+    return {}
 
 
 def _digests(checkpoint: Checkpoint, checks: Checks, look: Look) -> dict[str, str]:

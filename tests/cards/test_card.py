@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_a_card_is_written_again_where_that_is_asked(output):
 
 def test_an_exact_conversion_is_the_draft_as_it_ships(output):
     assert "| draft | the draft as it ships: byte-identical" in write_card(output, None, Facts()).read_text()
+    assert json.loads((output / "kconv.json").read_text())["draft"] == "as it ships"
+
+
+def test_a_draft_stays_another_one_however_exactly_it_is_converted_on(tmp_path):
+    spec = replace(MLA, dtype="F32")
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
+    execute(plan(head, by_name("vllm"), WriteOptions(dtype="BF16")), tmp_path / "cast")
+    execute(plan(read_head(open_checkpoint(tmp_path / "cast")), by_name("sglang")), tmp_path / "again")
+    manifest = json.loads((tmp_path / "again" / "kconv.json").read_text())
+    assert manifest["exact"] is True and manifest["draft"] == "another"
 
 
 def test_a_converted_head_is_for_the_engine_it_was_converted_for_whatever_its_source_was_for(output):

@@ -63,7 +63,7 @@ def test_what_no_run_made_is_refused(recipe, root, place):
 
 def test_a_failed_step_stops_the_run_and_the_next_call_goes_on(recipe, root, tmp_path):
     with pytest.raises(KconvError):
-        carry_out(recipe, root, without=("publish",))  # there is no acceptance.json yet
+        carry_out(recipe, root, without=("publish",))  # nothing is measured yet
     state = read_state(root)
     assert {name: done.status for name, done in state.steps.items()} == {
         "vllm": "done", "trtllm": "done", "sglang": "done", "report": "done", "card": "failed",
