@@ -80,7 +80,8 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as fault:
         raise NotACheckpoint(
-            f"{folder} is {'a file' if folder.is_file() else f'not a folder: {fault.strerror}'}", fix=_instead(folder)
+            f"{folder} is {'a file' if isinstance(fault, NotADirectoryError) else f'not a folder: {fault.strerror}'}",
+            fix=_instead(folder, fault),
         ) from fault
     if is_partial(folder):
         raise NotACheckpoint(
@@ -147,9 +148,9 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from fault
 
 
-def _instead(path: Path) -> str:
+def _instead(path: Path, fault: OSError) -> str:
     """Return what to give in place of a path that is no folder."""
-    if path.is_file():
+    if isinstance(fault, NotADirectoryError):
         return f"Give the checkpoint's folder: {path.parent}"
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)

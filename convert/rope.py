@@ -22,7 +22,7 @@ INVALID = "K161"
 DEFAULT_THETA = 10000.0
 # Beyond these no head or target was ever made: theta from Llama's 10,000 to some 100 million, factors up to 64.
 BOUNDS: Mapping[str, tuple[float, float]] = {"rope_theta": (100.0, 1e12)}
-MOST = 1e5
+MOST = 1e6
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:

@@ -48,6 +48,8 @@ class Marks:
 def _path(value: Any) -> Any:
     """Take a path as it is: its bytes need not be UTF-8, which pydantic's own strings must be."""
     if isinstance(value, (str, os.PathLike)):
+        if "\0" in str(value):
+            raise ValueError("no path holds a zero byte")
         return os.fspath(value)
     raise ValueError("it is neither a path nor a name")
 

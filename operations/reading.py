@@ -145,5 +145,5 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
     if out is None:
         return
     refuse_existing(Path(out))
-    if source is not None and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
+    if source is not None and Path(out).resolve().is_relative_to(Path(source).resolve()):
         raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder beside it.")

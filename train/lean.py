@@ -11,7 +11,8 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. What is put in its p
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the loss of its
   documents by themselves.
 
-What it saves is in docs/benchmarks.md. The layout of draft steps is ModelOpt's own; see `module` for what stands where.
+What is kept of a token is counted in `plan`; scripts/bench-train-memory measures the peak. The layout of draft steps is
+ModelOpt's own; see `module` for what stands where.
 """
 
 from __future__ import annotations

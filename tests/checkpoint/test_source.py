@@ -120,7 +120,7 @@ def without_shard(files):
         (overrun, CorruptHeader, "claims"),
         (lambda files: files | {"model.safetensors": b"short"}, CorruptHeader, "5 are there"),
         (lambda files: files | {"model.safetensors": b""}, CorruptHeader, "0 are there"),
-        (without_weights, NotACheckpoint, "no pickles; save optimizer.pt"),
+        (without_weights, NotACheckpoint, "Save the tensors of optimizer.pt"),
         (without_config, NotACheckpoint, "no config.json"),
         (without_shard, CorruptIndex, "gone.safetensors, which is not there"),
     ],

@@ -80,7 +80,7 @@ def test_an_output_is_verified_and_validated_against_the_id_that_its_manifest_na
     succeed("to-vllm", "org/head", tmp_path / "out")
     hub.commit("org/head", write_head(tmp_path / "next", TRTLLM, SPEC, random_slots(SPEC, seed=1)))
     source = read_manifest(tmp_path / "out").source
-    assert "on both sides" in succeed("verify", tmp_path / "out", source)
+    assert "source and output" in succeed("verify", tmp_path / "out", source)
     report = json.loads(succeed("validate", tmp_path / "out", "--source", source, "--json"))
     assert report["figures"]["identical"] is True
     assert report["provenance"]["source"] == source

@@ -110,7 +110,7 @@ def test_a_run_of_the_same_goes_on_and_the_finished_one_is_not_overwritten(tiny_
     assert run(*words).exit_code == 0
     again = run(*words)
     assert again.exit_code == 1
-    assert "already there" in again.output
+    assert "already exists" in again.output
 
 
 def test_remote_code_runs_only_of_a_pinned_commit(prompts, tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def test_speculators_silence_about_the_residual_is_refused_until_told(tmp_path):
 def test_where_readers_agree_on_silence_the_residual_is_not_told_otherwise(tmp_path, silence):
     shapes = layer("layers.0", GQA_PARTS) | OUTSIDE | LM_HEAD
     checkpoint = write(tmp_path / "head", cut(MODELOPT_LLAMA, GQA) | silence, fill(shapes))
-    with pytest.raises(ConfigInvalid, match="norm_before_residual is not stated") as caught:
+    with pytest.raises(ConfigInvalid, match="norm_before_residual is not in the config") as caught:
         read_head(checkpoint, hints=Hints(norm_before_residual=True))
     assert "state it there" in caught.value.fix
     assert not read_head(checkpoint, hints=Hints(norm_before_residual=False)).spec.norms.before_residual

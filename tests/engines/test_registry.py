@@ -65,7 +65,10 @@ BROKEN = {
     "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "an engine is called vllm already"),
     "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "called vllm-v2 already"),
     "it is called all": (Engine("all", "Otter", LAYOUT), "called all already"),
-    "a layout's name is taken": (Engine("otter", "Otter", replace(LAYOUT, name="trtllm")), "a layout is called trtllm"),
+    "a layout's name is taken": (
+        Engine("otter", "Otter", replace(LAYOUT, name="trtllm")),
+        "there is already a layout trtllm",
+    ),
     "a limit has an id of kconv's": (
         Engine("otter", "Otter", replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], id="K999"),))),
         "has the id K999",

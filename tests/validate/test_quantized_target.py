@@ -166,9 +166,9 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
     source, good = pair("bf16")
     heads = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     quiet = {"say": lambda _: None}
-    with pytest.raises(ComparisonUnfit, match="this is a target, and its --source is a head"):
+    with pytest.raises(ComparisonUnfit, match="this is a target, but --source is a head"):
         validate(Folder(good), source=Origin(*[read_head(open_checkpoint(heads))] * 2), **quiet)
-    with pytest.raises(ComparisonUnfit, match="this is a head, and its --source is a target"):
+    with pytest.raises(ComparisonUnfit, match="this is a head, but --source is a target"):
         validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
     with pytest.raises(ComparisonUnfit, match="acceptance is measured of a head"):
         validate(Folder(good), parity=Parity(Folder(source)), **quiet)
