@@ -3,7 +3,6 @@
 import hashlib
 import os
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,7 +167,7 @@ def test_all_that_is_wanted_of_a_file_is_found_by_one_reading(tmp_path, monkeypa
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     infos = read_header(file)
     rows = 400 * 1100 * 4
-    part = replace(infos["large"], begin=infos["large"].begin + rows, size=2 * rows)
+    part = infos["large"]._replace(begin=infos["large"].begin + rows, size=2 * rows)
     looked_at = [infos[name] for name in ("large", "zeros", "NaN")]
     before = read_so_far()
     wanted = [Wanted(file, whole, [*infos.values(), part]), Wanted(file, values=looked_at)]
