@@ -290,6 +290,7 @@ def _write(report: Report, out: Path) -> None:
     """Write a report into a new folder, whole or not at all, or beside what one holds that is there."""
     from tempfile import TemporaryDirectory
 
+    from ..checkpoint.schema import MAX_JSON, read_bounded
     from ..checkpoint.staging import refuse_existing, staged, write_new
     from ..validate.markdown import illustrate, write_report
 
@@ -300,4 +301,4 @@ def _write(report: Report, out: Path) -> None:
         for file in files:
             refuse_existing(out / file.name)
         for file in files:
-            write_new(out / file.name, file.read_bytes())
+            write_new(out / file.name, read_bounded(file, ReportInvalid, limit=MAX_JSON, fix="Run it again."))

@@ -66,9 +66,9 @@ def claim(work: Path, key: str, world: int) -> None:
         )
     if found.get("processes") != world:
         raise OutputExists(
-            f"the stopped run here had {found.get('processes')} processes, not {world}",
+            f"the stopped run here had WORLD_SIZE {found.get('processes')}, not {world}",
             where=work,
-            fix="Start the same number to resume it, or delete the folder to start over.",
+            fix="Start as many processes to resume it, or delete the folder to start over.",
         )
 
 

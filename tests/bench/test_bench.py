@@ -216,7 +216,7 @@ def test_another_k_than_the_servers_is_refused(engine):
 
 
 def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
-    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 places .* K is 5"):
+    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 positions .* K is 5"):
         measure_server(server.url, SUITE, ServerRun(draft_tokens=5, head="h"))
 
 

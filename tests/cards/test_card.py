@@ -139,7 +139,7 @@ def test_a_converted_head_is_for_the_engine_it_was_converted_for_whatever_its_so
 
 def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
-    with pytest.raises(NotACheckpoint, match="kconv did not make it"):
+    with pytest.raises(NotACheckpoint, match="no readable kconv.json"):
         write_card(head, None, Facts())
 
 

@@ -117,7 +117,7 @@ def test_a_report_that_is_there_is_not_written_over(good, tmp_path, name):
         (out / other).unlink()
     (out / name).write_text("mine")
     shown = kconv("validate", good, "--out", out)
-    assert shown.exit_code == 1 and f"{name} is already there" in shown.stderr
+    assert shown.exit_code == 1 and f"{name} already exists" in shown.stderr
     assert sorted(file.name for file in out.iterdir()) == sorted(["notes.txt", name])
     assert (out / name).read_text() == "mine"
 

@@ -71,8 +71,8 @@ REFUSED = {
     ),
     "GQA, a bias of fc": (replace(GQA, fc_bias=True), ("vllm", "sglang", "portable"), "fc.bias"),
     "MLA, a bias of fc": (replace(MLA, fc_bias=True), ("vllm", "portable"), "fc.bias"),
-    "norms of queries and keys": (QK, ("trtllm", "sglang", "portable"), "queries and keys"),
-    "norms of queries and keys, biases of the MLP": (replace(QK, mlp_bias=True), ALL, "queries and keys"),
+    "norms of queries and keys": (QK, ("trtllm", "sglang", "portable"), "query and key norms"),
+    "norms of queries and keys, biases of the MLP": (replace(QK, mlp_bias=True), ALL, "query and key norms"),
     "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), ("trtllm", "portable"), "fc_norm"),
 }
 

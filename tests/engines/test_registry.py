@@ -62,9 +62,9 @@ def test_what_shares_a_limit_of_kconvs_own_may_have_its_id(install):
 BROKEN = {
     "it cannot be imported": (ImportError("no module named otter"), "cannot be loaded: ImportError: no module"),
     "it is something else": ("otter", "a str is neither"),
-    "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "an engine is called vllm already"),
-    "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "called vllm-v2 already"),
-    "it is called all": (Engine("all", "Otter", LAYOUT), "called all already"),
+    "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "already an engine vllm\n"),
+    "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "already an engine vllm-v2"),
+    "it is called all": (Engine("all", "Otter", LAYOUT), "already an engine all"),
     "a layout's name is taken": (
         Engine("otter", "Otter", replace(LAYOUT, name="trtllm")),
         "there is already a layout trtllm",

@@ -104,7 +104,7 @@ def test_a_recipe_is_not_published_with_what_another_one_made(made, root, hub, s
     other, calls = changed(made, "vllm", dtype="bfloat16"), len(hub.served)
     card = (root / "card" / "release.yaml").read_bytes()
     [first, *_] = planned(other, root, **selection).steps
-    assert first.runs is None and "this recipe made vllm" in first.why
+    assert first.runs is None and "vllm" in first.why and "another recipe made it" in first.why
     with pytest.raises(ReleaseStateInvalid, match="but another recipe made it"):
         carry_out(other, root, **selection)
     assert (root / "card" / "release.yaml").read_bytes() == card and len(hub.served) == calls
@@ -185,7 +185,7 @@ def test_two_runs_do_not_meet(recipe, root):
 
 def test_a_record_that_cannot_be_read_is_named(made, root):
     (root / STATE).write_text("{")
-    with pytest.raises(ReleaseStateInvalid, match="is no record of what was done"):
+    with pytest.raises(ReleaseStateInvalid, match="run.json is not a valid record"):
         carry_out(made, root)
 
 
