@@ -9,13 +9,13 @@ to nothing, not even to another None.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..checkpoint.schema import load_json
+from ..checkpoint.schema import first_wrong, load_json
 from ..errors import AcceptanceInvalid, NotACheckpoint
 
 ACCEPTANCE = "acceptance.json"
@@ -94,6 +94,52 @@ class Speed(_AcceptancePart):
     baseline_tokens_per_second: float
     speedup: float
     same_answers: float
+
+
+class SpeedFigure(_AcceptancePart):
+    """A figure of speed, with its interval where there are two prompts or more."""
+
+    value: float
+    interval: Interval | None = None
+
+
+class SpeedRow(_AcceptancePart):
+    """Speed at one concurrency, with and without the draft; a speed-up is of that concurrency alone.
+
+    Attributes:
+        concurrency: dialogues that were always under way.
+        tokens_per_second: output tokens of all of them by the wall clock.
+        ttft: seconds to the first token, mean over prompts.
+        tpot: seconds for each further token.
+        baseline_tokens_per_second, baseline_ttft, baseline_tpot: the same without a draft; None where not measured.
+        speedup: of tokens per second.
+        same_answers: share of the answers that were the same text; greedy decoding should give nearly all.
+        draft_tokens, tree, engine, engine_version, target, precision, temperature, max_tokens, dataset, revision,
+            prompts, prompts_sha256, date: as of `AcceptanceRow`.
+    """
+
+    concurrency: int = Field(ge=1)
+    tokens_per_second: SpeedFigure
+    ttft: SpeedFigure
+    tpot: SpeedFigure
+    baseline_tokens_per_second: SpeedFigure | None = None
+    baseline_ttft: SpeedFigure | None = None
+    baseline_tpot: SpeedFigure | None = None
+    speedup: SpeedFigure | None = None
+    same_answers: float | None = None
+    draft_tokens: int
+    tree: str
+    engine: str
+    engine_version: str
+    target: str
+    precision: str | None = None
+    temperature: float
+    max_tokens: int
+    dataset: str
+    revision: str
+    prompts: int
+    prompts_sha256: str
+    date: str
 
 
 class AcceptanceRow(_AcceptancePart):
@@ -218,6 +264,7 @@ class AcceptanceFile(_AcceptancePart):
         config: sha256 of its config.json; the same weights under another, e.g. other captured layers, are another head.
         suites: what the datasets consist of.
         rows: no two of one key.
+        speeds: at each concurrency, where that was asked for.
         kconv: the version that measured; None where all is quoted.
         provenance: what else is known: the server's model name, the requests' extra fields, seconds taken.
     """
@@ -228,6 +275,7 @@ class AcceptanceFile(_AcceptancePart):
     config: str = ""
     suites: tuple[SuiteRecord, ...] = ()
     rows: tuple[AcceptanceRow, ...] = Field(min_length=1)
+    speeds: tuple[SpeedRow, ...] = ()
     kconv: str | None = None
     provenance: dict[str, Any] = {}
 
@@ -253,6 +301,38 @@ class AcceptanceFile(_AcceptancePart):
     def to_json(self) -> str:
         """Return acceptance.json's text."""
         return self.model_dump_json(indent=1, by_alias=True, exclude_none=True) + "\n"
+
+
+def join(files: Sequence[AcceptanceFile]) -> AcceptanceFile:
+    """Return the figures of several runs about one head as one file; what else is known of each stays by its run.
+
+    Raises:
+        AcceptanceInvalid: they are about several heads, or two have a row of one key.
+    """
+    first = files[0]
+    if len(files) == 1:
+        return first
+    for other in files[1:]:
+        if (other.head, other.weights, other.config) != (first.head, first.weights, first.config):
+            raise AcceptanceInvalid(
+                f"{first.head} and {other.head} are two heads, or one with other weights or another config",
+                fix="Join files about one head.",
+            )
+    try:
+        return AcceptanceFile(
+            head=first.head,
+            weights=first.weights,
+            config=first.config,
+            suites=tuple(dict.fromkeys(suite for file in files for suite in file.suites)),
+            rows=tuple(row for file in files for row in file.rows),
+            speeds=tuple(speed for file in files for speed in file.speeds),
+            kconv=first.kconv,
+            provenance={"runs": [file.provenance for file in files]},
+        )
+    except ValidationError as fault:
+        raise AcceptanceInvalid(
+            f"the files cannot be joined: {first_wrong(fault)}", where=first.head, fix="Leave one of the two out."
+        ) from fault
 
 
 def read_acceptance(file: Path) -> AcceptanceFile:

@@ -24,12 +24,16 @@ from ..targets.suites import Suite
 from ..validate.held_out import refuse_overlap
 from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Speed, SuiteRecord
 from .forged import LOSSY, check_counts, check_settings
+from .speed import Load, measure_loads, speed_rows
 from .stats import make_rows, mean_of_categories
 
 Say = Callable[[str], None]
 CONFIG = "config.json"
 LOSSY_NOTE = "the rejection sampling is lossy, so the answers are not the target's own"
 PER_REQUEST = "counted by the engine for each request"
+# What a row of speed shares with the rows of acceptance.
+SPEED_OF = ("draft_tokens", "tree", "engine", "engine_version", "target", "precision", "temperature", "max_tokens",
+            "dataset", "revision", "date")  # fmt: skip
 AS_TOLD = "stated by the user: no engine reports which weights it serves"
 
 
@@ -53,6 +57,9 @@ class ServerRun:
         timeout: seconds that one answer may take.
         weights: sha256 of the head's weight files, where they are at hand.
         config: sha256 of its config.json, where that is.
+        methods: `draft_sample_method` and `rejection_sample_method`, as the server was started with.
+        speed_at: concurrencies at which speed is measured too.
+        loads: what the server without a draft gave at each; measured at `baseline_url` where there is one.
         kernels: what the engine's figures rest on besides the engine itself; "" for nothing.
         folder: the head's, where it is at hand: what its manifest says that it was trained on is not measured on.
     """
@@ -74,6 +81,9 @@ class ServerRun:
     weights: Mapping[str, str] = field(default_factory=dict)
     config: str = ""
     folder: Path | None = None
+    methods: Mapping[str, str] = field(default_factory=dict)
+    speed_at: Sequence[int] = ()
+    loads: Mapping[int, Load] = field(default_factory=dict)
     kernels: str = ""
 
 
@@ -85,6 +95,7 @@ class PromptGroup:
         counts: of all its verify steps.
         answers, seconds: with speculation.
         per_request: whether the answers say the counts themselves, and not the server's counters.
+        beside: what the server's counters say of the same; None where they do not tell.
         baseline, baseline_seconds: without speculation.
     """
 
@@ -92,6 +103,7 @@ class PromptGroup:
     answers: tuple[Answer, ...]
     seconds: float
     per_request: bool = False
+    beside: Counts | None = None
     baseline: tuple[Answer, ...] = ()
     baseline_seconds: float = 0.0
 
@@ -144,7 +156,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         CountersMissing: it serves without speculation, or does not count.
         CountersReset: its counters went backwards.
         CountersDisturbed: they count what was not asked here.
-        DefinitionsMixed: it counts in two ways, drafts otherwise than is said, or the baseline speculates.
+        DefinitionsMixed: it counts in two ways, drafts or samples otherwise than is said, or the baseline speculates.
         AcceptanceInvalid: it counts more than K drafted tokens allow.
         AcceptanceForged: it accepts a set number of drafts, by its settings or by its counts.
         PromptsInvalid: the head was trained on one of the prompts.
@@ -153,7 +165,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         refuse_overlap((prompt.digest for prompt in suite.prompts), run.folder)
     server = connect(url, run.model, run.extra, run.timeout)
     (engine, counters), told = server.recognize(), check_told(server, run.draft_tokens, run.tree)
-    methods = check_settings(server)
+    methods = _methods(check_settings(server), run.methods, server.url)
     baseline = _connect_baseline(run)
     shared = {
         "metric": "al_incl_bonus", "draft_tokens": run.draft_tokens, "tree": run.tree, "engine": engine.name,
@@ -184,18 +196,52 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
         rows += _rows(everything, shared)
         shared |= {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
         rows.append(AcceptanceRow.model_validate(shared))
+    speeds = ()
+    if run.speed_at:
+        say("speed")
+        load = (suite.prompts, run.speed_at, run.max_tokens, run.temperature)
+        loads = run.loads or (measure_loads(baseline, *load) if baseline else {})
+        of = {name: shared[name] for name in SPEED_OF} | {"prompts": len(suite.prompts)}
+        speeds = speed_rows(measure_loads(server, *load), loads, of | {"prompts_sha256": suite.digest})
     return AcceptanceFile(
         head=run.head,
         weights=dict(run.weights),
         config=run.config,
         suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(by_category), whole=suite.whole),),
         rows=tuple(rows),
+        speeds=speeds,
         kconv=version("kconv"),
         provenance={"model": server.model, "concurrency": run.concurrency, "extra": dict(run.extra)}
         | {"weights": AS_TOLD, "server": told}
         | ({"kernels": run.kernels} if run.kernels else {})
+        | _both(everything, counters)
         | {"seconds": round(sum(group.seconds for group in everything), 1)},
     )
+
+
+def _methods(shown: Mapping[str, str], said: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return how the server samples, by what it shows and by what was said of it."""
+    if apart := [name for name in shown.keys() & said.keys() if shown[name] != said[name]]:
+        told = "; ".join(f"{name} is {shown[name]}, and said to be {said[name]}" for name in sorted(apart))
+        raise DefinitionsMixed(f"the server samples otherwise: {told}", where=where, fix="Leave the option out.")
+    return {**said, **shown}
+
+
+def _both(groups: Sequence[PromptGroup], counters: Counters) -> dict[str, Any]:
+    """Return the totals by requests and by counters, where both were had; they differ where others use the server.
+
+    Counters of some engines leave out what was accepted past an answer's limit, and so do the totals then.
+    """
+    both = [(group, group.beside) for group in groups if group.per_request and group.beside is not None]
+    if not both or len(both) < len(groups):
+        return {}
+    drafts = sum(group.counts.drafts for group, _ in both)
+    tokens = sum(answer.tokens - 1 for group, _ in both for answer in group.answers if answer.tokens)
+    accepted = tokens - drafts if counters.cuts else sum(group.counts.accepted for group, _ in both)
+    return {
+        "by_request": {"drafts": drafts, "accepted": accepted},
+        "by_counters": {"drafts": sum(o.drafts for _, o in both), "accepted": sum(o.accepted for _, o in both)},
+    }
 
 
 def _rows(groups: Sequence[PromptGroup], shared: Mapping[str, Any]) -> Iterator[AcceptanceRow]:
@@ -236,8 +282,13 @@ def _ask(
         counts = Counts.pool([Counts.of_histogram(histogram or (), run.draft_tokens) for histogram in told])
         counts = replace(counts, prompts=len(prompts))
         check_possible(counts, run.draft_tokens, where)
-        # The next group may have no answer that says anything.
-        return PromptGroup(counts, answers, seconds, per_request=True), server.rest(counters)
+        # Read for what they say beside it, and as the next group may have no answer that says anything.
+        after = server.rest(counters)
+        try:
+            beside = counters.count(after.since(before, server.url), run.draft_tokens, asked, len(prompts))
+        except (CountersMissing, CountersDisturbed, DefinitionsMixed):
+            beside = None
+        return PromptGroup(counts, answers, seconds, per_request=True, beside=beside), after
 
     def count(totals: Totals) -> Counts:
         return counters.count(totals.since(before, server.url), run.draft_tokens, asked, len(prompts))

@@ -44,10 +44,11 @@ def measure_head(
     target: Path,
     suite: Suite,
     *,
-    draft_tokens: int,
+    draft_tokens: int | Sequence[int],
     max_tokens: int,
     temperature: float = 0.0,
     precision: str = "float32",
+    reasoning: str | None = None,
     name: str | None = None,
     target_name: str | None = None,
     trust_remote_code: bool = False,
@@ -59,9 +60,10 @@ def measure_head(
         head: the head.
         target: the target's folder.
         suite: what to ask.
-        draft_tokens: K.
+        draft_tokens: K, or several; each answer is generated once for all of them.
         max_tokens: an answer's limit.
         temperature: 0 for simulated greedy decoding, 1 for the probability that sampling accepts.
+        reasoning: the target's mode, where it has one.
         precision: of the target's and the head's weights in memory.
         name, target_name: for acceptance.json; what the user gave if None.
         trust_remote_code: whether the target's tokenizer may run code of its own.
@@ -81,44 +83,63 @@ def measure_head(
     say("loading the target")
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     model = load_target(target, getattr(torch, precision))
-    drafter = head_drafter(load_head(head, open_checkpoint(target), read_target_config(target)), draft_tokens)
+    drafting = load_head(head, open_checkpoint(target), read_target_config(target))
+    lengths = (draft_tokens,) if isinstance(draft_tokens, int) else tuple(draft_tokens)
+    drafters = {steps: head_drafter(drafting, steps) for steps in lengths}
     shared = {
-        "metric": "al_incl_bonus", "draft_tokens": draft_tokens, "tree": "chain", "engine": "kconv",
+        "metric": "al_incl_bonus", "tree": "chain", "engine": "kconv",
         "engine_version": version("kconv"), "target": target_name or target.name, "precision": precision,
-        "temperature": temperature, "dataset": suite.dataset, "revision": suite.revision, "max_tokens": max_tokens,
+        "temperature": temperature, "reasoning": reasoning,
+        "dataset": suite.dataset, "revision": suite.revision, "max_tokens": max_tokens,
         "date": datetime.now(UTC).date().isoformat(), "measured_by": "self",
     }  # fmt: skip
-    rows: list[AcceptanceRow] = []
-    counted: dict[str, list[Counts]] = {}
+    counted: dict[int, dict[str, list[Counts]]] = {steps: {} for steps in lengths}
     answers: dict[str, list[tuple[str, int, bool]]] = {}
     for category, prompts in suite.groups:
-        counted[category], answers[category] = [], []
+        answers[category] = []
         for number, prompt in enumerate(prompts):
             say(f"{category or suite.dataset} {number}/{len(prompts)}")
-            counts, said = _dialogue(
-                prompt, model, tokenizer, drafter, head, draft_tokens, max_tokens, kind, temperature
-            )
-            counted[category].append(counts)
+            found, said = _dialogue(prompt, model, tokenizer, drafters, head, max_tokens, kind, temperature)
             answers[category] += said
-        rows += _rows(counted[category], answers[category], averaging, shared | {"category": category}, prompts)
-    if list(counted) != [OVERALL]:
-        everything = [counts for groups in counted.values() for counts in groups]
-        said = [answer for group in answers.values() for answer in group]
-        mean = mean_of_categories([row for row in rows if row.averaging == averaging], counted)
-        rows += _rows(everything, said, averaging, shared | {"category": OVERALL}, suite.prompts)
-        whole = {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
-        rows.append(
-            AcceptanceRow.model_validate(shared | whole | {"category": OVERALL, "prompts_sha256": suite.digest})
-        )
+            for steps, counts in found.items():
+                counted[steps].setdefault(category, []).append(counts)
+    rows = [
+        row
+        for steps, own in counted.items()
+        for row in _of_length(suite, own, answers, averaging, shared | {"draft_tokens": steps})
+    ]
     return AcceptanceFile(
         head=name or head.checkpoint.source,
         weights=digests(head.checkpoint),
         config=config_digest(head.checkpoint),
-        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(counted), whole=suite.whole),),
+        suites=(SuiteRecord(dataset=suite.dataset, categories=tuple(answers), whole=suite.whole),),
         rows=tuple(rows),
         kconv=version("kconv"),
         provenance={"torch": torch.__version__},
     )
+
+
+def _of_length(
+    suite: Suite,
+    counted: Mapping[str, Sequence[Counts]],
+    answers: Mapping[str, Sequence[tuple[str, int, bool]]],
+    averaging: Averaging,
+    shared: Mapping[str, object],
+) -> list[AcceptanceRow]:
+    """Return the rows of one K: of each category, of all, and the mean of the categories."""
+    rows: list[AcceptanceRow] = []
+    for category, prompts in suite.groups:
+        own = {**shared, "category": category}
+        rows += _rows(counted[category], answers[category], averaging, own, prompts)
+    if list(counted) != [OVERALL]:
+        everything = [counts for groups in counted.values() for counts in groups]
+        said = [answer for group in answers.values() for answer in group]
+        mean = mean_of_categories([row for row in rows if row.averaging == averaging], counted)
+        shared = {**shared, "category": OVERALL}
+        rows += _rows(everything, said, averaging, shared, suite.prompts)
+        whole = {"averaging": "macro_category", "value": round(mean, 6), "prompts": len(suite.prompts)}
+        rows.append(AcceptanceRow.model_validate(shared | whole | {"prompts_sha256": suite.digest}))
+    return rows
 
 
 def _rows(
@@ -141,31 +162,40 @@ def _rows(
 
 
 def _dialogue(
-    prompt: Prompt, model, tokenizer: Tokenizer, drafter: Drafter, head: Head, steps: int, limit: int, kind: TextKind,
+    prompt: Prompt,
+    model,
+    tokenizer: Tokenizer,
+    drafters: Mapping[int, Drafter],
+    head: Head,
+    limit: int,
+    kind: TextKind,
     temperature: float,
-) -> tuple[Counts, list[tuple[str, int, bool]]]:  # fmt: skip
+) -> tuple[dict[int, Counts], list[tuple[str, int, bool]]]:
+    """Return what each K accepts of one dialogue, and its answers, which hang on no K."""
     turns: list[str] = []
-    drafts, accepted = 0.0, [0.0] * steps
+    accepted = {steps: [0.0] * steps for steps in drafters}
+    drafts = dict.fromkeys(drafters, 0.0)
     said: list[tuple[str, int, bool]] = []
     ends = _ends(model)
     for turn in prompt.turns:
         turns.append(turn)
         start = tokenizer.encode_chat(turns)
-        length = limit + steps - 1
+        length = limit + max(drafters) - 1
         if temperature:
             [tokens] = generate_sampled(model, [start], length, temperature=temperature, seed=len(said))
         else:
             [tokens] = generate_greedy(model, [start], length)
         answer = next((i + 1 for i, token in enumerate(tokens[:limit]) if token in ends), limit)
-        batch = Batch(torch.tensor([start + tokens[: answer + steps - 1]]), len(start))
-        if answer > 1:  # the first token is the prefill's own
-            [figures] = measure(Text(kind, (batch,)), model, head.spec.captured, steps, {"head": drafter}).acceptance
-            drafts += figures.drafts
-            accepted = [have + rate * figures.drafts for have, rate in zip(accepted, figures.rates, strict=True)]
-        text = str(tokenizer.inner.decode(tokens[:answer], skip_special_tokens=True))
-        turns.append(text)
-        said.append((text, answer, answer == limit and tokens[answer - 1] not in ends))
-    return Counts(drafts, sum(accepted), tuple(accepted)), said
+        for steps, drafter in drafters.items() if answer > 1 else ():  # the first token is the prefill's own
+            text = Text(kind, (Batch(torch.tensor([start + tokens[: answer + steps - 1]]), len(start)),))
+            [figures] = measure(text, model, head.spec.captured, steps, {"head": drafter}).acceptance
+            drafts[steps] += figures.drafts
+            rates = zip(accepted[steps], figures.rates, strict=True)
+            accepted[steps] = [have + rate * figures.drafts for have, rate in rates]
+        words = str(tokenizer.inner.decode(tokens[:answer], skip_special_tokens=True))
+        turns.append(words)
+        said.append((words, answer, answer == limit and tokens[answer - 1] not in ends))
+    return {k: Counts(drafts[k], sum(accepted[k]), tuple(accepted[k])) for k in drafters}, said
 
 
 def _ends(model) -> set[int]:

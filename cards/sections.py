@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..bench.acceptance import AcceptanceRow
 from ..bench.tables import NOT_STATED, table_of
-from ..checkpoint.manifest import MANIFEST, ConversionRecord, Manifest
+from ..checkpoint.manifest import DRAFTS, MANIFEST, ConversionRecord, Manifest
 from ..engines.registry import describe, engines_of
 from ..escape import code
 from ..validate.figures import AcceptanceFigures
@@ -114,11 +114,7 @@ def _exactness(manifest: Manifest) -> str:
 
 def ships(manifest: Manifest) -> str:
     """Say whether a head is the draft that it came from, or another one."""
-    if manifest.as_it_ships:
-        return "the draft as it ships: byte-identical to the one it came from"
-    return (
-        "**another draft** than the one it came from: not eligible where a reference draft is to be served as it ships"
-    )
+    return DRAFTS[manifest.as_it_ships].replace("another draft", "**another draft**")
 
 
 def changed(manifest: Manifest | None) -> str:
@@ -199,7 +195,19 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
         "sane": [line for file in evidence.acceptance for line in sanity(file.rows)],
         **conversion(evidence.manifest),
         **measured(evidence.report),
+        "unverified": unverified(evidence),
     }
+
+
+def unverified(evidence: Evidence) -> list[str]:
+    """Return what the head is read as by a user's word or by a default, but for what its report measured to be so."""
+    records = evidence.manifest.unverified if evidence.manifest else ()
+    told = {one.where for one in evidence.report.findings if one.rule == "K313"} if evidence.report else set()
+    return [
+        f"{one.fact}: {one.value}, by {one.word}" + (f" ({one.against})" if one.against else "")
+        for one in records
+        if f"config.json: {one.fact}" not in told
+    ]
 
 
 def not_repeated(evidence: Evidence, card: str) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ..errors import ManifestMismatch, NotACheckpoint
-from .bytes import digest, file_digest
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint
+from .bytes import Look, Wanted, file_digest
 from .folder import Checkpoint, open_checkpoint
 from .schema import load_json
 
@@ -25,6 +25,12 @@ READ_BY_ENGINES = (
     "config.json", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*quant_config.json",
     "quantize_config.json",
 )  # fmt: skip
+# What a report and a card say of a head by `Manifest.as_it_ships`.
+DRAFTS = {
+    True: "the draft as it ships: byte-identical to the one it came from, and eligible where a reference draft is "
+    "asked for",
+    False: "another draft than the one it came from: not eligible where a reference draft is to be served as it ships",
+}
 Action = Literal[
     "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
     "converted",
@@ -167,6 +173,8 @@ class Manifest(Record):
         files: every file of the output but this one.
         training: how the head was trained, where kconv trained it: recipe, data, tokens, figures, libraries.
         conversion: how its attention was turned into the other kind, where it was.
+        draft: whether a head is byte for byte the draft that it came from, however many conversions ago, or another
+            one; None of a target, and of a head that an older kconv wrote.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -190,6 +198,7 @@ class Manifest(Record):
     files: tuple[FileRecord, ...]
     training: dict[str, Any] | None = None
     conversion: ConversionRecord | None = None
+    draft: Literal["as it ships", "another"] | None = None
 
     @property
     def as_it_ships(self) -> bool:
@@ -198,7 +207,7 @@ class Manifest(Record):
         https://github.com/SemiAnalysisAI/InferenceX/pull/3283, and MLPerf Inference's rules, appendix C: a submission
         may not quantize or recast a draft.
         """
-        return self.exact and self.conversion is None
+        return self.draft == "as it ships" if self.draft else self.exact and self.conversion is None
 
     @property
     def weight_files(self) -> dict[str, str]:
@@ -246,23 +255,55 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
         ManifestMismatch: a file or tensor is missing, unrecorded, or of other bytes.
     """
     manifest = read_manifest(folder)
-    for record in manifest.files:
-        if not _holds(folder / record.name, record):
-            raise mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
-    recorded = {record.name for record in manifest.files}
-    for file in sorted(folder.iterdir()):
-        if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            raise mismatch(file, "engines read this file, and no record of it was written", ADDED)
+    try:
+        output = open_checkpoint(folder)
+    except KconvError as fault:
+        # Where its bytes are not those that were written, that is why it cannot be opened.
+        with Look([]) as look:
+            _check_files(manifest, folder, look)
+        raise fault
+    with Look([*wanted_digests(output, whole=True), *(wanted_digests(source) if source else ())]) as look:
+        hold(manifest, output, source, look)
+    return manifest
+
+
+def wanted_digests(checkpoint: Checkpoint, *, whole: bool = False) -> list[Wanted]:
+    """Return that the blake3 of each tensor of a checkpoint is wanted, and the sha256 of its files if `whole`."""
+    return [Wanted(file, whole, infos) for file, infos in checkpoint.by_file().items()]
+
+
+def hold(manifest: Manifest, output: Checkpoint, source: Checkpoint | None, look: Look) -> None:
+    """Hold an output against its manifest, and its source's config and tensors if given.
+
+    Args:
+        manifest: the output's.
+        output: what kconv wrote.
+        source: the checkpoint it was made from.
+        look: what reads them, see `wanted_digests`; the rest is read here.
+
+    Raises:
+        ManifestMismatch: a file or tensor is missing, unrecorded, or of other bytes.
+    """
+    _check_files(manifest, output.folder, look)
     _agrees_with_itself(manifest)
-    _same(open_checkpoint(folder), {step.output.name: step.output for step in manifest.tensors}, AGAIN)
+    _same(output, {step.output.name: step.output for step in manifest.tensors}, AGAIN, look)
     if source is not None:
         fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
         config = source.folder / "config.json"
         if file_digest(config) != manifest.source_config:
             raise mismatch(config, "the output was made from another config", fix)
         held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
-        _same(source, held | {record.name: record for record in manifest.dropped}, fix)
-    return manifest
+        _same(source, held | {record.name: record for record in manifest.dropped}, fix, look)
+
+
+def _check_files(manifest: Manifest, folder: Path, look: Look) -> None:
+    for record in manifest.files:
+        if not _holds(folder / record.name, record, look):
+            raise mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
+    recorded = {record.name for record in manifest.files}
+    for file in sorted(folder.iterdir()):
+        if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
+            raise mismatch(file, "engines read this file, and no record of it was written", ADDED)
 
 
 # What keeps a tensor's bytes, and what keeps its values.
@@ -290,14 +331,14 @@ def _agrees_with_itself(manifest: Manifest) -> None:
         raise mismatch(MANIFEST, "it counts the parameters twice and differently", AGAIN)
 
 
-def _holds(file: Path, record: FileRecord) -> bool:
+def _holds(file: Path, record: FileRecord, look: Look) -> bool:
     try:
-        return file.is_file() and file.stat().st_size == record.size and file_digest(file) == record.sha256
-    except OSError:
+        return file.is_file() and file.stat().st_size == record.size and look.sha256(file) == record.sha256
+    except (OSError, NotACheckpoint):
         return False
 
 
-def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str) -> None:
+def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str, look: Look) -> None:
     for name in sorted(records.keys() - checkpoint.tensors.keys()):
         raise mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
     for name in sorted(checkpoint.tensors.keys() - records.keys()):
@@ -306,7 +347,7 @@ def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str)
         )
     for name, record in records.items():
         info = checkpoint.tensors[name]
-        if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.blake3:
+        if (info.dtype, info.shape) != (record.dtype, record.shape) or look.digest(info) != record.blake3:
             raise mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones", fix)
 
 

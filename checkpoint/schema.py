@@ -13,11 +13,11 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_args
 
 from ..errors import KconvError
 
@@ -91,13 +91,20 @@ def load_yaml(
     """Read a YAML file by a schema; an empty file has no keys. Arguments and errors as of `load_json`."""
     text = read_bounded(file, error, limit=MAX_YAML, fix=fix, missing=missing)
     values = parse_yaml(text, error, where=file, what=what, fix=fix)
-    return check_values(model, values, error, where=file, what=what, fix=fix)
+    return check_values(model, values, error, where=file, what=what, fix=fix, text=text)
 
 
 def check_values(
-    model: type[Model], values: Any, error: type[KconvError], *, where: object, what: str, fix: str
+    model: type[Model],
+    values: Any,
+    error: type[KconvError],
+    *,
+    where: object,
+    what: str,
+    fix: str,
+    text: str | bytes = "",
 ) -> Model:
-    """Return plain values as a model; None has no keys.
+    """Return plain values as a model; None has no keys. Of YAML, `text` is what they were read from, to name the line.
 
     Raises:
         KconvError: of class `error`: they are not of the schema.
@@ -107,8 +114,13 @@ def check_values(
     try:
         return model.model_validate({} if values is None else values)
     except ValidationError as fault:
-        at = first_wrong(fault) if fault.errors()[0]["loc"] else f"its top: {first_wrong(fault)}"
-        raise error(f"the {what} is wrong at {at}", where=where, fix=fix) from fault
+        place, why = wrong_at(fault, model)
+        line = line_of(text, place)
+        at = ".".join(map(str, place)) or "its top"
+        where = f"{where or what}:{line}" if line else where
+        raise error(
+            f"the {what} is wrong at {at}{'' if why.startswith('is ') else ':'} {why}", where=where, fix=fix
+        ) from fault
 
 
 def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, what: str, fix: str) -> Any:
@@ -136,9 +148,65 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
         _count(values)
         return values
     except Exception as fault:  # PyYAML's constructors let through whatever Python raises: !!int "" an IndexError
-        mark, problem = getattr(fault, "problem_mark", None), getattr(fault, "problem", None)
-        why = f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(fault).split())
-        raise error(f"the {what} is not valid YAML: {why or type(fault).__name__}", where=where, fix=fix) from fault
+        why, line = _no_yaml(text, fault)
+        where = f"{where or what}:{line}" if line else where
+        raise error(f"the {what} is not valid YAML: {why}", where=where, fix=fix) from fault
+
+
+def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
+    """Return why a text is no YAML, and the line of it where that can be told."""
+    import yaml
+
+    mark = getattr(fault, "problem_mark", None) or getattr(fault, "context_mark", None)
+    if mark is not None and not isinstance(fault, yaml.constructor.ConstructorError):
+        held = text.decode(errors="replace") if isinstance(text, bytes) else text
+        own = held.splitlines()[mark.line : mark.line + 1]
+        shown = f" ({own[0].strip()[:80]})" if own and own[0].strip() else ""
+        return f"line {mark.line + 1}{shown} breaks off: look at its brackets, quotes, colon and indentation", mark.line + 1  # fmt: skip  # noqa: E501
+    if isinstance(fault, yaml.reader.ReaderError):
+        return "it holds a sign that no text has", None
+    if type(fault) is ValueError and fault.args and str(fault).startswith("it "):
+        return str(fault), None
+    if isinstance(fault, RecursionError):
+        return "it is nested too deeply", None
+    # A value that its own type refuses, e.g. the date 2026-13-45.
+    with suppress(Exception):
+        left = [yaml.compose(text, yaml.SafeLoader)]
+        while left:
+            node = left.pop()
+            if isinstance(node, yaml.ScalarNode):
+                try:
+                    yaml.SafeLoader("").construct_object(node)
+                except Exception:
+                    line = node.start_mark.line + 1
+                    return f"the value {node.value[:80]!r} in line {line} is none of its type; put it in quotes", line
+            elif node is not None:
+                pairs = node.value if isinstance(node, yaml.MappingNode) else [(one,) for one in node.value]
+                if node.tag.startswith("tag:yaml.org,2002:python"):
+                    line = node.start_mark.line + 1
+                    return f"line {line} asks for a Python object, and a text alone is read", line
+                left += [part for pair in reversed(pairs) for part in reversed(pair)]
+    return "it holds a value that YAML has no plain type for", None
+
+
+def line_of(text: str | bytes, place: Sequence[str | int]) -> int | None:
+    """Return the line of a YAML text at which a key stands, or the nearest above it that is there; None of no text."""
+    import yaml
+
+    node = yaml.compose(text, yaml.SafeLoader) if text else None
+    line = None
+    for part in place:
+        if isinstance(node, yaml.MappingNode):
+            found = next((pair for pair in node.value if pair[0].value == str(part)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            found = (node.value[part], node.value[part])
+        else:
+            found = None
+        if found is None:
+            break
+        key, node = found
+        line = key.start_mark.line + 1
+    return line
 
 
 def read_bounded(
@@ -295,31 +363,88 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def first_wrong(fault: ValidationError, known: Iterable[str] = ()) -> str:
-    """Return the first thing that is wrong and its place, e.g. "draft_tokens is missing".
+def first_wrong(fault: ValidationError) -> str:
+    """Return the first thing that is wrong and its place, e.g. "draft_tokens is missing"."""
+    parts, what = wrong_at(fault)
+    place = ".".join(map(str, parts))
+    return f"{place}{'' if what.startswith('is ') else ':'} {what}" if place else what
 
-    Args:
-        fault: what pydantic found. An unknown key comes first, as it may be a missing one with a typo.
-        known: keys of the outermost object, for a suggestion.
-    """
+
+class WrongValue(ValueError):
+    """Raised by a validator for a part of its value: the keys that lead there, and what is wrong."""
+
+    def __init__(self, what: str, place: Sequence[str | int]) -> None:
+        self.what, self.place = what, tuple(place)
+        super().__init__(what)
+
+
+def wrong_at(fault: ValidationError, model: type[BaseModel] | None = None) -> tuple[tuple[str | int, ...], str]:
+    """Return the keys that lead to the first thing that is wrong, and what is wrong, with the nearest right key."""
     errors = fault.errors()
-    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    place = ".".join(map(str, first["loc"]))
-    if first["type"] == "missing":
-        return f"{place} is missing"
+    # A key with a typo is missing under its own name too, and the typo is what to mend.
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
+    place = tuple(first["loc"])
+    inner = (first.get("ctx") or {}).get("error")
+    if isinstance(inner, WrongValue):
+        return (*place, *inner.place), inner.what
     if first["type"] == "extra_forbidden":
-        *above, own = map(str, first["loc"])
-        missing = [str(one["loc"][-1]) for one in errors if one["type"] == "missing"]
-        close = get_close_matches(own, [*missing, *([] if above else known)], n=1)
-        return f"{place} is not a known key" + (f"; did you mean {close[0]}?" if close else "")
-    # What pydantic puts before the words of a validator of kconv's.
-    what = "it must be a mapping of keys to values" if first["type"] in MAPPINGS else first["msg"]
-    what = what.removeprefix("Value error, ")
-    return f"{place}: {what}" if place else what
+        return place, no_such_key(str(place[-1]), _keys_at(model, place[:-1]))
+    return place, in_words(first)
 
 
-# How pydantic calls what should be a mapping.
-MAPPINGS = ("model_type", "dict_type", "dataclass_type", "model_attributes_type")
+def no_such_key(key: str, known: Sequence[str]) -> str:
+    """Say that there is no such key, and which is the nearest, or which there are."""
+    near = get_close_matches(key, known, n=1)
+    if near:
+        return f"is not a known key; did you mean {near[0]}?"
+    return "is not a known key" + (f"; the keys are {', '.join(known)}" if known else "")
+
+
+# What pydantic calls what is wrong, and how it is said here; its own words are about Python.
+WHOLE, NUMBER, TRUTH = "it must be a whole number", "it must be a number", "it must be true or false"
+LIST, MAPPING = "it must be a list", "it must be a mapping of keys to values"
+WORDS = {
+    "missing": "is missing",
+    "json_invalid": "it is no JSON",
+    "string_type": "it must be a text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), WHOLE),
+    **dict.fromkeys(("float_type", "float_parsing"), NUMBER),
+    "finite_number": "it must be a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), TRUTH),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type"), LIST),
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type", "dataclass_type"), MAPPING),
+    **dict.fromkeys(("literal_error", "enum"), "it must be {expected}"),
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than": "it must be below {lt}",
+    "less_than_equal": "it must be {le} or less",
+    "string_pattern_mismatch": "it must be of the form {pattern}",
+    **dict.fromkeys(("too_short", "string_too_short"), "it must have {min_length} or more"),
+    **dict.fromkeys(("too_long", "string_too_long"), "it must have {max_length} or fewer"),
+}
+
+
+def in_words(first: Mapping[str, Any]) -> str:
+    """Return what is wrong with a value in kconv's words, of one of pydantic's errors."""
+    if first["type"] in ("value_error", "assertion_error"):
+        # What pydantic puts before the words of a validator of kconv's.
+        return first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    said = WORDS.get(first["type"], "it cannot be").format_map(first.get("ctx") or {})
+    value = first.get("input")
+    plain = isinstance(value, (str, int, float, bool, type(None))) and first["type"] != "missing"
+    return f"{said}, and is {str(value)[:80]!r}" if plain and value is not None else said
+
+
+def _keys_at(model: Any, place: Sequence[str | int]) -> list[str]:
+    """Return the keys of the model that stands at a place of another; none where no model does."""
+    for part in place:
+        fields = getattr(model, "model_fields", {})
+        info = next((info for name, info in fields.items() if part in (name, info.alias)), None)
+        model = info.annotation if info is not None else model
+        while not hasattr(model, "model_fields") and get_args(model):
+            # The last of `X | None` without the None, of a list or a mapping: its value.
+            model = [one for one in get_args(model) if one not in (type(None), Ellipsis)][-1]
+    return [info.alias or name for name, info in getattr(model, "model_fields", {}).items()]
 
 
 def _count(values: Any) -> None:

@@ -22,10 +22,10 @@ from .terminal import echo, make_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.acceptance import AcceptanceFile, AcceptanceRow
+    from ..bench.acceptance import AcceptanceFile, AcceptanceRow, SpeedFigure
     from ..bench.compare import Comparison
     from ..convert.plan import Plan
-    from ..operations.bench import Compared
+    from ..operations.bench import Compared, Written
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
     from ..operations.generate import Generated
@@ -400,7 +400,12 @@ def show_rule(rule: Rule) -> None:
     """Print what a rule is about."""
     echo(f"{rule.id} {rule.name} ({rule.severity})")
     echo(f"  {rule.sentence}")
-    facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
+    facts = {
+        "fix": rule.fix,
+        "engines": ", ".join(rule.engines) or "all",
+        "releases": rule.versions,
+        "seen in": rule.seen_in,
+    }
     for name, fact in facts.items():
         if fact:
             echo(f"  {name}: {fact}")
@@ -437,24 +442,51 @@ def _length(row: Any) -> str:
 
 
 def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
-    """Print a line for each category, a column for each kind of mean."""
+    """Print a line for each K and category, a column for each kind of mean."""
     rows, console = acceptance.rows, make_console()
     ways = list(dict.fromkeys(row.averaging or "" for row in rows))
-    first, last = rows[0], rows[-1]
-    title = f"acceptance length, K={first.draft_tokens}, bonus token included, by {first.engine}; mean over"
-    console.print(title, highlight=False)
-    table = Table("", "N", *(WAYS.get(way, way) for way in ways), box=None, header_style="bold")
-    for category in dict.fromkeys(row.category for row in rows):
-        own = {row.averaging: row for row in rows if row.category == category}
+    lengths = list(dict.fromkeys(row.draft_tokens for row in rows))
+    of_k = f", K={lengths[0]}" if len(lengths) == 1 else ""
+    by = f", by {rows[0].engine}" if rows[0].engine else ""
+    console.print(f"acceptance length{of_k}, bonus token included{by}; mean over", highlight=False)
+    table = Table(*([] if of_k else ["K"]), "", "N", *(WAYS.get(way, way) for way in ways), box=None,
+                  header_style="bold")  # fmt: skip
+    for k, category in dict.fromkeys((row.draft_tokens, row.category) for row in rows):
+        own = {row.averaging or "": row for row in rows if (row.draft_tokens, row.category) == (k, category)}
         some = next(iter(own.values()))
         figures = [_figure(own[way]) if way in own else "" for way in ways]
-        table.add_row(escape(category or "all"), str(some.prompts or ""), *figures)
+        first = [] if of_k else [str(k or "not stated")]
+        table.add_row(*first, escape(category or "all"), str(some.prompts or ""), *figures)
     console.print(table)
     for row in rows:
-        if row.category == last.category and row.sanity:
+        if row.category == rows[-1].category and row.sanity:
             said = f"answers: {row.sanity.mean_tokens:.0f} tokens, {row.sanity.distinct_4grams:.0%} distinct 4-grams"
             console.print(said + (f"; speed-up {row.speed.speedup:.2f}" if row.speed else ""), highlight=False)
             break
+    if acceptance.speeds:
+        _show_speeds(acceptance)
+
+
+def _show_speeds(acceptance: AcceptanceFile) -> None:
+    """Print a line for each concurrency; a speed-up is of one."""
+    table = Table("K", "side by side", "tokens/s", "first token, ms", "further token, ms", "tokens/s without draft",
+                  "speed-up", box=None, header_style="bold")  # fmt: skip
+    for speed in acceptance.speeds:
+        figures = ((speed.tokens_per_second, 1, 1), (speed.ttft, 1000, 1), (speed.tpot, 1000, 2),
+                   (speed.baseline_tokens_per_second, 1, 1), (speed.speedup, 1, 2))  # fmt: skip
+        cells = (_spread(figure, factor, decimals) if figure else "" for figure, factor, decimals in figures)
+        table.add_row(str(speed.draft_tokens), str(speed.concurrency), *cells)
+    make_console().print(table)
+
+
+def _spread(figure: SpeedFigure, factor: float, decimals: int) -> str:
+    ends = (figure.interval.low, figure.interval.high) if figure.interval else ()
+    said = ", ".join(f"{factor * end:.{decimals}f}" for end in ends)
+    return f"{factor * figure.value:.{decimals}f}" + (f" \\[{said}]" if said else "")
+
+
+def _show_curve(_: Operation, result: Written) -> None:
+    echo(result.text, nl=False)
 
 
 def _figure(row: AcceptanceRow) -> str:
@@ -730,6 +762,8 @@ SHOWN: Mapping[str, Callable[[Any, Any], None]] = {
     "Validate": _show_report,
     "Bench": _show_acceptance,
     "Compare": _show_comparison,
+    "Curve": _show_curve,
+    "Quote": _show_acceptance,
     "States": _show_states,
     "Generate": _show_generated,
     "Train": _show_trained,

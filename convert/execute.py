@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
+    MANIFEST,
     ConversionRecord,
     DroppedRecord,
     FileRecord,
@@ -20,6 +21,7 @@ from ..checkpoint.manifest import (
     StepRecord,
     TensorRecord,
     UnverifiedRecord,
+    read_manifest,
     write_manifest,
 )
 from ..checkpoint.pickles import PICKLE
@@ -31,7 +33,7 @@ from ..errors import ConfigInvalid, TensorValue
 from ..head.slots import needs
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
-from .read import read_slot
+from .read import Head, read_slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +85,11 @@ def fill(
         files.append(_record_file(copy))
     # Last, as without a config no reader takes a folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
-    manifest = _manifest(
-        plan, weights, tuple(files), training or past.training, past.conversion(plan.conversion, exact=_is_exact(plan))
-    )
+    conversion = past.conversion(plan.conversion, exact=_is_exact(plan))
+    # What a training has just made is no other's draft.
+    same = training is not None or (_is_exact(plan) and conversion is None and not past.altered)
+    manifest = _manifest(plan, weights, tuple(files), training or past.training, conversion)
+    manifest = manifest.model_copy(update={"draft": "as it ships" if same else "another"})
     past.check(source for step in manifest.tensors for source in step.sources)
     write_manifest(folder, manifest)
     return manifest
@@ -159,6 +163,15 @@ def _is_exact(plan: Plan) -> bool:
     )
 
 
+def _unverified(head: Head) -> tuple[UnverifiedRecord, ...]:
+    """Return what of a head rests on a user's word or on a default: said now, and of its source when that was made."""
+    found = {one.fact: UnverifiedRecord(**asdict(one)) for one in head.read.unverified}
+    folder = head.checkpoint.folder
+    earlier = read_manifest(folder).unverified if (folder / MANIFEST).is_file() else ()
+    every = (*found.values(), *(one for one in earlier if one.fact not in found))
+    return tuple(one for one in every if one.fact not in head.read.measured)
+
+
 def _manifest(
     plan: Plan,
     weights: Written,
@@ -191,7 +204,7 @@ def _manifest(
         hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
-        unverified=tuple(UnverifiedRecord(**asdict(one)) for one in head.read.unverified),
+        unverified=_unverified(head),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),

@@ -29,10 +29,12 @@ class Provenance:
     Attributes:
         file: the kconv.json, which need not exist.
         manifest: what it holds; None where there is none, or where it tells of neither.
+        altered: whether it says that the head is another draft than the one that it came from.
     """
 
     file: Path
     manifest: Manifest | None
+    altered: bool = False
 
     @property
     def training(self) -> Mapping[str, Any] | None:
@@ -77,7 +79,7 @@ def read_provenance(folder: Path) -> Provenance:
     file = folder / MANIFEST
     manifest = read_manifest(folder) if file.is_file() else None
     tells = manifest is not None and (manifest.training or manifest.conversion)
-    return Provenance(file, manifest if tells else None)
+    return Provenance(file, manifest if tells else None, manifest is not None and not manifest.as_it_ships)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class TimedAnswer:
+    """An answer that was streamed: its text and number of tokens, seconds to the first token, and in all."""
+
+    text: str
+    tokens: int
+    first: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Client:
     """A server and the model it serves.
 
@@ -177,6 +187,47 @@ class Client:
                 where=self.url,
                 fix="Give the address of an OpenAI-compatible server.",
             ) from fault
+
+    def chat_timed(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> TimedAnswer:
+        """Return the answer to a dialogue as it is streamed, with its times.
+
+        Raises:
+            EngineFailed: the server cannot be reached, answers with an error, or does not stream.
+        """
+        url = f"{self.url}/v1/chat/completions"
+        body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
+        body |= dict(self.extra) | {"stream": True, "stream_options": {"include_usage": True}}
+        text, tokens, first, begin = "", 0, 0.0, time.monotonic()
+        try:
+            with _http(self.url, self.timeout) as http, http.stream("POST", url, json=body) as answer:
+                if not answer.is_success:
+                    said = _read(answer, time.monotonic() + HEALTH_SECONDS, url).decode(errors="replace")[:SHOWN]
+                    raise EngineFailed(
+                        f"the server answered {answer.status_code}: {said}", where=url, fix="Look into its log."
+                    )
+                for line in answer.iter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    chunk = parse_json(data)
+                    tokens = int((chunk.get("usage") or {}).get("completion_tokens") or tokens)
+                    for choice in chunk.get("choices") or ():
+                        delta = choice.get("delta") or {}
+                        # A reasoning parser streams what is thought into another field.
+                        said = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+                        first = first or (time.monotonic() - begin if said else 0.0)
+                        text += delta.get("content") or ""
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+            raise EngineFailed(
+                f"the server does not stream an answer: {fault or type(fault).__name__}", where=url,
+                fix="Check that it runs.",
+            ) from fault  # fmt: skip
+        if not tokens:
+            raise EngineFailed(
+                "the server's stream does not count tokens", where=url, fix="Give a server that knows stream_options."
+            )
+        seconds = time.monotonic() - begin
+        return TimedAnswer(text, tokens, first or seconds, seconds)
 
     def converse(
         self, prompts: Sequence[Dialogue], max_tokens: int, temperature: float, asking: PerRequest | None = None

@@ -36,6 +36,8 @@ OPERATIONS = {
     ),
     "bench": Entry("bench", "Bench", "Check and measure", "Measure acceptance length, on a server or offline."),
     "compare": Entry("bench", "Compare", "Check and measure", "Compare acceptance figures of several heads."),
+    "curve": Entry("bench", "Curve", "Check and measure", "Write acceptance by K as InferenceX's golden YAML."),
+    "quote": Entry("bench", "Quote", "Check and measure", "Take figures of vllm bench, AIPerf or SGLang as rows."),
     "states": Entry(
         "states",
         "States",

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from ..checkpoint.source import Source, resolve
+from ..checkpoint.schema import in_words
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
+    from ..checkpoint.source import Source
 
 Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
 
@@ -151,6 +152,8 @@ class Context:
     def source(self, name: str) -> Source:
         """Return the checkpoint that a name means; a hub id is one commit for as long as this context lives."""
         if name not in self._sources:
+            from ..checkpoint.source import resolve
+
             self._sources[name] = resolve(name)
         return self._sources[name]
 
@@ -206,6 +209,13 @@ class Operation(BaseModel):
             KconvError: it cannot be done; see the operation.
         """
         raise NotImplementedError
+
+    def precheck(self, context: Context) -> None:
+        """Refuse names and settings that cannot be, before anything is computed; files that are not there yet pass.
+
+        Raises:
+            KconvError: see the operation.
+        """
 
     def estimate(self, context: Context) -> Estimate:
         """Return what it would cost; nothing is written, and no weight is downloaded."""
@@ -283,7 +293,7 @@ def command_name(cls: type[Operation]) -> str:
 def first_wrong(cls: type[Operation], error: ValidationError) -> str:
     """Return what is wrong with a request first, under the option's name on the command line."""
     found = error.errors()[0]
-    message = found["msg"].removeprefix("Value error, ")
+    message = in_words(found)
     if found["type"] == "extra_forbidden":
         name = str(found["loc"][0])
         close = get_close_matches(name, map(plain_name, cls.model_fields), n=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -24,15 +24,35 @@ if TYPE_CHECKING:
 # Also where the engine tests look, and `validate`.
 PYTHON = "KCONV_ENGINE_PYTHON"
 TREE = re.compile(r"topk=([1-9]\d*),nodes=([1-9]\d*)")
+MOST = 16  # K
 TOO_LARGE = "Serve it, and measure there (--url)."
 CHAT_TOKENS = 64  # what a chat template adds to a turn
 # What the other way of measuring would pass over.
 OF_SERVERS = (
-    "tree", "concurrency", "reasoning", "precision", "model", "engine_version", "baseline_url", "extra",
+    "tree", "speed_at", "concurrency", "precision", "model", "engine_version", "draft_sample_method",
+    "rejection_sample_method", "baseline_url", "extra",
 )  # fmt: skip
 OFFLINE = (
     "trust_remote_code", "from_", "captured", "captured_are", "max_positions", "norm_before_residual",
 )  # fmt: skip
+
+
+def _lengths(value: Any) -> Any:
+    """Read values of K: 3, "3", "1-8", "1,3,5", or a list."""
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    try:
+        ranges = [tuple(map(int, part.split("-"))) if isinstance(part, str) else (part,) for part in parts]
+        found = tuple(k for begin, *end in ranges for k in range(begin, (end[0] if end else begin) + 1))
+    except (TypeError, ValueError, AttributeError):
+        found = ()
+    if not found or list(found) != sorted(set(found)) or not (MOST >= found[-1] >= found[0] >= 1):
+        raise ValueError(f"{value!r} is neither a K from 1 to {MOST} nor an ascending list of them, like 1-8 or 1,3,5")
+    return found
+
+
+def _counts(value: Any) -> Any:
+    """Read whole numbers, from a list or from "1,4,16"."""
+    return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 
 
 def _object(value: Any) -> Any:
@@ -58,6 +78,8 @@ class Bench(Reading):
     EXAMPLES = (
         "kconv bench --url http://127.0.0.1:8000 --suite mt-bench --head my-head --precision NVFP4 --out a.json",
         "kconv bench --head my-head --target my-target --suite prompts.jsonl --out acceptance.json",
+        "kconv bench --engine vllm --engine-python env/bin/python --draft-tokens 1-8 --head my-head "
+        "--target my-target --suite speed-bench --categories coding --reasoning on --out curve.json",
         "kconv bench --engine sglang --engine-python env/bin/python --tree topk=4,nodes=8 --head my-head "
         "--target my-target --suite prompts.jsonl --out tree.json",
     )
@@ -76,15 +98,23 @@ class Bench(Reading):
     categories: Words = option((), "Only these categories of the suite.", kind="list", metavar="A,B")
     limit: Count | None = option(None, "Use only N prompts of each category.", metavar="N")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
-    draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Draft tokens per step (K), as served.", metavar="K")
+    draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] = option(
+        "3",
+        "Draft tokens per step (K), as served. Without --url several are possible, e.g. 1-8; each restarts the engine.",
+        kind="list", metavar="K|A-B", validate_default=True,
+    )  # fmt: skip
     engine: str | None = option(None, "Start this engine to serve --target with --head.", metavar="ENGINE")
     engine_python: Name | None = option(
         None, "Start the engine with this Python (see scripts/engine-env).", metavar="PATH"
     )
+    ready_seconds: Count = option(300, "Seconds that a started engine may take to be ready.", metavar="SECONDS")
     tree: str = option(
         "chain", "Shape of drafts: topk=4,nodes=8 means 4 branches and 8 verified tokens per step, including the last "
         "accepted one.", metavar="TREE",
     )  # fmt: skip
+    speed_at: Annotated[tuple[Count, ...], BeforeValidator(_counts)] = option(
+        (), "Measure speed at these concurrencies too, with and without the draft.", kind="list", metavar="N,N"
+    )
     concurrency: Count = option(1, "Prompts in flight.", metavar="N")
     max_tokens: Count = option(1024, "Maximum tokens per answer.", metavar="N")
     temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
@@ -93,6 +123,12 @@ class Bench(Reading):
     precision: str | None = option(None, "Number format of the served target, e.g. NVFP4.")
     model: str | None = option(None, "The server's name for the target, if it serves several.")
     engine_version: str | None = option(None, "The engine's version, if the server does not report it.")
+    draft_sample_method: str | None = option(
+        None, "How drafts are sampled, as vLLM calls it, e.g. greedy, where the server does not say it."
+    )
+    rejection_sample_method: str | None = option(
+        None, "How drafts are rejected, as vLLM calls it, e.g. standard or block, where the server does not say it."
+    )
     baseline_url: str | None = option(None, "A server with the same target and no speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
         {}, "Extra fields for each request.", kind="json", metavar="JSON"
@@ -104,12 +140,15 @@ class Bench(Reading):
         branches, _ = self.branches
         if not (self.url or self.target):
             raise ValueError("--url or --target is required")
+        if self.url and len(self.draft_tokens) > 1:
+            raise ValueError("--draft-tokens: a server that runs drafts one K; give it, or --engine for several")
         if self.url:
-            self.refuse("target", "engine", "engine_python", *OFFLINE, unless="without --url")
+            self.refuse("target", "engine", "engine_python", "ready_seconds", *OFFLINE, unless="without --url")
         elif not self.engine:
-            self.refuse("engine_python", *OF_SERVERS, unless="with --url or --engine")
+            self.refuse("engine_python", "ready_seconds", *OF_SERVERS, unless="with --url or --engine")
         else:
-            self.refuse("model", "engine_version", *OFFLINE, unless="without --engine")
+            own = ("model", "engine_version", "draft_sample_method", "rejection_sample_method")
+            self.refuse(*own, *OFFLINE, unless="without --engine")
             if self.engine not in registry.startable():
                 raise ValueError(f"--engine {self.engine!r} is not one of {', '.join(registry.startable())}")
             if not self.python:
@@ -146,7 +185,6 @@ class Bench(Reading):
             SuiteInvalid: the suite cannot be read.
             KconvError: the head or the target cannot be read, or the server's counters do not tell.
         """
-        from ..checkpoint.staging import write_new
         from ..targets.suites import load_suite
 
         check_trusted(context, self.trust_remote_code, self.target)
@@ -159,10 +197,11 @@ class Bench(Reading):
                 found = self._started(context, suite, say)
             else:
                 found = self._on_server(context, suite, say) if self.url else self._offline(context, suite, say)
-        write_new(Path(self.out), found.to_json())
+        Written.write(self.out, found.to_json())
         return found
 
     def _started(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
+        from ..bench.acceptance import join
         from ..bench.measure import ServerRun, measure_served
         from ..engines.base import Serving
         from ..engines.serving import serve
@@ -176,32 +215,50 @@ class Bench(Reading):
             python or Path(),
             target.fetch_model(),
             head.open_weights().folder,
-            draft_tokens=self.draft_tokens,
             max_model_len=longest,
+            ready_seconds=self.ready_seconds,
             branches=branches,
             nodes=nodes,
         )
-        fields = (
-            "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "baseline_url", "extra",
-        )  # fmt: skip
+        fields = ("tree", "speed_at", "concurrency", "max_tokens", "temperature", "reasoning", "baseline_url", "extra")
         run = ServerRun(
+            draft_tokens=self.draft_tokens[0],
             target=self.target_name or target.name,
             precision=self.precision or serving.dtype,
+            methods=engine.starter.methods if engine.starter else {},
             kernels=engine.starter.note(serving.python) if engine.starter else "",
             **{name: getattr(self, name) for name in fields},
         )
-        say(f"{engine.title}: starting")
-        with serve(serving, engine) as served:
-            return measure_served(served.client.url, suite, head, run, fetch=True, say=say)
+        if self.speed_at and not self.baseline_url:
+            from ..bench.speed import measure_loads
+
+            say(f"{engine.title} without a draft: starting")
+            with serve(replace(serving, head=None), engine) as served:
+                say("speed without a draft")
+                client = replace(served.client, extra=self.extra)
+                loads = measure_loads(client, suite.prompts, self.speed_at, self.max_tokens, self.temperature)
+            run = replace(run, loads=loads)
+        found = []
+        # No engine drafts another K than it was started with; see engines/base.py, Serving.
+        for steps in self.draft_tokens:
+            say(f"{engine.title}, K = {steps}: starting")
+            with serve(replace(serving, draft_tokens=steps), engine) as served:
+                own = replace(run, draft_tokens=steps)
+                found.append(measure_served(served.client.url, suite, head, own, fetch=True, say=say))
+        return join(found)
 
     def _on_server(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
         from ..bench.measure import ServerRun, measure_served
 
         fields = (
-            "draft_tokens", "tree", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
+            "tree", "speed_at", "concurrency", "max_tokens", "temperature", "reasoning", "precision", "model",
             "engine_version", "baseline_url", "extra",
         )  # fmt: skip
-        run = ServerRun(target=self.target_name, **{name: getattr(self, name) for name in fields})
+        [steps] = self.draft_tokens
+        methods = {"draft_sample_method": self.draft_sample_method,
+                   "rejection_sample_method": self.rejection_sample_method}  # fmt: skip
+        said = {name: value for name, value in methods.items() if value}
+        run = ServerRun(steps, target=self.target_name, methods=said, **{name: getattr(self, name) for name in fields})
         return measure_served(self.url or "", suite, context.source(self.head), run, say=say)
 
     def _offline(self, context: Context, suite: Suite, say: Any) -> AcceptanceFile:
@@ -220,10 +277,120 @@ class Bench(Reading):
             draft_tokens=self.draft_tokens,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
+            reasoning=self.reasoning,
             target_name=self.target_name or target.name,
             trust_remote_code=self.trust_remote_code,
             say=say,
         )
+
+
+class Curve(Operation):
+    """Write the golden acceptance curve of a head's acceptance.json FILES, as InferenceX's referees have it.
+
+    Each figure is of one K and one thinking mode (--reasoning of kconv bench), of SPEED-Bench's coding unless
+    --category says otherwise, and all of a mode were measured alike.
+    """
+
+    EXAMPLES = ("kconv curve on.json off.json --out my-target_eagle3.yaml",)
+    OUTPUT = "curve.yaml"
+
+    files: tuple[Name, ...] = argument("acceptance.json files about one head.", kind="file")
+    category: str | None = option(None, "Of the suite; of SPEED-Bench coding by default, of another all of it.")
+    model: str | None = option(None, "The target's name in the curve; its own in lower case by default.")
+    out: Name = option(..., "The YAML to write.", kind="output")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not self.files:
+            raise ValueError("give an acceptance.json")
+        return self
+
+    def run(self, context: Context) -> Written:
+        """Return the curve's text, which is also written.
+
+        Raises:
+            OutputExists: the file is there.
+            AcceptanceInvalid, DefinitionsMixed: the figures make no curve.
+        """
+        from ..bench.acceptance import read_acceptance
+        from ..bench.golden import write_curve
+
+        refuse_existing_output(self.out)
+        files = [read_acceptance(context.path(file)) for file in self.files]
+        return Written.write(self.out, write_curve(files, self.category, self.model))
+
+
+class Quote(Operation):
+    """Write figures that another program measured as acceptance.json, with their origin.
+
+    FILE is a result of vllm bench serve, of AIPerf (profile_export_aiperf.json) or of sglang.bench_serving, or one of
+    InferenceX's golden curves. The options say what it leaves open; what nobody says stays unsaid, and keeps a figure
+    from being compared.
+    """
+
+    EXAMPLES = (
+        "kconv quote result.json --head org/my-head --dataset mt-bench --temperature 0 --out acceptance.json",
+        "kconv quote kimik2.5_eagle3.yaml --head lightseekorg/kimi-k2.5-eagle3-mla --out golden.json",
+    )
+    OUTPUT = "acceptance.json"
+
+    file: Name = argument("The result.", kind="file")
+    head: str | None = option(None, "Hub id of the head, where the file does not say it.", metavar="ID")
+    url: str | None = option(None, "Where the result is published; its name and digest stand for it by default.")
+    out: Name = option(..., "The acceptance.json to write.", kind="output")
+    dataset: str | None = option(None, "What was asked, e.g. mt-bench.")
+    revision: str | None = option(None, "Of the data set.")
+    category: str | None = option(None, "Of the data set.")
+    prompts: Count | None = option(None, "How many prompts were asked.", metavar="N")
+    draft_tokens: Count | None = option(None, "K.", metavar="K")
+    tree: str | None = option(None, "chain, or how drafts branch.")
+    engine: str | None = option(None, "What served, e.g. vllm.")
+    engine_version: str | None = option(None, "Its version.")
+    target: str | None = option(None, "Hub id of the target.", metavar="ID")
+    precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
+    temperature: Annotated[float, Field(ge=0)] | None = option(None, "0 is greedy.", metavar="T")
+    reasoning: str | None = option(None, "The target's reasoning mode, e.g. on.")
+    max_tokens: Count | None = option(None, "An answer's limit.", metavar="N")
+    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy.")
+    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard.")
+    date: str | None = option(None, "Of the measurement, e.g. 2026-11-23.")
+
+    def run(self, context: Context) -> AcceptanceFile:
+        """Return the figures, which are also written.
+
+        Raises:
+            OutputExists: the file is there.
+            AcceptanceInvalid, DefinitionsMixed: the result cannot be read, or says otherwise.
+        """
+        from ..bench.acceptance import METHOD
+        from ..bench.foreign import quote
+
+        refuse_existing_output(self.out)
+        names = ("dataset", "revision", "category", "prompts", "date", *METHOD)
+        said = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        found = quote(context.path(self.file), self.head, self.url, said)
+        Written.write(self.out, found.to_json())
+        return found
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that was written: where, and the text."""
+
+    out: Path
+    text: str
+
+    @classmethod
+    def write(cls, out: str, text: str) -> Written:
+        """Write a text, and the folder around it."""
+        from ..checkpoint.staging import write_new
+
+        write_new(Path(out), text)
+        return cls(Path(out), text)
+
+    def to_json(self) -> Any:
+        """Return it as plain values."""
+        return {"out": str(self.out), "text": self.text}
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,10 @@ class Quantize(Prompted):
             OutputExists, OutputFailed: the folder is there, or cannot be written.
             KconvError: the target, the recipe or the scales cannot be read, or cannot be quantized so.
         """
-        from ..quantize.run import quantize, read_world
+        recipe = self._recipe(context)
+        from ..quantize.run import quantize, read_world  # loads torch, which a wrong request is refused without
 
-        recipe, world = self._recipe(context), read_world()
+        world = read_world()
         if world.size > 1 and self.backend == "modelopt":
             raise RequestInvalid("--backend modelopt runs in one process", fix="Start it without torchrun.")
         if not world.rank:
@@ -192,6 +193,10 @@ class Quantize(Prompted):
         plan = self._plan(context, recipe, headers_only=True)
         processes = self._processes() * read_world().size
         return Estimate(sum(unit.bytes_out for unit in plan.units), Quantized(self.out, plan, processes))
+
+    def precheck(self, context: Context) -> None:
+        """Raise RecipeInvalid for a recipe that is not there, RequestInvalid for one without its scales."""
+        self._recipe(context)
 
     def _recipe(self, context: Context) -> Recipe:
         from ..quantize.recipe import load_recipe

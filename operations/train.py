@@ -162,6 +162,12 @@ class Train(Operation):
         line = _describe(coverage, job.recipe.draft_vocab) if coverage else ""
         return Trained(self.out, manifest.layout, manifest.training or {}, coverage, line)
 
+    def precheck(self, context: Context) -> None:
+        """Raise RecipeInvalid for a recipe that is not there, or a key that no recipe has."""
+        from ..train.recipe import check_keys, read_recipe_file
+
+        check_keys(read_recipe_file(str(context.path(self.recipe))) | self.set)
+
     def estimate(self, context: Context) -> Estimate:
         """Return the output's bytes: the head as it is exported, and as ModelOpt's own module."""
         if self.init_from:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.schema import line_of
 from ..checkpoint.source import HUB_ID, Folder, Source
-from ..errors import ReleaseStateInvalid
+from ..errors import KconvError, RecipeInvalid, ReleaseStateInvalid
 from ..operations.base import Context, ReleaseFacts
 from .recipe import Release, Step, reference
 from .record import State, digest_marks, mark, mark_folder
@@ -137,6 +138,45 @@ def find_inputs(name: str, step: Step, context: StepContext, state: State) -> St
         else:
             found.add(field_, partial(str, f"named {value}"))
     return found
+
+
+def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Path) -> None:
+    """Refuse files, folders and names that the steps read and that are not there, before anything is computed.
+
+    Raises:
+        RecipeInvalid: one is not there, or cannot be.
+        HubRefused, HubUnreachable: a hub id cannot be resolved.
+    """
+    context = make_context(root, release, text, lambda _: None)
+    wrong: list[tuple[str, str, str]] = []
+    for name, step in release.steps.items():
+        if not meant[name]:
+            continue
+        kinds, own = dict(type(step.request).inputs()), []
+        for field_, value in step.inputs():
+            if reference(value) is not None or Path(value).exists() or field_ == "recipe":
+                continue
+            said = kinds[field_]
+            if HUB_ID.fullmatch(value) and (said.kind == "checkpoint" or "ID" in said.metavar):
+                if said.kind == "checkpoint":
+                    context.source(value)
+                continue
+            own.append((name, field_, f"there is no {value}"))
+        if not any(reference(value) for field_, value in step.inputs() if field_ == "recipe"):
+            try:
+                step.request.precheck(context)
+            except KconvError as fault:
+                own.append((name, "recipe" if "recipe" in kinds else "", fault.what))
+        wrong += own
+    if wrong:
+        name, field_, what = wrong[0]
+        others = f"; and {len(wrong) - 1} more: " + "; ".join(f"{n}.{f}: {w}" for n, f, w in wrong[1:])
+        line = line_of(text, ("steps", name, field_))
+        raise RecipeInvalid(
+            f"{name}.{field_}: {what}{others if wrong[1:] else ''}".replace(".:", ":"),
+            where=f"line {line} of the recipe" if line else name,
+            fix="Put it there, or correct the name; nothing was computed.",
+        )
 
 
 def fingerprint(step: Step, found: StepInputs, release: Release, text: str) -> str:

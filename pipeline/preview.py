@@ -14,7 +14,7 @@ from ..errors import OutputFailed, ReleaseStateInvalid
 from ..operations.base import Operation
 from ..operations.card import Card
 from ..validate.report import Finding
-from .inputs import StepContext, find_inputs, fingerprint, make_context, needed, refuse_stale
+from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, needed, refuse_stale
 from .recipe import Release, Step
 from .record import State, read_state
 from .run import Selection, why_run
@@ -67,10 +67,11 @@ def preview_release(release: Release, text: str, root: Path, selection: Selectio
     """Say what running a release would do; nothing is written, and no weight is downloaded.
 
     Raises:
-        RecipeInvalid: a step that the selection names is not there.
+        RecipeInvalid: a step that the selection names is not there, or a file that a step reads.
         KconvError: an input cannot be read, or a hub id not be resolved.
     """
     meant = selection.takes(release)
+    check_names(release, text, meant, root)
     state = read_state(root)
     pending: set[str] = set()
     steps, findings = [], []

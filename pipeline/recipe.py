@@ -17,14 +17,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..cards.facts import Facts
 from ..cards.publish.floor import Floor
-from ..checkpoint.schema import MAX_YAML, first_wrong, parse_yaml, read_text
-from ..errors import RecipeInvalid, RequestInvalid
+from ..checkpoint.schema import MAX_YAML, WrongValue, check_values, no_such_key, parse_yaml, read_text, wrong_at
+from ..errors import RecipeInvalid
 from ..operations import OPERATIONS, load
-from ..operations.base import Operation
+from ..operations.base import Operation, plain_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 # What the run itself writes beside the steps' outputs.
 TAKEN = {"release.yaml", "run.json", "run.jsonl"}
+FLAG = re.compile(r"--(?:no-)?([a-z][a-z-]*)")
 # Stands for the output, which the run names.
 UNNAMED = "output"
 
@@ -69,20 +70,28 @@ def read_step(values: Any) -> Step:
     """
     if isinstance(values, Step):
         return values
-    if not isinstance(values, Mapping) or values.get("do") not in kinds():
-        do = str(values.get("do", "")) if isinstance(values, Mapping) else ""
-        close = get_close_matches(do, kinds(), n=1)
-        said = f"do is {do!r}, which is no operation" if do else "the key `do` is missing"
-        raise ValueError(f"{said}; " + (f"did you mean {close[0]}?" if close else f"use one of {', '.join(kinds())}"))
-    do, rest = values["do"], {key: value for key, value in values.items() if key != "do"}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the key `do` is missing; use one of {', '.join(kinds())}")
+    if (do := values.get("do")) not in kinds():
+        near = get_close_matches(str(do), kinds(), n=1)
+        said = f"do is {do!r}, which is no operation" if "do" in values else "the key `do` is missing"
+        said += f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(kinds())}"
+        raise WrongValue(said, ("do",) if "do" in values else ())
+    rest = {str(key): value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
     output = cls.output()
     if output in rest:
-        raise ValueError(f"{output} is set by the run; leave it out")
+        raise WrongValue("it is set by the run; leave it out", (output,))
     try:
-        return Step(do, cls.checked(rest | ({output: UNNAMED} if output else {})))
-    except RequestInvalid as error:
-        raise ValueError(error.what) from error
+        return Step(do, cls.model_validate(rest | ({output: UNNAMED} if output else {})))
+    except ValidationError as fault:
+        place, why = wrong_at(fault, cls)
+        if place and place[0] in rest and place[0] not in {plain_name(name) for name in cls.model_fields}:
+            known = [plain_name(name) for name in cls.model_fields if name != output]
+            why = no_such_key(str(place[0]), known)
+        # A recipe has keys where the command line has flags.
+        said = FLAG.sub(lambda found: f"`{found[1].replace('-', '_')}`", why)
+        raise WrongValue(said, place) from fault
 
 
 class Release(BaseModel):
@@ -108,16 +117,22 @@ class Release(BaseModel):
         seen: set[str] = set()
         for name, step in self.steps.items():
             if not NAME.fullmatch(name) or name in TAKEN:
-                raise ValueError(f"{name!r} is not a valid step name")
+                raise WrongValue(f"{name!r} is not a valid step name", ("steps", name))
             for field, value in step.inputs():
                 found = reference(value)
                 if found and found[0] not in seen:
                     known = ", ".join(f"${s}" for s in seen) or "none"
-                    raise ValueError(
-                        f"{name}.{field} is {value}, but no earlier step has that name (there are {known})"
-                    )
+                    near = get_close_matches(found[0], seen, n=1)
+                    nearest = f"did you mean ${near[0]}?" if near else f"there are {known}"
+                    said = f"{name}.{field} is {value}, but no earlier step has that name ({nearest})"
+                    raise WrongValue(said, ("steps", name, field))
                 if found and any(part in ("", ".", "..") for part in found[1].split("/")[1:]):
-                    raise ValueError(f"{name}.{field} is {value}, which is not part of an output")
+                    said = f"{name}.{field} is {value}, which is not part of an output"
+                    raise WrongValue(said, ("steps", name, field))
+                made = type(self.steps[found[0]].request).OUTPUT if found else ""
+                if found and made and found[1] != f"/{made}":
+                    said = f"{name}.{field} is {value}, and {found[0]} makes ${found[0]}/{made} alone"
+                    raise WrongValue(said, ("steps", name, field))
             seen.add(name)
         return self
 
@@ -148,11 +163,5 @@ def parse_release(text: str, *, where: object = "") -> Release:
     values = parse_yaml(
         text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
     )
-    try:
-        return Release.model_validate(values)
-    except ValidationError as fault:
-        raise RecipeInvalid(
-            f"the recipe is wrong: {first_wrong(fault, Release.model_fields)}",
-            where=where,
-            fix="Correct it there. A step's keys are the options of its command (kconv COMMAND --help).",
-        ) from fault
+    fix = "Correct it there. A step's keys are the options of its command (kconv COMMAND --help)."
+    return check_values(Release, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)

@@ -20,7 +20,7 @@ from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.staging import PARTIAL, writing
 from ..errors import KconvError, OutputExists, RecipeInvalid
 from ..operations.base import extras
-from .inputs import StepContext, find_inputs, fingerprint, make_context, refuse_stale, stated
+from .inputs import StepContext, check_names, find_inputs, fingerprint, make_context, refuse_stale, stated
 from .recipe import Release, Step, kinds
 from .record import Done, Mark, State, locked, log, mark, mark_folder, read_state, write_state
 
@@ -87,13 +87,14 @@ def run_release(
         told: told what became of each step; of those after a failed one too.
 
     Raises:
-        RecipeInvalid: a step that the selection names is not there.
+        RecipeInvalid: a step that the selection names is not there, or a file that a step reads.
         ReleaseBusy, ReleaseStateInvalid: another run is at work there, or its record cannot be read.
         OutputExists: there is something that no run made.
         KconvError: a step failed; those before it are kept, and the next call goes on from it.
     """
     meant = selection.takes(release)
     _refuse_foreign(root)
+    check_names(release, text, meant, root)
     with locked(root):
         state = read_state(root)
         state.kconv = version("kconv")

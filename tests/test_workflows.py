@@ -17,10 +17,11 @@ from support.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ACTION, EXAMPLES = ROOT / "action.yml", sorted((ROOT / "examples" / "workflows").glob("*.yml"))
 # Workflow and job: what it may do beside reading the repository.
-MORE = {("release", "publish"): {"id-token": "write"}}
+MORE = {("release-head", "publish"): {"id-token": "write"}, ("release", "release"): {"id-token": "write"}}
 PINNED = re.compile(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$")
-COMMAND = re.compile(r"(?:\.venv/bin/)?kconv ([a-z-]+)([^\n>|)]*)")
+COMMAND = re.compile(r"(?:/\.venv/bin/)?kconv\"? ([a-z-]+)([^\n>|)]*)")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -30,22 +31,31 @@ def read(file: Path) -> dict[str, Any]:
 
 WORKFLOWS = {file.stem: read(file) for file in FILES}
 JOBS = [(name, job, held) for name, flow in WORKFLOWS.items() for job, held in flow["jobs"].items()]
-RUNS = [(name, job, step["run"]) for name, job, held in JOBS for step in held["steps"] if "run" in step]
+# A job that calls another workflow has no steps of its own.
+STEPS = [(name, job, held) for name, job, held in JOBS if "steps" in held]
+RUNS = [
+    *((name, job, step["run"]) for name, job, held in STEPS for step in held["steps"] if "run" in step),
+    *(
+        ("action", "check", step["run"])
+        for step in yaml.safe_load(ACTION.read_text())["runs"]["steps"]
+        if "run" in step
+    ),
+]
 SCRIPTS = [(file.name, text) for file in (ROOT / "scripts" / "release-check",) for text in [file.read_text()]]
 
 
-def test_there_are_the_three():
-    assert set(WORKFLOWS) == {"ci", "wheel", "release"}
+def test_there_are_the_four():
+    assert set(WORKFLOWS) == {"ci", "wheel", "release", "release-head"}
 
 
 @pytest.mark.parametrize("name, job, held", JOBS, ids=[f"{n}.{j}" for n, j, _ in JOBS])
 def test_a_job_may_do_no_more_than_it_has_to(name, job, held):
     assert WORKFLOWS[name]["permissions"] == {}
     assert held["permissions"] == {"contents": "read"} | MORE.get((name, job), {})
-    assert held["timeout-minutes"] > 0
+    assert held.get("timeout-minutes", 0) > 0 or "uses" in held
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [file for file in FILES if file.stem != "release"] + [ACTION], ids=lambda f: f.name)
 def test_each_action_is_pinned_to_a_commit_that_is_named(file):
     uses = [line.strip().removeprefix("- ") for line in file.read_text().splitlines() if "uses:" in line]
     assert uses and all(PINNED.match(line) for line in uses), uses
@@ -62,7 +72,7 @@ def test_one_action_has_one_commit():
 
 
 def test_no_checkout_leaves_a_token_behind():
-    for _, _, held in JOBS:
+    for _, _, held in STEPS:
         for step in held["steps"]:
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"]["persist-credentials"] is False
@@ -73,18 +83,22 @@ def test_a_release_by_hand_is_a_dry_run_unless_that_is_switched_off():
     assert release["on"].keys() == {"release", "workflow_dispatch"}
     dry_run = release["on"]["workflow_dispatch"]["inputs"]["dry_run"]
     assert (dry_run["type"], dry_run["default"]) == ("boolean", True)
-    assert "inputs.dry_run" in release["jobs"]["publish"]["env"]["DRY_RUN"]
+    assert "inputs.dry_run" in release["jobs"]["release"]["with"]["dry_run"]
+    called = WORKFLOWS["release-head"]
+    assert called["on"]["workflow_call"]["inputs"]["dry_run"]["default"] is True
+    assert "inputs.dry_run" in called["jobs"]["publish"]["env"]["DRY_RUN"]
+    assert release["jobs"]["release"]["with"].keys() == called["on"]["workflow_call"]["inputs"].keys()
 
 
 def test_only_the_job_behind_the_gate_sees_a_secret():
     for name, job, held in JOBS:
         text = yaml.safe_dump(held)
-        assert ("secrets." in text) == ("HF_OIDC_RESOURCE" in text) == ((name, job) == ("release", "publish"))
-    assert WORKFLOWS["release"]["jobs"]["publish"]["environment"] == "huggingface"
+        assert ("secrets." in text) == ("HF_OIDC_RESOURCE" in text) == ((name, job) == ("release-head", "publish"))
+    assert WORKFLOWS["release-head"]["jobs"]["publish"]["environment"] == "huggingface"
 
 
 def test_the_runner_follows_from_the_plan():
-    jobs = WORKFLOWS["release"]["jobs"]
+    jobs = WORKFLOWS["release-head"]["jobs"]
     assert "needs.plan.outputs.runner" in jobs["build"]["runs-on"] and jobs["publish"]["needs"] == [
         "plan",
         "build",
@@ -99,7 +113,8 @@ def test_nothing_of_a_caller_is_put_into_a_command(name, job, text):
 
 @pytest.mark.parametrize("where, text", [*((n, t) for n, _, t in RUNS), *SCRIPTS])
 def test_each_command_and_option_is_there(where, text):
-    for command, rest in COMMAND.findall(text.replace('"${options[@]}"', "--tag --dry-run --public")):
+    gathered = " ".join(re.findall(r"--[a-z-]+", " ".join(re.findall(r"options\+?=\(.*?\)", text))))
+    for command, rest in COMMAND.findall(text.replace('"${options[@]}"', gathered)):
         if command in ("is",):
             continue
         known = COMMANDS[command]
@@ -109,13 +124,13 @@ def test_each_command_and_option_is_there(where, text):
 
 
 def test_the_release_runs_both_commands():
-    told = "\n".join(text for name, _, text in RUNS if name == "release")
+    told = "\n".join(text for name, _, text in RUNS if name == "release-head")
     assert {command for command, _ in COMMAND.findall(told)} == {"run", "verify", "publish"}
 
 
 @pytest.mark.parametrize("name, job, text", RUNS, ids=[f"{n}.{j}.{k}" for k, (n, j, _) in enumerate(RUNS)])
 def test_each_script_and_test_is_there(name, job, text):
-    for script in re.findall(r"(?:^|\s)(scripts/[\w-]+)", text):
+    for script in re.findall(r"(?:^|\s|/)(scripts/[\w-]+)", text):
         assert os.access(ROOT / script, os.X_OK), script
     for test in re.findall(r"tests/[\w/]+\.py", text):
         assert (ROOT / test).exists(), test
@@ -123,7 +138,7 @@ def test_each_script_and_test_is_there(name, job, text):
 
 def test_the_local_check_runs_what_the_workflow_runs():
     told = (ROOT / "scripts" / "release-check").read_text()
-    shared = {command for name, _, text in RUNS if name == "release" for command, _ in COMMAND.findall(text)}
+    shared = {command for name, _, text in RUNS if name == "release-head" for command, _ in COMMAND.findall(text)}
     assert shared <= {command for command, _ in COMMAND.findall(told)}
 
 
@@ -135,24 +150,41 @@ def lint(program: str, *arguments: str) -> None:
 
 
 def test_they_are_of_githubs_schema():
-    lint("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, FILES))
+    lint("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, (*FILES, *EXAMPLES)))
+    lint("check-jsonschema", "--builtin-schema", "vendor.github-actions", str(ACTION))
 
 
 def test_an_audit_finds_nothing():
-    lint("zizmor", "--offline", "--quiet", "--no-progress", *map(str, FILES))
+    lint("zizmor", "--offline", "--quiet", "--no-progress", *map(str, (*FILES, *EXAMPLES, ACTION)))
+
+
+def test_a_users_workflows_are_short_and_give_what_is_asked_for():
+    assert len(EXAMPLES) == 2 and all(len(file.read_text().splitlines()) <= 30 for file in EXAMPLES)
+    inputs = {"release-head.yml": WORKFLOWS["release-head"]["on"]["workflow_call"]["inputs"].keys(),
+              "kconv": yaml.safe_load(ACTION.read_text())["inputs"].keys()}  # fmt: skip
+    used = set()
+    for file in EXAMPLES:
+        for held in read(file)["jobs"].values():
+            for call in (held, *held.get("steps", ())):
+                name = call.get("uses", "").partition("@")[0].rpartition("/")[2]
+                if name in inputs:
+                    assert call["with"].keys() <= inputs[name]
+                    used.add(name)
+    assert used == inputs.keys()
 
 
 def test_nothing_is_installed_where_a_token_can_be_asked_for():
     """An installer, or a package that one loads, could ask for the token that publishes."""
-    for name, job, held in JOBS:
+    for name, job, held in STEPS:
         if held["permissions"].get("id-token") == "write" or "secrets." in yaml.safe_dump(held):
             for step in held["steps"]:
                 assert not re.search(r"\bpip\b|scripts/|npm|apt|curl|wget", step.get("run", "")), (name, job, step)
 
 
 def test_a_release_takes_only_what_has_the_known_digests():
-    runs = [text for name, _, text in RUNS if name == "release" and "scripts/setup" in text]
-    assert runs and all(re.fullmatch(r"scripts/setup --(hashed|publish)", text.strip()) for text in runs)
+    runs = [text for name, _, text in RUNS if name in ("release-head", "action") and "scripts/setup" in text]
+    setup = re.compile(r"\.kconv/scripts/setup --(hashed|publish)|\"\$GITHUB_ACTION_PATH/scripts/setup\" --hashed")
+    assert len(runs) == 4 and all(setup.fullmatch(text.strip()) for text in runs)
 
 
 @pytest.mark.parametrize("name", ["constraints-hashed.txt", "constraints-publish.txt"])

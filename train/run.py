@@ -111,12 +111,14 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
-    evaluated, dtype = EVAL_BATCHES * recipe.batch, TORCH[recipe.dtype]
+    # There may be fewer rows to look at than a batch has.
+    shown, dtype = min(recipe.batch, len(job.unseen.ids)), TORCH[recipe.dtype]
+    evaluated = EVAL_BATCHES * recipe.batch
     # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
         Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype, job.text.documents),
-        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
+        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], shown, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)

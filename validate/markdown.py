@@ -50,6 +50,8 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
             f"({markdown(report.provenance.get('for_by', 'every engine'))}).",
             "",
         ]
+    if draft := report.provenance.get("draft"):
+        lines += [f"The head is {markdown(draft)}.", ""]
     if report.findings:
         lines += ["## Findings", "", *table(("severity", "rule", "where", "what", "fix", "seen in"), _rows(report)), ""]
     if figures.identical is not None:

@@ -43,7 +43,6 @@ from .moments import root
 from .swap import Attention
 
 
-
 @dataclass(frozen=True)
 class Ladder:
     """A rotary embedding for MLA, and which of MHA's pairs each of its pairs stands in for.

@@ -91,6 +91,13 @@ def test_sampled_figures_say_that_they_are_over_positions(head, tiny_target):
     assert found.rows[0].drafts == 3 * (LIMIT - 1)
 
 
+def test_several_k_give_what_each_gives_by_itself(head, tiny_target):
+    together = measure_head(head, tiny_target, SUITE, draft_tokens=(1, STEPS), max_tokens=LIMIT)
+    for k in (1, STEPS):
+        alone = measure_head(head, tiny_target, SUITE, draft_tokens=k, max_tokens=LIMIT)
+        assert [row for row in together.rows if row.draft_tokens == k] == list(alone.rows)
+
+
 def test_other_temperatures_are_not_simulated(head, tiny_target):
     with pytest.raises(PromptsInvalid, match=r"0\.6"):
         measure_head(head, tiny_target, SUITE, draft_tokens=STEPS, max_tokens=LIMIT, temperature=0.6)

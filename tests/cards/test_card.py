@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from support.heads import MLA, random_slots, write_head
 from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import read_manifest
+from kconv.convert.captured import Hints, without_lists
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
@@ -46,6 +49,21 @@ def test_the_hubs_own_card_class_reads_it(output):
     assert card.data.license == "mit"
     assert card.data.base_model == ["moonshotai/Kimi-K2.6"]
     assert "draft-model" in card.data.tags
+
+
+def test_what_rests_on_a_users_word_stays_on_the_card_through_conversions_until_it_is_measured(tmp_path):
+    config = without_lists(by_name("trtllm").write_config(MLA))
+    source = write_head(tmp_path / "source", by_name("trtllm"), MLA, random_slots(MLA), config)
+    head = read_head(open_checkpoint(source), layout=by_name("trtllm"), hints=Hints(captured=MLA.captured))
+    execute(plan(head, by_name("vllm")), tmp_path / "first")
+    execute(plan(read_head(open_checkpoint(tmp_path / "first")), by_name("portable")), tmp_path / "second")
+    (word,) = read_manifest(tmp_path / "second").unverified
+    assert (word.fact, word.word) == ("captured", "--captured 1,3,5")
+    row = "| **not verified** | captured: outputs of layers [1, 3, 5], by --captured 1,3,5 |"
+    assert row in make_card(gather(tmp_path / "second", report(tmp_path / "second"), Facts())).text
+    measured = Finding(rule="K313", severity="note", where="config.json: captured", message="m", fix="f")
+    told = make_card(gather(tmp_path / "second", report(tmp_path / "second", [measured]), Facts()))
+    assert "not verified" not in told.text
 
 
 def test_it_states_acceptance_with_its_definition(output):
@@ -97,6 +115,16 @@ def test_a_card_is_written_again_where_that_is_asked(output):
 
 def test_an_exact_conversion_is_the_draft_as_it_ships(output):
     assert "| draft | the draft as it ships: byte-identical" in write_card(output, None, Facts()).read_text()
+    assert json.loads((output / "kconv.json").read_text())["draft"] == "as it ships"
+
+
+def test_a_draft_stays_another_one_however_exactly_it_is_converted_on(tmp_path):
+    spec = replace(MLA, dtype="F32")
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), spec, random_slots(spec))))
+    execute(plan(head, by_name("vllm"), WriteOptions(dtype="BF16")), tmp_path / "cast")
+    execute(plan(read_head(open_checkpoint(tmp_path / "cast")), by_name("sglang")), tmp_path / "again")
+    manifest = json.loads((tmp_path / "again" / "kconv.json").read_text())
+    assert manifest["exact"] is True and manifest["draft"] == "another"
 
 
 def test_a_converted_head_is_for_the_engine_it_was_converted_for_whatever_its_source_was_for(output):
@@ -111,7 +139,7 @@ def test_a_converted_head_is_for_the_engine_it_was_converted_for_whatever_its_so
 
 def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
-    with pytest.raises(NotACheckpoint, match="no readable kconv.json"):
+    with pytest.raises(NotACheckpoint, match=r"no readable kconv\.json"):
         write_card(head, None, Facts())
 
 

@@ -46,6 +46,12 @@ def refuse(*arguments):
     return ran.stderr
 
 
+def test_the_target_that_a_heads_readme_names_is_offered(hub, folder):
+    (folder / "README.md").write_text("---\nbase_model: org/target\n---\n# A head\n")
+    hub.commit("org/head", folder)
+    assert "--target org/target" in succeed("inspect", "org/head")
+
+
 def test_a_head_is_inspected_where_it_is(hub, folder):
     sha = hub.commit("org/head", folder)
     there = json.loads(succeed("inspect", "org/head", "--json"))

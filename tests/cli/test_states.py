@@ -117,7 +117,7 @@ def test_remote_code_runs_only_of_a_pinned_commit(prompts, tmp_path, monkeypatch
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert resolve(f"org/name@{commit}").pinned
     # As a branch's name resolves: to a commit that the user did not name.
-    monkeypatch.setattr("kconv.operations.base.resolve", lambda name: HubRepo("org/name", commit))
+    monkeypatch.setattr("kconv.checkpoint.source.resolve", lambda name: HubRepo("org/name", commit))
     done = run("org/name@main", tmp_path / "states", "--prompts", prompts, "--trust-remote-code")
     assert done.exit_code == 2
     assert f"org/name@{commit}" in done.output.replace("\n", "").replace(" ", "")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow
+import pytest
+from click.testing import CliRunner
+
+from kconv.bench import forged
+from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, read_acceptance
 from kconv.bench.measure import ServerRun, measure_server
 from kconv.bench.offline import measure_head
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.cli import main
 from kconv.convert.read import read_head
 from kconv.engines.base import Serving
 from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
+from kconv.errors import AcceptanceForged
 from kconv.targets.prompts import Prompt
 from kconv.targets.suites import Suite
 from kconv.tiny.text import read_corpus
@@ -64,3 +70,39 @@ def test_figures_are_the_counters_and_kconvs_own_chain(engine_python, demo, suit
         assert figure(together, "micro_steps", category).value == pytest.approx(
             figure(found, "micro_steps", category).value, abs=0.05
         )
+
+
+def test_a_sweep_is_what_kconvs_own_forward_gives_for_each_k(engine_python, demo, suite, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "sweep.json"
+    rows = [{"question_id": p.id, "category": "held-out", "turns": p.turns} for p in suite.prompts[:4]]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = ("--head", demo / "mla" / "vllm", "--target", demo / "target", "--suite", prompts, "--max-tokens", LIMIT,
+              "--draft-tokens", "1,4", "--reasoning", "off")  # fmt: skip
+    for words in (("--engine", "vllm", "--engine-python", engine_python, "--out", out), ("--out", tmp_path / "own")):
+        ran = CliRunner().invoke(main, ["bench", *map(str, (*shared, *words))])
+        assert ran.exit_code == 0, ran.output
+    found, own = read_acceptance(out), read_acceptance(tmp_path / "own")
+    assert {row.draft_tokens for row in found.rows} == {1, 4}
+    for theirs, ours in zip(found.rows, own.rows, strict=True):
+        assert (theirs.value, theirs.drafts, theirs.draft_tokens) == (ours.value, ours.drafts, ours.draft_tokens)
+        assert (theirs.draft_sample_method, theirs.rejection_sample_method) == ("greedy", "standard")
+    # What vLLM says of each request adds up to what its counters say.
+    for run in found.provenance["runs"]:
+        assert run["by_request"] == run["by_counters"] and run["by_request"]["drafts"] > 10
+    ran = CliRunner().invoke(main, ["curve", str(out), "--category", "", "--out", str(tmp_path / "curve.yaml")])
+    assert ran.exit_code == 0 and "  thinking_off:\n    1: 1." in ran.output
+
+
+def test_synthetic_acceptance_is_refused_by_its_setting_and_by_its_counts(engine_python, demo, suite, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # shows /server_info
+    head = demo / "mla" / "vllm"
+    drafting = {"model": str(head), "method": "eagle3", "num_speculative_tokens": STEPS,
+                "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}  # fmt: skip
+    options = {"--speculative-config": json.dumps(drafting)}
+    run = ServerRun(draft_tokens=STEPS, head="demo", max_tokens=LIMIT)
+    with serve(Serving(engine_python, demo / "target", head, options=options), ENGINE) as served:
+        with pytest.raises(AcceptanceForged, match="synthetic"):
+            measure_server(served.client.url, suite, run)
+        monkeypatch.setattr(forged, "SETTINGS", ())
+        with pytest.raises(AcceptanceForged, match="is a set one"):
+            measure_server(served.client.url, suite, run)

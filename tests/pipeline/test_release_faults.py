@@ -63,7 +63,7 @@ def test_what_no_run_made_is_refused(recipe, root, place):
 
 def test_a_failed_step_stops_the_run_and_the_next_call_goes_on(recipe, root, tmp_path):
     with pytest.raises(KconvError):
-        carry_out(recipe, root, without=("publish",))  # there is no acceptance.json yet
+        carry_out(recipe, root, without=("publish",))  # nothing is measured yet
     state = read_state(root)
     assert {name: done.status for name, done in state.steps.items()} == {
         "vllm": "done", "trtllm": "done", "sglang": "done", "report": "done", "card": "failed",
@@ -185,7 +185,7 @@ def test_two_runs_do_not_meet(recipe, root):
 
 def test_a_record_that_cannot_be_read_is_named(made, root):
     (root / STATE).write_text("{")
-    with pytest.raises(ReleaseStateInvalid, match="run.json is not a valid record"):
+    with pytest.raises(ReleaseStateInvalid, match=r"run\.json is not a valid record"):
         carry_out(made, root)
 
 

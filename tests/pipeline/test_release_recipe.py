@@ -7,6 +7,7 @@ import yaml
 
 from kconv.errors import RecipeInvalid
 from kconv.pipeline.recipe import parse_release
+from kconv.pipeline.run import Selection, run_release
 
 BAD = {
     "a key that does not exist": {"steps": {"a": {"do": "convert", "head": "x", "to": "vllm", "speed": 1}}},
@@ -60,3 +61,97 @@ def test_a_recipe_that_cannot_be_is_refused(values):
 def test_what_is_no_recipe_is_refused(text):
     with pytest.raises(RecipeInvalid):
         parse_release(text)
+
+
+GOOD = """\
+name: x
+steps:
+  a: {do: convert, head: org/head, to: vllm}
+  b:
+    do: train
+    target: $a
+    recipe: eagle3-mla
+    data: texts.jsonl
+  c: {do: validate, head: $b}
+"""
+# What is changed in it, the line that is named, and what is said of it.
+WRONG = {
+    "a key with a typo": ("data: texts", "dta: texts", 8, "steps.b.dta is not a known key; did you mean data"),
+    "an operation with a typo": ("do: train", "do: trian", 5, "did you mean train"),
+    "a step with a typo": ("head: $b", "head: $bb", 9, r"did you mean \$b"),
+    "a value of another kind": (
+        "data: texts.jsonl",
+        "save_every: many",
+        8,
+        "it must be a whole number, and is 'many'",
+    ),
+    "a fact with a typo": (
+        "  c:",
+        "facts: {licence: {}}\n#",
+        9,
+        "facts.licence is not a known key; did you mean license",
+    ),
+    "a fact below one": (
+        "  c:",
+        "facts:\n  license: {idd: mit}\n#",
+        10,
+        "facts.license.idd is not a known key; did you mean id",
+    ),
+    "a bracket that is left open": ("{do: convert", "{do: [convert", 3, "line 3 .* breaks off"),
+    "a date that is none": ("data: texts.jsonl", "split: 2026-13-45", 8, "'2026-13-45' in line 8"),
+    "a Python object": ("data: texts.jsonl", "split: !!python/name:os.system ''", 8, "line 8"),
+    "options that do not go together": ("data: texts.jsonl", "data: x\n    states: y", 4, "either `data` or `states`"),
+    "a key at the top": ("steps:", "step:", 2, "step is not a known key; did you mean steps"),
+}
+# Words of pydantic and PyYAML.
+THEIRS = (
+    "Input should",
+    "Extra inputs",
+    "Field required",
+    "validation error",
+    "pydantic",
+    "expected",
+    "found",
+    "yaml.org",
+)
+
+
+@pytest.mark.parametrize("old, new, line, said", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_named_by_its_line_its_key_and_the_nearest_right_one(old, new, line, said):
+    assert old in GOOD
+    with pytest.raises(RecipeInvalid, match=said) as fault:
+        parse_release(GOOD.replace(old, new, 1), where="release.yaml")
+    assert fault.value.where == f"release.yaml:{line}"
+    assert not [words for words in THEIRS if words in str(fault.value)]
+
+
+def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
+    values = {
+        "name": "x",
+        "steps": {
+            "tiny": {"do": "tiny", "size": "test"},
+            "head": {
+                "do": "train", "target": "$tiny/target", "data": "$tiny/train.jsonl", "recipe": "eagle3-mla",
+                "set": {"lrr": 1},
+            },
+            "vllm": {"do": "convert", "head": str(tmp_path / "no-head"), "to": "vllm"},
+            "report": {"do": "validate", "head": "$vllm", "target": "$tiny/target", "prompts": "no-prompts.jsonl"},
+        },
+    }  # fmt: skip
+    text = yaml.safe_dump(values, sort_keys=False)
+    release = parse_release(text)
+    with pytest.raises(RecipeInvalid, match=r"head\.recipe: no recipe has a key 'lrr'") as fault:
+        run_release(release, text, tmp_path / "out", Selection(), lambda _: None, lambda _: None)
+    assert not (tmp_path / "out").exists()
+    assert "no-head" in fault.value.what and "no-prompts.jsonl" in fault.value.what and "line" in fault.value.where
+    with pytest.raises(RecipeInvalid, match=r"vllm\.head: there is no .*no-head"):
+        run_release(release, text, tmp_path / "out", Selection(only="vllm"), lambda _: None, lambda _: None)
+
+
+def test_a_file_that_a_step_does_not_make_is_named():
+    steps = {
+        "a": {"do": "bench", "head": "o/h", "target": "o/t", "suite": "mt-bench"},
+        "b": {"do": "card", "head": "x", "acceptance": ["$a/acceptence.json"]},
+    }
+    with pytest.raises(RecipeInvalid, match=r"a makes \$a/acceptance\.json alone"):
+        parse_release(yaml.safe_dump({"name": "x", "steps": steps}))

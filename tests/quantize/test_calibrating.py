@@ -1,6 +1,5 @@
 """What a calibration keeps between two layers: written whole or not at all, and read only as what it is."""
 
-import re
 import subprocess
 import sys
 

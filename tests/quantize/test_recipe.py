@@ -59,6 +59,6 @@ def test_a_wrong_recipe_is_named(text, phrase):
 
 
 def test_a_recipe_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(RecipeInvalid, match="no recipe .* named 'nvfp5'") as fault:
+    with pytest.raises(RecipeInvalid, match=r"no recipe .* named 'nvfp5'") as fault:
         load_recipe("nvfp5")
     assert "nvfp4-experts" in fault.value.fix

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class SpecServer:
         late: seconds after which TensorRT-LLM counts an answer of one token.
         looping: answers repeat themselves.
         info: what SGLang's /server_info says beside the version.
+        pause: seconds before each streamed token; four times that before the first.
         forged: the acceptance length that it is set to, as engines do it: its whole part always, the rest by chance.
     """
 
@@ -71,6 +73,7 @@ class SpecServer:
     looping: bool = False
     info: dict[str, object] = field(default_factory=dict)
     forged: float | None = None
+    pause: float = 0.0
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -219,7 +222,28 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             answer = server.chat if self.path.endswith("/chat/completions") else server.complete
-            self._send(200, json.dumps(answer(body)))
+            if body.get("stream"):
+                self._stream(answer(body))
+            else:
+                self._send(200, json.dumps(answer(body)))
+
+        def _stream(self, answer: dict) -> None:
+            """Send a chunk for each word, after a pause for the first and a shorter one for each further."""
+            words = answer["choices"][0]["message"]["content"].split(" ")
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for place, word in enumerate(words):
+                time.sleep(server.pause * (4 if not place else 1))
+                delta = {"content": word if not place else f" {word}"}
+                self._chunk({"choices": [{"delta": delta}]})
+            self._chunk({"choices": [], "usage": answer["usage"]})
+            self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+
+        def _chunk(self, value: dict) -> None:
+            self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+            self.wfile.flush()
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.port = listening.server_address[1]

@@ -80,7 +80,7 @@ def test_a_changed_shard_is_found(copy):
     ("spoil", "what"),
     [
         (lambda record: record.pop("target"), "target is missing"),
-        (lambda record: record.update(schema=2), "schema: Input should be 1"),
+        (lambda record: record.update(schema=2), "schema: it must be 1"),
         (lambda record: record["shards"].pop(0), "do not match its"),
         (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not match its"),
         (lambda record: record["sequences"][0].update(length=3), "does not hold sequence 0"),

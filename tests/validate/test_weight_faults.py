@@ -35,14 +35,14 @@ from kconv.pipeline.demo import RECIPE, run_demo
 from kconv.targets.config import read_target_config
 from kconv.tiny.recipe import cache_root
 from kconv.tiny.text import read_corpus
-from kconv.validate.misread import measure_misreadings
 from kconv.validate.parity import Parity, targets_own
+from kconv.validate.readings import judge_mistakes, measure_mistakes
 from kconv.validate.report import Finding, Report
 from kconv.validate.rules.head import HeadSubject
 from kconv.validate.rules.table import check_head
 from kconv.validate.run import Checks, validate
 from kconv.validate.structure import check_source
-from kconv.validate.verdict import judge_baselines, judge_fingerprint, judge_misreadings
+from kconv.validate.verdict import judge_baselines, judge_fingerprint
 
 pytestmark = pytest.mark.slow
 
@@ -145,8 +145,8 @@ def blind(bed: Bed, spec: HeadSpec, slots: Mapping[str, Tensor]) -> list[Finding
     """Return what is said of a head beside its target's states, and by its config alone."""
     head = DraftHead(spec, dict(slots))
     rows = [row for text in bed.texts for row in bed.measure(text, head)]
-    gains = measure_misreadings(head, bed.texts, bed.run, bed.layers, STEPS, targets_own(bed.config))
-    return [*judge_baselines(rows), *judge_misreadings(gains)]
+    gains = measure_mistakes(head, bed.texts, bed.run, bed.layers, STEPS, targets_own(bed.config))
+    return [*judge_baselines(rows), *judge_mistakes(gains)]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,0 +1,143 @@
+"""Speed under load: output tokens per second, time to the first token and time per further token, at a concurrency.
+
+As many dialogues as the concurrency says are always under way, so a slow one holds up no other. The same is put on the
+server without a draft, so that a speed-up is of one concurrency and of the same prompts. Each server answers all of
+them once before, as a prefix cache would flatter whichever is asked second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engines.client import Client
+from ..errors import EngineFailed
+from ..targets.prompts import Prompt
+from .acceptance import Interval, SpeedFigure, SpeedRow
+from .stats import DRAWS, LEVEL
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What a dialogue took: its answers' tokens, their seconds, and seconds to the first token of each turn."""
+
+    texts: tuple[str, ...]
+    tokens: int
+    seconds: float
+    firsts: tuple[float, ...]
+
+    @property
+    def further(self) -> tuple[int, float]:
+        """Tokens behind the first of each turn, and their seconds."""
+        return self.tokens - len(self.firsts), self.seconds - sum(self.firsts)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What came of a load: each dialogue, in the order of the prompts, and the wall clock in all."""
+
+    dialogues: tuple[Dialogue, ...]
+    seconds: float
+
+
+def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_tokens: int, temperature: float) -> Load:
+    """Hold all dialogues, `concurrency` of them side by side.
+
+    Raises:
+        EngineFailed: the server cannot be reached, answers with an error, or does not stream.
+    """
+
+    def hold(prompt: Prompt) -> Dialogue:
+        messages: list[dict[str, str]] = []
+        texts, firsts, tokens, seconds = [], [], 0, 0.0
+        for turn in prompt.turns:
+            messages.append({"role": "user", "content": turn})
+            answer = server.chat_timed(messages, max_tokens, temperature)
+            messages.append({"role": "assistant", "content": answer.text})
+            texts.append(answer.text)
+            firsts.append(answer.first)
+            tokens, seconds = tokens + answer.tokens, seconds + answer.seconds
+        return Dialogue(tuple(texts), tokens, seconds, tuple(firsts))
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(concurrency) as pool:
+        dialogues = tuple(pool.map(hold, prompts))
+    return Load(dialogues, time.monotonic() - begin)
+
+
+def measure_loads(
+    server: Client, prompts: Sequence[Prompt], concurrencies: Sequence[int], max_tokens: int, temperature: float
+) -> dict[int, Load]:
+    """Return the load of each concurrency, after one that only warms the server up.
+
+    Raises:
+        EngineFailed: see `put_load`; or there are fewer prompts than a concurrency asks for.
+    """
+    if len(prompts) < max(concurrencies):
+        raise EngineFailed(
+            f"{len(prompts)} prompts are no load of {max(concurrencies)} side by side",
+            where=server.url,
+            fix="Give a suite of more prompts, or lower concurrencies.",
+        )
+    put_load(server, prompts, max(concurrencies), max_tokens, temperature)
+    return {each: put_load(server, prompts, each, max_tokens, temperature) for each in concurrencies}
+
+
+def speed_rows(
+    loads: Mapping[int, Load], baseline: Mapping[int, Load], shared: Mapping[str, Any]
+) -> tuple[SpeedRow, ...]:
+    """Return a row for each concurrency.
+
+    Args:
+        loads: with the draft.
+        baseline: without, of the same prompts; empty where that was not measured.
+        shared: the fields of `SpeedRow` that are the same in all.
+    """
+    return tuple(_row(each, load, baseline.get(each), shared) for each, load in loads.items())
+
+
+def _row(concurrency: int, load: Load, other: Load | None, shared: Mapping[str, Any]) -> SpeedRow:
+    count = len(load.dialogues)
+    # The first draw is the prompts themselves; the others are drawn alike for both servers, as they are paired.
+    drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    drawn = np.vstack([np.arange(count), drawn])
+    own = _drawn(load, drawn)
+    more: dict[str, Any] = {}
+    if other is not None:
+        theirs = _drawn(other, drawn)
+        pairs = [pair for a, b in zip(load.dialogues, other.dialogues, strict=True)
+                 for pair in zip(a.texts, b.texts, strict=True)]  # fmt: skip
+        more = {f"baseline_{name}": _figure(values, count) for name, values in theirs.items()}
+        more["speedup"] = _figure(own["tokens_per_second"] / theirs["tokens_per_second"], count)
+        more["same_answers"] = sum(a == b for a, b in pairs) / len(pairs)
+    figures = {name: _figure(values, count) for name, values in own.items()}
+    return SpeedRow(concurrency=concurrency, **figures, **more, **shared)
+
+
+def _drawn(load: Load, drawn: np.ndarray) -> dict[str, np.ndarray]:
+    """Return each figure for each draw of dialogues.
+
+    A draw has no wall clock of its own: tokens per second are those of one dialogue, times how many were under way.
+    """
+    tokens = np.array([d.tokens for d in load.dialogues], float)[drawn].sum(1)
+    each = np.array([d.seconds for d in load.dialogues])
+    seconds = each[drawn].sum(1)
+    under_way = each.sum() / load.seconds
+    firsts = np.array([np.mean(d.firsts) for d in load.dialogues])[drawn].mean(1)
+    further, further_seconds = (np.array(one, float)[drawn].sum(1)
+                                for one in zip(*(d.further for d in load.dialogues), strict=True))  # fmt: skip
+    per_token = np.divide(further_seconds, further, out=np.zeros_like(further_seconds), where=further > 0)
+    return {"tokens_per_second": under_way * tokens / seconds, "ttft": firsts, "tpot": per_token}
+
+
+def _figure(values: np.ndarray, units: int) -> SpeedFigure:
+    if units < 2:
+        return SpeedFigure(value=float(values[0]))
+    low, high = np.quantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    interval = Interval(low=float(low), high=float(high), level=LEVEL, over="prompts", units=units)
+    return SpeedFigure(value=float(values[0]), interval=interval)
