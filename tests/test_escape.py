@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -67,6 +67,10 @@ def test_text_in_markdown_is_one_cell_of_text(text):
 
 
 @given(TEXTS)
+@example("-\n#")
+@example("1. > a")
+@example("* * *")
+@example("___")
 def test_text_at_the_start_of_a_line_of_markdown_begins_no_block(text):
     blocks, inline = kinds(f"before\n\n{escape.markdown(text)}\n\nafter")
     assert not {"heading_open", "fence", "blockquote_open", "hr", "html_block", "table_open"} & set(blocks)
