@@ -615,7 +615,7 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     other = [key for key in now if before.get(key) != now[key]]
     if other:
         raise StatesInvalid(
-            f"an interrupted run with other {', '.join(other)} was here",
+            f"an interrupted run here differs in {', '.join(other)}",
             where=folder,
             fix="Run that command again to finish it, choose another name, or delete this folder.",
         )

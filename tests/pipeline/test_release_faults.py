@@ -110,7 +110,7 @@ def test_a_recipe_is_not_published_with_what_another_one_made(made, root, hub, s
     assert (root / "card" / "release.yaml").read_bytes() == card and len(hub.served) == calls
     # Neither does a step pass whose own parameters stand, and whose input was made anew meanwhile.
     carry_out(other, root, only="vllm")
-    with pytest.raises(ReleaseStateInvalid, match="this recipe made report"):
+    with pytest.raises(ReleaseStateInvalid, match="report as made by this recipe, but another"):
         carry_out(other, root, only="card")
     assert carry_out(other, root, without=("publish", "card"))["report"].status == "made"
 

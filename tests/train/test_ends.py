@@ -98,7 +98,7 @@ def test_a_batch_reads_its_own_rows(tiny_target, states):
 
 @pytest.mark.slow
 def test_each_of_two_processes_reads_the_ends_an_index_and_its_own_rows(sharded, tiny_target, tmp_path):
-    states = store(tiny_target, tmp_path, 400)
+    states = store(tiny_target, tmp_path, 600)
     (tmp_path / "values.json").write_text(json.dumps(VALUES | {"seq": 96, "batches": 24, "steps": 24}))
     words = [COUNT, sharded, states, tmp_path / "values.json", tmp_path]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *words]

@@ -127,7 +127,7 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
         "to-vllm", heads / "gqa", out, "--attention", "mla", "--target", tiny_target, "--prompts", few,
         "--context", 16, fails=CalibrationInvalid,
     )  # fmt: skip
-    assert "rows are too few to fit 128 inputs" in shown
+    assert "rows are too few to fit 128 attention inputs" in shown
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
 
 

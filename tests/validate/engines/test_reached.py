@@ -129,7 +129,7 @@ def test_another_number_of_drafted_tokens_is_told(head, server, asked, stand_in,
     expected = known[2]
     places = (*(int(count) for count in expected.accepted), 0)
     url = server("vllm", metrics(0, (0,) * len(places)), metrics(expected.drafts, places))
-    with pytest.raises(DefinitionsMixed, match=r"4 places .* K is 3"):
+    with pytest.raises(DefinitionsMixed, match=r"4 positions .* K is 3"):
         check_engine(head, asked(url=url), lambda _: None)
     url = server("sglang", sglang(0, 0, 0), sglang(1, 3, 1))
     stand_in.answers["/server_info"] = (200, json.dumps({"speculative_num_steps": 5}))
