@@ -217,8 +217,8 @@ def test_a_fault_of_an_approximate_head_is_found_where_its_manifest_is_forged(
 ):
     head, source = read_head(open_checkpoint(approximate)), demo / "gqa" / "vllm"
     said = worst(check(forge(head, tmp_path / "forged", FAULTS[name]), demo, states("held-out"), source))
-    assert "K301" not in said
-    assert {"K360", "K362"} & said.keys()
+    # What is said to be copied is held against the source's bytes; where the forger thought of that, it is measured.
+    assert {"K301", "K360", "K362"} & said.keys()
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -232,7 +232,7 @@ def test_of_26_faults_26_are_found_of_an_approximate_head_whose_manifest_is_forg
     assert record is not None
     apart = difference(record.fingerprint, fingerprint(DraftHead(forged.spec, bed.whole(forged))))
     said = {finding.rule for finding in (*check_source(forged, source), *judge_fingerprint(apart))}
-    assert said & {"K304", "K362"}, said
+    assert said & {"K303", "K304", "K362"}, said
 
 
 def test_an_approximate_head_as_it_was_made_is_clean(approximate, demo, states):
