@@ -38,7 +38,7 @@ def markdown(text: object) -> Markdown:
         return text
     line = " ".join(terminal(text).replace("|", "\\|").split())
     line = line.replace("](", "]\\(").replace("][", "]\\[").replace("<", "&lt;").replace("![", "!\\[")
-    # What begins a block: a heading, quote, fence, rule, reference's definition, or list, whose item may be one of them.
+    # What begins a block: a heading, quote, fence, rule, reference's definition, or list, whose item may be one.
     line = re.sub(r"^(\d{1,9})([.)] )", r"\1\\\2", line)
     return Markdown(re.sub(r"^(#|>|```|~~~|---|===|[-+*] |(?:[*_] ?){3}|\[[^\]]*\]:)", r"\\\1", line))
 
