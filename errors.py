@@ -249,6 +249,10 @@ class ConversionInaccurate(KconvError):
     """A conversion loses more acceptance on held-out text than allowed."""
 
 
+class ReadingBeaten(KconvError):
+    """A head read in a way that another one beats, where both were measured on its target."""
+
+
 class UnknownRule(KconvError):
     """No validation rule has this id or name."""
 

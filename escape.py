@@ -51,6 +51,11 @@ def code(text: object) -> Markdown:
     return Markdown(f"{fence}{pad}{line}{pad}{fence}")
 
 
+def link(text: object, url: str) -> Markdown:
+    """Return a text that links to a page whose address is kconv's own, e.g. a rule's source."""
+    return Markdown(f"[{markdown(text)}]({url})")
+
+
 def yaml(text: str) -> str:
     """Return a text as a value that YAML reads as this very text."""
     if PLAIN_YAML.fullmatch(text) and not YAML_WORDS.fullmatch(text):

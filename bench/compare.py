@@ -75,7 +75,7 @@ def compare(files: Sequence[AcceptanceFile]) -> Comparison:
     heads = tuple(file.head for file in files)
     if len(set(heads)) < max(2, len(heads)):
         raise AcceptanceInvalid(
-            f"{len(heads)} files hold figures of only {len(set(heads))} head",
+            f"the files are of {', '.join(heads)}, but a comparison takes at least two heads, each once",
             fix="Give one acceptance.json for each of at least two heads.",
         )
     groups: dict[tuple, dict[Benchmark, list[AcceptanceRow | None]]] = {}

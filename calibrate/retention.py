@@ -78,12 +78,12 @@ def check_retention(figures: Retention, least: float, instead: str = "") -> None
 def _keeps_too_little(
     figures: Retention, kind: str, kept: float, error: float, least: float, instead: str
 ) -> ConversionInaccurate:
-    accept = f"; --min-retention {kept - 0.005:.2f} accepts the loss by name" if kept > 0.01 else ""
+    accept = f" To accept the loss, give --min-retention {kept - 0.005:.2f}." if kept > 0.01 else ""
     return ConversionInaccurate(
         f"the head retains {kept:.2%} ± {error:.2%} of the original's {kind}acceptance length on "
         f"{figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at K={figures.steps}), "
         f"but {least:.2%} is required",
-        fix=f"{instead} Calibrating on more text of the kind that is served may help{accept}.".lstrip(),
+        fix=f"{instead} Calibrating on more text of the kind that is served may help.{accept}".lstrip(),
     )
 
 

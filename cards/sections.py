@@ -195,7 +195,19 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
         "sane": [line for file in evidence.acceptance for line in sanity(file.rows)],
         **conversion(evidence.manifest),
         **measured(evidence.report),
+        "unverified": unverified(evidence),
     }
+
+
+def unverified(evidence: Evidence) -> list[str]:
+    """Return what the head is read as by a user's word or by a default, but for what its report measured to be so."""
+    records = evidence.manifest.unverified if evidence.manifest else ()
+    told = {one.where for one in evidence.report.findings if one.rule == "K313"} if evidence.report else set()
+    return [
+        f"{one.fact}: {one.value}, by {one.word}" + (f" ({one.against})" if one.against else "")
+        for one in records
+        if f"config.json: {one.fact}" not in told
+    ]
 
 
 def not_repeated(evidence: Evidence, card: str) -> list[str]:

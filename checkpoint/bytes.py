@@ -1,7 +1,8 @@
-"""Tensors as bytes: streaming them out of files and into a new one.
+"""Tensors as bytes: streaming them out of files and into a new one, and reading files once for all that is asked.
 
 A file is written in one pass by two threads, as hashing lets go of the interpreter's lock: one reads, hashes each
 tensor, looks at its values and writes; the other hashes the file, which alone takes as long as all of these.
+A file is read in the same way, and several files, or the tensors of one whose sha256 is not wanted, at once.
 A tensor's digest is blake3, three times as fast as sha256, as a second sha256 would double the time of a copy.
 """
 
@@ -9,24 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import FileIO
+from itertools import cycle
 from pathlib import Path
+from threading import Event
+from typing import Self
 
+import numpy as np
 from blake3 import blake3
 
 from ..errors import CorruptHeader, NotACheckpoint
 from .header import BITS, TensorInfo, build_header, byte_size
-from .values import Scan, Values
+from .values import Scan, Values, to_floats
 
 CHUNK = 1 << 20
 # Chunks that wait for the hash of the file.
 AHEAD = 4
 # Bytes after which the disk is asked to catch up.
 WINDOW = 16 << 20
+# Bytes of tensors that one thread reads in a row, where a file is read by several.
+SHARE = 64 << 20
 METADATA = {"format": "pt"}
 # Of what a plan promised and its own steps did not keep.
 REPORT = "This is a fault of kconv's own; report it with the head's config."
@@ -67,6 +76,23 @@ class Written:
     values: dict[str, Values]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of one file, whose bytes are read once.
+
+    Attributes:
+        file: the file.
+        whole: whether its sha256 is.
+        digests: the tensors, or parts of tensors, of which the blake3 is.
+        values: the tensors whose values are looked at.
+    """
+
+    file: Path
+    whole: bool = False
+    digests: Sequence[TensorInfo] = ()
+    values: Sequence[TensorInfo] = ()
+
+
 def stream(info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
     """Yield a tensor's bytes in order; each view is valid while the next `AHEAD` are asked for.
 
@@ -74,32 +100,72 @@ def stream(info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
         NotACheckpoint: the file cannot be read.
         CorruptHeader: the file is shorter than its header said.
     """
+    needed = -(-info.size // chunk)
+    ring = cycle(memoryview(bytearray(min(chunk, info.size))) for _ in range(min(needed, AHEAD + 1)))
+    with _readable(info.file), info.file.open("rb", buffering=0) as file:
+        yield from _exactly(file, info, ring)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
     try:
-        yield from _stream(info, chunk)
+        yield
     except OSError as fault:
         raise NotACheckpoint(
-            f"{info.file.name} cannot be read: {fault.strerror}",
-            where=info.file,
+            f"{file.name} cannot be read: {fault.strerror}",
+            where=file,
             fix="Check the disk, then run the command again.",
         ) from fault
 
 
-def _stream(info: TensorInfo, chunk: int) -> Iterator[memoryview]:
-    needed = -(-info.size // chunk)
-    ring = [memoryview(bytearray(min(chunk, info.size))) for _ in range(min(needed, AHEAD + 1))]
-    with info.file.open("rb") as file:
-        file.seek(info.begin)
-        for turn in range(needed):
-            left = info.size - turn * chunk
-            view = ring[turn % len(ring)][:left]
-            count = file.readinto(view)
-            if count < len(view):
-                raise CorruptHeader(
-                    f"{info.file.name} ended {left - count:,} bytes before the end of {info.name}",
-                    where=info.file,
-                    fix="The file changed while it was read; fetch it again.",
-                )
-            yield view
+def _exactly(file: FileIO, info: TensorInfo, ring: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, read into the views of a ring."""
+    left = info.size
+    for view in _pieces(file, info.begin, info.begin + info.size, ring):
+        left -= len(view)
+        yield view
+    if left:
+        raise CorruptHeader(
+            f"{info.file.name} ended {left:,} bytes before the end of {info.name}",
+            where=info.file,
+            fix="The file changed while it was read; fetch it again.",
+        )
+
+
+def _pieces(file: FileIO, begin: int, end: int, ring: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes from `begin` to `end`, or to the end of the file where that comes first."""
+    file.seek(begin)
+    while begin < end:
+        view = next(ring)
+        view = view[: min(len(view), end - begin)]
+        count = 0
+        while count < len(view) and (taken := file.readinto(view[count:])):
+            count += taken
+        if count:
+            yield view[:count]
+        if count < len(view):
+            return
+        begin += count
+
+
+def read_floats(info: TensorInfo, rows: Sequence[int] | None = None) -> np.ndarray:
+    """Read a BF16, F16 or F32 tensor as float32, without torch.
+
+    Args:
+        info: the tensor.
+        rows: of a matrix, those that are read, in this order; all of it if None.
+    """
+    if rows is None:
+        return to_floats(b"".join(map(bytes, stream(info))), info.dtype).reshape(info.shape)
+    width = info.size // info.shape[0]
+    data = memoryview(bytearray(len(rows) * width))
+    with _readable(info.file), info.file.open("rb", buffering=0) as file:
+        for place, row in enumerate(rows):
+            at = info.begin + int(row) * width
+            part = info._replace(begin=at, size=width)
+            for _ in _exactly(file, part, iter([data[place * width : (place + 1) * width]])):
+                pass
+    return to_floats(data, info.dtype).reshape(len(rows), -1)
 
 
 def digest(info: TensorInfo) -> str:
@@ -114,6 +180,192 @@ def file_digest(file: Path) -> str:
     """Return the sha256 of a whole file, as the Hub shows it for LFS files."""
     with file.open("rb") as stream_:
         return hashlib.file_digest(stream_, "sha256").hexdigest()
+
+
+class _Sha256:
+    """The sha256 of a file, taken by a second thread from chunks that stay as they are while the next `AHEAD` come."""
+
+    def __init__(self) -> None:
+        self._hash, self._other = hashlib.sha256(), ThreadPoolExecutor(1)
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._other.shutdown()
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        """Take up the next bytes, once no more than `AHEAD` wait."""
+        if len(self._waiting) == AHEAD:
+            self._waiting.popleft().result()
+        self._waiting.append(self._other.submit(self._hash.update, chunk))
+
+    def hexdigest(self) -> str:
+        """Return the digest of all that came."""
+        for one in self._waiting:
+            one.result()
+        return self._hash.hexdigest()
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Span:
+    """Consecutive bytes of a file, and what is wanted of them.
+
+    Attributes:
+        info: the tensor that they are, by whose name an error speaks of them.
+        place: where they begin, and how many they are.
+        end: where they end.
+        hashed: whether their blake3 is wanted.
+        scanned: the shapes and dtypes in which their values are looked at.
+        parts: spans inside of this one, whose blake3 is wanted.
+    """
+
+    def __init__(self, info: TensorInfo) -> None:
+        self.info, self.place, self.end = info, (info.begin, info.size), info.begin + info.size
+        self.hashed = False
+        self.scanned: set[tuple[str, tuple[int, ...]]] = set()
+        self.parts: list[_Span] = []
+
+    def holds(self, other: _Span) -> bool:
+        """Say whether another one, which begins no earlier, lies inside of this one."""
+        return other.end <= self.end and not other.scanned
+
+
+@dataclass
+class _Seen:
+    """What was found of a file: its sha256, the blake3 of spans of it, and the values of tensors."""
+
+    sha256: str = ""
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)
+    values: dict[tuple[int, int, str, tuple[int, ...]], Values] = field(default_factory=dict)
+
+
+class Look:
+    """Files whose bytes are read once, in the background, for all that is wanted of them.
+
+    A file whose sha256 is wanted is read by one thread, which looks at its tensors, and hashed by another; the tensors
+    of other files are shared out. As many are read at once as there are processors, each through a few chunks. Errors
+    of reading are raised where one asks for what they keep from being found.
+
+    Args:
+        wanted: the files; of one that is named twice, all that is said of it is wanted.
+    """
+
+    def __init__(self, wanted: Iterable[Wanted]) -> None:
+        together: dict[Path, list[Wanted]] = {}
+        for one in wanted:
+            together.setdefault(one.file, []).append(one)
+        self._left = Event()
+        self._pool = ThreadPoolExecutor(processors())
+        self._files: dict[Path, Future[_Seen]] = {}
+        self._spans: dict[Path, dict[tuple[int, int], Future[_Seen]]] = {}
+        # Files of which the whole is hashed take longest.
+        for file, ones in sorted(together.items(), key=lambda item: not any(one.whole for one in item[1])):
+            whole, spans = any(one.whole for one in ones), _spans(ones)
+            places = self._spans[file] = {}
+            for share in [spans] if whole else _shares(spans):
+                found = self._files[file] = self._pool.submit(self._read, file, share, whole)
+                places |= {one.place: found for span in share for one in (span, *span.parts)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop reading; nobody asks any more."""
+        self._left.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def sha256(self, file: Path) -> str:
+        """Return the sha256 of a file, once it is read; of one that was not wanted, it is read now.
+
+        Raises:
+            NotACheckpoint, CorruptHeader: see `stream`.
+        """
+        if file not in self._files:
+            with _readable(file):
+                return file_digest(file)
+        return self._files[file].result().sha256
+
+    def digest(self, info: TensorInfo) -> str:
+        """Return the blake3 of a tensor, or a part of one; see `sha256`."""
+        place = info.begin, info.size
+        return self._spans[info.file][place].result().digests[place]
+
+    def values(self, info: TensorInfo) -> Values:
+        """Return what a tensor's values are like; see `sha256`."""
+        place = info.begin, info.size
+        return self._spans[info.file][place].result().values[*place, info.dtype, info.shape]
+
+    def _read(self, file: Path, spans: Sequence[_Span], whole: bool) -> _Seen:
+        seen, at = _Seen(), 0
+        ring = cycle([memoryview(bytearray(CHUNK)) for _ in range(AHEAD + 1 if whole else 1)])
+        with _readable(file), file.open("rb", buffering=0) as opened, _Sha256() as hashed:
+
+            def take_up(begin: int, view: memoryview) -> None:
+                nonlocal at
+                if self._left.is_set():
+                    raise CancelledError
+                if whole and begin + len(view) > at:
+                    hashed.update(view[max(at - begin, 0) :])
+                    at = begin + len(view)
+
+            def skip(end: int) -> None:
+                for view in _pieces(opened, at, end, ring) if whole else ():
+                    take_up(at, view)
+
+            for span in spans:
+                skip(span.info.begin)
+                place = span.info.begin
+                hashes = [(one, blake3()) for one in (span, *span.parts) if one.hashed]
+                scans = [(shape, Scan(*shape)) for shape in span.scanned]
+                for view in _exactly(opened, span.info, ring):
+                    take_up(place, view)
+                    for one, digest_ in hashes:
+                        begin = max(one.info.begin - place, 0)
+                        digest_.update(view[begin : max(one.end - place, begin)])
+                    for _, scan in scans:
+                        scan.update(view)
+                    place += len(view)
+                seen.digests |= {one.place: digest_.hexdigest() for one, digest_ in hashes}
+                seen.values |= {(*span.place, *shape): scan.result() for shape, scan in scans}
+            skip(sys.maxsize)
+            seen.sha256 = hashed.hexdigest() if whole else ""
+        return seen
+
+
+def _spans(wanted: Iterable[Wanted]) -> list[_Span]:
+    """Return what is wanted of a file by place, parts inside of what holds them."""
+    spans: dict[tuple[int, int], _Span] = {}
+    for one in wanted:
+        for info in one.digests:
+            spans.setdefault((info.begin, info.size), _Span(info)).hashed = True
+        for info in one.values:
+            spans.setdefault((info.begin, info.size), _Span(info)).scanned.add((info.dtype, info.shape))
+    found: list[_Span] = []
+    for span in sorted(spans.values(), key=lambda span: (span.info.begin, -span.end)):
+        if found and found[-1].holds(span):
+            found[-1].parts.append(span)
+        else:
+            found.append(span)
+    return found
+
+
+def _shares(spans: Sequence[_Span]) -> list[list[_Span]]:
+    """Cut what is wanted of a file into shares that are read one by one."""
+    shares: list[list[_Span]] = []
+    left = 0
+    for span in spans:
+        if left <= 0:
+            shares.append([])
+            left = SHARE
+        shares[-1].append(span)
+        left -= span.info.size
+    return shares
 
 
 def write_safetensors(
@@ -139,12 +391,11 @@ def write_safetensors(
     """
     ordered = sorted(entries, key=lambda e: (-BITS[e.dtype], e.name))
     header = build_header([(e.name, e.dtype, e.shape) for e in ordered], METADATA)
-    whole = hashlib.sha256(header)
     digests: dict[str, str] = {}
     values: dict[str, Values] = {}
-    waiting: deque[Future[None]] = deque()
-    with file.open("xb", buffering=0) as out, ThreadPoolExecutor(1) as other:
+    with file.open("xb", buffering=0) as out, _Sha256() as whole:
         sink = _Sink(out)
+        whole.update(header)
         sink.write(header)
         for entry in ordered:
             tensor, scan, count = blake3(), Scan(entry.dtype), 0
@@ -155,9 +406,7 @@ def write_safetensors(
                         where=file,
                         fix=REPORT,
                     )
-                if len(waiting) == AHEAD:
-                    waiting.popleft().result()
-                waiting.append(other.submit(whole.update, chunk))
+                whole.update(chunk)
                 tensor.update(chunk)
                 scan.update(chunk)
                 sink.write(chunk)
@@ -169,7 +418,7 @@ def write_safetensors(
                 )
             digests[entry.name], values[entry.name] = tensor.hexdigest(), scan.result()
             check(entry.name, values[entry.name])
-    return Written(file.name, sink.size, whole.hexdigest(), digests, values)
+        return Written(file.name, sink.size, whole.hexdigest(), digests, values)
 
 
 def _cut(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

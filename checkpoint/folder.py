@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,14 @@ class Checkpoint:
     @property
     def files(self) -> list[Path]:
         """The weight files, sorted by name."""
-        return sorted({info.file for info in self.tensors.values()})
+        return sorted(self.by_file())
+
+    def by_file(self) -> dict[Path, list[TensorInfo]]:
+        """Return the tensors of each weight file."""
+        found: dict[Path, list[TensorInfo]] = {}
+        for info in self.tensors.values():
+            found.setdefault(info.file, []).append(info)
+        return found
 
 
 def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
@@ -72,7 +80,8 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as fault:
         raise NotACheckpoint(
-            f"{folder} is {'a file' if folder.is_file() else f'not a folder: {fault.strerror}'}", fix=_instead(folder)
+            f"{folder} is {'a file' if isinstance(fault, NotADirectoryError) else f'not a folder: {fault.strerror}'}",
+            fix=_instead(folder, fault),
         ) from fault
     if is_partial(folder):
         raise NotACheckpoint(
@@ -139,9 +148,9 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from fault
 
 
-def _instead(path: Path) -> str:
+def _instead(path: Path, fault: OSError) -> str:
     """Return what to give in place of a path that is no folder."""
-    if path.is_file():
+    if isinstance(fault, NotADirectoryError):
         return f"Give the checkpoint's folder: {path.parent}"
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
@@ -185,7 +194,7 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         header = read(file)
-        for name in header.keys() & tensors.keys():
+        for name in sorted(header.keys() & tensors.keys()):
             raise CorruptIndex(
                 f"{name} is in both {tensors[name].file.name} and {file.name}",
                 where=folder,
@@ -200,7 +209,7 @@ def _from_index(
 ) -> dict[str, TensorInfo]:
     index = folder / INDEX
     weight_map = held_by_index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not {str}.issuperset(map(type, weight_map.values())):
         raise CorruptIndex("the index has no weight_map of file names", where=index, fix="Export it again.")
     headers: dict[str, dict[str, TensorInfo]] = {}
     for name in sorted(set(weight_map.values())):
@@ -214,12 +223,16 @@ def _from_index(
         if name not in names:
             raise CorruptIndex(f"the index names {name}, which is missing", where=index, fix="Fetch the missing shard.")
         headers[name] = read(folder / name)
+    placed: dict[str, TensorInfo] = {}
     for tensor, file in weight_map.items():
-        if tensor not in headers[file]:
+        info = headers[file].get(tensor)
+        if info is None:
             raise CorruptIndex(f"{file} does not hold {tensor}", where=index, fix="Fetch the shard again.")
-    held = Counter(name for header in headers.values() for name in header)
-    stray = [name for name in held if name not in weight_map or held[name] > 1]
-    if stray:
+        placed[tensor] = info
+    # As each is where the index says, there are more of them only where one is elsewhere too, or is not in the index.
+    if sum(map(len, headers.values())) > len(placed):
+        held = Counter(chain.from_iterable(headers.values()))
+        stray = [name for name in held if name not in weight_map or held[name] > 1]
         raise CorruptIndex(
             f"the shards hold {len(stray)} tensors that the index does not place, among them {stray[0]}",
             where=index,
@@ -227,9 +240,9 @@ def _from_index(
         )
     for name in sorted(names - headers.keys()):
         # A whole copy in Mistral's format, which TensorRT-LLM passes over by its name (`beside_index` has the lines).
-        if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & held.keys():
+        if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & placed.keys():
             raise beside_index(name, index)
-    return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
+    return placed
 
 
 def beside_index(name: str, index: Path | str) -> CorruptIndex:
@@ -291,7 +304,7 @@ def locate(
     found: dict[str, TensorInfo] = {}
     for shard in sorted(shards):
         header = read(shard) if read else read_header(fetch(shard))
-        for name in wanted & header.keys() & found.keys():
+        for name in sorted(wanted & header.keys() & found.keys()):
             raise CorruptIndex(
                 f"{name} is in both {found[name].file.name} and {shard}",
                 where=shard,

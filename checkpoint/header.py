@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from dataclasses import dataclass
+import sys
+from itertools import repeat
+from operator import sub
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import CorruptHeader, NotACheckpoint
-from .schema import parse_object
+from .schema import MAX_DIGITS, MAX_JSON_VALUES, parse_object, refuse_many
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000
@@ -40,6 +43,15 @@ BITS = {
 FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 TORCH_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
+# A tensor as libraries write it: its keys in this order, and no space or escape anywhere.
+ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]*)","shape":\[((?:(?:0|[1-9][0-9]*)(?:,(?:0|[1-9][0-9]*))*)?)\],'
+    r'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\}(?:,(?=")|\}\Z)'
+)
+# Characters of an entry beside what it says, and the one behind it.
+ENTRY_MARKS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
+FREE_TEXTS = re.compile(r'\{(?:"__metadata__":(\{[^{}]*\}),)?')
+
 
 class Readable(Protocol):
     """What gives its bytes in order."""
@@ -49,8 +61,7 @@ class Readable(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor's bytes are.
 
     Attributes:
@@ -117,7 +128,9 @@ def parse_header(stream: Readable, file: Path, file_size: int) -> dict[str, Tens
     if length > min(MAX_HEADER_BYTES, file_size - 8):
         raise _corrupt(file, f"the header claims {length:,} bytes in a file of {file_size:,}")
     text = _exactly(stream, length, file)
-    return _check(file, _parse(file, text), data_begin=8 + length, data_size=file_size - 8 - length)
+    begin, size = 8 + length, file_size - 8 - length
+    # What is written otherwise, or is wrong, is looked at one by one.
+    return _in_bulk(file, text, begin, size) or _check(file, _parse(file, text), data_begin=begin, data_size=size)
 
 
 def build_header(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
@@ -169,6 +182,42 @@ def _parse(file: Path, text: bytes) -> dict[str, object]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a map of texts")
     return header
+
+
+def _in_bulk(file: Path, text: bytes, data_begin: int, data_size: int) -> dict[str, TensorInfo] | None:
+    """Return the tensors of a header that is as libraries write it and has nothing wrong; None of any other."""
+    try:
+        refuse_many(text, MAX_JSON_VALUES)
+        header = text.decode().rstrip(" ")
+        start = FREE_TEXTS.match(header)
+        if start is None or (start[1] and _parse(file, b'{"__metadata__":%b}' % start[1].encode())):
+            return None
+        names, dtypes, dims, firsts, lasts = zip(*ENTRY.findall(header, start.end()), strict=True)
+        shapes = {one: tuple(int(dim) for dim in one.split(",") if dim) for one in set(dims)}
+        if any(len(one) > MAX_DIMS or max(one, default=0) >= 10**MAX_DIGITS for one in shapes.values()):
+            return None
+        kinds = list(zip(dtypes, dims, strict=True))
+        bits = {(dtype, one): BITS[dtype] * math.prod(shapes[one]) for dtype, one in set(kinds)}
+    except (ValueError, KeyError, CorruptHeader):
+        return None
+    read = len(names) * ENTRY_MARKS + sum(sum(map(len, part)) for part in (names, dtypes, dims, firsts, lasts))
+    begins, ends = list(map(int, firsts)), list(map(int, lasts))
+    sizes = list(map(sub, ends, begins))
+    spans = sorted(zip(begins, ends, strict=True))
+    infos = map(
+        TensorInfo, names, map(sys.intern, dtypes), map(shapes.__getitem__, dims), repeat(file),
+        map(data_begin.__add__, begins), sizes,
+    )  # fmt: skip
+    found = dict(zip(names, infos, strict=True))
+    whole = (
+        start.end() + read == len(header)
+        and len(found) == len(names)
+        and "__metadata__" not in found
+        and [8 * size for size in sizes] == list(map(bits.__getitem__, kinds))
+        and [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        and spans[-1][1] == data_size
+    )
+    return found if whole else None
 
 
 def _is_count(value: object) -> bool:

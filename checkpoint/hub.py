@@ -57,6 +57,7 @@ KEPT, RANGE = "kconv-tensors", 64 << 20
 # How a large file and a small one are called in the cache, and a commit on the Hub.
 DIGEST, COMMIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 LICENSES = in_any_case(LICENSE_FILES)
+README = "README.md"
 # What kconv's own outputs record beside the weights: how to serve them.
 LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
 CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENSES)
@@ -211,6 +212,16 @@ class HubRepo:
         """
         self.fetch_config()
         return self._snapshot(LICENSES)
+
+    def fetch_readme(self) -> Path:
+        """Download README.md, or find it in the local cache, and return its folder.
+
+        Raises:
+            HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
+            NotACheckpoint: the repository has no config.
+        """
+        self.fetch_config()
+        return self._snapshot((README,))
 
     def fetch_model(self) -> Path:
         """Download config, weights and tokenizer, or find them in the local cache, and return their folder.

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ..errors import ManifestMismatch, NotACheckpoint
-from .bytes import digest, file_digest
+from ..errors import KconvError, ManifestMismatch, NotACheckpoint
+from .bytes import Look, Wanted, file_digest
 from .folder import Checkpoint, open_checkpoint
 from .schema import load_json
 
@@ -255,23 +255,55 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
         ManifestMismatch: a file or tensor is missing, unrecorded, or of other bytes.
     """
     manifest = read_manifest(folder)
-    for record in manifest.files:
-        if not _holds(folder / record.name, record):
-            raise mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
-    recorded = {record.name for record in manifest.files}
-    for file in sorted(folder.iterdir()):
-        if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            raise mismatch(file, "engines read this file, and no record of it was written", ADDED)
+    try:
+        output = open_checkpoint(folder)
+    except KconvError as fault:
+        # Where its bytes are not those that were written, that is why it cannot be opened.
+        with Look([]) as look:
+            _check_files(manifest, folder, look)
+        raise fault
+    with Look([*wanted_digests(output, whole=True), *(wanted_digests(source) if source else ())]) as look:
+        hold(manifest, output, source, look)
+    return manifest
+
+
+def wanted_digests(checkpoint: Checkpoint, *, whole: bool = False) -> list[Wanted]:
+    """Return that the blake3 of each tensor of a checkpoint is wanted, and the sha256 of its files if `whole`."""
+    return [Wanted(file, whole, infos) for file, infos in checkpoint.by_file().items()]
+
+
+def hold(manifest: Manifest, output: Checkpoint, source: Checkpoint | None, look: Look) -> None:
+    """Hold an output against its manifest, and its source's config and tensors if given.
+
+    Args:
+        manifest: the output's.
+        output: what kconv wrote.
+        source: the checkpoint it was made from.
+        look: what reads them, see `wanted_digests`; the rest is read here.
+
+    Raises:
+        ManifestMismatch: a file or tensor is missing, unrecorded, or of other bytes.
+    """
+    _check_files(manifest, output.folder, look)
     _agrees_with_itself(manifest)
-    _same(open_checkpoint(folder), {step.output.name: step.output for step in manifest.tensors}, AGAIN)
+    _same(output, {step.output.name: step.output for step in manifest.tensors}, AGAIN, look)
     if source is not None:
         fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
         config = source.folder / "config.json"
         if file_digest(config) != manifest.source_config:
             raise mismatch(config, "the output was made from another config", fix)
         held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
-        _same(source, held | {record.name: record for record in manifest.dropped}, fix)
-    return manifest
+        _same(source, held | {record.name: record for record in manifest.dropped}, fix, look)
+
+
+def _check_files(manifest: Manifest, folder: Path, look: Look) -> None:
+    for record in manifest.files:
+        if not _holds(folder / record.name, record, look):
+            raise mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
+    recorded = {record.name for record in manifest.files}
+    for file in sorted(folder.iterdir()):
+        if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
+            raise mismatch(file, "engines read this file, and no record of it was written", ADDED)
 
 
 # What keeps a tensor's bytes, and what keeps its values.
@@ -299,14 +331,14 @@ def _agrees_with_itself(manifest: Manifest) -> None:
         raise mismatch(MANIFEST, "it counts the parameters twice and differently", AGAIN)
 
 
-def _holds(file: Path, record: FileRecord) -> bool:
+def _holds(file: Path, record: FileRecord, look: Look) -> bool:
     try:
-        return file.is_file() and file.stat().st_size == record.size and file_digest(file) == record.sha256
-    except OSError:
+        return file.is_file() and file.stat().st_size == record.size and look.sha256(file) == record.sha256
+    except (OSError, NotACheckpoint):
         return False
 
 
-def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str) -> None:
+def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str, look: Look) -> None:
     for name in sorted(records.keys() - checkpoint.tensors.keys()):
         raise mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
     for name in sorted(checkpoint.tensors.keys() - records.keys()):
@@ -315,7 +347,7 @@ def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str)
         )
     for name, record in records.items():
         info = checkpoint.tensors[name]
-        if (info.dtype, info.shape) != (record.dtype, record.shape) or digest(info) != record.blake3:
+        if (info.dtype, info.shape) != (record.dtype, record.shape) or look.digest(info) != record.blake3:
             raise mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones", fix)
 
 

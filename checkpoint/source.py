@@ -64,6 +64,10 @@ class Source(Protocol):
         """Return a folder that holds its license texts and notices, if it has any, and maybe nothing else."""
         ...
 
+    def fetch_readme(self) -> Path:
+        """Return a folder that holds its README.md, if it has one, and maybe nothing else."""
+        ...
+
     def fetch_model(self) -> Path:
         """Return a folder that holds all it takes to run it: config, weights and tokenizer."""
         ...
@@ -110,6 +114,10 @@ class Folder:
         return self.path
 
     def fetch_license(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+    def fetch_readme(self) -> Path:
         """Return the folder."""
         return self.path
 

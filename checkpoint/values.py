@@ -40,15 +40,24 @@ FLOAT_BITS = {
 
 @dataclass(frozen=True)
 class Values:
-    """What a tensor's values are like; a dtype that is no float format has neither property.
+    """What a tensor's values are like; a dtype that is no float format has none of these properties.
 
     Attributes:
         not_finite: how many are NaN or Inf.
         zero: whether there are any, and every bit but the signs is 0.
+        zero_rows: how many rows of a matrix hold nothing but zeros.
     """
 
     not_finite: int = 0
     zero: bool = False
+    zero_rows: int = 0
+
+
+def to_floats(data: bytes | memoryview, dtype: str) -> np.ndarray:
+    """Return the values of BF16, F16 or F32 bytes as float32."""
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[dtype]).astype("<f4")
 
 
 class Scan:
@@ -56,13 +65,18 @@ class Scan:
 
     Args:
         dtype: safetensors dtype; one without an entry in `FLOAT_BITS` is not looked at.
+        shape: of the tensor; rows are looked at where these are two dims.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, shape: tuple[int, ...] = ()) -> None:
         self._bits = FLOAT_BITS.get(dtype)
         self._scratch = np.empty(SLICE, self._bits.unsigned) if self._bits else None
         self._not_finite = 0
         self._largest = -1
+        self._columns = shape[1] if len(shape) == 2 else 0
+        # Of the row that has begun: how many values are still to come, and the largest magnitude so far.
+        self._left, self._row = self._columns, 0
+        self._zero_rows = 0
 
     def update(self, chunk: bytes | memoryview) -> None:
         """Look at the next bytes, a whole number of elements."""
@@ -72,11 +86,27 @@ class Scan:
         for begin in range(0, values.size, SLICE):
             part = values[begin : begin + SLICE]
             magnitudes = np.bitwise_and(part, self._bits.magnitude, out=self._scratch[: part.size])
-            largest = int(magnitudes.max())
+            largest = self._by_rows(magnitudes) if self._columns else int(magnitudes.max())
             self._largest = max(self._largest, largest)
             if largest > self._bits.largest:
                 self._not_finite += int(np.count_nonzero(magnitudes > self._bits.largest))
 
     def result(self) -> Values:
         """Return what the bytes so far are like."""
-        return Values(self._not_finite, self._largest == 0)
+        return Values(self._not_finite, self._largest == 0, self._zero_rows)
+
+    def _by_rows(self, magnitudes: np.ndarray) -> int:
+        """Count the rows of zeros that end in the next values; return the largest of these."""
+        begun = min(self._left, len(magnitudes))
+        whole = (len(magnitudes) - begun) // self._columns
+        end = begun + whole * self._columns
+        found = [int(magnitudes[:begun].max(initial=0))]
+        self._row, self._left = max(self._row, found[0]), self._left - begun
+        if not self._left:
+            self._zero_rows += self._row == 0
+            rows = magnitudes[begun:end].reshape(whole, self._columns).max(axis=1)
+            self._zero_rows += whole - int(np.count_nonzero(rows))
+            self._row = int(magnitudes[end:].max(initial=0))
+            self._left = self._columns - (len(magnitudes) - end)
+            found += [int(rows.max(initial=0)), self._row]
+        return max(found)

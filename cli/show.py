@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..operations.verify import Verified
     from ..operations.vocab import VocabChanged, VocabExamined
     from ..quantize.plan import QuantizePlan
+    from ..train.plan import TrainPlan
     from ..validate.report import Report, Verdict
     from ..validate.rules.rule import Rule
 
@@ -399,7 +400,12 @@ def show_rule(rule: Rule) -> None:
     """Print what a rule is about."""
     echo(f"{rule.id} {rule.name} ({rule.severity})")
     echo(f"  {rule.sentence}")
-    facts = {"fix": rule.fix, "engines": ", ".join(rule.engines) or "all", "seen in": rule.seen_in}
+    facts = {
+        "fix": rule.fix,
+        "engines": ", ".join(rule.engines) or "all",
+        "releases": rule.versions,
+        "seen in": rule.seen_in,
+    }
     for name, fact in facts.items():
         if fact:
             echo(f"  {name}: {fact}")
@@ -539,6 +545,29 @@ def _show_trained(_: Operation, result: Trained) -> None:
     print_next(
         *(("validate", result.out) if result.layout == "vllm" else ("to-vllm", result.out, f"{result.out}-vllm"))
     )
+
+
+def _plan_of_training(request: Operation, plan: TrainPlan) -> None:
+    """Print what a training would take."""
+    facts = {
+        "parameters": f"{plan.parameters:,}",
+        "steps": f"{plan.steps:,} of {plan.tokens // plan.steps:,} tokens on {plan.processes} processes",
+        "states": f"{plan.states / 1e9:,.3f} GB of the text's",
+        "checkpoints": f"{plan.checkpoints / 1e9:,.3f} GB",
+        "output": f"{plan.output / 1e9:,.3f} GB",
+    }
+    if plan.memory:
+        facts["memory"] = f"{sum(plan.memory.values()) / 1e9:,.3f} GB of each process" + "".join(
+            f"\n- {what}: {size / 1e9:,.3f} GB" for what, size in plan.memory.items()
+        )
+    else:
+        facts["memory"] = "not reckoned: kernel eager's grows with the square of a row's tokens"
+    facts["time"] = "unknown: give --rate" if plan.hours is None else f"about {duration(plan.hours * 3600)}"
+    table = Table(box=None, show_header=False)
+    for name, fact in facts.items():
+        table.add_row(name, escape(fact))
+    make_console().print(table)
+    echo("nothing was trained; leave --dry-run out to train")
 
 
 def _show_calibrated(_: Operation, result: Calibrated) -> None:
@@ -749,4 +778,5 @@ PLANNED: Mapping[str, tuple[Callable[[Any, Any], None], Callable[[Any, Any], Any
     "Convert": (_plan_of_head, _plan_of_head_json),
     "Quantize": (_plan_of_target, _plan_of_target_json),
     "Publish": (_show_published, lambda _, plan: plan.to_json()),
+    "Train": (_plan_of_training, lambda _, plan: plan.to_json()),
 }

@@ -5,9 +5,7 @@ Read from what is installed beside kconv; none of them is imported.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -26,6 +24,9 @@ LIBRARIES = {
 
 def version_lines() -> list[str]:
     """Return kconv's version, Python's, and one line for each library."""
+    import platform
+    from importlib.metadata import version
+
     return [
         f"kconv, version {version('kconv')}",
         f"Python {platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -34,6 +35,8 @@ def version_lines() -> list[str]:
 
 
 def _installed(name: str, extra: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(name)
     except PackageNotFoundError:

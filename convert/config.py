@@ -29,7 +29,8 @@ TARGETS_DEPTH = "K023"
 # Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.
 MAX_LAYERS = 1000
 # Keys of `FIXED` that a rule of their own speaks of; K013 speaks of the others.
-OF_FIXED = {"tie_word_embeddings": "K170", CONFIG_KEY: "K198"}
+TIED = "tie_word_embeddings"
+OF_FIXED = {TIED: "K170", CONFIG_KEY: "K198"}
 THETA = (
     "Say --rope-theta as in the head's training config, or state it in config.json. Where that config was silent too:"
     " SafeAILab's trainer and transformers' LlamaConfig take 10000."
@@ -69,6 +70,7 @@ class ReadConfig:
         dropped: keys that mean nothing for a draft head, not carried.
         unstated: keys that the config lacks, each of which readers give a value that the head may not be trained with.
         unverified: what rests on the user's word or on a default.
+        measured: the facts that a measurement on the target confirmed.
     """
 
     spec: HeadSpec
@@ -77,6 +79,7 @@ class ReadConfig:
     dropped: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
     unverified: tuple[Unverified, ...] = ()
+    measured: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -358,7 +361,13 @@ def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict
     return outer | dict(inner)
 
 
-def _check_unsupported(config: Mapping[str, Any], tensors: Iterable[str], problems: Problems) -> None:
+def _is_untied(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Say whether a head holds an lm_head of other rows than its embedding has, which cannot be tied to it."""
+    lm_head = tensors.get("lm_head.weight")
+    return lm_head is not None and lm_head.shape[:1] != (config.get("vocab_size"),)
+
+
+def _check_unsupported(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], problems: Problems) -> None:
     """Find what a config, in the keys of `engines.keys`, asks for that kconv cannot carry."""
     # Two of these keys mean what their rules say of some heads alone.
     codes = OF_FIXED | ({"rope_interleave": "K168"} if config.get("kv_lora_rank") else {})
@@ -366,6 +375,10 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Iterable[str], proble
     for name, allowed in FIXED.items():
         value = find(config, name)
         if value is not ABSENT and value not in allowed:
+            if name == TIED and value is True and _is_untied(config, tensors):
+                what = f"{TIED} is true, and lm_head has rows of its own, so it is not; engines may read it"
+                problems.append(Problem(OF_FIXED[TIED], "warning", f"config.json: {TIED}", what, "Convert the head."))
+                continue
             only = "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
             _add(
                 problems,

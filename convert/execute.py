@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.bytes import Entry, Written, digest, file_digest, stream, write_safetensors
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import (
+    MANIFEST,
     ConversionRecord,
     DroppedRecord,
     FileRecord,
@@ -20,6 +21,7 @@ from ..checkpoint.manifest import (
     StepRecord,
     TensorRecord,
     UnverifiedRecord,
+    read_manifest,
     write_manifest,
 )
 from ..checkpoint.pickles import PICKLE
@@ -31,7 +33,7 @@ from ..errors import ConfigInvalid, TensorValue
 from ..head.slots import needs
 from .plan import Plan, Step
 from .provenance import count_parameters, read_provenance
-from .read import read_slot
+from .read import Head, read_slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,6 +163,15 @@ def _is_exact(plan: Plan) -> bool:
     )
 
 
+def _unverified(head: Head) -> tuple[UnverifiedRecord, ...]:
+    """Return what of a head rests on a user's word or on a default: said now, and of its source when that was made."""
+    found = {one.fact: UnverifiedRecord(**asdict(one)) for one in head.read.unverified}
+    folder = head.checkpoint.folder
+    earlier = read_manifest(folder).unverified if (folder / MANIFEST).is_file() else ()
+    every = (*found.values(), *(one for one in earlier if one.fact not in found))
+    return tuple(one for one in every if one.fact not in head.read.measured)
+
+
 def _manifest(
     plan: Plan,
     weights: Written,
@@ -193,7 +204,7 @@ def _manifest(
         hints=HintsRecord(**asdict(head.hints)),
         spec=asdict(plan.spec) | {"kind": plan.spec.kind},
         captured_by=head.read.captured.how,
-        unverified=tuple(UnverifiedRecord(**asdict(one)) for one in head.read.unverified),
+        unverified=_unverified(head),
         parameters=parameters.total,
         parameters_by_origin=parameters,
         config_copied=tuple(head.read.carried),

@@ -216,14 +216,16 @@ CANDIDATES: Mapping[str, Callable[[Config, Hints, Names], list[str]]] = {
 def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
     """Return the targets that a head's files name, as hub ids: its verifier, and its README's base models.
 
+    DeepSpec's configs name theirs too.
+
     Args:
-        folder: the head's; nothing is read where it is no folder of this machine.
+        folder: that holds the head's README.md, if it has one.
         config: its config.json.
     """
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
-    found = (*names, *_base_models(folder))
+    found = (*names, config.get("target_model_name_or_path"), *_base_models(folder))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
 
 

@@ -20,9 +20,13 @@ INVALID = "K161"
 # transformers 4's default, which engines take where neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
 DEFAULT_THETA = 10000.0
-# Beyond these no head or target was ever made: theta from Llama's 10,000 to some 100 million, factors up to 64.
-BOUNDS: Mapping[str, tuple[float, float]] = {"rope_theta": (100.0, 1e12)}
-MOST = 1e5
+# Engines compute theta and its powers in fp32, which ends at 3.4e38.
+LARGEST_THETA = 1e30
+# Beyond these no head or target was ever made: trained thetas are 10,000 to some 100 million, of which a conversion of
+# the attention makes others (`attention.rotary.lengthen`: the root of the fourth degree, the fourth power and more);
+# factors are up to 64.
+BOUNDS: Mapping[str, tuple[float, float]] = {"rope_theta": (8.0, LARGEST_THETA)}
+MOST = 1e6
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:

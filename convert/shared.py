@@ -33,6 +33,7 @@ class SharedTensors:
         headers_only: their bytes are on the Hub.
         layers: number of its decoder layers; None where that is not known.
         model_type: of its text model, e.g. "kimi_k2"; empty where that is not known.
+        architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty where that is not known.
         absent: why a slot's tensor cannot be had though the target has one, e.g. as its shard is not there.
     """
 
@@ -41,6 +42,7 @@ class SharedTensors:
     headers_only: bool = False
     layers: int | None = None
     model_type: str = ""
+    architecture: str = ""
     absent: Mapping[str, KconvError] = field(default_factory=dict)
 
     def find(self, slot: str) -> TensorInfo | None:
@@ -131,7 +133,14 @@ def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
             continue
         if name in tensors:
             found[slot] = tensors[name]
-    return SharedTensors(target.name, found, layers=config.layers, model_type=config.model_type, absent=absent)
+    return SharedTensors(
+        target.name,
+        found,
+        layers=config.layers,
+        model_type=config.model_type,
+        architecture=config.architecture,
+        absent=absent,
+    )
 
 
 def find_shapes(target: Source) -> SharedTensors:
@@ -140,7 +149,10 @@ def find_shapes(target: Source) -> SharedTensors:
         return find_shared(target, SLOTS)
     config, tensors = read_target_config(target.fetch_config()), target.open_headers().tensors
     found = {slot: tensors[name] for slot, name in _names(config).items() if name in tensors}
-    return SharedTensors(target.name, found, headers_only=True, layers=config.layers, model_type=config.model_type)
+    return SharedTensors(
+        target.name, found, headers_only=True, layers=config.layers, model_type=config.model_type,
+        architecture=config.architecture,
+    )  # fmt: skip
 
 
 def _names(config: TargetConfig) -> dict[str, str]:

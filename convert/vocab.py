@@ -41,7 +41,7 @@ from ..head.vocab import (
 )
 from .captured import Hints, without_lists
 from .computed import Computed, chosen_rows, from_values, spread_rows
-from .config import read_config
+from .config import LEAST_POSITIONS, read_config
 from .plan import Change, Plan, Replaced, SourceTensor, plan_in_place
 from .read import Head, claim_tensors, read_head, read_slot, rows_of, weight_dtype
 from .shared import Copies, count_copies
@@ -168,7 +168,8 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
     count = checkpoint.config.get("num_aux_hidden_states")
     captured = tuple(range(count if isinstance(count, int) and 0 < count < 100 else 3))
     before = checkpoint.config.get("norm_before_residual")
-    hints = Hints(captured=captured, max_positions=1, norm_before_residual=None if before is not None else False)
+    undecided = None if before is not None else False
+    hints = Hints(captured=captured, max_positions=LEAST_POSITIONS, norm_before_residual=undecided)
     dtype = weight_dtype(checkpoint)
     config = without_lists(checkpoint.config)
     return read_config(config, checkpoint.tensors, dtype=dtype, hints=hints, table=layout.config).spec

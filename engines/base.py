@@ -126,7 +126,7 @@ class Serving:
         draft_tokens: tokens drafted per verify step (K).
         dtype: of the weights in memory, target's and head's.
         max_model_len: context, tokens.
-        ready_seconds: how long it may take to be ready.
+        ready_seconds: how long it may take to be ready; one that fails dies, and is not waited for.
         options: further options of its command line, by name.
         branches: how many likeliest tokens each drafted one branches into; 1 is a chain.
         nodes: tokens of a tree that a verify step looks at, the last accepted one among them.
@@ -138,7 +138,7 @@ class Serving:
     draft_tokens: int = 3
     dtype: str = "float32"
     max_model_len: int = 256
-    ready_seconds: float = 300.0
+    ready_seconds: float = 1800.0
     options: Mapping[str, str] = field(default_factory=dict)
     branches: int = 1
     nodes: int = 0
@@ -179,6 +179,7 @@ class Engine:
         name: what a user calls it: in `--engine`, `--for`, facts files and acceptance.json.
         title: its name on a card.
         layout: the layout that it reads. Several engines may read one.
+        release: the releases whose code this was read in, and for which its rules hold.
         runners: who reads a config in it; by default one, of the engine's name, that reads no list of layers.
         captures: its classes of targets that capture; a target of another model type is not known to be served with a
             head. Empty where kconv does not know.
@@ -201,6 +202,7 @@ class Engine:
     name: str
     title: str
     layout: Layout
+    release: str = ""
     runners: tuple[Runner, ...] = ()
     captures: tuple[Capture, ...] = ()
     launch: Launch | None = None

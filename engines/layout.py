@@ -63,6 +63,7 @@ class Limit:
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
         holds: where the spec alone does not tell: a pattern of slots, one of which the head must hold too.
+        lacks: likewise, a slot that it must not hold.
     """
 
     id: str
@@ -72,14 +73,27 @@ class Limit:
     fix: str
     source: str = ""
     holds: str = ""
+    lacks: str = ""
 
     def applies(self, spec: HeadSpec, slots: Iterable[str]) -> bool:
         """Say whether a head of this spec that holds these slots has it."""
-        return self.hits(spec) and (not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots))
+        if not self.hits(spec) or (self.lacks and self.lacks in (slots := tuple(slots))):
+            return False
+        return not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots)
 
 
 class TargetFacts(Protocol):
-    """What a limit beside a target looks at."""
+    """What a limit beside a target looks at, and a config names."""
+
+    @property
+    def name(self) -> str:
+        """Its folder or hub id."""
+        ...
+
+    @property
+    def architecture(self) -> str:
+        """Of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty where that is not known."""
+        ...
 
     @property
     def layers(self) -> int | None:
@@ -101,12 +115,14 @@ class TargetLimit:
         what: one sentence for the user.
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
+        rule: id of the rule that reports it of a head's own files; "" where none does.
     """
 
     hits: Callable[[HeadSpec, TargetFacts | None], bool]
     what: str
     fix: str
     source: str
+    rule: str = ""
 
 
 IGNORED = {"*.rotary_emb.inv_freq": "engines compute RoPE's frequencies from the config"}

@@ -12,33 +12,74 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import EngineUnknown, PluginInvalid, UnknownLayout
-from ..head.spec import HeadSpec
-from . import sglang, trtllm, vllm
-from .base import Engine
-from .layout import Layout
-from .portable import PORTABLE
-from .trainers import AUTOMODEL, MODELOPT, SAFEAILAB, SPECFORGE, SPECULATORS, TORCHSPEC
+
+if TYPE_CHECKING:
+    from ..head.spec import HeadSpec
+    from .base import Engine
+    from .layout import Layout
+
+    ENGINES: tuple[Engine, ...]
+    LAYOUTS: tuple[Layout, ...]
 
 GROUP = "kconv.engines"
-ENGINES: tuple[Engine, ...] = (vllm.ENGINE, sglang.ENGINE, trtllm.ENGINE)
+
+
+class Own(NamedTuple):
+    """One of kconv's own layouts, as far as help needs it before its module is loaded.
+
+    Attributes:
+        name: the layout's.
+        module: of this package.
+        constant: its name there.
+        engines: those that load it.
+        written: whether kconv writes it.
+    """
+
+    name: str
+    module: str
+    constant: str
+    engines: tuple[str, ...] = ()
+    written: bool = False
+
+
+# kconv's own engines, each the ENGINE of the module of its name, and their titles.
+OWN_ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 # In order of detection: the first whose marks a head bears is the one.
-LAYOUTS: tuple[Layout, ...] = (
-    SPECULATORS,
-    AUTOMODEL,
-    sglang.SGLANG,
-    PORTABLE,
-    vllm.VLLM,
-    SAFEAILAB,
-    SPECFORGE,
-    TORCHSPEC,
-    trtllm.TRTLLM,
-    MODELOPT,
-)
+OWN_LAYOUTS = {
+    own.name: own
+    for own in (
+        Own("speculators", "trainers", "SPECULATORS", ("vllm",), written=True),
+        Own("automodel", "trainers", "AUTOMODEL"),
+        Own("deepspec", "trainers", "DEEPSPEC"),
+        Own("sglang", "sglang", "SGLANG", ("sglang",), written=True),
+        Own("portable", "portable", "PORTABLE", ("trtllm", "vllm", "sglang"), written=True),
+        Own("vllm", "vllm", "VLLM", ("vllm",), written=True),
+        Own("safeailab", "trainers", "SAFEAILAB"),
+        Own("specforge", "trainers", "SPECFORGE"),
+        Own("torchspec", "trainers", "TORCHSPEC"),
+        Own("trtllm", "trtllm", "TRTLLM", ("trtllm",), written=True),
+        Own("modelopt", "trainers", "MODELOPT", ("trtllm",)),
+    )
+}
 # Ids of this shape are kconv's own.
 OWN_ID = re.compile(r"[KP]\d+")
+
+
+def __getattr__(name: str) -> Any:
+    """Load kconv's own engines or layouts, `ENGINES` and `LAYOUTS`, when they are asked for."""
+    if name == "ENGINES":
+        return tuple(_load(one, "ENGINE") for one in OWN_ENGINES)
+    if name == "LAYOUTS":
+        return tuple(_load(own.module, own.constant) for own in OWN_LAYOUTS.values())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _load(module: str, constant: str) -> Any:
+    return getattr(import_module(f".{module}", __package__), constant)
 
 
 def engines() -> tuple[Engine, ...]:
@@ -47,7 +88,7 @@ def engines() -> tuple[Engine, ...]:
     Raises:
         PluginInvalid: another package's cannot be loaded, or takes a name that is taken.
     """
-    return _known()[0]
+    return (*__getattr__("ENGINES"), *_known()[0])
 
 
 def layouts() -> tuple[Layout, ...]:
@@ -56,7 +97,7 @@ def layouts() -> tuple[Layout, ...]:
     Raises:
         PluginInvalid: see `engines`.
     """
-    return _known()[1]
+    return (*_known()[1], *__getattr__("LAYOUTS"))
 
 
 def by_name(name: str) -> Layout:
@@ -65,10 +106,13 @@ def by_name(name: str) -> Layout:
     Raises:
         UnknownLayout: no layout of that name.
     """
-    known = {layout.name: layout for layout in layouts()}
+    others = {layout.name: layout for layout in _known()[1]}
+    if name in OWN_LAYOUTS:
+        return _load(*OWN_LAYOUTS[name][1:3])
+    known = [*others, *OWN_LAYOUTS]
     if name not in known:
         raise UnknownLayout(f"there is no layout {name!r}", fix=f"Choose one of {', '.join(known)}.")
-    return known[name]
+    return others[name]
 
 
 def engine(name: str) -> Engine:
@@ -106,8 +150,10 @@ def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 def writable() -> tuple[str, ...]:
     """Return the names of the layouts that kconv writes: the engines' own, then those that several engines read."""
-    own = [one.layout for one in engines()]
-    return tuple(dict.fromkeys(layout.name for layout in (*own, *layouts()) if layout.write_config is not None))
+    others, written = _known()
+    own = [*OWN_ENGINES, *(one.layout.name for one in others)]
+    shared = [layout.name for layout in written if layout.write_config is not None]
+    return tuple(dict.fromkeys((*own, *shared, *(one.name for one in OWN_LAYOUTS.values() if one.written))))
 
 
 def runners() -> tuple[str, ...]:
@@ -149,15 +195,25 @@ def runners_of(layout: str) -> tuple[str, ...]:
     return tuple(name for one in engines_of(layout) for name in one.runner_names)
 
 
+def titles_of(layout: str) -> list[str]:
+    """Return what the engines are called that load a layout; see `engines_of`."""
+    if layout not in OWN_LAYOUTS or _known()[0]:
+        return [one.title for one in engines_of(layout)]
+    return [OWN_ENGINES[name] for name in OWN_LAYOUTS[layout].engines]
+
+
 def describe(layout: str) -> str:
     """Return a phrase that says of a layout which engines load it, for a card.
 
     Raises:
         UnknownLayout: no engine loads it.
     """
-    titles = [one.title for one in engines_of(layout)]
+    titles = titles_of(layout)
     if not titles:
         raise UnknownLayout(f"no engine loads {layout}'s layout", fix=f"Choose one of {', '.join(writable())}.")
+    engines_own = [*OWN_ENGINES, *(one.layout.name for one in _known()[0])]
+    if len(titles) == 1 and layout not in engines_own:
+        return f"the layout of {layout}, which {titles[0]} loads"
     if len(titles) == 1:
         return f"{titles[0]}'s layout"
     return f"a layout that {', '.join(titles[:-1])} and {titles[-1]} all load"
@@ -181,6 +237,9 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
     found_engines: list[Engine] = []
     found_layouts: list[Layout] = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        from .base import Engine
+        from .layout import Layout
+
         where = f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
         try:
             loaded = entry.load()
@@ -197,14 +256,14 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
                 where=where,
                 fix="Let the entry point name an object of kconv.engines.base.Engine.",
             )
-        known = (*ENGINES, *found_engines), (*LAYOUTS, *found_layouts)
+        known = (*__getattr__("ENGINES"), *found_engines), (*__getattr__("LAYOUTS"), *found_layouts)
         if isinstance(loaded, Engine):
             _refuse_taken(loaded, known[0], where)
             found_engines.append(loaded)
         if not any(layout is one for one in known[1]):
             _refuse_taken_layout(layout, known[1], where)
             found_layouts.append(layout)
-    return (*ENGINES, *found_engines), (*found_layouts, *LAYOUTS)
+    return tuple(found_engines), tuple(found_layouts)
 
 
 def _refuse_taken(new: Engine, known: Iterable[Engine], where: str) -> None:

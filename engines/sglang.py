@@ -133,18 +133,21 @@ TARGET_LIMITS = (
         "SGLang 0.5.23 has no class for this target's model_type that captures hidden states",
         "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
         f"{SGLANG_SOURCE}/model_executor/model_runner_components/attention_backend_setup.py#L55-L61",
+        "K156",
     ),
     TargetLimit(
         lambda spec, target: spec.captured[0] == 0 and (_type_of(target) in DEEPSEEKS or not _type_of(target)),
         "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target",
         "Serve this head with vLLM or TensorRT-LLM.",
         DEEPSEEK_CLASS,
+        "K330",
     ),
     TargetLimit(
         lambda spec, target: target is not None and _listed(spec, target) is None,
         "SGLang captures before a layer runs, so it never captures the output of the last layer",
         "Serve this head with vLLM or TensorRT-LLM.",
         f"{MODELS}/deepseek_v2.py#L3193-L3194",
+        "K154",
     ),
 )
 EMBEDDING = {
@@ -418,6 +421,7 @@ ENGINE = Engine(
     name="sglang",
     title="SGLang",
     layout=SGLANG,
+    release="0.5.23",
     runners=(Runner("sglang", _in_sglang, _states),),
     captures=CAPTURES,
     launch=Launch(COMMAND, "serve-sglang.sh", _script),

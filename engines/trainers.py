@@ -1,4 +1,4 @@
-"""Heads as their trainers save them: layouts that kconv reads and does not write.
+"""Heads as their trainers save them: layouts that kconv reads, and of which it writes speculators' alone.
 
 Those with one decoder layer called `midlayer` differ in marks and in what one config key means, not in names.
 """
@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, later_norm
-from .keys import ConfigTable
-from .layout import Layout, Row
+from ..head.spec import HeadSpec
+from .common import HIDDEN, MIDLAYER, MIDLAYERS, OUTSIDE, beside, has_midlayer, head_rows, instead, is_mla, later_norm
+from .config import identity, write_keys
+from .keys import CONVENTION, IDS, INPUTS, OUTPUTS, TOP, ConfigTable
+from .layout import Layout, Limit, Row, TargetFacts, TargetLimit
 
 ROWS = OUTSIDE + MIDLAYER
 
@@ -99,11 +101,123 @@ AUTOMODEL = Layout(
     config=ConfigTable(adapt=_automodel_keys, ballast=frozenset(("attn_implementation",))),
 )
 
+# DeepSpec lists the layers in a key of its own, as outputs, and trains with Qwen3's norms of queries and keys:
+# https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/deepspec/modeling/eagle3/common.py
+# https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/deepspec/modeling/eagle3/qwen3/config.py
+DEEPSPEC_LIST = "target_layer_ids"
+DEEPSPEC = Layout(
+    name="deepspec",
+    engine="DeepSpec",
+    rows=head_rows("layers.{i}"),
+    told_by=lambda config, names: (
+        DEEPSPEC_LIST in config and "Qwen3Eagle3Model" in str(config.get("architectures"))
+    ),
+    config=ConfigTable(
+        adapt=lambda config: {IDS: config[DEEPSPEC_LIST], CONVENTION: OUTPUTS} if DEEPSPEC_LIST in config else {},
+        ballast=frozenset(
+            (DEEPSPEC_LIST, "num_target_layers", "target_model_name_or_path", "ttt_length", "step_loss_decay",
+             "draft_num_hidden_layers")
+        ),
+    ),
+)  # fmt: skip
+
+# What a layer of the speculators library is made of, and which keys of its config are its own:
+# https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators/models/eagle3/config.py
+SPECULATORS_SOURCE = "https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators"
+SPECULATORS_CORE = f"{SPECULATORS_SOURCE}/models/eagle3/core.py"
+OF_THE_SPECULATOR = (
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
+)  # fmt: skip
+
+
+def _speculators_config(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
+    """Return the config as speculators 0.9 writes it: the layer's keys in an object, and the target by name."""
+    config = write_keys(spec)
+    del config["eagle_config"]
+    outer = {key: config.pop(key) for key in OF_THE_SPECULATOR}
+    layer = config | {"model_type": identity(spec)["model_type"]}
+    verifier = {"architectures": [target.architecture] if target and target.architecture else []}
+    method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+    return outer | {
+        "architectures": ["Eagle3DraftModel"],
+        # As vLLM's: layer inputs.
+        TOP: [i + 1 for i in spec.captured],
+        CONVENTION: INPUTS,
+        "embed_requires_grad": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": verifier | {"name_or_path": target.name if target else None},
+        },
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "torch_dtype": config["torch_dtype"],
+        "transformer_layer_config": layer,
+    }
+
+
 # Reader: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L15-L50
 SPECULATORS = Layout(
     name="speculators",
     engine="the speculators library",
     rows=head_rows("layers.{i}"),
+    write_config=_speculators_config,
+    write_beside=_speculators_config,
+    needs={
+        "lm_head": f"the speculators library fills one that is not there with NaN ({SPECULATORS_SOURCE}/model.py#L74)"
+    },
+    target_limits=(
+        TargetLimit(
+            lambda spec, target: target is None,
+            "the speculators library loads the target that a head's config names, and none is known",
+            "Say --target: the model that the head drafts for.",
+            f"{SPECULATORS_CORE}#L176-L181",
+        ),
+    ),
+    limits=(
+        Limit(
+            "K325",
+            "speculators-mla",
+            is_mla,
+            "the speculators library has layers of Llama and Qwen3, and no latent attention",
+            "Convert the head for an engine (kconv to-vllm).",
+            f"{SPECULATORS_SOURCE}/models/eagle3/model_definitions.py#L1-L12",
+        ),
+        Limit(
+            "K326",
+            "speculators-two-norms-before-fc",
+            lambda s: s.norms.before_fc and s.norms.fc,
+            "the speculators library takes one of norm_before_fc and fc_norm, not both",
+            "Convert the head for an engine (kconv to-vllm).",
+            f"{SPECULATORS_SOURCE}/models/eagle3/config.py#L89-L96",
+        ),
+        Limit(
+            "K327",
+            "speculators-target-width",
+            lambda s: s.target_hidden != s.hidden,
+            "the speculators library's fc takes states that are as wide as the head",
+            "Convert the head for an engine (kconv to-vllm).",
+            f"{SPECULATORS_CORE}#L68-L76",
+        ),
+        Limit(
+            "K328",
+            "speculators-fc-bias",
+            lambda s: s.fc_bias,
+            "the speculators library's fc has no bias",
+            "Convert the head for an engine that has it (kconv to-trtllm).",
+            f"{SPECULATORS_CORE}#L74-L76",
+        ),
+        Limit(
+            "K329",
+            "speculators-vocabulary-marks",
+            lambda s: s.draft_vocab != s.vocab,
+            "the speculators library asks for t2d beside d2t, and the head has none",
+            "Write it first (kconv vocab HEAD --rebuild-t2d OUT), and convert OUT.",
+            f"{SPECULATORS_SOURCE}/model.py#L173-L177",
+            lacks="t2d",
+        ),
+    ),
     told_by=lambda config, names: "speculators_model_type" in config or "transformer_layer_config" in config,
     config=ConfigTable(
         nested="transformer_layer_config",

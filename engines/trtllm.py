@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import CountersMissing, DefinitionsMixed
 from ..head.spec import Gqa, HeadSpec
 from ..head.yarn import cos_sin_factor, m
-from .base import DRAFT_TOKENS, HEAD, TARGET, Engine, Launch, NullKey
+from .base import DRAFT_TOKENS, HEAD, TARGET, Capture, Engine, Launch, NullKey
 from .common import (
     HIDDEN,
     INPUT,
@@ -52,6 +52,26 @@ FLAGS = {
     "next_layer_regular": True,
 }
 
+SOURCE = "https://github.com/NVIDIA/TensorRT-LLM/blob"
+
+
+def _captured_in(commit: str, file: str, *model_types: str) -> Capture:
+    """Return how a decoder layer that says `maybe_capture_hidden_states` behind its MLP captures: each output."""
+    return Capture(model_types, f"{SOURCE}/{commit}/tensorrt_llm/_torch/models/{file}", lambda captured, _: captured)
+
+
+# Targets whose class is made of SpecDecOneEngineForCausalLM and whose decoder layer captures, each file as of a commit
+# between 1.3 and 1.4. Those of Qwen2 and MiniMax-M2 are not so made, as they were read.
+CAPTURES = (
+    _captured_in("3a5901cd0d77bed18baaf402d1d12fab468d44a9", "modeling_llama.py", "llama", "llama4_text"),
+    _captured_in("010bb95fbad3c678792a9edf659970299a1a320b", "modeling_qwen3.py", "qwen3"),
+    _captured_in("03441af14b6675ec38275167cfd514595defb505", "modeling_qwen3_moe.py", "qwen3_moe"),
+    _captured_in("050b6cb92871a4ed73486c5e5a573d4198d1a6d9", "modeling_gpt_oss.py", "gpt_oss"),
+    # modeling_kimi_k25.py wraps it.
+    _captured_in(
+        "a43cf9e363d5657061b5ce0e12f3d993a08d8158", "modeling_deepseekv3.py", "deepseek_v3", "deepseek_v32", "kimi_k2"
+    ),
+)
 EMBEDDING = {
     "embed_tokens": f"TensorRT-LLM takes the target's embedding in place of the head's own ({MODEL}#L793-L811)"
 }
@@ -248,6 +268,8 @@ ENGINE = Engine(
     name="trtllm",
     title="TensorRT-LLM",
     layout=TRTLLM,
+    release="between 1.3 and 1.4",
+    captures=CAPTURES,
     launch=Launch(
         COMMAND, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are not stated."
     ),

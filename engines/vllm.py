@@ -15,7 +15,20 @@ from typing import Any
 from ..checkpoint.folder import read_json
 from ..errors import CountersMissing
 from ..head.spec import Gqa, HeadSpec, Mla, Yarn
-from .base import DRAFT_TOKENS, HEAD, HOST, TARGET, Config, Engine, Launch, NullKey, Runner, Serving, Starter
+from .base import (
+    DRAFT_TOKENS,
+    HEAD,
+    HOST,
+    TARGET,
+    Capture,
+    Config,
+    Engine,
+    Launch,
+    NullKey,
+    Runner,
+    Serving,
+    Starter,
+)  # fmt: skip
 from .common import (
     HIDDEN,
     MIDLAYER,
@@ -101,8 +114,9 @@ VLLM = Layout(
             "K323",
             "vllm-mla-lm-head-quantized",
             is_mla,
-            "vLLM's MLA head does not support a quantized lm_head, and fails on its scales",
-            "Leave lm_head unquantized.",
+            "vLLM's MLA head has a plain lm_head, and fails on the scales of a quantized one",
+            "Leave lm_head out when the head is quantized; from 0.33 on vLLM quantizes it itself"
+            " (draft_lm_head_quantization in --speculative-config).",
             f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L299-L303",
             holds="lm_head.weight_scale*",
         ),
@@ -129,6 +143,38 @@ def _in_v2(config: Config, _target: str | None) -> tuple[int, ...] | None:
 def _states(config: Config, _is_mla: bool) -> Any:
     nested = listed_ids(eagle_config(config).get(IDS))
     return config.get("num_aux_hidden_states") or (len(nested) if nested else None)
+
+
+def _inputs(captured: tuple[int, ...], _layers: int | None) -> tuple[int, ...]:
+    """Every list is one of inputs; the number of layers in it means the output of the last one."""
+    return tuple(i + 1 for i in captured)
+
+
+def _inputs_within(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
+    """As `_inputs`, but captured before each layer runs: never the output of the last one."""
+    return None if layers is not None and captured[-1] >= layers - 1 else _inputs(captured, layers)
+
+
+MODELS = f"{VLLM_SOURCE}/model_executor/models"
+# Classes with SupportsEagle3. For a target of any other, or of one that has no class of vLLM's own, there is
+# transformers' (`--model-impl transformers`), which captures too:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/transformers/base.py#L828-L845
+CAPTURES = (
+    # Mistral's, Phi's and Llama-4's text models are made of Llama's, Qwen3's of Qwen2's, as their multimodal wrappers.
+    Capture(("llama", "llama4_text", "mistral", "phi3"), f"{MODELS}/llama.py#L429-L441", _inputs),
+    Capture(("qwen2", "qwen2_5_vl_text", "qwen3"), f"{MODELS}/qwen2.py#L424-L434", _inputs),
+    Capture(("qwen3_moe",), f"{MODELS}/qwen3_moe.py#L505-L515", _inputs),
+    Capture(("qwen3_vl_text",), f"{MODELS}/qwen3_vl.py#L1869-L1888", _inputs),
+    Capture(("qwen3_vl_moe_text",), f"{MODELS}/qwen3_vl_moe.py#L126-L147", _inputs),
+    Capture(("gemma4_text",), f"{MODELS}/gemma4.py#L1357-L1378", _inputs),
+    Capture(("gpt_oss",), f"{MODELS}/gpt_oss.py#L527-L533", _inputs),
+    Capture(("minimax_m2",), f"{MODELS}/minimax_m2.py#L403-L410", _inputs),
+    # Kimi K2.5 and later wrap it.
+    Capture(("deepseek_v2", "deepseek_v3", "kimi_k2"), f"{MODELS}/deepseek_v2.py#L1561-L1587", _inputs),
+    Capture(
+        ("deepseek_v32", "glm_moe_dsa"), f"{VLLM_SOURCE}/models/deepseek_v32/nvidia/model.py#L285-L293", _inputs_within
+    ),
+)
 
 
 def _rope_rows(spec: HeadSpec) -> float:
@@ -244,10 +290,12 @@ ENGINE = Engine(
     name="vllm",
     title="vLLM",
     layout=VLLM,
+    release="0.32.0 and 0.33.0",
     # Two model runners, which look for the captured layers in different places. No launch option says otherwise: its
     # --hf-overrides are the target's alone, where they are keys:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1084-L1107
     runners=(Runner("vllm-v1", _in_v1, _states), Runner("vllm-v2", _in_v2, _states)),
+    captures=CAPTURES,
     launch=Launch(COMMAND, "serve-vllm.sh", lambda spec: f"{COMMAND}\n"),
     # It shows its counters where it speculates, and nowhere else.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),
@@ -309,8 +357,10 @@ ENGINE = Engine(
         NullKey("index_topk", "the attention is taken for DeepSeek-V3.2's sparse one", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L180-L181
         NullKey("eagle_config.use_aux_hidden_state", "fc is left out", "gqa"),
+        # Of the V2 runner from 0.33 on:
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1683-L1685
-        NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla", runner="vllm-v1"),
+        # https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22
+        NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L184-L188
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),

@@ -36,7 +36,7 @@ def rotary_dims(attention: Gqa | Mla, rope: Rope) -> int:
         dims = int(attention.head_dim * rope.partial_rotary_factor)
     if dims < 2 or dims % 2:
         raise ConfigUnsupported(
-            f"RoPE would rotate {dims} dims of a head, but it rotates pairs",
+            f"RoPE rotates pairs of dims, but {dims} is not a positive even number",
             where="qk_rope_head_dim" if isinstance(attention, Mla) else "head_dim x partial_rotary_factor",
             fix="Give the head an even number of rotary dims.",
         )

@@ -19,11 +19,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic.fields import FieldInfo
 
 from ..checkpoint.schema import in_words
-from ..checkpoint.source import Source, resolve
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
+    from ..checkpoint.source import Source
 
 Kind = Literal["plain", "checkpoint", "file", "output", "ids", "list", "json", "settings", "yes-or-no"]
 
@@ -49,6 +49,8 @@ class Marks:
 def _path(value: Any) -> Any:
     """Take a path as it is: its bytes need not be UTF-8, which pydantic's own strings must be."""
     if isinstance(value, (str, os.PathLike)):
+        if "\0" in str(value):
+            raise ValueError("no path holds a zero byte")
         return os.fspath(value)
     raise ValueError("it is neither a path nor a name")
 
@@ -150,6 +152,8 @@ class Context:
     def source(self, name: str) -> Source:
         """Return the checkpoint that a name means; a hub id is one commit for as long as this context lives."""
         if name not in self._sources:
+            from ..checkpoint.source import resolve
+
             self._sources[name] = resolve(name)
         return self._sources[name]
 

@@ -99,8 +99,8 @@ class Bench(Reading):
     limit: Count | None = option(None, "Use only N prompts of each category.", metavar="N")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
     draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] = option(
-        "3", "Draft tokens per step (K), as served; without --url also several, e.g. 1-8; an engine is started anew "
-        "for each.",
+        "3",
+        "Draft tokens per step (K), as served. Without --url several are possible, e.g. 1-8; each restarts the engine.",
         kind="list", metavar="K|A-B", validate_default=True,
     )  # fmt: skip
     engine: str | None = option(None, "Start this engine to serve --target with --head.", metavar="ENGINE")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..errors import RequestInvalid
+from ..errors import ReadingBeaten, RequestInvalid
 from .base import Context, Estimate, Name, argument, option
 from .reading import Reading, check_trusted, refuse_existing_output
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Share = Annotated[float, Field(ge=0, le=1)]
 HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
 # What only a conversion of the attention reads.
-OF_ATTENTION = ("states", "prompts", "context", "heal", "head_dim", "min_retention", "device", "trust_remote_code")
+OF_ATTENTION = ("context", "heal", "head_dim", "min_retention", "device")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Convert(Reading):
 
     --attention changes the attention. That is an approximation: it is fitted to --target's states, healed
     (fine-tuned), measured on held-out text, and refused if it retains too little.
+
+    Without it, --prompts or --states measure on --target what the head's files leave open. The conversion takes what
+    is decided, and refuses a reading that another one beats.
     """
 
     EXAMPLES = (
@@ -59,7 +63,7 @@ class Convert(Reading):
     drop_shared: bool = option(False, "Leave out tensors that are byte-identical to --target's.")
     dtype: Literal["bfloat16"] | None = option(None, "Cast the weights to this dtype; not exact.")
     attention: Literal["mha", "mla"] | None = option(None, "Change the attention; not exact.")
-    states: Name | None = option(None, "Output of kconv states, to calibrate --attention.", kind="file")
+    states: Name | None = option(None, "Output of kconv states, to calibrate --attention or measure.", kind="file")
     prompts: Name | None = option(None, "Prompts (JSONL) to run --target on, instead of --states.", kind="file")
     context: Annotated[int, Field(ge=16)] = option(
         512, "Tokens per text cut from --prompts; use the length that you serve.", metavar="N"
@@ -90,6 +94,8 @@ class Convert(Reading):
             self.refuse(*OF_ATTENTION, unless="with --attention")
             if self.drop_shared and self.target is None:
                 raise ValueError("--drop-shared needs --target, for comparison")
+            if (self.states or self.prompts) and (self.target is None or (self.states and self.prompts)):
+                raise ValueError("give --target, and one of --states and --prompts, to measure how HEAD is read")
             return self
         if self.target is None or self.given("drop_shared", "dtype"):
             raise ValueError("--attention needs --target, and takes no --drop-shared or --dtype")
@@ -135,7 +141,43 @@ class Convert(Reading):
 
         return FLOAT_DTYPES[self.dtype] if self.dtype else ""
 
+    def _measured(self, context: Context) -> tuple[Self, frozenset[str]]:
+        """Return the request as the target's states confirm it, and the facts that they do.
+
+        Raises:
+            ReadingBeaten: the head, as it is read, accepts less than under another reading.
+        """
+        from .validate import Validate
+
+        names = (*Reading.model_fields, "prompts", "states", "trust_remote_code")
+        report = Validate(head=self.head, **{name: getattr(self, name) for name in names if self.given(name)}).run(
+            context
+        )
+        for finding in report.findings:
+            if finding.rule == "K312":
+                raise ReadingBeaten(finding.message, where=self.head, fix=finding.fix)
+            if finding.rule in ("K313", "K314"):
+                context.log(f"{finding.where}: {finding.message}")
+        told = {one.where.removeprefix("config.json: ") for one in report.findings if one.rule == "K313"}
+        update: dict[str, Any] = {}
+        if told:
+            best = max(report.figures.readings, key=lambda row: row.length)
+            ids = tuple(map(int, re.findall(r"\d+", best.captured)))
+            found = {
+                "captured": {"captured": ids, "captured_are": "outputs"},
+                "rope_theta": {"rope_theta": float(best.rope_theta)},
+                "norm_before_residual": {"norm_before_residual": best.norm_before_residual == "true"},
+            }
+            update = {key: value for fact in told for key, value in found[fact].items()}
+        return self.model_copy(update=update), frozenset(told)
+
     def _convert(self, context: Context) -> Converted:
+        if not (self.states or self.prompts):
+            return self._write(context, frozenset())
+        request, told = self._measured(context)
+        return request._write(context, told)
+
+    def _write(self, context: Context, measured: frozenset[str]) -> Converted:
         from ..convert.execute import execute
         from ..convert.plan import WriteOptions, plan
         from ..convert.shared import find_for_layout, find_shapes
@@ -146,7 +188,9 @@ class Convert(Reading):
         headers = self.open_headers(context, self.head)
         plan(headers, layout, WriteOptions(find_shapes(target) if target else None, False, self._rounded()))
         shared = find_for_layout(target, headers, layout, drop_shared=self.drop_shared) if target else None
-        decided = plan(self.open(context, self.head), layout, WriteOptions(shared, self.drop_shared, self._rounded()))
+        head = self.open(context, self.head)
+        head = replace(head, read=replace(head.read, measured=measured))
+        decided = plan(head, layout, WriteOptions(shared, self.drop_shared, self._rounded()))
         with context.bytes("converting", sum(step.size for step in decided.steps)) as advance:
             return Converted(self.out, execute(decided, Path(self.out), advance))
 

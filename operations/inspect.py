@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..errors import KconvError
 from .base import Context, Name, argument
 from .reading import Reading
 
@@ -97,9 +99,14 @@ class Inspect(Reading):
         from ..convert.opening import find_misfit
         from ..convert.read import read
 
-        checkpoint = context.source(self.head).open_headers()
+        source = context.source(self.head)
+        checkpoint = source.open_headers()
         target = self.target_config(context)
         reading = read(checkpoint, layout=self.layout(), hints=self.hints(target), values=False)
         if target and reading.read and (problem := find_misfit(reading.read.spec, target, str(self.target))):
             reading = replace(reading, problems=(*reading.problems, problem))
-        return Inspected(reading, named_targets(checkpoint.folder, checkpoint.config))
+        readme = checkpoint.folder
+        # What it names is an offer: without a connection there is none.
+        with suppress(KconvError):
+            readme = source.fetch_readme()
+        return Inspected(reading, named_targets(readme, checkpoint.config))

@@ -165,9 +165,10 @@ class Quantize(Prompted):
             OutputExists, OutputFailed: the folder is there, or cannot be written.
             KconvError: the target, the recipe or the scales cannot be read, or cannot be quantized so.
         """
-        from ..quantize.run import quantize, read_world
+        recipe = self._recipe(context)
+        from ..quantize.run import quantize, read_world  # loads torch, which a wrong request is refused without
 
-        recipe, world = self._recipe(context), read_world()
+        world = read_world()
         if world.size > 1 and self.backend == "modelopt":
             raise RequestInvalid("--backend modelopt runs in one process", fix="Start it without torchrun.")
         if not world.rank:

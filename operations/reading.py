@@ -119,6 +119,19 @@ def check_trusted(context: Context, trust_remote_code: bool, target: str | None)
         )
 
 
+def check_prompts(file: Path) -> None:
+    """Refuse prompts that cannot be read before anything is loaded that takes seconds; a suite is looked at later.
+
+    Raises:
+        PromptsInvalid: see `targets.prompts.read_prompts`.
+    """
+    from ..targets.prompts import read_prompts
+    from ..targets.suites import SUITES
+
+    if str(file).partition("@")[0] not in SUITES:
+        read_prompts(file)
+
+
 def refuse_existing_output(out: str | None, source: str | None = None) -> None:
     """Refuse an output that is already there, or that lies inside the checkpoint it is made from.
 
@@ -132,5 +145,5 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
     if out is None:
         return
     refuse_existing(Path(out))
-    if source is not None and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
+    if source is not None and Path(out).resolve().is_relative_to(Path(source).resolve()):
         raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder beside it.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Context, LayerIds, Name, Operation, argument, option
-from .reading import Count, check_trusted, refuse_existing_output
+from .reading import Count, check_prompts, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from ..engines.vllm_states import ServedRunner
@@ -117,6 +117,8 @@ class States(Operation):
         """
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
+        if self.prompts:
+            check_prompts(context.path(self.prompts))
         from ..convert.captured import default_outputs
         from ..targets.write_states import Wanted, WantedAnswers, capture_states
 

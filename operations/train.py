@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..checkpoint.schema import parse_json
 from .base import Context, Estimate, Name, Operation, argument, option
 from .reading import Count, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
+    from ..head.spec import HeadSpec
     from ..head.vocab import Coverage
+    from ..targets.config import TargetConfig
     from ..train.job import Pace, TrainJob
+    from ..train.plan import TrainPlan
 
 # A head's size does not hang on how much it is trained on.
 ANY_ROWS = 1 << 20
@@ -69,21 +72,26 @@ class Train(Operation):
     """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
 
     --data runs the target during training, whole in each process. --states does not run it, and loads only its
-    embedding, final norm and output matrix. Under torchrun the processes share each batch; their number must divide it.
+    embedding, final norm and output matrix. Several processes (torchrun) share each batch; their number must divide it.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
     (.NAME.training beside OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
     an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. Its manifest records the
     training; its folder modelopt has the head as ModelOpt's module, and the curves.
+
+    --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
+    both steps and batches. WORLD_SIZE is the number of processes.
     """
 
     EXAMPLES = (
         "kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4",
         "kconv train my-target my-better-head --recipe eagle3-mla --data more.jsonl --init-from my-head",
         "torchrun --nproc-per-node 8 --no-python kconv train my-target my-head --recipe eagle3-mla --states my-states",
+        "kconv train my-target my-head --recipe eagle3-mla --states my-states --rate 20000 --dry-run",
     )
     HEAVY = True
     RESUMES = True
+    PLANS = True
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
@@ -107,6 +115,11 @@ class Train(Operation):
     eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
     shard: bool = option(False, "Under torchrun: distribute the head over the processes (FSDP2).")
     tensorboard: bool = option(False, "Write TensorBoard event files.")
+    rate: Annotated[float, Field(gt=0)] | None = option(
+        None,
+        "Tokens per second of all processes, for --dry-run; training.json of a run has it.",
+        metavar="N",
+    )
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
 
     @model_validator(mode="after")
@@ -156,21 +169,70 @@ class Train(Operation):
         check_keys(read_recipe_file(str(context.path(self.recipe))) | self.set)
 
     def estimate(self, context: Context) -> Estimate:
-        """Return twice the head's bytes: as it is exported, and as ModelOpt's own module."""
-        from math import prod
-
-        from ..head.slots import needs
-        from ..targets.config import read_target_config
-        from ..train.evaluate import spec_of
-        from ..train.recipe import complete, read_recipe_file
-
+        """Return the output's bytes: the head as it is exported, and as ModelOpt's own module."""
         if self.init_from:
             return Estimate(None)
-        config = read_target_config(context.source(self.target).fetch_config())
+        return Estimate(self._plan(context, lambda *_: (ANY_ROWS, None)).output)
+
+    def preview(self, context: Context) -> TrainPlan:
+        """Return what the run would take.
+
+        Raises:
+            KconvError: the target's config, the recipe, the data or the states cannot be read.
+        """
+        return self._plan(context, lambda config, values: self._text(context, config, values))
+
+    def _plan(
+        self, context: Context, text: Callable[[TargetConfig, Mapping[str, Any]], tuple[int, int | None]]
+    ) -> TrainPlan:
+        """Plan a run over as many rows and tokens as `text` says."""
+        from ..targets.config import read_target_config
+        from ..train.job import Pace, check_processes
+        from ..train.plan import plan_training
+        from ..train.recipe import check_keys, complete, read_recipe_file
+
         values = read_recipe_file(str(context.path(self.recipe))) | self.set
-        spec = spec_of(complete(values, config, ANY_ROWS), config)
-        width = {"F32": 4, "BF16": 2}[spec.dtype]
-        return Estimate(2 * sum(prod(need.shape) for need in needs(spec).values()) * width)
+        check_keys(values)
+        config = read_target_config(context.source(self.target).fetch_config())
+        rows, tokens = text(config, values)
+        recipe = complete(values, config, rows, self._continued(context) if self.init_from else None)
+        # Whether GPUs are here to spread it over does not matter to a plan.
+        check_processes(recipe.batch, Pace())
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return plan_training(recipe, config, processes=processes, shard=self.shard, text=tokens, rate=self.rate)
+
+    def _continued(self, context: Context) -> HeadSpec:
+        from ..convert.captured import Hints
+        from ..convert.opening import open_head
+
+        head = context.source(self.init_from or "").open_headers()
+        return open_head(head, None, Hints(), context.source(self.target)).spec
+
+    def _text(self, context: Context, config: TargetConfig, values: Mapping[str, Any]) -> tuple[int, int | None]:
+        """Return the rows and tokens of the text; any where the recipe states how much of it is taken."""
+        from ..targets.states import open_states
+        from ..targets.tokenizer import load_tokenizer
+        from ..train.data import place_sequences, prepare_dialogues
+        from ..train.recipe import EagleRecipe
+
+        if {"steps", "batches"} <= values.keys():
+            return ANY_ROWS, None
+        seq, pack = values.get("seq", EagleRecipe.seq), values.get("pack", EagleRecipe.pack)
+        if self.states:
+            stored = open_states(context.path(self.states), config=config)
+            return len(place_sequences(stored, seq, held_out=False, pack=pack).places), stored.record.rows
+        check_trusted(context, self.trust_remote_code, self.target)
+        folder = context.source(self.target).fetch_tokenizer()
+        text = prepare_dialogues(
+            str(context.path(self.data or "")),
+            load_tokenizer(folder, trust_remote_code=self.trust_remote_code),
+            seq,
+            held_out=str(context.path(self.held_out)) if self.held_out else None,
+            split=self.split or "train",
+            revision=self.revision,
+            pack=pack,
+        ).text
+        return len(text.ids), text.ids.numel()
 
     def _job(self, context: Context, pace: Pace) -> TrainJob:
         from ..convert.captured import Hints

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..engines import registry
 from ..errors import ReportInvalid, RequestInvalid
 from .base import Context, Name, argument, option, plain_name
-from .reading import Count, Reading, check_trusted
+from .reading import Count, Reading, check_prompts, check_trusted
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
@@ -221,8 +221,6 @@ class Validate(Reading):
             refuse_existing(Path(self.out or "") / name, fix="Give --out another folder, or delete the old report.")
 
     def _held_out(self, context: Context) -> HeldOutText | None:
-        from ..validate.perplexity import HeldOutText, check_layers_fit
-
         if given := self.given(*OF_HEADS):
             raise RequestInvalid(
                 f"{', '.join(given)}: only for a head, but this is a target",
@@ -231,6 +229,9 @@ class Validate(Reading):
         check_trusted(context, self.trust_remote_code, self.source)
         if not self.prompts:
             return None
+        check_prompts(context.path(self.prompts))
+        from ..validate.perplexity import HeldOutText, check_layers_fit
+
         source = context.source(self.source or "")
         check_layers_fit(source)
         return HeldOutText(source, self.prompts, self.prompt_tokens + self.new_tokens, self.trust_remote_code)
@@ -238,10 +239,12 @@ class Validate(Reading):
     def _parity(self, context: Context, target: Source | None) -> Parity | None:
         if target is None or not (self.prompts or self.states):
             return None
+        check_trusted(context, self.trust_remote_code, self.target)
+        if self.prompts:
+            check_prompts(context.path(self.prompts))
         from ..validate.held_out import encode_held_out
         from ..validate.parity import Parity
 
-        check_trusted(context, self.trust_remote_code, self.target)
         prompts = None
         if self.prompts:
             import torch
@@ -287,6 +290,7 @@ def _write(report: Report, out: Path) -> None:
     """Write a report into a new folder, whole or not at all, or beside what one holds that is there."""
     from tempfile import TemporaryDirectory
 
+    from ..checkpoint.schema import MAX_JSON, read_bounded
     from ..checkpoint.staging import refuse_existing, staged, write_new
     from ..validate.markdown import illustrate, write_report
 
@@ -297,4 +301,4 @@ def _write(report: Report, out: Path) -> None:
         for file in files:
             refuse_existing(out / file.name)
         for file in files:
-            write_new(out / file.name, file.read_bytes())
+            write_new(out / file.name, read_bounded(file, ReportInvalid, limit=MAX_JSON, fix="Run it again."))

@@ -125,9 +125,9 @@ class Vocab(Reading):
         return read_vocabulary(context.source(self.target), trust_remote_code=self.trust_remote_code)
 
     def _examine(self, context: Context) -> VocabReport:
-        from ..convert.vocab import examine
-
         known, head = self._known(context), context.source(self.head).open_weights()
+        from ..convert.vocab import examine  # loads torch, which what is no folder is refused without
+
         if known is None:
             return examine(head, layout=self.layout())
         counts = known.count_tokens(context.path(self.text)) if self.text else None

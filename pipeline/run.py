@@ -144,7 +144,7 @@ def _take(name: str, step: Step, release: Release, text: str, root: Path, state:
     if not why:
         write_state(root, state)
         return Outcome(name, step.do, "unchanged", size=_size(state.steps[name].files))
-    _clear(name, step, root, state)
+    _clear(name, step, root, state, own)
     state.steps[name] = Done(status="running", fingerprint=own)
     write_state(root, state)
     log(root, "begin", step=name, do=step.do, why=why, fingerprint=own, inputs=found.digests)
@@ -185,9 +185,15 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _clear(name: str, step: Step, root: Path, state: State) -> None:
-    """Take away what an earlier run of a step left; what somebody else put there is refused."""
+def _clear(name: str, step: Step, root: Path, state: State, own: str) -> None:
+    """Take away what an earlier run of a step left; what somebody else put there is refused.
+
+    A file that the same step adds to, as it goes on, stays.
+    """
     out, record = root / name, state.steps.get(name)
+    begun = record is not None and record.status != "done" and record.fingerprint == own
+    if begun and step.request.RESUMES and step.request.OUTPUT:
+        return
     with writing(out):
         if out.exists():
             foreign = ["it"] if record is None else []

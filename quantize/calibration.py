@@ -176,7 +176,7 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
     differing = [name for name, value in own if getattr(calibration.target, name) != value]
     if differing:
         raise InputScalesInvalid(
-            f"{file.name} belongs to another target: its {', '.join(differing)} differ",
+            f"{file.name} belongs to another target: {' and '.join(differing)} {'differs' if len(differing) == 1 else 'differ'}",
             where=file,
             fix="Calibrate this target, or give --input-scale data-free.",
         )

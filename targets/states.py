@@ -6,7 +6,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -452,7 +452,7 @@ def _sized(folder: Path, shard: ShardRecord | IndexRecord) -> Path:
 def _rows_of(info: TensorInfo, begin: int, end: int) -> TensorInfo:
     """Return a matrix's rows from `begin` up to `end` as a tensor of their own."""
     row = info.size // info.shape[0]
-    return replace(info, shape=(end - begin, *info.shape[1:]), begin=info.begin + begin * row, size=(end - begin) * row)
+    return info._replace(shape=(end - begin, *info.shape[1:]), begin=info.begin + begin * row, size=(end - begin) * row)
 
 
 def _missing(folder: Path, shard: ShardRecord | IndexRecord, fault: OSError) -> StatesInvalid:

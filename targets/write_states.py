@@ -226,8 +226,14 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
 
 def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[Planned]:
     """Yield each sequence with its known tokens: all of held-out text, and the prompt of a continuation."""
+    # No more of a prompt is encoded than is kept.
+    most = (
+        None
+        if wanted.prompt_tokens is None or wanted.text_tokens is None
+        else max(wanted.prompt_tokens, wanted.text_tokens)
+    )
     for prompt in read_prompts(wanted.prompts):
-        ids = tokenizer.encode_chat(prompt.turns[:1]) if wanted.chat else tokenizer.encode(prompt.turns[0])
+        ids = tokenizer.encode_chat(prompt.turns[:1], most) if wanted.chat else tokenizer.encode(prompt.turns[0], most)
         about: dict[str, Any] = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
         text = ids[: wanted.text_tokens]
         if wanted.held_out and len(text) > 1:
@@ -609,7 +615,7 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     other = [key for key in now if before.get(key) != now[key]]
     if other:
         raise StatesInvalid(
-            f"an interrupted run with other {', '.join(other)} was here",
+            f"an interrupted run here differs in {', '.join(other)}",
             where=folder,
             fix="Run that command again to finish it, choose another name, or delete this folder.",
         )

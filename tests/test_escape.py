@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 
 import kconv
 from kconv import escape
+from kconv.errors import KconvError
 
 ROOT = Path(kconv.__file__).parent
 HOSTILE = (
@@ -153,3 +154,16 @@ def on_a_terminal(command):
     os.close(main)
     process.wait()
     return said.decode(errors="replace")
+
+
+@pytest.mark.parametrize("place", ["what", "where", "fix"])
+def test_no_error_shows_a_password(place):
+    said = {"what": "it fails", "where": "here", "fix": "Do so."} | {place: "see https://me:s3cret@host:80/x and on"}
+    fault = KconvError(said["what"], where=said["where"], fix=said["fix"])
+    assert "s3cret" not in str(fault) + repr(fault) + repr(fault.problem())
+    assert "https://***@host:80/x and on" in str(fault)
+
+
+def test_an_address_without_a_password_stays_as_it_is():
+    for text in ("https://huggingface.co/org/name@main", "https://host/a@b", "org/name@rev: http://[::1]:80"):
+        assert KconvError(text).what == text

@@ -66,9 +66,9 @@ def claim(work: Path, key: str, world: int) -> None:
         )
     if found.get("processes") != world:
         raise OutputExists(
-            f"the stopped run here had {found.get('processes')} processes, not {world}",
+            f"the stopped run here had WORLD_SIZE {found.get('processes')}, not {world}",
             where=work,
-            fix="Start the same number to resume it, or delete the folder to start over.",
+            fix="Start as many processes to resume it, or delete the folder to start over.",
         )
 
 
@@ -137,7 +137,7 @@ def newest(work: Path, steps: int) -> Path | None:
     looks whether it is done only after a step.
     https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer_callback.py#L590-L593
     """
-    return max((folder for folder in work.glob("checkpoint-*") if _is_usable(folder, steps)), key=_step, default=None)
+    return max((folder for folder in work.glob("checkpoint-*") if _is_usable(folder, steps)), key=step_of, default=None)
 
 
 def drop_unusable(work: Path, steps: int) -> None:
@@ -147,12 +147,13 @@ def drop_unusable(work: Path, steps: int) -> None:
             shutil.rmtree(folder)
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """Return after which step a checkpoint was written."""
     return int(folder.name.rpartition("-")[2])
 
 
 def _is_usable(folder: Path, steps: int) -> bool:
-    return _step(folder) < steps and _is_whole(folder)
+    return step_of(folder) < steps and _is_whole(folder)
 
 
 def _is_whole(folder: Path) -> bool:

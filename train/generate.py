@@ -81,7 +81,7 @@ def generate(
     Raises:
         OutputFailed: `out` cannot be written.
         PromptsInvalid: `out` holds something else than answers.
-        EngineFailed: not one prompt was answered.
+        EngineFailed: not one prompt was answered, or the server cannot be connected to, after some attempts.
     """
     done = _answered(out)
     left = [prompt for prompt in prompts if prompt.digest not in done]
@@ -94,13 +94,16 @@ def generate(
             httpx.Client(base_url=request.url, timeout=request.timeout) as client,
             ThreadPoolExecutor(request.concurrency) as workers,
         ):
-            for future in as_completed([workers.submit(_ask, client, request, prompt) for prompt in left]):
-                line = future.result()
-                why = line.get("failed", why)
-                counts[FAILED if "failed" in line else ANSWERED] += 1
-                _write(file, line)
-                progress(counts)
-        _put_in_order(out, prompts)
+            try:
+                for future in as_completed([workers.submit(_ask, client, request, prompt) for prompt in left]):
+                    line = future.result()
+                    why = line.get("failed", why)
+                    counts[FAILED if "failed" in line else ANSWERED] += 1
+                    _write(file, line)
+                    progress(counts)
+            finally:
+                workers.shutdown(wait=False, cancel_futures=True)
+                _put_in_order(out, prompts)
     except OSError as fault:
         raise OutputFailed(
             f"{out} could not be written: {fault.strerror}", where=out, fix="Free some space."
@@ -164,6 +167,13 @@ def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict
             choice = _complete(client, request, [{key: said[key] for key in ("role", "content")} for said in messages])
             answer, reason = choice["message"], choice["finish_reason"]
             content = answer["content"]
+        except httpx.ConnectError as fault:
+            # Not this prompt's fault: each of the others would wait for the same.
+            raise EngineFailed(
+                f"no server is there any more, or none ever was: {type(fault).__name__}: {fault}",
+                where=request.url,
+                fix="Start it, or check the address; the same command goes on where it stopped.",
+            ) from fault
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
             return line | {"failed": f"{type(fault).__name__}: {fault}"}
         if not content:

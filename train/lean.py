@@ -11,7 +11,8 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. What is put in its p
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the loss of its
   documents by themselves.
 
-What it saves is in docs/benchmarks.md. The layout of draft steps is ModelOpt's own; see `module` for what stands where.
+What is kept of a token is counted in `plan`; scripts/bench-train-memory measures the peak. The layout of draft steps is
+ModelOpt's own; see `module` for what stands where.
 """
 
 from __future__ import annotations
@@ -238,10 +239,12 @@ def _loss(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, ma
 
 def _part(model: Any, target: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        logits = model._base_model_lm_head(target)
+        known, rows = model._base_model_lm_head, slice(None)
         if hasattr(model.eagle_module, "d2t"):
+            # Of the target's tokens those that the head drafts: the others cost as much, and nothing looks at them.
             d2t = model.eagle_module.d2t
-            logits = logits[:, torch.arange(len(d2t), device=d2t.device) + d2t]
+            rows = torch.arange(len(d2t), device=d2t.device) + d2t
+        logits = F.linear(target, known.weight[rows], None if known.bias is None else known.bias[rows])
     own = getattr(model.eagle_module, "lm_head", model._base_model_lm_head)(head)
     loss = -(logits.softmax(-1) * own.log_softmax(-1)).sum()
     return loss, (logits.argmax(-1) == own.argmax(-1)).sum().float().detach()

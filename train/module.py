@@ -96,6 +96,9 @@ def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": list(recipe.captured),
         "_attn_implementation": "eager" if recipe.kernel == "eager" else SDPA,
     }
+    if getattr(target.config, "sliding_window", None):
+        # ModelOpt reads these as the target's class of config does, gpt-oss' with a window in every other layer.
+        architecture |= {"layer_types": ["full_attention"], "sliding_window": None}
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         architecture[token] = getattr(target.config, token)
     if recipe.draft_vocab is not None:

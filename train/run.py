@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import shutil
+import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ from ..engines import by_name
 from ..engines.layout import stored
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
-from .checkpoints import RUN, claim, drop_unusable, newest
+from .checkpoints import RUN, claim, drop_unusable, newest, step_of
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
 from .feed import Feed, StatesSource, online_states
@@ -110,12 +111,14 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
-    evaluated, dtype = EVAL_BATCHES * recipe.batch, TORCH[recipe.dtype]
+    # There may be fewer rows to look at than a batch has.
+    shown, dtype = min(recipe.batch, len(job.unseen.ids)), TORCH[recipe.dtype]
+    evaluated = EVAL_BATCHES * recipe.batch
     # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
     used = len(job.text.ids) // recipe.batch * recipe.batch
     feeds = (
         Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype, job.text.documents),
-        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], recipe.batch, unseen, dtype),
+        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], shown, unseen, dtype),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)
@@ -128,7 +131,10 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
         # Beside the checkpoints, for training begins with an empty log.
         if trainer.accelerator.is_main_process:
             (work / UNTRAINED).write_text(json.dumps(untrained))
+    begin, before = time.monotonic(), step_of(resume) if resume else 0
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    tokens = (recipe.steps - before) * recipe.accumulate * recipe.batch * recipe.seq
+    trainer.rate = tokens / (time.monotonic() - begin)
     if recipe.steps % pace.eval_every:
         trainer.evaluate()
     return trainer
@@ -183,7 +189,9 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     data = {name: value for name, value in job.data.items() if name != "prompts"}
-    (folder / MODULE / REPORT).write_text(json.dumps(report | {"data": data}, indent=2) + "\n")
+    # How fast it went is no part of what came out, which is the same however often a run was stopped.
+    told = report | {"data": data, "tokens_per_second": round(trainer.rate, 1)}
+    (folder / MODULE / REPORT).write_text(json.dumps(told, indent=2) + "\n")
     if find_spec("matplotlib"):
         draw_curves(folder / MODULE / CURVES, history, job.recipe.ttt_steps)
     return {key: value for key, value in report.items() if key != "evaluations"}

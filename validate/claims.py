@@ -12,6 +12,7 @@ from math import prod
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST, Manifest, mismatch
+from ..checkpoint.schema import parse_json
 from ..convert.captured import Hints
 from ..convert.read import Head, read
 from ..engines import by_name
@@ -39,8 +40,8 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
         return
     head = read(checkpoint, layout=by_name(manifest.layout)).sound_head()
     # As JSON has it: tuples are lists there.
-    spec = json.loads(json.dumps(asdict(head.spec) | {"kind": head.spec.kind}))
-    stated = json.loads(json.dumps(manifest.spec))
+    spec = parse_json(json.dumps(asdict(head.spec) | {"kind": head.spec.kind}))
+    stated = parse_json(json.dumps(manifest.spec))
     for name in sorted(spec.keys() | stated.keys()):
         if name in spec and name in stated and stated[name] != spec[name]:
             raise _says(f"{name} {stated[name]}", f"the head has {spec[name]}")

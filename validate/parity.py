@@ -30,12 +30,21 @@ from ..targets.modelopt_states import open_modelopt_states
 from ..targets.states import RECORD, StatesFolder, StoredStates, open_states, read_record
 from .held_out import HeldOut, refuse_overlap
 from .measure import Drafter, Measured, count_halves, head_drafter, measure_states
-from .misread import TargetsOwn, find_layers, measure_misreadings
 from .parts import Parts
-from .readings import Reading, ReadingsMeasured, choose_text, find_readings, measure_readings
+from .readings import (
+    Reading,
+    ReadingsMeasured,
+    TargetsOwn,
+    choose_text,
+    find_layers,
+    find_readings,
+    judge_mistakes,
+    measure_mistakes,
+    measure_readings,
+)
 from .report import Finding
 from .texts import Batch, Text, make_texts, stored_texts
-from .verdict import Claim, judge_baselines, judge_fingerprint, judge_misreadings, judge_retention
+from .verdict import Claim, judge_baselines, judge_fingerprint, judge_retention
 
 
 def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
@@ -247,10 +256,11 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
         findings += _judge_approximation(bench, parity, measured)
     else:
         say("measuring the head read otherwise")
-        gains = measure_misreadings(
-            heads["output"], bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config)
+        known = [one.spec for one in bench.readings]
+        gains = measure_mistakes(
+            heads["output"], bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config), known
         )
-        findings += judge_misreadings(gains)
+        findings += judge_mistakes(gains)
         about = about | {"readings": len(gains)}
     say("measuring other readings of the head")
     told = measure_readings(

@@ -24,7 +24,7 @@ from ..targets.config import TargetConfig, parse_target_config
 from ..targets.weights import Plain, StoredWeight, stored_weights
 from .figures import NoiseFigures
 from .report import Finding
-from .rules.comparisons import AS_THE_SOURCE
+from .rules.comparisons import AS_THE_SOURCE, FLOOR
 
 # Each key of the text model that decides a number, with what its absence means to every reader; None where readers
 # differ, or fail. An exporter may write such a value down, or leave it out.
@@ -100,11 +100,6 @@ def _another(key: str, mine: Any, its: Any) -> Finding:
         message=f"it is {said}, and the source's is {wanted}",
         fix=AS_THE_SOURCE,
     )
-
-
-# Signal over noise, dB. The worst that sixteen values and their scale can do: all but the largest at 5/6 of it, the
-# middle of the widest step, lose a fifth each, which is 14 dB; what is below was not rounded but changed.
-FLOOR = 13.5
 
 
 def check_quantized(

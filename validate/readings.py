@@ -1,30 +1,40 @@
-"""Which reading of a head its target's states confirm.
+"""How a head may be read, and which reading its target's states confirm.
 
-A config can leave open, or a user can say, which layers a head reads, by which base its RoPE turns, and whether its
-first residual is normed. Each such reading is the same weights under another spec, so all of them are run over one text
-beside the one that was taken, and compared by the paired standard error over sequences. A head that was trained is
-measurably worse under any reading but its own.
+A trained head drafts best as it was trained, so a reading is measured: the same head under another spec, or with its
+weights in another order, drafts over the same text, and the two are compared by the paired standard error over
+sequences. It takes no source, only the target and some text.
+
+Two kinds of readings. Those that files leave open or a user said: which layers a head reads, by which base its RoPE
+turns, whether its first residual is normed. And those that undo a known mistake of a loader, an exporter or a config,
+which leaves names, shapes and dtypes as they were: gate and up in the other order, RoPE's pairs as halves and as
+neighbors, keys and values of a fused projection in another order, norms that are one off (Gemma's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, permutations, product
+from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..convert.captured import readings
 from ..convert.read import Head
 from ..head.chain import Acceptance, pool
 from ..head.forward import DraftHead
-from ..head.spec import HeadSpec
+from ..head.spec import Gqa, HeadSpec, Mla, Rope
 from ..targets.config import TargetConfig
 from ..targets.forward import States
 from .figures import ReadingFigures, TextKind
 from .measure import accept, head_drafter, influences, standard_errors
 from .report import Finding
+from .rules.comparisons import RULES
+from .rules.rule import Found
 from .texts import Batch, Text
+
+RULE = {rule.id: rule for rule in RULES}
 
 # By how many paired standard errors one reading must beat another to be told from it.
 TOLD = 3.0
@@ -37,6 +47,19 @@ BASES = (10000.0, 50000.0, 500000.0, 1000000.0)
 # Texts by how well they tell two readings apart: the longest first, and greedy text, which loops, last.
 KINDS = ("held-out", "sampled", "greedy")
 FACTS = ("captured", "rope_theta", "norm_before_residual")
+# Sequences of each text that all mistakes are undone on, how many of the best then are on more, and on how many.
+SCREENED, BEST, PROBED = 1, 6, 12
+# Fewer say too little of their spread.
+LEAST = 6
+# A mistake is one where undoing it gains this many standard errors, and this share of the acceptance length.
+SIGMAS, GAIN = 4.0, 0.01
+# One that is not the best of many, but asked for by itself.
+SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
+TARGETS_ROPE = "the target's own RoPE"
+SCALES = (0.8, 0.9, 1.1, 1.25)
+# Orders of more states than these are too many to try.
+MOST_STATES = 4
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -140,8 +163,7 @@ class ReadingsMeasured:
 
     def behind(self, one: int, other: int) -> tuple[float, float | None]:
         """Return by how much one reading's length falls short of another's, and its paired standard error."""
-        moved = influences(self.parts[other]) - influences(self.parts[one])
-        return self.lengths[other] - self.lengths[one], standard_errors(moved)[-1]
+        return _behind(self.parts[one], self.parts[other])
 
     def beats(self, other: int, one: int) -> bool:
         """Say whether a reading is better than another one by more than the noise."""
@@ -172,7 +194,27 @@ class ReadingsMeasured:
         return tuple(rows)
 
 
+def _behind(one: Sequence[Acceptance], other: Sequence[Acceptance]) -> tuple[float, float | None]:
+    """Return by how much one length falls short of another on the same sequences, and the paired standard error."""
+    return pool(other).length - pool(one).length, standard_errors(influences(other) - influences(one))[-1]
+
+
 @torch.no_grad()
+def _accept(
+    batches: Iterable[tuple[Text, Batch]], run: Callable[[Batch], States], stored: tuple[int, ...], steps: int,
+    heads: Callable[[], Iterable[tuple[Key, DraftHead]]],
+) -> dict[Key, list[Acceptance]]:  # fmt: skip
+    """Return the acceptance of each head on each sequence; heads are asked for anew for each batch."""
+    found: dict[Key, list[Acceptance]] = {}
+    for text, batch in batches:
+        states = run(batch)
+        for key, head in heads():
+            drafter = head_drafter(head, steps, stored)
+            logits = drafter.logits(batch.tokens, states)
+            found.setdefault(key, []).extend(accept(text, batch, logits, states.logits, drafter.target_ids))
+    return found
+
+
 def measure_readings(
     text: Text, run: Callable[[Batch], States], stored: tuple[int, ...], steps: int, head: DraftHead,
     found: tuple[Reading, ...],
@@ -187,14 +229,9 @@ def measure_readings(
         head: the head in memory, under any of its readings.
         found: the readings.
     """
-    drafters = [head_drafter(DraftHead(one.spec, head.weights), steps, stored) for one in found]
-    parts: list[list[Acceptance]] = [[] for _ in found]
-    for batch in text.batches:
-        states = run(batch)
-        for place, drafter in enumerate(drafters):
-            logits = drafter.logits(batch.tokens, states)
-            parts[place] += accept(text, batch, logits, states.logits, drafter.target_ids)
-    return ReadingsMeasured(found, text.kind, tuple(map(tuple, parts)))
+    heads = [(place, DraftHead(one.spec, head.weights)) for place, one in enumerate(found)]
+    parts = _accept(((text, batch) for batch in text.batches), run, stored, steps, lambda: heads)
+    return ReadingsMeasured(found, text.kind, tuple(tuple(parts.get(place, ())) for place, _ in heads))
 
 
 def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, taken: bool = True) -> Iterator[Finding]:
@@ -213,35 +250,347 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
     if apart:
         gap, error = measured.behind(0, best)
         read, instead = (", ".join(f"{fact}: {one.facts[fact]}" for fact in apart) for one in (first, winner))
-        yield Finding(
-            rule="K312",
-            severity="error",
-            where="config.json",
-            message=f"read as {read}, the acceptance length is {lengths[0]:.3f}; read as {instead}, it is"
-            f" {lengths[best]:.3f} (+{gap:.3f} ± {error:.3f}, {on})",
-            fix=f"Convert the source again with {' '.join(winner.options(fact) for fact in apart)}.",
+        yield RULE["K312"].finding(
+            Found(
+                "config.json",
+                f"read as {read}, the acceptance length is {lengths[0]:.3f}; read as {instead}, it is"
+                f" {lengths[best]:.3f} (+{gap:.3f} ± {error:.3f}, {on})",
+                f"Convert the source again with {' '.join(winner.options(fact) for fact in apart)}.",
+            )
         )
     for fact in (fact for fact in FACTS if fact in still_open and fact not in apart):
         others = [i for i, one in enumerate(measured.readings) if one.facts[fact] != winner.facts[fact]]
         if others and all(measured.beats(best, other) for other in others):
             nearest = max(others, key=lengths.__getitem__)
             gap, error = measured.behind(nearest, best)
-            yield Finding(
-                rule="K313",
-                severity="note",
-                where=f"config.json: {fact}",
-                message=f"measured: {winner.facts[fact]}, acceptance length {lengths[best]:.3f}; the next best reading,"
-                f" {measured.readings[nearest].facts[fact]}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f}, on"
-                f" {on})",
-                fix=f"Say {winner.options(fact)} where kconv asks.",
+            yield RULE["K313"].finding(
+                Found(
+                    f"config.json: {fact}",
+                    f"measured: {winner.facts[fact]}, acceptance length {lengths[best]:.3f}; the next best reading,"
+                    f" {measured.readings[nearest].facts[fact]}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f},"
+                    f" on {on})",
+                    f"Say {winner.options(fact)} where kconv asks.",
+                )
             )
         else:
             rivals = {measured.readings[i].facts[fact] for i in others if not measured.beats(best, i)}
             shown = " or ".join([winner.facts[fact], *sorted(rivals)])
-            yield Finding(
-                rule="K314",
-                severity="warning",
-                where=f"config.json: {fact}",
-                message=f"measured, but cannot be decided: {shown}; the differences are within the noise of {on}",
-                fix="Give more prompts, or longer ones (--new-tokens), and states of the layers beside these.",
+            yield RULE["K314"].finding(
+                Found(
+                    f"config.json: {fact}",
+                    f"measured, but cannot be decided: {shown}; the differences are within the noise of {on}",
+                    "Give more prompts, or longer ones (--new-tokens), and states of the layers beside these.",
+                )
             )
+
+
+Kind = Literal["structure", "scale", "target's"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake, undone.
+
+    Attributes:
+        name: how the head is read then, as the end of "accepted more often with ...".
+        kind: "structure" where weights or config would mean another thing altogether, "scale" where a norm is only
+            stronger or weaker, which a head that is not fully trained may gain from too, "target's" where the config
+            would state what the target's does: one guess and no search, so less is asked of what it gains.
+        head: the head so read.
+        expected: whether heads of this kind are built so; one that is not should draft better as it is.
+    """
+
+    name: str
+    kind: Kind
+    head: DraftHead
+    expected: bool = False
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What undoing a mistake gains over the head as it stands: acceptance length and its paired standard error."""
+
+    name: str
+    kind: Kind
+    before: float
+    gained: float
+    error: float
+    expected: bool = False
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is more than chance, and more than a little."""
+        if self.kind == "target's":
+            return self.gained > SIGMAS_OF_ONE * self.error and self.gained > GAIN_OF_ONE * self.before
+        return self.gained > SIGMAS * self.error and self.gained > GAIN * self.before
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is clearly worse than the head as it stands, which that confirms."""
+        return -self.gained > SIGMAS_OF_ONE * self.error
+
+
+@dataclass(frozen=True)
+class TargetsOwn:
+    """What a target's config states, and its heads' often state too; `mla` where its attention is that."""
+
+    rope: Rope | None
+    eps: float | None
+    mla: bool
+
+    def readings(self, head: DraftHead) -> Iterator[Mistake]:
+        """Yield a head read by it, where the head's own config states otherwise."""
+        spec = head.spec
+        if self.rope is not None and self.rope != spec.rope:
+            expected = self.mla and isinstance(spec.attention, Mla)
+            yield Mistake(TARGETS_ROPE, "target's", head.altered(replace(spec, rope=self.rope)), expected)
+        if self.eps is not None and self.eps != spec.eps:
+            yield Mistake(f"the target's epsilon, {self.eps:g}", "target's", head.altered(replace(spec, eps=self.eps)))
+
+
+def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[int]:
+    """Return the layers whose outputs the mistakes of a head want, those of a target that has them."""
+    return frozenset(layer + by for layer in captured for by in (-1, 0, 1) if layer + by in layers)
+
+
+def known_mistakes(head: DraftHead, layers: Iterable[int], but: Collection[HeadSpec] = ()) -> Iterator[Mistake]:
+    """Yield the head with each known mistake undone.
+
+    Args:
+        head: the head as its files say.
+        layers: target layers whose outputs are at hand.
+        but: specs that are measured as readings anyway.
+    """
+    spec, weights = head.spec, head.weights
+    for layer in range(spec.layers):
+        yield from _structure(head, f"{layer}.")
+    for one, other in combinations(_hidden_norms(spec), 2):
+        yield _with(head, f"{_plain(one)} and {_plain(other)} swapped", {one: weights[other], other: weights[one]})
+    for name in _norms(weights):
+        for sign, said in ((1.0, "less one"), (-1.0, "plus one")):
+            yield _with(head, f"{_plain(name)} {said}", {name: weights[name] - sign})
+    yield from _orders(head)
+    for by in (-1, 1):
+        moved = head.altered()
+        moved.target_ids = head.target_ids.roll(by)
+        yield Mistake(f"the rows of lm_head moved by {by:+d}", "structure", moved)
+    for name, other in _specs(spec, frozenset(layers)):
+        if other not in but:
+            yield Mistake(name, "structure", head.altered(other))
+    for name in _norms(weights):
+        for factor in SCALES:
+            scaled = {name: weights[name] * factor}
+            yield replace(_with(head, f"{_plain(name)} times {factor}", scaled), kind="scale")
+
+
+def measure_mistakes(
+    head: DraftHead,
+    texts: Sequence[Text],
+    run: Callable[[Batch], States],
+    stored: tuple[int, ...],
+    steps: int,
+    target: TargetsOwn | None = None,
+    but: Collection[HeadSpec] = (),
+) -> list[Gain]:
+    """Undo each known mistake of a head on the first sequences of held-out and sampled text, and the best on more.
+
+    Greedy text says little: a small target's runs in circles, which any reading drafts well.
+
+    Args:
+        head: the head as its files say.
+        texts: as of `texts.make_texts`.
+        run: gives the target's states over a batch.
+        stored: the layers whose outputs these states hold, in their order.
+        steps: K.
+        target: what the target's own config states.
+        but: specs that are measured as readings anyway.
+
+    Returns:
+        What the best ones gain, and those by the target's config, the greatest gain first; nothing where there is too
+        little text.
+    """
+
+    def gains(count: int, mistakes: Callable[[], Iterable[Mistake]], least: int) -> list[Gain]:
+        kinds: dict[str, tuple[Kind, bool]] = {}
+
+        def heads() -> Iterator[tuple[str, DraftHead]]:
+            yield "", head
+            for mistake in mistakes():
+                kinds[mistake.name] = (mistake.kind, mistake.expected)
+                yield mistake.name, mistake.head
+
+        parts = _accept(_first(texts, count), run, stored, steps, heads)
+        own = parts.pop("", [])
+        if len(own) < least:
+            return []
+        before, found = pool(own).length, []
+        for name, other in parts.items():
+            gained, error = _behind(own, other)
+            kind, expected = kinds[name]
+            found.append(Gain(name, kind, before, gained, error or 0.0, expected))
+        return sorted(found, key=lambda gain: -gain.gained)
+
+    screened = gains(SCREENED, lambda: known_mistakes(head, stored, but), 1)
+    names = {gain.name for gain in screened[:BEST]}
+    best = [mistake for mistake in known_mistakes(head, stored, but) if mistake.name in names]
+    best += target.readings(head) if target else ()
+    return gains(PROBED, lambda: best, LEAST)
+
+
+def judge_mistakes(gains: Sequence[Gain]) -> Iterator[Finding]:
+    """Find that a head is accepted more often with a mistake undone; the greatest gain names what is wrong."""
+    clear = [gain for gain in gains if gain.is_clear]
+    certain = [gain for gain in clear if gain.kind != "scale"]
+    # What the target states needs no guess; another reading may gain the same by coming near to it. And a scale that
+    # makes up for half of what is wrong elsewhere is not what is wrong.
+    own = [gain for gain in certain if gain.kind == "target's" and gain.gained > certain[0].gained - certain[0].error]
+    for gain in (own or certain or clear)[:1]:
+        rule = RULE["K365" if gain.kind == "scale" else "K364"]
+        after = gain.before + gain.gained
+        said = f"with {gain.name} it is accepted {after:.3f} tokens a step, as it stands {gain.before:.3f}"
+        yield rule.finding(Found(gain.name, f"{said} (a gain of {gain.gained:.3f} ± {gain.error:.3f})"))
+    for gain in gains:
+        if gain.expected and not gain.is_clear and not gain.is_loss:
+            after = gain.before + gain.gained
+            said = f"with it the head is accepted {after:.3f} tokens a step, with its own {gain.before:.3f}"
+            apart = f"a difference of {gain.gained:+.3f} ± {gain.error:.3f}"
+            yield RULE["K366"].finding(Found(gain.name, f"the head's RoPE is not its target's: {said} ({apart})"))
+
+
+def _first(texts: Iterable[Text], count: int) -> Iterator[tuple[Text, Batch]]:
+    for text in texts:
+        left = count if text.kind != "greedy" else 0
+        for batch in text.batches:
+            if left > 0:
+                yield text, replace(batch, tokens=batch.tokens[:left], places=batch.places[:left])
+                left -= len(batch.tokens)
+
+
+def _with(head: DraftHead, name: str, changed: Mapping[str, Tensor]) -> Mistake:
+    return Mistake(name, "structure", head.altered(weights=changed))
+
+
+def _plain(slot: str) -> str:
+    return slot.removeprefix("0.")
+
+
+def _norms(weights: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in weights if name.endswith("norm") or ".fc_norm." in name or name == "norm"]
+
+
+def _hidden_norms(spec: HeadSpec) -> list[str]:
+    return ["0.hidden_norm", "0.input_layernorm", "0.post_attention_layernorm", "norm"]
+
+
+def _structure(head: DraftHead, at: str) -> Iterator[Mistake]:
+    """Yield a layer's linears in other orders."""
+    weights, attention = head.weights, head.spec.attention
+    gate, up = f"{at}gate_proj", f"{at}up_proj"
+    yield _with(head, f"{_plain(gate)} and {_plain(up)} swapped", {gate: weights[up], up: weights[gate]})
+    rows = _mla_rows if isinstance(attention, Mla) else _gqa_rows
+    turned = rows(head, at)
+    for way, how in (("halves", _to_halves), ("neighbors", _to_neighbors)):
+        for slots in ((*turned,), *((slot,) for slot in turned)):
+            named = " and ".join(map(_plain, slots))
+            yield _with(head, f"RoPE's pairs of {named} as {way}", {slot: turned[slot](how) for slot in slots})
+    o_proj = f"{at}o_proj"
+    columns = weights[o_proj].unflatten(1, (attention.heads, -1))
+    yield _with(head, f"the heads of {_plain(o_proj)} reversed", {o_proj: columns.flip(1).flatten(1)})
+    for by in (-1, 1):
+        yield _with(head, f"the heads of {_plain(o_proj)} moved by {by:+d}", {o_proj: columns.roll(by, 1).flatten(1)})
+    mixed = weights[o_proj].unflatten(1, (-1, attention.heads)).transpose(1, 2).flatten(1)
+    yield _with(head, f"the columns of {_plain(o_proj)} by head and not by dim", {o_proj: mixed})
+    if isinstance(attention, Mla):
+        yield from _latent(head, attention, at)
+
+
+def _latent(head: DraftHead, mla: Mla, at: str) -> Iterator[Mistake]:
+    """Yield MLA's fused projections in other orders."""
+    nope, rope, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+    slot = f"{at}kv_b_proj"
+    kv = head.weights[slot]
+    by_head = kv.unflatten(0, (mla.heads, -1))
+    values_first = torch.cat([by_head[:, v:], by_head[:, :v]], dim=1).flatten(0, 1)
+    yield _with(head, f"values before keys in {_plain(slot)}", {slot: values_first})
+    keys, values = kv.split([mla.heads * nope, mla.heads * v])
+    blocks = torch.cat([keys.unflatten(0, (mla.heads, -1)), values.unflatten(0, (mla.heads, -1))], dim=1)
+    yield _with(head, f"all keys before all values in {_plain(slot)}", {slot: blocks.flatten(0, 1)})
+    dims = kv.unflatten(0, (-1, mla.heads)).transpose(0, 1).flatten(0, 1)
+    yield _with(head, f"{_plain(slot)} by dim and not by head", {slot: dims})
+    slot = f"{at}q_b_proj"
+    query = head.weights[slot].unflatten(0, (mla.heads, -1))
+    rotary_first = torch.cat([query[:, rope:], query[:, :rope]], dim=1).flatten(0, 1)
+    yield _with(head, f"the rotary dims first in {_plain(slot)}", {slot: rotary_first})
+
+
+Turn = Callable[[Tensor], Tensor]
+
+
+def _to_halves(rows: Tensor) -> Tensor:
+    """Take rows whose pairs are neighbors, as if they were to be halves: `[..., dims, in]`."""
+    return torch.cat([rows[..., 0::2, :], rows[..., 1::2, :]], dim=-2)
+
+
+def _to_neighbors(rows: Tensor) -> Tensor:
+    one, other = rows.chunk(2, dim=-2)
+    return torch.stack([one, other], dim=-2).flatten(-3, -2)
+
+
+def _mla_rows(head: DraftHead, at: str) -> dict[str, Callable[[Turn], Tensor]]:
+    mla = head.spec.attention
+    if not isinstance(mla, Mla):
+        return {}
+
+    def query(how: Turn) -> Tensor:
+        rows = head.weights[f"{at}q_b_proj"].unflatten(0, (mla.heads, -1))
+        fixed, turned = rows.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=1)
+        return torch.cat([fixed, how(turned)], dim=1).flatten(0, 1)
+
+    def key(how: Turn) -> Tensor:
+        rows = head.weights[f"{at}kv_a_proj_with_mqa"]
+        return torch.cat([rows[: mla.kv_lora_rank], how(rows[mla.kv_lora_rank :])])
+
+    return {f"{at}q_b_proj": query, f"{at}kv_a_proj_with_mqa": key}
+
+
+def _gqa_rows(head: DraftHead, at: str) -> dict[str, Callable[[Turn], Tensor]]:
+    gqa = head.spec.attention
+    if not isinstance(gqa, Gqa):
+        return {}
+
+    def rows(slot: str, heads: int) -> Callable[[Turn], Tensor]:
+        return lambda how: how(head.weights[slot].unflatten(0, (heads, -1))).flatten(0, 1)
+
+    return {f"{at}q_proj": rows(f"{at}q_proj", gqa.heads), f"{at}k_proj": rows(f"{at}k_proj", gqa.kv_heads)}
+
+
+def _orders(head: DraftHead) -> Iterator[Mistake]:
+    """Yield the captured states in other orders before fc."""
+    count = len(head.spec.captured)
+    if count > MOST_STATES:
+        return
+    blocks = head.weights["fc"].unflatten(1, (count, -1))
+    for order in permutations(range(count)):
+        if list(order) != sorted(order):
+            layers = [head.spec.captured[place] for place in order]
+            # Column block i of the fc so read takes what block order[i] took.
+            yield _with(head, f"the states before fc in the order {layers}", {"fc": blocks[:, order].flatten(1)})
+
+
+def _specs(spec: HeadSpec, layers: frozenset[int]) -> Iterator[tuple[str, HeadSpec]]:
+    """Yield the configs that the same weights may be read by."""
+    own = spec.captured
+    moved = [tuple(layer + by for layer in own) for by in (-1, 1)]
+    moved += [(*own[:i], layer + by, *own[i + 1 :]) for i, layer in enumerate(own) for by in (-1, 1)]
+    for other in dict.fromkeys(moved):
+        if layers.issuperset(other) and list(other) == sorted(set(other)):
+            yield f"the outputs of layers {list(other)}", replace(spec, captured=other)
+    residual = replace(spec.norms, before_residual=not spec.norms.before_residual)
+    yield f"{'a normed' if residual.before_residual else 'the raw'} residual", replace(spec, norms=residual)
+    fed = replace(spec.norms, output=not spec.norms.output)
+    yield f"a state fed back {'after' if fed.output else 'before'} the final norm", replace(spec, norms=fed)
+    for theta in BASES:
+        if theta != spec.rope.theta:
+            yield f"a RoPE theta of {theta:g}", replace(spec, rope=replace(spec.rope, theta=theta))
+    if spec.rope.scaling is not None:
+        yield "no RoPE scaling", replace(spec, rope=replace(spec.rope, scaling=None))

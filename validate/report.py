@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ..checkpoint.bytes import file_digest
+from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.schema import load_json
 from ..convert.read import Head
@@ -153,7 +153,8 @@ def read_report(file: Path) -> Report:
 
 def digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the sha256 of each weight file, by its name."""
-    return {file.name: file_digest(file) for file in checkpoint.files}
+    with Look(Wanted(file, whole=True) for file in checkpoint.files) as look:
+        return {file.name: look.sha256(file) for file in checkpoint.files}
 
 
 def make_report(head: Head, findings: Sequence[Finding], figures: Figures, provenance: Mapping[str, object]) -> Report:

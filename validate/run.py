@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.bytes import file_digest
+from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, UnverifiedRecord, read_manifest
 from ..checkpoint.source import Folder, Source
@@ -23,10 +23,10 @@ from ..engines.layout import Layout
 from ..errors import ComparisonUnfit, KconvError, ManifestMismatch, NotACheckpoint, PromptsInvalid
 from ..targets.config import TargetConfig
 from .figures import Figures
-from .report import UNREAD, Finding, Report, assemble, config_digest, digests, figures
+from .report import UNREAD, Finding, Report, assemble, config_digest, figures
 from .rules.captured import other_readings
 from .rules.comparisons import MAKE_AGAIN
-from .rules.head import HeadSubject, engines_of
+from .rules.head import HeadSubject, engines_of, wanted_values
 from .rules.rule import ENGINES, run_rules
 from .rules.table import TARGET_RULES, check_head, of_error
 from .rules.target import TargetSubject
@@ -184,8 +184,39 @@ def validate(
     refuse_unfit(
         checkpoint, whole, source.recorded if source else None, quantized_from, measured=bool(parity or engined)
     )
-    if whole:
-        return _check_target(subject, checkpoint, checks, quantized_from, held_out, say)
+    with Look(_wanted(checkpoint, checks, None if whole else source)) as look:
+        if whole:
+            return _check_target(subject, checkpoint, checks, quantized_from, held_out, look, say)
+        return _check_head(subject, checkpoint, checks, source, parity, engined, look, say)
+
+
+def _wanted(checkpoint: Checkpoint, checks: Checks, source: Origin | None) -> Iterator[Wanted]:
+    """Yield what is wanted of the weights of a checkpoint and its source: all of it by one reading of each byte."""
+    if checks.headers_only or checkpoint.headers_only:
+        return
+    for file in checkpoint.files:
+        yield Wanted(file, whole=True)
+    if is_target(checkpoint) and checks.layout is None:
+        return
+    yield from wanted_values(checkpoint)
+    if source is not None:
+        from .structure import wanted
+
+        reading = read(checkpoint, layout=checks.layout, hints=checks.hints, values=False)
+        if reading.head is not None and not reading.errors:
+            yield from wanted(reading.head, source.recorded)
+
+
+def _check_head(
+    subject: Source,
+    checkpoint: Checkpoint,
+    checks: Checks,
+    source: Origin | None,
+    parity: Parity | None,
+    engined: Engined | None,
+    look: Look,
+    say: Say,
+) -> Report:
     rules = HeadSubject(
         checkpoint,
         frozenset(checks.engines or ENGINES),
@@ -194,11 +225,12 @@ def validate(
         hints=checks.hints,
         target=checks.target,
         lent=checks.lent,
+        look=look,
     )
     if checks.engines is None:
         rules = _written_for(rules, engined.engine if engined else None)
     findings = list(check_head(rules))
-    about = _digests(checkpoint, checks)
+    about = _digests(checkpoint, checks, look)
     if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     if parity is None:
@@ -218,7 +250,7 @@ def validate(
         from .structure import check_origin, check_source, is_identical
 
         say("comparing with the source, bit by bit")
-        held = check_source(rules.head, source.recorded) + check_origin(source)
+        held = check_source(rules.head, source.recorded, look) + check_origin(source)
         identical = is_identical(rules.head, held)
         findings += held
     if parity is not None:
@@ -335,6 +367,7 @@ def _check_target(
     checks: Checks,
     source: Checkpoint | None,
     held_out: HeldOutText | None,
+    look: Look,
     say: Say,
 ) -> Report:
     engines = checks.engines or ENGINES
@@ -353,7 +386,7 @@ def _check_target(
         say("reading the prompts")
         ready = prepare_text(held_out)
     findings = list(run_rules(TARGET_RULES, subject))
-    about = _digests(checkpoint, checks)
+    about = _digests(checkpoint, checks, look)
     if about:
         findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))
     noise = perplexity = None
@@ -403,5 +436,6 @@ def _draft(checkpoint: Checkpoint) -> dict[str, object]:
     return {}
 
 
-def _digests(checkpoint: Checkpoint, checks: Checks) -> dict[str, str]:
-    return {} if checks.headers_only or checkpoint.headers_only else digests(checkpoint)
+def _digests(checkpoint: Checkpoint, checks: Checks, look: Look) -> dict[str, str]:
+    unread = checks.headers_only or checkpoint.headers_only
+    return {} if unread else {file.name: look.sha256(file) for file in checkpoint.files}

@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from ..checkpoint.bytes import Look, Wanted
 from ..checkpoint.formats import BLOCK
-from ..checkpoint.manifest import MANIFEST, read_manifest, verify
+from ..checkpoint.header import TensorInfo, byte_size
+from ..checkpoint.manifest import MANIFEST, hold, read_manifest, wanted_digests
 from ..convert.provenance import Origin
 from ..convert.quantized import SUFFIXES
 from ..convert.read import Head, read_slot
+from ..engines.moves import Same, Stack
 from ..errors import KconvError
 from ..head.slots import needs
-from ..targets.weights import dequantize_fp8, dequantize_nvfp4, spans
-from .quantized import FLOOR, decibels
 from .report import Finding
+from .rules.comparisons import FLOOR
 from .rules.head import HeadSubject
 from .rules.rule import run_rules
 from .rules.values import WEIGHTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # An FP8 value is within a sixteenth of itself, three bits of mantissa: 24 dB. Four are left to values that the scale
 # of a fused group makes too small for that.
@@ -48,10 +51,14 @@ class Form:
 
 
 def _unpack_nvfp4(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
+    from ..targets.weights import dequantize_nvfp4
+
     return dequantize_nvfp4(weight, scales["weight_scale"], scales["weight_scale_2"])
 
 
 def _unpack_blocks(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
+    from ..targets.weights import dequantize_fp8
+
     return dequantize_fp8(weight, scales["weight_scale_inv"], (BLOCK, BLOCK))
 
 
@@ -93,6 +100,9 @@ def check_rounded(output: Head, source: Head, forms: Mapping[str, Form]) -> list
 
 def _noise(output: Head, source: Head, slot: str, form: Form) -> float:
     """Return the power of a weight over that of its change, in dB."""
+    from ..targets.weights import spans
+    from .quantized import decibels
+
     scales = {suffix: read_slot(output, f"{slot}.{suffix}") for suffix in FORMS if f"{slot}.{suffix}" in output.places}
     its, mine = read_slot(source, slot), form.unpack(read_slot(output, slot), scales)
     signal = change = 0.0
@@ -144,18 +154,38 @@ CHANGES = {
 }
 
 
-def check_source(output: Head, source: Head) -> list[Finding]:
+def wanted(output: Head, source: Head) -> list[Wanted]:
+    """Return what is wanted of a head's files and its source's to hold the one against the other."""
+    # A slot that is packed with others is compared as a part of what is stored.
+    parts = [_part(head, slot) for head in (output, source) for slot in head.places]
+    return [
+        *wanted_digests(output.checkpoint, whole=True),
+        *wanted_digests(source.checkpoint),
+        *(Wanted(part.file, digests=[part]) for part in parts if part is not None),
+    ]
+
+
+def check_source(output: Head, source: Head, look: Look | None = None) -> list[Finding]:
     """Hold an output against its source: the manifest byte by byte, and each slot bit by bit.
 
     What the manifest says was computed, added from the target or left out is not the source's, and is not
     compared with it; what was quantized is, by its noise, with a manifest or without.
+
+    Args:
+        output: the head.
+        source: what it was made from.
+        look: what reads both already, as `wanted` says; a reading of its own if None.
     """
+    if look is None:
+        with Look(wanted(output, source)) as look:
+            return check_source(output, source, look)
     findings: list[Finding] = []
     actions: dict[str, str] = {}
     left_out: set[str] = set()
     if (output.checkpoint.folder / MANIFEST).exists():
         try:
-            manifest = verify(output.checkpoint.folder, source.checkpoint)
+            manifest = read_manifest(output.checkpoint.folder)
+            hold(manifest, output.checkpoint, source.checkpoint, look)
             actions = {step.output.name: step.action for step in manifest.tensors}
             left_out = {record.name for record in manifest.dropped}
         except KconvError as fault:
@@ -189,7 +219,7 @@ def check_source(output: Head, source: Head) -> list[Finding]:
     if "converted" in actions.values():
         absent |= source.places.keys() - needs(output.spec).keys()
     for slot in sorted(source.places.keys() | output.places.keys()):
-        if slot not in computed | absent and not _same_bits(source, output, slot):
+        if slot not in computed | absent and not _same_bits(source, output, slot, look):
             findings.append(
                 Finding(
                     rule="K304",
@@ -237,11 +267,31 @@ def from_fault(fault: KconvError, *, rule: str) -> Finding:
     return Finding(rule=rule, severity="error", where=fault.where, message=fault.what, fix=fault.fix)
 
 
-def _same_bits(source: Head, output: Head, slot: str) -> bool:
+def _part(head: Head, slot: str) -> TensorInfo | None:
+    """Return where a slot's bytes are in the tensor that holds them; None where its layout packs it in another way."""
+    row, info = head.places[slot]
+    if isinstance(row.move, Same):
+        return info
+    known = needs(head.spec)
+    if not isinstance(row.move, Stack) or not known.keys() >= set(row.slots):
+        return None
+    shapes = [known[one].shape for one in row.slots]
+    place = row.slots.index(slot)
+    before = sum(byte_size(info.dtype, shape) for shape in shapes[:place])
+    size = byte_size(info.dtype, shapes[place])
+    return info._replace(shape=shapes[place], begin=info.begin + before, size=size)
+
+
+def _same_bits(source: Head, output: Head, slot: str, look: Look) -> bool:
     if slot not in source.places or slot not in output.places:
         return False
-    one, other = read_slot(source, slot), read_slot(output, slot)
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
+    one, other = _part(source, slot), _part(output, slot)
+    if one is not None and other is not None:
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and look.digest(one) == look.digest(other)
+    import torch
+
     # As bytes: NaN equals itself, and 0.0 is not -0.0.
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    mine, its = (read_slot(head, slot) for head in (output, source))
+    return (mine.dtype, mine.shape) == (its.dtype, its.shape) and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, its))
+    )

@@ -13,7 +13,6 @@ from ..checkpoint.manifest import MANIFEST, ConversionRecord
 from ..head.fingerprint import TOLERANCE
 from .figures import AcceptanceFigures
 from .measure import Measured
-from .misread import Gain
 from .report import Finding
 from .rules.comparisons import RULES
 from .rules.rule import Found
@@ -102,26 +101,6 @@ def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
                     f"the head drafts worse than {_article(name)} on {text} text from token {place} on: {at}, and "
                     f"{base.rates[place - 1]:.1%} of the other's",
                 )
-
-
-def judge_misreadings(gains: Sequence[Gain]) -> Iterator[Finding]:
-    """Find that a head is accepted more often when it is read otherwise; the greatest gain names what is wrong."""
-    clear = [gain for gain in gains if gain.is_clear]
-    certain = [gain for gain in clear if gain.reading.kind != "scale"]
-    # What the target states needs no guess; another reading may gain the same by coming near to it. And a scale that
-    # makes up for half of what is wrong elsewhere is not what is wrong.
-    own = [
-        gain for gain in certain if gain.reading.kind == "target's" and gain.after > certain[0].after - certain[0].error
-    ]
-    for gain in (own or certain or clear)[:1]:
-        rule = "K365" if gain.reading.kind == "scale" else "K364"
-        said = f"with {gain.reading.name} it is accepted {gain.after:.3f} tokens a step, as it stands {gain.before:.3f}"
-        yield _finding(rule, gain.reading.name, f"{said} (a gain of {gain.after - gain.before:.3f} ± {gain.error:.3f})")
-    for gain in gains:
-        if gain.reading.expected and not gain.is_clear and not gain.is_loss:
-            said = f"with it the head is accepted {gain.after:.3f} tokens a step, with its own {gain.before:.3f}"
-            apart = f"a difference of {gain.after - gain.before:+.3f} ± {gain.error:.3f}"
-            yield _finding("K366", gain.reading.name, f"the head's RoPE is not its target's: {said} ({apart})")
 
 
 def _is_below(one: float, its_error: float | None, other: float, other_error: float | None) -> bool:

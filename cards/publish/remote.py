@@ -116,7 +116,9 @@ class Remote:
 
         def fetch() -> dict[str, ListedFile]:
             tree = self._api.list_repo_tree(self.repo, recursive=True, revision=revision)
-            files = (entry for entry in tree if isinstance(entry, RepoFile))
+            files = [entry for entry in tree if isinstance(entry, RepoFile)]
+            if not all(isinstance(file.path, str) for file in files):
+                raise TypeError("a listing without names")
             return {f.path: ListedFile(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in files}
 
         return self._try(fetch)

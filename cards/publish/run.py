@@ -138,7 +138,7 @@ def publish_folder(
     refuse_contradictions(to)
     if unknown := sorted({allowance.rule for allowance in allowances} - allowable()):
         raise PublishRefused(
-            f"{', '.join(unknown)}: not checks that may be allowed",
+            f"{unknown[0]} is not a check that may be allowed",
             fix=f"Name one of {', '.join(sorted(allowable()))}.",
         )
     refuse_absent(folder)

@@ -38,11 +38,9 @@ from ...errors import LayoutCannot
 from ...head.rope import inverse_frequencies, rotary_dims
 from ...head.spec import Gqa, Rope, Yarn
 from ...head.yarn import cos_sin_factor, softmax_scale
+from ..rope import LARGEST_THETA
 from .moments import root
 from .swap import Attention
-
-# Engines compute theta and its powers in fp32, which ends at 3.4e38.
-LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def lengthen(rope: Rope, pairs: int, longer: int) -> Rope:
         LayoutCannot: it would need a theta that engines cannot hold.
     """
     theta = rope.theta ** (longer / pairs)
-    if theta > LARGEST:
+    if theta > LARGEST_THETA:
         raise LayoutCannot(
             f"a ladder of {longer} pairs that begins like one of {pairs} has a theta of {theta:.0e}",
             where="rope_theta",

@@ -49,6 +49,7 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.train.job import Pace
     from kconv.train.loop import EagleTrainer
     from kconv.train.module import build_module
+    from kconv.train.plan import plan_training
     from kconv.train.recipe import complete, read_recipe_file
 
     config = parse_target_config(bench.size.config)
@@ -62,7 +63,12 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     ids = torch.randint(0, config.vocab, (4 * rows, seq), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     dtype = TORCH[recipe.dtype]
-    feeds = Feed(ids, mask, rows, states, dtype), Feed(ids[:rows], mask[:rows], rows, states, dtype)
+    # Four documents in each row.
+    documents = (torch.arange(seq, dtype=torch.int32) * 4 // seq).expand(4 * rows, -1)
+    feeds = (
+        Feed(ids, mask, rows, states, dtype, documents),
+        Feed(ids[:rows], mask[:rows], rows, states, dtype),
+    )
     ends: list[float] = []
     losses: list[float] = []
 
@@ -88,6 +94,8 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
         "seconds_per_step": round(step, 4),
         "loss": [round(losses[0], 3), round(losses[-1], 3)],
         "peak_gib": bench.peak(),
+        # What `kconv train --dry-run` says of it.
+        "planned_gib": round(sum(plan_training(recipe, config).memory.values()) / 2**30, 2),
     }
     figures["matrix_rate"] = part(lambda: matrix_rate(bench, trainer, feeds[0], step))
     figures["look"] = part(lambda: {k: round(v, 4) for k, v in trainer.evaluate().items()})

@@ -11,6 +11,7 @@ from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
 from kconv.engines.registry import layouts as all_layouts
+from kconv.escape import link
 from kconv.head import slots, spec
 from kconv.validate.markdown import table
 
@@ -69,10 +70,10 @@ def layouts() -> Iterator[str]:
     lacking: dict[tuple[str, str], list[str]] = {}
     for layout in all_layouts():
         for limit in layout.limits:
-            link = limit.source.split(" ")[0]
-            key = (limit.what + (f" ([source]({link}))" if link else ""), limit.fix)
+            source = limit.source.split(" ")[0]
+            key = (limit.what, limit.fix, link("code", source) if source else "")
             lacking.setdefault(key, []).append(f"`{layout.name}`")
-    yield from table(("what", "instead", "layouts"), [(*key, ", ".join(names)) for key, names in lacking.items()])
+    yield from table(("what", "instead", "source", "layouts"), [(*k, ", ".join(names)) for k, names in lacking.items()])
 
 
 def _tensor(row: Row) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ def test_another_k_than_the_servers_is_refused(engine):
 
 
 def test_fewer_drafted_tokens_than_k_are_told_by_the_places():
-    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 places .* K is 5"):
+    with serving("vllm") as server, pytest.raises(DefinitionsMixed, match=r"3 positions .* K is 5"):
         measure_server(server.url, SUITE, ServerRun(draft_tokens=5, head="h"))
 
 
@@ -240,10 +240,10 @@ def test_a_tree_that_is_the_servers_is_measured():
 @pytest.mark.parametrize(
     ("info", "tree", "message"),
     [
-        ({"speculative_num_steps": 5}, "chain", "drafts 5 tokens in a chain, and K is said to be 3"),
-        ({"speculative_eagle_topk": 4}, "chain", "top-k 4, and the tree is said to be 'chain'"),
-        ({"speculative_eagle_topk": 1}, "topk=4", "top-k 1, and the tree is said to be 'topk=4'"),
-        ({"speculative_eagle_topk": 4}, "topk=8", "top-k 4, and the tree is said to be 'topk=8'"),
+        ({"speculative_num_steps": 5}, "chain", "drafts 5 tokens in a chain, but --draft-tokens is 3"),
+        ({"speculative_eagle_topk": 4}, "chain", "top-k 4, but --tree is 'chain'"),
+        ({"speculative_eagle_topk": 1}, "topk=4", "top-k 1, but --tree is 'topk=4'"),
+        ({"speculative_eagle_topk": 4}, "topk=8", "top-k 4, but --tree is 'topk=8'"),
     ],
 )
 def test_a_server_that_says_otherwise_is_refused_before_it_is_asked(info, tree, message):
@@ -292,7 +292,7 @@ def test_counters_that_never_rest_are_named(monkeypatch):
     ("words", "fault"),
     [
         (["--engine", "trtllm", "--engine-python", "p"], "is not one of vllm, sglang"),
-        (["--engine", "vllm", "--engine-python", "p", "--tree", "topk=4,nodes=8"], "vllm drafts chains alone"),
+        (["--engine", "vllm", "--engine-python", "p", "--tree", "topk=4,nodes=8"], "vllm drafts only chains"),
         (
             ["--engine", "sglang", "--engine-python", "p", "--tree", "topk=4"],
             "is neither chain nor like topk=4,nodes=8",

@@ -15,6 +15,8 @@ from support.heads import MLA, random_slots, write_head
 from kconv.cards.card import gather, make_card, write, write_card
 from kconv.cards.facts import Facts, LicenseFacts
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.manifest import read_manifest
+from kconv.convert.captured import Hints, without_lists
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
@@ -47,6 +49,21 @@ def test_the_hubs_own_card_class_reads_it(output):
     assert card.data.license == "mit"
     assert card.data.base_model == ["moonshotai/Kimi-K2.6"]
     assert "draft-model" in card.data.tags
+
+
+def test_what_rests_on_a_users_word_stays_on_the_card_through_conversions_until_it_is_measured(tmp_path):
+    config = without_lists(by_name("trtllm").write_config(MLA))
+    source = write_head(tmp_path / "source", by_name("trtllm"), MLA, random_slots(MLA), config)
+    head = read_head(open_checkpoint(source), layout=by_name("trtllm"), hints=Hints(captured=MLA.captured))
+    execute(plan(head, by_name("vllm")), tmp_path / "first")
+    execute(plan(read_head(open_checkpoint(tmp_path / "first")), by_name("portable")), tmp_path / "second")
+    (word,) = read_manifest(tmp_path / "second").unverified
+    assert (word.fact, word.word) == ("captured", "--captured 1,3,5")
+    row = "| **not verified** | captured: outputs of layers [1, 3, 5], by --captured 1,3,5 |"
+    assert row in make_card(gather(tmp_path / "second", report(tmp_path / "second"), Facts())).text
+    measured = Finding(rule="K313", severity="note", where="config.json: captured", message="m", fix="f")
+    told = make_card(gather(tmp_path / "second", report(tmp_path / "second", [measured]), Facts()))
+    assert "not verified" not in told.text
 
 
 def test_it_states_acceptance_with_its_definition(output):
@@ -122,7 +139,7 @@ def test_a_converted_head_is_for_the_engine_it_was_converted_for_whatever_its_so
 
 def test_a_folder_kconv_did_not_make_has_no_card(tmp_path):
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
-    with pytest.raises(NotACheckpoint, match="kconv did not make it"):
+    with pytest.raises(NotACheckpoint, match="no readable kconv.json"):
         write_card(head, None, Facts())
 
 

@@ -25,10 +25,10 @@ def read(tmp_path: Path, text: str) -> Facts:
     [
         ("licnce: {id: mit}", "licnce"),
         ("training: {gpus: 8}", "training.gpus"),
-        ("license: {id: gpl-3.0}", "no license that kconv knows"),
+        ("license: {id: gpl-3.0}", "'gpl-3.0' is not a license that kconv knows"),
         ("subcards: {ethics: {}}", "no subcard 'ethics'"),
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
-        ("training: [", "no YAML"),
+        ("training: [", "not valid YAML: line 1"),
         ("- a list", "its top"),
         ("notes: {usgae: [a]}", "there is no section usgae; there are overview, license"),
     ],

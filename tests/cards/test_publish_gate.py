@@ -307,7 +307,7 @@ def test_a_release_folder_is_not_made_of_a_head_whose_bytes_changed(folder, tmp_
 
 def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
     to = Publication("org/head")
-    with pytest.raises(PublishRefused, match="P999: no check"):
+    with pytest.raises(PublishRefused, match="P999 is not a check"):
         publish_folder(folder, to, allowances=[Allowance("P999", "why")])
     with pytest.raises(PublishRefused, match="another floor"):
         publish_folder(folder, to, floor=Floor.model_validate(FLOOR | {"at_least": 1.0}))

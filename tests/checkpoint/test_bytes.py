@@ -3,6 +3,7 @@
 import hashlib
 import os
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kconv.checkpoint.bytes import Entry, digest, file_digest, stream, write_safetensors
+from kconv.checkpoint.bytes import Entry, Look, Wanted, digest, file_digest, read_floats, stream, write_safetensors
 from kconv.checkpoint.header import read_header
 from kconv.checkpoint.tensors import TORCH, entry, read_tensor
 from kconv.errors import ConfigUnsupported, CorruptHeader, NotACheckpoint
@@ -35,7 +36,7 @@ TENSORS = {
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Return a tensor's bytes, by torch's own storage rather than kconv's."""
-    return bytes(tensor.contiguous().clone().untyped_storage())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def test_the_library_reads_what_kconv_writes(tmp_path):
@@ -149,3 +150,58 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path):
     with pytest.raises(ConfigUnsupported, match="F4"):
         read_tensor(info)
     assert digest(info) == blake3(b"\1").hexdigest()
+
+
+def read_so_far() -> int:
+    """Return the bytes that this process has read, as Linux counts them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_all_that_is_wanted_of_a_file_is_found_by_one_reading(tmp_path, monkeypatch, whole):
+    monkeypatch.setattr("kconv.checkpoint.bytes.SHARE", 1 << 20)
+    large = torch.randn(1500, 1100)
+    large[7:19], large[1499, 3] = 0, float("nan")
+    tensors = TENSORS | {"large": large, "zeros": torch.zeros(4, 4)}
+    file = tmp_path / "m.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    infos = read_header(file)
+    rows = 400 * 1100 * 4
+    part = infos["large"]._replace(begin=infos["large"].begin + rows, size=2 * rows)
+    looked_at = [infos[name] for name in ("large", "zeros", "NaN")]
+    before = read_so_far()
+    wanted = [Wanted(file, whole, [*infos.values(), part]), Wanted(file, values=looked_at)]
+    with Look(wanted) as look:
+        digests = {name: look.digest(info) for name, info in infos.items()}
+        values = [look.values(info) for info in looked_at]
+        part_digest, sha256 = look.digest(part), look.sha256(file) if whole else ""
+    assert read_so_far() - before < 1.1 * file.stat().st_size
+    assert digests == {name: blake3(raw(tensor)).hexdigest() for name, tensor in tensors.items()}
+    assert part_digest == blake3(raw(large[400:1200])).hexdigest()
+    assert [(found.not_finite, found.zero, found.zero_rows) for found in values] == [
+        (1, False, 12), (0, True, 4), (2, False, 0),
+    ]  # fmt: skip
+    assert not whole or sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_cannot_be_read_is_said_where_it_is_asked_for(tmp_path, whole):
+    file = tmp_path / "m.safetensors"
+    save_file({"x": torch.ones(4), "y": torch.ones(4)}, file)
+    infos = list(read_header(file).values())
+    os.truncate(file, file.stat().st_size - 7)
+    with Look([Wanted(file, whole, infos)]) as look, pytest.raises(CorruptHeader, match="7 bytes before the end of y"):
+        look.digest(infos[1])
+    file.unlink()
+    with Look([Wanted(file, whole, infos)]) as look, pytest.raises(NotACheckpoint, match=r"m\.safetensors"):
+        look.digest(infos[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_floats_read_without_torch_are_torchs(tmp_path, dtype):
+    file = tmp_path / "m.safetensors"
+    matrix = torch.randn(40, 30).to(dtype)
+    save_file({"x": matrix}, file)
+    (info,) = read_header(file).values()
+    assert (read_floats(info) == matrix.float().numpy()).all()
+    assert (read_floats(info, [39, 0, 7, 7]) == matrix[[39, 0, 7, 7]].float().numpy()).all()

@@ -131,7 +131,7 @@ def test_a_tensor_in_two_shards_is_refused_with_and_without_an_index(folder):
     with pytest.raises(CorruptIndex, match="a"):
         open_checkpoint(folder)
     (folder / INDEX).unlink()
-    with pytest.raises(CorruptIndex, match=r"a stands in one\.safetensors and in two\.safetensors") as caught:
+    with pytest.raises(CorruptIndex, match=r"a is in both one\.safetensors and two\.safetensors") as caught:
         open_checkpoint(folder)
     assert INDEX not in caught.value.fix, "an index would not keep TensorRT-LLM from reading both"
 

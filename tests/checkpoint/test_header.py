@@ -11,9 +11,12 @@ from support.safetensors_bytes import DATA, GOOD, entry, write_raw
 from kconv.checkpoint.header import read_header
 from kconv.errors import CorruptHeader, NotACheckpoint
 
+SPACES = pytest.mark.parametrize("space", ["", " "], ids=["as libraries write it", "with spaces"])
 
-def test_a_sound_file_is_read(tmp_path):
-    file = write_raw(tmp_path / "m.safetensors", GOOD, DATA)
+
+@SPACES
+def test_a_sound_file_is_read(tmp_path, space):
+    file = write_raw(tmp_path / "m.safetensors", GOOD, DATA, space=space)
     infos = read_header(file)
     assert {n: (i.dtype, i.shape, i.size) for n, i in infos.items()} == {
         "a": ("F32", (2, 3), 24),
@@ -59,6 +62,15 @@ HEADERS = {
     "a bomb of lists": b"[" * 200_000,
     "a bomb of objects": b'{"a":' * 50_000,
     "a name twice": b'{"a":' + ONE_BYTE + b',"a":' + ONE_BYTE + b"}",
+    "metadata twice": b'{"__metadata__":{"x":"y"},"__metadata__":{"x":"y"},"a":' + ONE_BYTE + b"}",
+    "metadata that is a tensor": b'{"__metadata__":' + ONE_BYTE + b"}",
+    "a brace for a comma": b'{"a":' + ONE_BYTE + b'}"b":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}',
+    "something behind its end": b'{"a":' + ONE_BYTE + b"}}",
+    "a comma at its end": b'{"a":' + ONE_BYTE + b",}",
+    "a word between tensors": b'{"a":' + ONE_BYTE + b',x"b":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}',
+    "a dim that begins with zero": b'{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}',
+    "a dim of 22 digits beside a zero": {"a": entry("U8", [10**22, 0], 0, 0), "b": entry("U8", [1], 0, 1)},
+    "a control character": b'{"a\n":' + ONE_BYTE + b"}",
     "a dtype twice": b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}',
     "half a surrogate pair": b'{"\\ud800":' + ONE_BYTE + b"}",
     "an infinite dim": b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,1]}}',
@@ -97,9 +109,10 @@ HEADERS = {
 }
 
 
+@SPACES
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_a_lying_header_is_refused(tmp_path, header):
-    file = write_raw(tmp_path / "m.safetensors", header, b"\1")
+def test_a_lying_header_is_refused(tmp_path, header, space):
+    file = write_raw(tmp_path / "m.safetensors", header, b"\1", space=space)
     with pytest.raises(CorruptHeader) as caught:
         read_header(file)
     fault = caught.value

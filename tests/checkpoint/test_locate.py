@@ -62,7 +62,7 @@ def test_a_checkpoint_without_an_index_is_searched(tmp_path):
 
 def test_a_whole_checkpoint_beside_an_index_of_others_is_refused(folder):
     save_file({"embed": torch.rand(64, 16)}, folder / "model.safetensors")
-    with pytest.raises(CorruptIndex, match=r"model\.safetensors stands beside an index"):
+    with pytest.raises(CorruptIndex, match=r"model\.safetensors holds tensors that the index places"):
         Folder(folder).open_tensors(["embed"])
 
 
@@ -70,7 +70,7 @@ def test_a_tensor_in_two_files_without_an_index_is_refused(folder):
     (folder / INDEX).unlink()
     save_file({"embed": torch.rand(64, 16)}, folder / "two.safetensors")
     assert Folder(folder).open_tensors(["head"]).keys() == {"head"}
-    with pytest.raises(CorruptIndex, match=r"embed stands in one\.safetensors and in two\.safetensors"):
+    with pytest.raises(CorruptIndex, match=r"embed is in both one\.safetensors and two\.safetensors"):
         Folder(folder).open_tensors(["embed"])
 
 

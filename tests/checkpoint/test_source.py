@@ -120,9 +120,9 @@ def without_shard(files):
         (overrun, CorruptHeader, "claims"),
         (lambda files: files | {"model.safetensors": b"short"}, CorruptHeader, "5 are there"),
         (lambda files: files | {"model.safetensors": b""}, CorruptHeader, "0 are there"),
-        (without_weights, NotACheckpoint, "no pickles; save optimizer.pt"),
+        (without_weights, NotACheckpoint, "Save the tensors of optimizer.pt"),
         (without_config, NotACheckpoint, "no config.json"),
-        (without_shard, CorruptIndex, "gone.safetensors, which is not there"),
+        (without_shard, CorruptIndex, "gone.safetensors, which is missing"),
     ],
 )
 def test_a_spoiled_repository_is_refused_by_its_headers(hub, spoil, fault, says):
@@ -136,7 +136,7 @@ def test_a_spoiled_repository_is_refused_by_its_headers(hub, spoil, fault, says)
 def test_a_server_without_ranges_is_not_read_whole(hub):
     hub.commit("org/head", head())
     hub.serves_ranges = False
-    with pytest.raises(HubUnreachable, match="whole files only") as raised:
+    with pytest.raises(HubUnreachable, match="only whole files") as raised:
         resolve("org/head").open_headers()
     assert "hf download org/head" in raised.value.fix
 

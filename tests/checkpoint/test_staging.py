@@ -2,12 +2,15 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from support.listing import names
 
-from kconv.checkpoint.staging import is_partial, refuse_existing, staged
+from kconv.checkpoint.staging import is_partial, keep_staging, refuse_existing, staged, write_new
 from kconv.errors import OutputExists, OutputFailed
 
 
@@ -148,3 +151,54 @@ def test_every_file_is_flushed_before_the_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", note)
     fill(tmp_path / "out")
     assert {("weights", False), ("config.json", False), (tmp_path.name, True)} <= set(flushed)
+
+
+DIE = "import os, sys, time; from pathlib import Path; from kconv.checkpoint.staging import heed_sigterm, staged\n"
+
+
+def start(code):
+    """Run a program, and return it once it has said something."""
+    running = subprocess.Popen([sys.executable, "-c", DIE + code], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None and running.stdout.readline() == "in\n"
+    return running
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_one_of_the_same_output(tmp_path):
+    writes = "(f / 'w').write_text('w'); print('in', flush=True); time.sleep(99)"
+    body = f"with staged(Path({str(tmp_path / 'out')!r})) as f: {writes}"
+    running = start(body)
+    running.kill()
+    running.wait()
+    [left] = names(tmp_path)
+    assert left.startswith(".kconv-partial-out-")
+    fill(tmp_path / "another")
+    assert left in names(tmp_path)
+    fill(tmp_path / "out")
+    assert names(tmp_path) == ["another", "out"]
+
+
+def test_what_another_run_is_at_and_what_a_long_job_left_stay(tmp_path):
+    place = keep_staging(tmp_path / "out", "0123456789abcdef")
+    with staged(tmp_path / "out") as mine:
+        (mine / "weights").write_text("w")
+        with pytest.raises(RuntimeError), staged(tmp_path / "out") as theirs:
+            assert mine.exists() and theirs != mine
+            raise RuntimeError
+        assert (mine / "weights").exists()
+    assert place.exists() and (tmp_path / "out" / "weights").exists()
+
+
+def test_sigterm_leaves_nothing(tmp_path):
+    running = start(
+        f"with heed_sigterm(), staged(Path({str(tmp_path / 'out')!r})): print('in', flush=True); time.sleep(99)"
+    )
+    running.terminate()
+    assert running.wait() == 128 + signal.SIGTERM
+    assert names(tmp_path) == []
+
+
+def test_of_two_that_write_one_file_the_second_is_refused(tmp_path):
+    write_new(tmp_path / "a" / "out.json", "first")
+    with pytest.raises(OutputExists):
+        write_new(tmp_path / "a" / "out.json", "second")
+    assert (tmp_path / "a" / "out.json").read_text() == "first" and names(tmp_path / "a") == ["out.json"]

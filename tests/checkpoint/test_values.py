@@ -73,6 +73,15 @@ def test_values_beyond_the_first_slice_count():
     assert scan("BF16", values.view(torch.uint8).numpy().data).not_finite == 2
 
 
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 5), st.randoms())
+def test_rows_of_zeros_are_counted_however_the_chunks_fall(rows, columns, step, random):
+    matrix = np.array([[random.choice([0, 0, -0.0, 1e-40]) for _ in range(columns)] for _ in range(rows)], np.float32)
+    scanned, flat = Scan("F32", matrix.shape), matrix.reshape(-1)
+    for begin in range(0, flat.size, step):
+        scanned.update(flat[begin : begin + step].tobytes())
+    assert scanned.result() == Values(0, not matrix.any(), int((matrix == 0).all(1).sum()))
+
+
 @pytest.mark.parametrize("dtype", ["I64", "U8", "BOOL", "F4"])
 def test_what_is_no_float_format_is_not_looked_at(dtype):
     assert scan(dtype, b"\xff" * 16) == scan(dtype, b"\0" * 16) == Values(0, False)

@@ -108,7 +108,7 @@ def test_a_missing_category_is_named(suite, tmp_path):
 
 def test_an_output_that_is_there_is_kept(suite, tmp_path):
     result = run("--url", "http://127.0.0.1:9", "--head", tmp_path, "--suite", suite, "--out", suite)
-    assert result.exit_code == 1 and "already there" in result.stderr
+    assert result.exit_code == 1 and "already exists" in result.stderr
 
 
 @pytest.mark.parametrize(

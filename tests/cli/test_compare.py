@@ -64,7 +64,7 @@ def test_one_file_is_misuse(files, count):
 
 def test_the_same_head_twice_is_named(files):
     result = run(files[0], files[0])
-    assert result.exit_code == 1 and "of only 1 head" in result.stderr
+    assert result.exit_code == 1 and "at least two heads" in result.stderr
 
 
 def test_a_chart_is_not_overwritten(files, tmp_path):

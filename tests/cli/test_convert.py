@@ -39,7 +39,7 @@ def test_a_conversion_writes_the_head_and_says_what_it_did(head, tmp_path, comma
     assert f"vllm -> {layout}" in done.stdout and f"{len(read_bytes(head))} tensors" in done.stdout
     assert read_bytes(out) == read_bytes(head)
     checked = kconv("verify", out, head)
-    assert checked.exit_code == 0 and "both sides" in checked.stdout
+    assert checked.exit_code == 0 and "source and output" in checked.stdout
     assert kconv("verify", out).exit_code == 0
 
 
@@ -152,7 +152,7 @@ def test_a_fault_is_one_message_exit_1_and_nothing_written(tmp_path, spec, spoil
     assert (refused.exit_code, refused.stdout) == (1, "")
     first, *rest = refused.stderr.splitlines()
     assert first.startswith("error: ") and phrase in refused.stderr
-    assert [line.split(":")[0].strip() for line in rest] in (["where", "fix"], ["fix"])
+    assert [line.split(":")[0].strip() for line in rest] in (["where", "fix"], ["where", "fix", "see"], ["fix"])
     assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
 
 
@@ -169,7 +169,7 @@ def test_an_existing_output_is_refused_before_the_source_is_looked_at(head, tmp_
     before = sorted(tmp_path.rglob("*"))
     for source in (head, tmp_path / "gone"):
         refused = kconv("to-trtllm", source, out)
-        assert refused.exit_code == 1 and "already there" in refused.stderr
+        assert refused.exit_code == 1 and "already exists" in refused.stderr
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -88,7 +88,7 @@ def test_a_hubs_embedding_is_fetched_where_it_is_served_in_place_of_the_heads(tm
     same = save(TENSORS | {"model.embed_tokens.weight": own["embed_tokens"]})
     hub.commit("org/same", {"config.json": config, "model.safetensors": same})
     shown = kconv(f"to-{name}", head, tmp_path / "out", "--target", "org/another")
-    assert shown.exit_code == code and ("another embed_tokens than the target" in shown.stderr) is bool(code)
+    assert shown.exit_code == code and ("embed_tokens differs from the target" in shown.stderr) is bool(code)
     assert (tmp_path / "out").exists() is not bool(code)
     assert kconv(f"to-{name}", head, tmp_path / "same", "--target", "org/same").exit_code == 0
 
@@ -119,7 +119,7 @@ def test_of_a_target_that_was_fetched_in_part_only_the_shard_in_question_need_be
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     out = tmp_path / "portable"
     refused = kconv("to-portable", lean, out, "--target", target)
-    assert refused.exit_code == 1 and "model-1.safetensors, which is not there" in refused.stderr and not out.exists()
+    assert refused.exit_code == 1 and "model-1.safetensors, which is missing" in refused.stderr and not out.exists()
     save_file({"lm_head.weight": MATRICES["lm_head"]}, target / "model-1.safetensors")
     assert kconv("to-portable", lean, out, "--target", target).exit_code == 0
     assert torch.equal(written(out)[0]["lm_head.weight"], MATRICES["lm_head"])
@@ -130,7 +130,7 @@ def test_of_a_target_that_was_fetched_in_part_only_the_shard_in_question_need_be
     assert written(tmp_path / "vllm")[1]["parameters_by_origin"]["unknown"] > 0
     for name, more in (("sglang", []), ("vllm", ["--drop-shared"])):
         refused = kconv(f"to-{name}", head, tmp_path / "other", "--target", target, *more)
-        assert refused.exit_code == 1 and ", which is not there" in refused.stderr
+        assert refused.exit_code == 1 and ", which is missing" in refused.stderr
         assert not (tmp_path / "other").exists()
 
 
@@ -148,7 +148,7 @@ def test_another_models_target_is_refused(tmp_path, target, command, change):
     out = [tmp_path / "out"]
     (target / "config.json").write_text(json.dumps(TARGET | change))
     refused = kconv(command, head, *out, "--target", target)
-    assert refused.exit_code == 1 and "hidden states 48 wide and a vocabulary of 64" in refused.stderr
+    assert refused.exit_code == 1 and "hidden states of width 48 and a vocabulary of 64" in refused.stderr
     assert f"where: {target}" in refused.stderr and not (tmp_path / "out").exists()
     (target / "config.json").write_text(json.dumps(TARGET))
     assert kconv(command, head, *out, "--target", target).exit_code == 0
@@ -159,7 +159,7 @@ def test_another_models_target_is_shown_to_be_that(tmp_path, target, change):
     head = write_head(tmp_path / "head", BY_NAME["trtllm"], GQA, random_slots(GQA) | MATRICES)
     (target / "config.json").write_text(json.dumps(TARGET | change))
     shown = json.loads(kconv("inspect", head, "--target", target, "--json").stdout)
-    assert any("hidden states 48 wide and a vocabulary of 64" in problem["what"] for problem in shown["problems"])
+    assert any("hidden states of width 48 and a vocabulary of 64" in problem["what"] for problem in shown["problems"])
     (target / "config.json").write_text(json.dumps(TARGET))
     assert json.loads(kconv("inspect", head, "--target", target, "--json").stdout)["problems"] == []
 
@@ -179,7 +179,7 @@ def test_a_head_of_another_width_than_its_targets_says_so_and_fits(tmp_path, tar
     assert kconv("inspect", head, "--target", target).exit_code == 0
     (target / "config.json").write_text(json.dumps(TARGET))
     refused = kconv("to-vllm", head, tmp_path / "out", "--target", target)
-    assert refused.exit_code == 1 and "hidden states 56 wide" in refused.stderr
+    assert refused.exit_code == 1 and "hidden states of width 56" in refused.stderr
 
 
 def test_rounding_is_asked_for_by_name(tmp_path):

@@ -194,7 +194,7 @@ def test_a_full_disk_under_stdout_is_a_named_fault(tmp_path, arguments, unbuffer
     assert ran.stderr.splitlines() == [
         "error: the output could not be written: No space left on device",
         "  where: stdout, or the file of a report",
-        "  fix:   Free some space, or write to another disk. A checkpoint that was made is whole, and stays.",
+        "  fix:   Free some space, or write to another disk. A finished checkpoint is complete and stays.",
     ]
 
 

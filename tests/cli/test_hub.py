@@ -46,6 +46,12 @@ def refuse(*arguments):
     return ran.stderr
 
 
+def test_the_target_that_a_heads_readme_names_is_offered(hub, folder):
+    (folder / "README.md").write_text("---\nbase_model: org/target\n---\n# A head\n")
+    hub.commit("org/head", folder)
+    assert "--target org/target" in succeed("inspect", "org/head")
+
+
 def test_a_head_is_inspected_where_it_is(hub, folder):
     sha = hub.commit("org/head", folder)
     there = json.loads(succeed("inspect", "org/head", "--json"))
@@ -80,7 +86,7 @@ def test_an_output_is_verified_and_validated_against_the_id_that_its_manifest_na
     succeed("to-vllm", "org/head", tmp_path / "out")
     hub.commit("org/head", write_head(tmp_path / "next", TRTLLM, SPEC, random_slots(SPEC, seed=1)))
     source = read_manifest(tmp_path / "out").source
-    assert "on both sides" in succeed("verify", tmp_path / "out", source)
+    assert "source and output" in succeed("verify", tmp_path / "out", source)
     report = json.loads(succeed("validate", tmp_path / "out", "--source", source, "--json"))
     assert report["figures"]["identical"] is True
     assert report["provenance"]["source"] == source

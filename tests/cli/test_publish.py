@@ -164,7 +164,7 @@ def test_a_repository_has_to_be_named_where_the_recipe_leaves_it_open(hub, folde
     write_recipe(folder, *steps)
     ran = kconv(folder)
     said = " ".join(ran.stderr.replace("│", "").split())
-    assert ran.exit_code == 2 and "name REPO" in said and message in said and hub.served == []
+    assert ran.exit_code == 2 and "REPO" in said and message in said and hub.served == []
 
 
 def test_steps_that_publish_to_one_repository_are_told_apart_by_their_names(hub, folder):

@@ -65,7 +65,7 @@ def test_the_input_scales_origin_must_be_said(target, tmp_path):
 
 def test_an_output_that_is_there_is_refused(target, tmp_path):
     refused = run(target, tmp_path, "--recipe", "nvfp4", "--input-scale", "data-free")
-    assert refused.exit_code == 1 and "is already there" in refused.output
+    assert refused.exit_code == 1 and "already exists" in refused.output
 
 
 @pytest.mark.slow

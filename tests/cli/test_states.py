@@ -110,14 +110,14 @@ def test_a_run_of_the_same_goes_on_and_the_finished_one_is_not_overwritten(tiny_
     assert run(*words).exit_code == 0
     again = run(*words)
     assert again.exit_code == 1
-    assert "already there" in again.output
+    assert "already exists" in again.output
 
 
 def test_remote_code_runs_only_of_a_pinned_commit(prompts, tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert resolve(f"org/name@{commit}").pinned
     # As a branch's name resolves: to a commit that the user did not name.
-    monkeypatch.setattr("kconv.operations.base.resolve", lambda name: HubRepo("org/name", commit))
+    monkeypatch.setattr("kconv.checkpoint.source.resolve", lambda name: HubRepo("org/name", commit))
     done = run("org/name@main", tmp_path / "states", "--prompts", prompts, "--trust-remote-code")
     assert done.exit_code == 2
     assert f"org/name@{commit}" in done.output.replace("\n", "").replace(" ", "")

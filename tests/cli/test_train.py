@@ -153,4 +153,4 @@ def test_an_existing_output_is_refused_before_anything_is_read(tiny_target, data
     (tmp_path / "head").mkdir()
     done = run(tiny_target, tmp_path / "head", "--data", data)
     assert done.exit_code == 1
-    assert "already there" in done.stderr
+    assert "already exists" in done.stderr

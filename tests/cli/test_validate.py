@@ -107,6 +107,21 @@ def test_the_same_report_in_three_forms(tmp_path):
         assert finding.rule in text and finding.message.replace("|", "\\|") in text
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.md", "report.html"])
+def test_a_report_that_is_there_is_not_written_over(good, tmp_path, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    assert kconv("validate", good, "--out", out).exit_code == 0
+    for other in {"report.json", "report.md", "report.html"} - {name}:
+        (out / other).unlink()
+    (out / name).write_text("mine")
+    shown = kconv("validate", good, "--out", out)
+    assert shown.exit_code == 1 and f"{name} already exists" in shown.stderr
+    assert sorted(file.name for file in out.iterdir()) == sorted(["notes.txt", name])
+    assert (out / name).read_text() == "mine"
+
+
 def test_a_report_that_cannot_be_written_is_a_named_fault(good, tmp_path):
     (tmp_path / "file").write_text("")
     shown = kconv("validate", good, "--out", tmp_path / "file" / "report")

@@ -125,7 +125,7 @@ def test_contradictory_options_are_usage_errors(args, message):
 def test_an_output_that_is_there_is_refused_before_anything_is_read(tmp_path):
     result = CliRunner().invoke(main, ["vocab", "no-such-head", "--expand", str(tmp_path)])
     assert result.exit_code == 1
-    assert "already there" in result.stderr
+    assert "already exists" in result.stderr
 
 
 def test_a_fault_writes_nothing(full, tmp_path):

@@ -172,7 +172,7 @@ def test_length_is_the_users_word_before_the_configs():
 
 
 def test_yarn_beyond_any_length_is_refused():
-    yarn = {"type": "yarn", "factor": 1e300, "original_max_position_embeddings": 4096}
+    yarn = {"type": "yarn", "factor": 1e5, "original_max_position_embeddings": 1 << 20}
     with pytest.raises(ConfigInvalid, match="max_position_embeddings"):
         read(written(MLA, max_position_embeddings=..., rope_scaling=yarn, rope_parameters=...))
 
@@ -209,3 +209,22 @@ def test_no_key_is_ignored_in_silence(config):
     for key in config["eagle_config"]:
         with pytest.raises((ConfigInvalid, ConfigUnsupported)):
             read(config | {"eagle_config": config["eagle_config"] | {key: {"non": "sense"}}})
+
+
+# Well-formed, and of no head that there is.
+IMPLAUSIBLE = {
+    "a token id of -2": {"eos_token_id": -2},
+    "a token id of 2**64": {"bos_token_id": 2**64},
+    "one of several token ids": {"eos_token_id": [3, -7]},
+    "an epsilon of 0.9": {"rms_norm_eps": 0.9},
+    "a vocabulary of 2**31 - 1": {"vocab_size": 2**31 - 1},
+    "a draft vocabulary of 2**25": {"draft_vocab_size": 2**25},
+    "a context of 3 tokens": {"max_position_embeddings": 3},
+}
+
+
+@pytest.mark.parametrize("changes", IMPLAUSIBLE.values(), ids=IMPLAUSIBLE)
+def test_a_value_that_no_head_has_is_refused(changes):
+    with pytest.raises(ConfigInvalid) as caught:
+        read(written(MLA, **changes))
+    assert caught.value.fix

@@ -182,6 +182,10 @@ INVALID = {
     "no tokens": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 0}},
     "tokens of 301 digits": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 1e300}},
     "one token too many": {"rope_scaling": {"type": "yarn", **FULL, "original_max_position_embeddings": 2**31}},
+    "a theta of 7": {"rope_theta": 7.0},
+    "a factor of 1e308": {"rope_scaling": {"type": "yarn", **FULL, "factor": 1e308}},
+    "an mscale of 1.8e19": {"rope_scaling": {"type": "yarn", **FULL, "mscale": 1.8e19}},
+    "beta_slow above beta_fast": {"rope_scaling": {"type": "yarn", **FULL, "beta_fast": 1.0, "beta_slow": 32.0}},
     "a part above the whole": {"rope_theta": 1e4, "partial_rotary_factor": 1.5},
     "a part of nought": {"partial_rotary_factor": 0},
 }

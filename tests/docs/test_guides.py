@@ -80,7 +80,7 @@ def a_head(name: str, recipe: str = "eagle3-mla") -> None:
 
 # What a guide takes as given, made when a command names it.
 GIVEN = {
-    "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 40)),
+    "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 400)),
     "calibration.jsonl": lambda: Path("calibration.jsonl").write_text(lines_of("train", 6)),
     "held-out.jsonl": lambda: Path("held-out.jsonl").write_text(lines_of("held_out", 4)),
     "more.jsonl": lambda: shutil.copy("dialogues.jsonl", "more.jsonl"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from support.kimi import KIMI_MLA, small
 from support.record_drafts import Recorded, record
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
-from kconv.engines import MODELOPT, TRTLLM, by_name
+from kconv.engines import TRTLLM, by_name
+from kconv.engines.config import write_keys
 from kconv.head.chain import draft_logits
 from kconv.head.forward import DraftHead
 from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tokens, Yarn
@@ -56,12 +59,14 @@ EMBED, LM_HEAD = "embed_tokens", "lm_head"
 
 @dataclass(frozen=True)
 class Case:
-    """A head of random weights, the tensors that it shares with the target, and the layout it is written in."""
+    """A head of random weights, the tensors that it shares with the target, the layout that it is written in, and the
+    one of the source that it is made of."""
 
     name: str
     spec: HeadSpec
     shared: tuple[str, ...] = ()
     layout: str = "vllm"
+    source: str = "modelopt"
 
     @property
     def kind(self) -> str:
@@ -70,6 +75,7 @@ class Case:
 
 TOKENS = Tokens(bos=1, eos=(2, 5), pad=0)
 OTHER_MSCALE = replace(KIMI, factor=32.0, beta_fast=16.0, mscale=0.7, mscale_all_dim=1.2)
+AUTOMODEL_YARN = replace(KIMI, mscale=0.0, mscale_all_dim=0.0)
 NO_MSCALE = replace(KIMI, mscale=None, mscale_all_dim=None)
 CASES = [
     Case("mla as Kimi's", MLA, (EMBED,)),
@@ -109,6 +115,13 @@ CASES = [
         replace(GQA, draft_vocab=256, norms=PORTABLE_NORMS),
         layout="portable",
     ),
+    Case(
+        "gqa, norms of queries and keys, 5 states",
+        replace(GQA, norms=Norms(qk=True), captured=(1, 2, 3, 4, 5)),
+    ),
+    # Names under model., Llama's class for MLA too, no list of layers, and YaRN without its factors.
+    Case("mla, Automodel's", replace(MLA, rope=Rope(5e4, AUTOMODEL_YARN)), (EMBED,), source="automodel"),
+    Case("gqa, Automodel's", replace(GQA, norms=PORTABLE_NORMS, draft_vocab=256), source="automodel"),
     # SGLang's nested list is of layer inputs where it does not begin with 1, as vLLM takes it.
     Case("mla, SGLang's", replace(MLA, captured=(2, 3, 5), norms=PORTABLE_NORMS), layout="sglang"),
     Case("gqa, reduced vocabulary, SGLang's", replace(GQA, captured=(2, 4, 5), draft_vocab=256), layout="sglang"),
@@ -124,13 +137,16 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Convert each head from ModelOpt's layout to its own, and return its folder by the case's name."""
+    """Convert each head from its source's layout to its own, and return its folder by the case's name."""
     root = tmp_path_factory.mktemp("heads")
     made = {}
     for number, case in enumerate(CASES):
         source, made[case.name] = root / f"{number}-trained", root / f"{number}"
-        write_head(source, MODELOPT, case.spec, lively_slots(case.spec, case.shared), TRTLLM.write_config(case.spec))
-        head = read_head(open_checkpoint(source), layout=MODELOPT)
+        trainer = by_name(case.source)
+        config = TRTLLM.write_config(case.spec) if case.source == "modelopt" else automodel_config(case.spec)
+        write_head(source, trainer, case.spec, lively_slots(case.spec, case.shared), config)
+        head = read_head(open_checkpoint(source), layout=trainer, hints=Hints(captured=case.spec.captured))
+        assert head.spec == case.spec
         layout = by_name(case.layout)
         # SGLang reads some lists by the target's class, and takes the target's embedding, which vLLM does not.
         target = SharedTensors("tiny", {}, layers=7, model_type="kimi_k2") if case.layout != "vllm" else None
@@ -158,6 +174,12 @@ def recorded(engine_python, random_target, folders, prompts, tmp_path_factory) -
 @pytest.fixture(scope="module")
 def target(random_target):
     return load_target(random_target, torch.float32)
+
+
+def automodel_config(spec: HeadSpec) -> dict[str, Any]:
+    """Return a config as Automodel writes it: the target's model_type, one class for all heads, no captured layers."""
+    kind = "deepseek_v3" if isinstance(spec.attention, Mla) else "llama"
+    return write_keys(spec) | {"architectures": ["LlamaEagle3DraftModel"], "model_type": kind}
 
 
 def lively_slots(spec: HeadSpec, without: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -102,7 +102,7 @@ def heads(tmp_path) -> tuple[Path, Path]:
 
 @installed
 def test_it_can_be_asked_for():
-    assert registry.writable() == ("vllm", "sglang", "trtllm", "otter", "portable")
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "otter", "speculators", "portable")
     assert registry.asked()["otter"] == ("otter",) and "otter" in registry.asked()["all"]
     assert "otter" in registry.servable() and "otter" not in registry.startable()
     assert registry.describe("otter") == "Otter's layout"

@@ -7,8 +7,9 @@ import pytest
 from support.heads import GQA, MLA, QK, random_slots, write_head
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.plan import plan
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
+from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME, LAYOUTS
 from kconv.errors import LayoutCannot
 from kconv.head.spec import Linear, Llama3, Norms, Rope, Yarn
@@ -70,10 +71,31 @@ REFUSED = {
     ),
     "GQA, a bias of fc": (replace(GQA, fc_bias=True), ("vllm", "sglang", "portable"), "fc.bias"),
     "MLA, a bias of fc": (replace(MLA, fc_bias=True), ("vllm", "portable"), "fc.bias"),
-    "norms of queries and keys": (QK, ("trtllm", "sglang", "portable"), "queries and keys"),
-    "norms of queries and keys, biases of the MLP": (replace(QK, mlp_bias=True), ALL, "queries and keys"),
+    "norms of queries and keys": (QK, ("trtllm", "sglang", "portable"), "query and key norms"),
+    "norms of queries and keys, biases of the MLP": (replace(QK, mlp_bias=True), ALL, "query and key norms"),
     "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), ("trtllm", "portable"), "fc_norm"),
 }
+
+
+# What the speculators library has no place for, which is no engine.
+OF_SPECULATORS = {
+    "MLA": (MLA, "no latent attention"),
+    "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), "not both"),
+    "a target of another width": (replace(GQA, target_hidden=56), "as wide as the head"),
+    "a bias of fc": (replace(GQA, fc_bias=True), "no bias"),
+    "d2t without t2d": (replace(GQA, draft_vocab=40), "t2d beside d2t"),
+}
+
+
+@pytest.mark.parametrize("spec, phrase", OF_SPECULATORS.values(), ids=OF_SPECULATORS)
+def test_what_the_speculators_library_has_no_place_for_is_refused(tmp_path, spec, phrase):
+    slots = random_slots(spec, without=("t2d",))
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, slots)))
+    with pytest.raises(LayoutCannot, match=phrase) as caught:
+        plan(head, BY_NAME["speculators"], WriteOptions(SharedTensors("org/target", {}, layers=9, model_type="llama")))
+    assert caught.value.fix
+    with pytest.raises(LayoutCannot):
+        plan(head, BY_NAME["speculators"])
 
 
 @pytest.mark.parametrize("spec, engines, phrase", REFUSED.values(), ids=REFUSED)
@@ -118,6 +140,7 @@ def test_every_limit_is_met_above():
     for layout in LAYOUTS:
         for limit in layout.limits:
             met = [spec for spec, engines, _ in REFUSED.values() if layout.name in engines and limit.hits(spec)]
+            met += [spec for spec, _ in OF_SPECULATORS.values() if layout.name == "speculators" and limit.hits(spec)]
             assert met or limit.holds, limit.what
 
 

@@ -25,7 +25,8 @@ from kconv.engines import BY_NAME, LAYOUTS, detect
 from kconv.errors import LayoutCannot
 from kconv.head.spec import Norms
 
-WRITABLE = [layout for layout in LAYOUTS if layout.write_config is not None]
+# What speculators' asks for beside a head, its target, has tests of its own.
+WRITABLE = [layout for layout in LAYOUTS if layout.write_config is not None and layout.name != "speculators"]
 CAPTURED = (1, 7, 23)
 SPECS = {
     "mla": replace(MLA, captured=CAPTURED),
@@ -33,6 +34,7 @@ SPECS = {
     "gqa, reduced, of another width": replace(GQA, captured=CAPTURED, draft_vocab=40, target_hidden=56),
     "gqa, two layers": replace(GQA, captured=CAPTURED, layers=2),
     "mla, EAGLE-3.1": replace(MLA, captured=CAPTURED, norms=Norms(fc=True, output=True)),
+    "gqa, norms of queries and keys": replace(GQA, captured=CAPTURED, norms=Norms(qk=True)),
     "gqa, reduced, a norm before fc": replace(GQA, captured=CAPTURED, draft_vocab=40, norms=Norms(before_fc=True)),
 }
 
@@ -75,7 +77,7 @@ def test_there_and_back(tmp_path, source, out, spec):
     assert before.spec == there.spec == spec
     assert there.layout is out
     assert slots_of(there) == slots_of(before)
-    if source.write_config is not None:
+    if source in WRITABLE:
         convert(tmp_path / "there", tmp_path / "back", source)
         assert read_bytes(tmp_path / "back") == read_bytes(folder)
 
@@ -101,7 +103,7 @@ def test_there_and_back_at_any_dims(spec, source, seed):
             there = read_head(open_checkpoint(Path(root) / "there"))
             assert there.spec == before.spec == spec
             assert slots_of(there) == slots_of(before)
-            if source.write_config is not None:
+            if source in WRITABLE:
                 convert(Path(root) / "there", Path(root) / "back", source)
                 assert read_bytes(Path(root) / "back") == read_bytes(folder)
 

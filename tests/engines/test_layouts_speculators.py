@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 from support.configs import MODELOPT_LLAMA, cut
+from support.heads import random_slots, write_head
 from support.named import EMBED, GQA, GQA_PARTS, LLAMA, LM_HEAD, OUTSIDE, fill, layer, maps, without, write
 
+from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.captured import Hints
-from kconv.convert.plan import plan
+from kconv.convert.execute import execute
+from kconv.convert.plan import WriteOptions, plan
 from kconv.convert.read import read_head
+from kconv.convert.shared import SharedTensors
 from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, LayoutCannot, TensorUnknown
 from kconv.head.spec import Norms
@@ -65,7 +69,7 @@ def test_speculators_silence_about_the_residual_is_refused_until_told(tmp_path):
 def test_where_readers_agree_on_silence_the_residual_is_not_told_otherwise(tmp_path, silence):
     shapes = layer("layers.0", GQA_PARTS) | OUTSIDE | LM_HEAD
     checkpoint = write(tmp_path / "head", cut(MODELOPT_LLAMA, GQA) | silence, fill(shapes))
-    with pytest.raises(ConfigInvalid, match="norm_before_residual is not stated") as caught:
+    with pytest.raises(ConfigInvalid, match="norm_before_residual is not in the config") as caught:
         read_head(checkpoint, hints=Hints(norm_before_residual=True))
     assert "state it there" in caught.value.fix
     assert not read_head(checkpoint, hints=Hints(norm_before_residual=False)).spec.norms.before_residual
@@ -94,3 +98,36 @@ def test_qwens_norms_of_queries_and_keys_are_read_of_a_qwen3_config_alone(tmp_pa
     assert head.spec.norms.qk and plan(head, BY_NAME["vllm"]).config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     with pytest.raises(TensorUnknown, match="_norm"):
         read_head(write(tmp_path / "llama", SPECULATORS, tensors))
+
+
+# The fields of `Eagle3SpeculatorConfig` of speculators 0.9, and of what it is made of:
+# https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators/models/eagle3/config.py
+# https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators/config.py
+FIELDS = {
+    "architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm",
+    "norm_before_fc", "norm_before_residual", "norm_output", "speculators_config", "speculators_model_type",
+    "speculators_version", "target_hidden_size", "transformer_layer_config",
+}  # fmt: skip
+GREEDY = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_it_is_written_as_speculators_0_9_has_it_and_read_back(tmp_path, kind):
+    norms = Norms(before_fc=True, output=True, before_residual=True, qk=kind == "qwen3")
+    spec = replace(GQA, captured=(1, 7, 23), draft_vocab=40, norms=norms, target_hidden=GQA.hidden)
+    source = write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))
+    target = SharedTensors("org/target", {}, layers=32, model_type=kind, architecture="SomeForCausalLM")
+    execute(plan(read_head(open_checkpoint(source)), BY_NAME["speculators"], WriteOptions(target)), tmp_path / "out")
+    written = open_checkpoint(tmp_path / "out")
+    config = dict(written.config)
+    assert config.keys() >= FIELDS and config.keys() - FIELDS <= {"aux_hidden_state_layer_ids_are", "torch_dtype"}
+    # The library takes its layers' class by this key, and counts layer inputs.
+    assert config["transformer_layer_config"]["model_type"] == kind
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 8, 24]
+    stated = config["speculators_config"]
+    assert stated["verifier"] == {"architectures": ["SomeForCausalLM"], "name_or_path": "org/target"}
+    assert stated["proposal_methods"] == [GREEDY] and stated["algorithm"] == "eagle3"
+    with pytest.raises(LayoutCannot, match="a head's config names"):
+        plan(read_head(open_checkpoint(source)), BY_NAME["speculators"])
+    again = read_head(written)
+    assert again.layout.name == "speculators" and again.spec == spec

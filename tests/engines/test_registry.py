@@ -45,7 +45,7 @@ def test_an_engine_may_read_a_layout_that_is_there(install):
     install(fork=Engine("fork", "Fork", vllm.VLLM))
     assert registry.runners_of("vllm") == ("vllm-v1", "vllm-v2", "fork")
     assert registry.describe("vllm") == "a layout that vLLM and Fork all load"
-    assert registry.writable() == ("vllm", "sglang", "trtllm", "portable")
+    assert registry.writable() == ("vllm", "sglang", "trtllm", "speculators", "portable")
 
 
 def test_a_layout_alone_is_read(install):
@@ -62,10 +62,13 @@ def test_what_shares_a_limit_of_kconvs_own_may_have_its_id(install):
 BROKEN = {
     "it cannot be imported": (ImportError("no module named otter"), "cannot be loaded: ImportError: no module"),
     "it is something else": ("otter", "a str is neither"),
-    "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "an engine is called vllm already"),
-    "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "called vllm-v2 already"),
-    "it is called all": (Engine("all", "Otter", LAYOUT), "called all already"),
-    "a layout's name is taken": (Engine("otter", "Otter", replace(LAYOUT, name="trtllm")), "a layout is called trtllm"),
+    "an engine's name is taken": (Engine("vllm", "Otter", LAYOUT), "already an engine vllm\n"),
+    "a runner's name is taken": (Engine("vllm-v2", "Otter", LAYOUT), "already an engine vllm-v2"),
+    "it is called all": (Engine("all", "Otter", LAYOUT), "already an engine all"),
+    "a layout's name is taken": (
+        Engine("otter", "Otter", replace(LAYOUT, name="trtllm")),
+        "there is already a layout trtllm",
+    ),
     "a limit has an id of kconv's": (
         Engine("otter", "Otter", replace(LAYOUT, limits=(replace(sglang.SGLANG.limits[-1], id="K999"),))),
         "has the id K999",
@@ -96,6 +99,22 @@ def test_a_name_that_nobody_has_is_told_with_those_that_there_are():
 def test_each_limit_is_one_rule():
     limits = {id(limit): limit for layout in registry.LAYOUTS for limit in layout.limits}.values()
     assert len({limit.id for limit in limits}) == len({limit.name for limit in limits}) == len(limits)
+
+
+def test_what_help_says_of_an_engine_is_what_its_module_says():
+    assert {one.name: one.title for one in registry.ENGINES} == registry.OWN_ENGINES
+    assert [layout.name for layout in registry.LAYOUTS] == list(registry.OWN_LAYOUTS)
+    for layout in registry.LAYOUTS:
+        own = registry.OWN_LAYOUTS[layout.name]
+        assert own.engines == tuple(one.name for one in registry.engines_of(layout.name))
+        assert own.written == (layout.write_config is not None)
+
+
+def test_help_and_an_import_load_no_engine():
+    program = "import sys, kconv, kconv.cli; kconv.cli.main(['--help'], standalone_mode=False)"
+    program += "; print([name for name in sys.modules if name.startswith('kconv.engines.') or name == 'pydantic'])"
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert shown.splitlines()[-1] == "['kconv.engines.registry']" and "to-trtllm" in shown
 
 
 def test_what_the_command_line_needs_is_light():

@@ -144,7 +144,7 @@ def test_a_python_that_is_not_there_is_told(target, tmp_path):
 
 def test_one_that_kconv_cannot_start_is_told(target):
     with (
-        pytest.raises(EngineFailed, match="TensorRT-LLM cannot be started here"),
+        pytest.raises(EngineFailed, match="kconv cannot start TensorRT-LLM"),
         serve(Serving(Path(sys.executable), target), TRTLLM),
     ):
         pass

@@ -191,7 +191,7 @@ def test_a_score_depends_on_the_distance_alone(shift, distance, scaling):
 
 @pytest.mark.parametrize("attention", [Gqa(1, 1, 7), Gqa(1, 1, 1)])
 def test_an_odd_number_of_rotary_dims_is_refused(attention):
-    with pytest.raises(ConfigUnsupported, match="turns pairs"):
+    with pytest.raises(ConfigUnsupported, match="rotates pairs"):
         rotary_dims(attention, Rope(1e4))
 
 

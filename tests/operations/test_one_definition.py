@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
-from support.heads import GQA, random_slots, write_head
+from support.heads import GQA, TARGET, random_slots, write_head
 from support.releasing import carry_out
 
 import kconv
@@ -83,10 +84,16 @@ def test_every_command_has_json():
 def test_the_same_conversion_gives_the_same_bytes_in_each_way(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = write_head(Path("source"), by_name("vllm"), GQA, random_slots(GQA))
-    done = CliRunner().invoke(main, [f"to-{layout}", str(source), "by-command"])
+    (target := Path("target")).mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    # The library whose layout it is loads the target that a config names.
+    more = {"target": str(target)} if layout == "speculators" else {}
+    words = [word for name, value in more.items() for word in (f"--{name}", value)]
+    done = CliRunner().invoke(main, [f"to-{layout}", str(source), "by-command", *words])
     assert done.exit_code == 0, done.output
-    kconv.convert(source, Path("by-python"), to=layout)
-    carry_out({"name": "r", "steps": {"head": {"do": "convert", "head": str(source), "to": layout}}}, Path("by-recipe"))
+    kconv.convert(source, Path("by-python"), to=layout, **more)
+    step = {"do": "convert", "head": str(source), "to": layout} | more
+    carry_out({"name": "r", "steps": {"head": step}}, Path("by-recipe"))
     folders = [read_folder(Path(folder)) for folder in ("by-command", "by-python", "by-recipe/head")]
     assert folders[0] == folders[1] == folders[2] and MANIFEST in folders[0]
 

@@ -54,9 +54,9 @@ def test_another_models_target_is_refused_as_by_the_command(undecided, root, tmp
     target.mkdir()
     deep, values = TARGET | {"num_hidden_layers": 61}, release(undecided, {"captured_are": "outputs"}, target)
     (target / "config.json").write_text(json.dumps(deep | change))
-    with pytest.raises(TargetInvalid, match="hidden states 48 wide and a vocabulary of 64"):
+    with pytest.raises(TargetInvalid, match="hidden states of width 48 and a vocabulary of 64"):
         planned(values, root)
-    with pytest.raises(TargetInvalid, match="hidden states 48 wide and a vocabulary of 64"):
+    with pytest.raises(TargetInvalid, match="hidden states of width 48 and a vocabulary of 64"):
         carry_out(values, root)
     assert not (root / "vllm").exists()
     (target / "config.json").write_text(json.dumps(deep))

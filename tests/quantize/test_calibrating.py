@@ -40,7 +40,7 @@ BROKEN = {
 @pytest.mark.parametrize("spoil", BROKEN.values(), ids=BROKEN)
 def test_what_is_broken_is_named(spoil, kept):
     spoil(kept)
-    with pytest.raises(InputScalesInvalid, match=re.escape("c.partial cannot be read")):
+    with pytest.raises(InputScalesInvalid, match=r"c\.partial.* cannot be read"):
         find(kept, 7)
 
 

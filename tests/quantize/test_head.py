@@ -176,7 +176,7 @@ def spoiled(value: float, part: Part = "fit") -> Calibration:
 
 OTHER = replace(SPEC, captured=(1, 3))
 REFUSED = {
-    "a weight of zeros": (SPEC, filled("0.up_proj", 0.0), states_of(SPEC), TensorValue, "zero throughout"),
+    "a weight of zeros": (SPEC, filled("0.up_proj", 0.0), states_of(SPEC), TensorValue, "is all zeros"),
     "a weight with NaN": (SPEC, filled("0.o_proj", float("nan")), states_of(SPEC), TensorValue, "NaN or Inf"),
     "a weight with Inf": (SPEC, filled("0.q_proj", float("inf")), states_of(SPEC), TensorValue, "NaN or Inf"),
     "states with NaN": (SPEC, weights_of(SPEC), spoiled(float("nan")), CalibrationInvalid, "NaN or Inf"),
@@ -190,12 +190,12 @@ REFUSED = {
     "a linear that reads zeros": (
         SPEC, filled("0.post_attention_layernorm", 0.0), states_of(SPEC), InputScalesInvalid, "0.gate_proj is 0",
     ),
-    "states of other layers": (SPEC, weights_of(SPEC), states_of(OTHER), CalibrationInvalid, "128 wide"),
+    "states of other layers": (SPEC, weights_of(SPEC), states_of(OTHER), CalibrationInvalid, "width 128"),
     "another lm_head": (
         SPEC, weights_of(SPEC), replace(states_of(SPEC), lm_head=torch.zeros(9, 64)), CalibrationInvalid, r"\[9, 64\]",
     ),
     "no states": (SPEC, weights_of(SPEC), replace(states_of(SPEC), batches=[]), CalibrationInvalid, "0 rows"),
-    "too few to hold some out": (SPEC, weights_of(SPEC), states_of(SPEC, 9), CalibrationInvalid, "0 to measure on"),
+    "too few to hold some out": (SPEC, weights_of(SPEC), states_of(SPEC, 9), CalibrationInvalid, "0 for measuring"),
     "texts of four tokens": (SPEC, weights_of(SPEC), states_of(SPEC, length=4), PromptsInvalid, "too short"),
 }  # fmt: skip
 

@@ -200,7 +200,7 @@ def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, tmp_path
         words = ("--format", name, "--states", states, "--target", tiny_target, *more)
         return run("quantize-head", head, out, *words, fails=fault)
 
-    assert "quantized already" in refused(quantized / "gqa-fp8", ConfigUnsupported)
+    assert "already quantized" in refused(quantized / "gqa-fp8", ConfigUnsupported)
     shown = refused(write(tmp_path / "trained", FITTING_GQA, "modelopt"), LayoutCannot)
     assert "is a trainer's" in shown and "kconv to-vllm" in shown
     # SGLang drops an MLA head's NVFP4 config, and takes the bytes for weights.

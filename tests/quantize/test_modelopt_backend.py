@@ -161,7 +161,7 @@ USAGE = {
     "streaming without input scales": (["nvfp4"], "--input-scale is required. Give a calibration file, or data-free"),
     "weights alone with prompts": (
         ["nvfp4-weight-only", "--backend", "modelopt", "--prompts", "p"],
-        "--prompts has no use",
+        "--prompts has no effect",
     ),
 }
 
@@ -186,4 +186,4 @@ def test_modelopt_does_not_share_its_work(forms, kconv, tmp_path, monkeypatch):
         "--prompts",
         "p",
     )
-    assert "is one process" in kconv(*words, code=2).output
+    assert "--backend modelopt runs in one process" in kconv(*words, code=2).output

@@ -40,7 +40,8 @@ def quiet(forms, plan, tmp_path_factory):
 
 def start(source, out, *, jobs=1, slow=0.0, **environment):
     command = [sys.executable, str(WORK), str(source), str(out), str(SHARD), str(jobs), str(slow)]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stderr=subprocess.PIPE)
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
 
 
 def test_several_processes_make_the_same_bytes(forms, plan, quiet, tmp_path):
@@ -117,6 +118,17 @@ def test_another_recipe_does_not_go_on_with_this_ones_work(forms, plan, tmp_path
 
 def made_in(folder):
     return len(list(folder.glob(".kconv-partial-*/*.json")))
+
+
+def test_ctrl_c_prints_no_workers_tracebacks(forms, tmp_path):
+    work = start(forms("int4"), tmp_path / "out", jobs=2, slow=0.4)
+    while work.poll() is None and made_in(tmp_path) < 1:
+        time.sleep(0.01)
+    # A terminal sends it to the workers too.
+    os.killpg(work.pid, signal.SIGINT)
+    said = work.communicate(timeout=60)[1].decode()
+    assert work.returncode and said.count("Traceback") <= 1 and "Process Spawn" not in said, said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

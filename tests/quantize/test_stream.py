@@ -140,10 +140,10 @@ def set_one(name, value):
 
 
 VALUES = {
-    "zero": ("bf16", set_all(f"{EXPERT}.weight", 0.0), "zero throughout"),
+    "zero": ("bf16", set_all(f"{EXPERT}.weight", 0.0), "is all zeros"),
     "NaN": ("bf16", set_one(f"{EXPERT}.weight", float("nan")), "NaN or Inf"),
     "Inf": ("bf16", set_one(f"{EXPERT}.weight", float("inf")), "NaN or Inf"),
-    "zero scales of INT4": ("int4", set_all(f"{EXPERT}.weight_scale", 0.0), "zero throughout"),
+    "zero scales of INT4": ("int4", set_all(f"{EXPERT}.weight_scale", 0.0), "is all zeros"),
     "a NaN scale of INT4": ("int4", set_one(f"{EXPERT}.weight_scale", float("nan")), "NaN or Inf"),
     "a NaN scale of FP8": ("fp8", set_all(f"{EXPERT}.weight_scale_inv", float("nan")), "NaN or Inf"),
     "NaN in what is carried": ("bf16", set_one("lm_head.weight", float("nan")), "1 values of lm_head.weight are NaN"),
@@ -165,14 +165,14 @@ def test_columns_that_make_no_groups_are_named(spoiled, plan):
     def cut(tensors):
         tensors[f"{EXPERT}.weight"] = tensors[f"{EXPERT}.weight"][:, :60].contiguous()
 
-    with pytest.raises(TensorShape, match=r"is \[32, 60\], and 60 columns make no groups of 16"):
+    with pytest.raises(TensorShape, match=r"is \[32, 60\], and 60 columns do not form groups of 16"):
         plan(spoiled("bf16", cut))
 
 
 def test_a_missing_shard_is_named(forms, plan, tmp_path):
     source = shutil.copytree(forms("int4"), tmp_path / "source")
     next(iter(sorted(source.glob("*.safetensors")))).unlink()
-    with pytest.raises(CorruptIndex, match="which is not there"):
+    with pytest.raises(CorruptIndex, match="which is missing"):
         plan(source)
 
 
@@ -185,7 +185,7 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_made(forms, plan, 
 
 
 def test_a_target_that_is_nvfp4_already_is_refused(quantized, plan):
-    with pytest.raises(RecipeInvalid, match="NVFP4 already"):
+    with pytest.raises(RecipeInvalid, match="already NVFP4"):
         plan(quantized("bf16"))
 
 

@@ -126,6 +126,8 @@ OF_CONFIGS = (
               rope_parameters=...)),
     Fault("max_position_embeddings deleted", "K166", MLA_TRT, put(max_position_embeddings=...)),
     Fault("more positions than YaRN reaches, for vLLM", "K169", SHORT_YARN, put(max_position_embeddings=513)),
+    Fault("half the positions that YaRN reaches, for TensorRT-LLM", "K157", MLA_TRT,
+          put(max_position_embeddings=131072)),
     Fault("rope_interleave off", "K168", MLA_VLLM, put(rope_interleave=False)),
     # What the head calls itself.
     Fault("model_type deepseek_v3, for vLLM", "K183", MLA_VLLM, put(model_type="deepseek_v3")),

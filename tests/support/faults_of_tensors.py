@@ -122,6 +122,8 @@ OF_TENSORS = (
     Fault("a target of too few layers", "K148", GQA_VLLM, target=TARGET | {"num_hidden_layers": 4}),
     Fault("the output of the target's last layer, for SGLang", "K154", good("sglang", replace(GQA, captured=(3, 5, 8))),
           engines=(SGLANG,), target=TARGET),
+    Fault("a target whose class captures nothing, for TensorRT-LLM", "K156", GQA_TRT,
+          target=TARGET | {"model_type": "minimax_m2"}),
     Fault("a target that SGLang takes a list of otherwise", "K141", good("sglang", replace(GQA, captured=(2, 3, 5))),
           engines=(SGLANG,), target=TARGET | {"model_type": "qwen3"}),
     Fault("a target with another RoPE", "K165", GQA_VLLM, target=TARGET | {"rope_theta": 50000.0}),

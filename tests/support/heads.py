@@ -19,8 +19,8 @@ from kconv.head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Tok
 from .kimi import KIMI_MLA, YARN, small
 from .safetensors_bytes import entry, write_raw
 
-MLA = small(KIMI_MLA, 48, 64, attention=Mla(4, 24, 32, 12, 8, 16), intermediate=40, max_positions=1024)
-GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0))
+MLA = small(KIMI_MLA, 48, 64, attention=Mla(4, 24, 32, 12, 8, 16), intermediate=40)
+GQA = replace(MLA, attention=Gqa(4, kv_heads=2, head_dim=16), rope=Rope(10000.0), max_positions=1024)
 # Norms of queries and keys are vLLM's alone.
 QK = replace(GQA, norms=Norms(qk=True))
 MHA = replace(GQA, attention=Gqa(4, kv_heads=4, head_dim=8))
@@ -51,7 +51,9 @@ PORTABLE: dict[str, HeadSpec] = {
     "gqa, two states": replace(GQA, captured=(1, 2)),
     "gqa, a target of another width": replace(GQA, target_hidden=56),
     "mla, a target of another width": replace(MLA, target_hidden=40),
-    "gqa, YaRN": replace(GQA, rope=Rope(5e4, replace(YARN, beta_fast=32.0, mscale=None, mscale_all_dim=None))),
+    "gqa, YaRN": replace(
+        GQA, rope=Rope(5e4, replace(YARN, beta_fast=32.0, mscale=None, mscale_all_dim=None)), max_positions=262144
+    ),
     "gqa, Llama-3 RoPE": replace(GQA, rope=Rope(5e5, Llama3(8.0, 1.0, 4.0, 8192))),
     "gqa, half of each head turned": replace(GQA, rope=Rope(1e4, Linear(2.0), 0.5)),
     "mha, fp32": replace(MHA, dtype="F32"),

@@ -9,15 +9,15 @@ from kconv.engines.keys import TOP
 from kconv.engines.layout import Layout
 from kconv.head.spec import HeadSpec, Mla, Norms, Yarn
 
-ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel"}
-NO_MLA = {"specforge", "safeailab", "speculators"}
+ONE_LAYER = {"torchspec", "specforge", "safeailab", "automodel", "deepspec"}
+NO_MLA = {"specforge", "safeailab", "speculators", "deepspec"}
 # Both are told by the maps that they save with a reduced vocabulary.
 REDUCED = {"specforge", "safeailab"}
 
 
 def can_make(layout: Layout, spec: HeadSpec) -> bool:
     """Say whether a layout's maker makes such heads."""
-    if layout.write_config is not None:
+    if layout.write_config is not None and layout.name != "speculators":
         beside = any(limit.hits(spec, None) for limit in layout.target_limits)
         return not beside and not any(limit.applies(spec, ()) for limit in layout.limits)
     if layout.name in NO_MLA and isinstance(spec.attention, Mla):
@@ -27,7 +27,11 @@ def can_make(layout: Layout, spec: HeadSpec) -> bool:
     yarn = spec.rope.scaling
     if layout.name == "automodel" and isinstance(spec.attention, Mla) and isinstance(yarn, Yarn) and yarn.mscale != 0:
         return False
+    if layout.name == "automodel" and spec.norms.qk:
+        return False
     is_reduced = spec.draft_vocab != spec.vocab
+    if layout.name == "deepspec" and (spec.norms != Norms(qk=True) or is_reduced):
+        return False
     if layout.name == "torchspec" and (spec.norms != Norms() or is_reduced):
         return False
     return not (layout.name in REDUCED and (not is_reduced or spec.norms.output))
@@ -35,7 +39,7 @@ def can_make(layout: Layout, spec: HeadSpec) -> bool:
 
 def make_config(layout: Layout, spec: HeadSpec) -> dict[str, Any]:
     """Return a config in which the captured layers stand as the layout's maker has them."""
-    if layout.write_config is not None:
+    if layout.write_config is not None and layout.name != "speculators":
         return layout.write_config(spec)
     config = identity(spec) | write_keys(spec)
     ids = {"eagle_aux_hidden_state_layer_ids": list(spec.captured)}
@@ -51,6 +55,8 @@ def make_config(layout: Layout, spec: HeadSpec) -> dict[str, Any]:
             del config["eagle_config"]["return_hidden_post_norm"]
         case "automodel":
             config |= {"architectures": ["LlamaEagle3DraftModel"]}
+        case "deepspec":
+            config |= {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": list(spec.captured)}
         case "safeailab":
             config |= {"architectures": ["LlamaForCausalLM"]}
         case "speculators":

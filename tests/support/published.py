@@ -22,6 +22,10 @@ HUB = "https://huggingface.co/"
 SPECFORGE = "https://github.com/sgl-project/SpecForge/blob/"
 SPECULATORS = "https://github.com/vllm-project/speculators/blob/c05b95b3/src/speculators/models/eagle3/config.py"
 AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/tree/36044ad3d/nemo_automodel/components/speculative/eagle"
+DEEPSPEC = (
+    "https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/"
+    "deepspec/modeling/eagle3/qwen3/config.py"
+)
 EAGLE = "https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/"
 # What the facts that a config can leave open are called, in `kconv inspect` and its JSON.
 CAPTURED, THETA, RESIDUAL, LAYERS = "captured", "rope_theta", "norm_before_residual", "num_hidden_layers"
@@ -243,7 +247,8 @@ _SPECULATOR_09 = _SPECULATOR | {
 _Q_NORM = {"layers.0.self_attn.q_norm.weight": (16,), "layers.0.self_attn.k_norm.weight": (16,)}
 _DEEPSPEC = without(_QWEN3, "draft_vocab_size", "max_window_layers") | {
     "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [1, 9, 17, 25, 33],
-    "num_target_layers": 36,
+    "num_target_layers": 36, "target_model_name_or_path": "Qwen/Qwen3-4B", "ttt_length": 7, "step_loss_decay": 0.8,
+    "draft_num_hidden_layers": 1, "layer_types": ["full_attention"],
 }  # fmt: skip
 _AUTOMODEL = without(_LLAMA, "initializer_range") | {
     "architectures": ["LlamaEagle3DraftModel"], "rope_theta": 500000.0, "head_dim": 128,
@@ -301,7 +306,7 @@ EAGLE3: dict[str, Form] = {
         leaves_open=(CAPTURED, LAYERS), options={"target_layers": 36, "layers": 1}, model_type="qwen3"),
     "SpecForge, Qwen2.5-VL": _form(
         f"{SPECFORGE}8b9d3e5de2804dd2674569b9e22c859cabb917aa/configs/qwen2-5-vl-7B-eagle3.json", _QWEN25_VL,
-        layout="specforge", **_LIST, options={"target_layers": 28}, target_layers=28, model_type="qwen2_5_vl",
+        layout="specforge", **_LIST, options={"target_layers": 28}, target_layers=28, model_type="qwen2_5_vl_text",
         refused="mrope"),
     "SpecForge, gpt-oss-20b without rope_theta": _form(
         f"{SPECFORGE}ca803a5b736f2b65e027f1c9d1ed232beaacc508/configs/gpt-oss-20B-eagle3.json", _GPT_OSS,
@@ -312,7 +317,7 @@ EAGLE3: dict[str, Form] = {
         layout="torchspec", target_layers=62, model_type="gemma3_text"),
     "SpecForge, Phi-4-mini": _form(
         f"{SPECFORGE}169f9077d3ac81cfe4613f5d8401186046509367/configs/phi4-mini-eagle3.json", _PHI4,
-        layout="specforge", **_LIST, **_DEPTH_32, model_type="phi3", refused="tie_word_embeddings"),
+        layout="specforge", **_LIST, **_DEPTH_32, model_type="phi3"),
     "SpecForge, DeepSeek-V3 without rope_theta": _form(
         f"{SPECFORGE}c02a09a66a83a8f2590a7a738b825f794fbceff3/configs/deepseek-v3-671b-eagle3.json", _DEEPSEEK,
         layout="specforge", leaves_open=(THETA,), options={"rope_theta": 10000}, target_layers=61,
@@ -370,8 +375,8 @@ EAGLE3: dict[str, Form] = {
     "speculators 0.9": _form(
         SPECULATORS, _SPECULATOR_09, "layers.0", layout="speculators", more={"input_norm.weight": (144,)}),
     "DeepSpec, Qwen3 with q and k norms and five states": _form(
-        "https://github.com/deepseek-ai/DeepSpec/blob/005e03b8/deepspec/modeling/eagle3/qwen3/config.py", _DEEPSPEC,
-        "layers.0", states=5, more=_Q_NORM, target_layers=36, model_type="qwen3", **_LIST),
+        DEEPSPEC, _DEEPSPEC,
+        "layers.0", states=5, more=_Q_NORM, target_layers=36, model_type="qwen3", layout="deepspec"),
     "Automodel, Llama": Form(
         AUTOMODEL, cut(_AUTOMODEL), _prefixed(head(cut(_AUTOMODEL), "layers.0")), layout="automodel", **_LIST,
         **_DEPTH_32),

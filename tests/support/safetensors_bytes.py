@@ -24,8 +24,14 @@ GOOD = {
 DATA = bytes(range(33))
 
 
-def write_raw(file: Path, header: dict[str, Any] | bytes, data: bytes = b"", *, length: int | None = None) -> Path:
-    """Write a file from a header, as an object or as its very bytes, and data; `length` is what the file claims."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+def write_raw(
+    file: Path, header: dict[str, Any] | bytes, data: bytes = b"", *, length: int | None = None, space: str = " "
+) -> Path:
+    """Write a file from a header, as an object or as its very bytes, and data.
+
+    `length` is what the file claims; `space` stands behind a header's commas and colons, where libraries write nothing.
+    """
+    separators = f",{space}", f":{space}"
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=separators).encode()
     file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return file

@@ -21,28 +21,29 @@ gqa = st.builds(
     _EVEN,
     st.booleans(),
 )
+# What fast dims are is above what slow ones are.
 yarn = st.builds(
-    Yarn,
+    lambda factor, original, betas, *rest: Yarn(factor, original, max(betas), min(betas), *rest),
     _POSITIVE,
     st.integers(1, 100_000),
-    _POSITIVE,
-    _POSITIVE,
+    st.tuples(_POSITIVE, _POSITIVE),
     st.none() | _POSITIVE | st.just(0.0),
     st.none() | _POSITIVE | st.just(0.0),
     st.none() | _POSITIVE,
 )
 llama3 = st.builds(Llama3, _POSITIVE, _POSITIVE, _POSITIVE, st.integers(1, 100_000))
 scalings = st.none() | yarn | llama3 | st.builds(Linear, _POSITIVE)
-ropes = st.builds(Rope, _POSITIVE, scalings)
+_THETA = st.floats(100.0, 1e9)
+ropes = st.builds(Rope, _THETA, scalings)
 # What every engine reads as the trainer does: both values of DeepSeek's or neither, and no attention_factor.
 settled_yarn = st.builds(
     lambda scaling, both: replace(scaling, mscale=both[0], mscale_all_dim=both[1], attention_factor=None),
     yarn,
     st.just((None, None)) | st.tuples(_POSITIVE, _POSITIVE),
 )
-mla_ropes = st.builds(Rope, _POSITIVE, st.none() | settled_yarn)
-gqa_ropes = st.builds(Rope, _POSITIVE, st.none() | settled_yarn | llama3 | st.builds(Linear, _POSITIVE))
-partial_ropes = st.builds(Rope, _POSITIVE, scalings, st.sampled_from([1.0, 0.5, 0.25]))
+mla_ropes = st.builds(Rope, _THETA, st.none() | settled_yarn)
+gqa_ropes = st.builds(Rope, _THETA, st.none() | settled_yarn | llama3 | st.builds(Linear, _POSITIVE))
+partial_ropes = st.builds(Rope, _THETA, scalings, st.sampled_from([1.0, 0.5, 0.25]))
 
 
 @st.composite
@@ -65,7 +66,7 @@ def uneven_specs(draw: st.DrawFn) -> HeadSpec:
         captured=tuple(sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=4)))),
         eps=1e-5,
         dtype=draw(st.sampled_from(["BF16", "F16", "F32"])),
-        max_positions=draw(st.integers(1, 262144)),
+        max_positions=draw(st.integers(8, 262144)),
         norms=draw(st.sampled_from([Norms(), Norms(fc=True), Norms(output=True), Norms(before_fc=True)])),
     )
 
@@ -89,7 +90,7 @@ def portable_specs(draw: st.DrawFn) -> HeadSpec:
         captured=tuple(sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=4)))),
         eps=draw(st.sampled_from([1e-5, 1e-6])),
         dtype=draw(st.sampled_from(["BF16", "F16", "F32"])),
-        max_positions=draw(st.integers(1, 262144)),
+        max_positions=draw(st.integers(8, 262144)),
         norms=norms,
         tokens=Tokens(draw(_TOKEN), draw(_TOKEN | st.lists(st.integers(0, 9), min_size=1).map(tuple)), draw(_TOKEN)),
         mlp_bias=False if is_mla else draw(st.booleans()),

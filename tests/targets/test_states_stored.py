@@ -128,7 +128,7 @@ def test_a_run_of_other_settings_is_not_mixed_in(write, wanted, tmp_path, monkey
     monkeypatch.setattr(writer, "_write_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         write(wanted, tmp_path / "out")
-    with pytest.raises(StatesInvalid, match="other seed was interrupted"):
+    with pytest.raises(StatesInvalid, match="interrupted run here differs in seed"):
         write(dataclasses.replace(wanted, seed=4), tmp_path / "out")
 
 

@@ -1,6 +1,7 @@
 """A target's tokenizer: loaded from its folder, and its code never run unasked."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -100,3 +101,32 @@ def test_what_a_tokenizer_is_made_of_identifies_it(tokenizer, tiny_target, tmp_p
     other = load_tokenizer(folder).identity
     assert other["tokenizer.json"] == identity["tokenizer.json"]
     assert other["tokenizer_config.json"] != identity["tokenizer_config.json"]
+
+
+TEMPLATES = {
+    "raises": "{{ raise_exception('roles must alternate') }}",
+    "an undefined name": "{{ nobody.knows.this }}",
+    "a syntax error": "{% for %}",
+    "a text of 30 GB": "{{ 'a' * 30000000000 }}",
+    "a text that doubles": "{% set s = namespace(t='a') %}{% for i in [1] * 60 %}{% set s.t = s.t ~ s.t %}{% endfor %}",
+    "a wrong type": "{{ messages + 1 }}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_chat_template_that_fails_or_grows_is_named(tiny_target, tmp_path, template):
+    loaded = load_tokenizer(spoil(tiny_target, tmp_path))
+    loaded.inner.chat_template = template
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(TargetInvalid, match="chat template fails"):
+        loaded.encode_chat(["Say it."])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize("text", ["Return the sum of two numbers. " * 4000, "a" * 100_000, "\n" * 100_000])
+def test_of_a_long_text_no_more_is_read_than_is_kept(tokenizer, text, monkeypatch):
+    whole = tokenizer.encode(text)
+    read, encode = [], tokenizer.inner.encode
+    monkeypatch.setattr(tokenizer.inner, "encode", lambda part, **more: read.append(len(part)) or encode(part, **more))
+    assert tokenizer.encode(text, 8) == whole[:8]
+    assert read[0] < 5000

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support.loopback import serving
 
+from kconv.cli import main
 from kconv.errors import EngineFailed, PromptsInvalid
 from kconv.targets.dialogues import read_rows
 from kconv.targets.prompts import Prompt
@@ -142,6 +144,25 @@ def test_a_server_that_is_not_there_is_a_fault(tmp_path):
 def test_a_file_of_something_else_is_not_written_to(server, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text('{"question": "?"}\n[]\n')
-    with pytest.raises(PromptsInvalid, match="something else"):
+    with pytest.raises(PromptsInvalid, match="other than answers"):
         generate(PROMPTS, GenerateRequest(server.url, "m"), out)
     assert not server.asked
+
+
+def test_a_recipes_step_asks_only_what_got_no_answer(server, tmp_path):
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "chain.yaml"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("three", "four", "five")))
+    step = {"do": "generate", "url": server.url, "model": "m", "prompts": str(prompts), "concurrency": 1}
+    file.write_text(json.dumps({"name": "chain", "steps": {"dialogues": step}}))
+    words = ["run", str(file), "--out", str(tmp_path / "root")]
+    server.say = lambda messages, _: (400, "no") if messages[-1]["content"] == "four" else (200, "yes")
+    assert CliRunner().invoke(main, words).exit_code == 1
+    server.say = lambda messages, _: (200, "yes")
+    server.asked.clear()
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert server.asked == {"four": 1}
+    # Another recipe's answers are not gone on with.
+    file.write_text(json.dumps({"name": "chain", "steps": {"dialogues": step | {"temperature": 0}}}))
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert server.asked == {"four": 2, "three": 1, "five": 1}

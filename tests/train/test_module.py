@@ -118,7 +118,7 @@ def test_the_seed_decides_the_weights(tiny_target):
     ("changes", "message"),
     [
         ({"captured": (1, 3, 7)}, "layers are 0 to 6"),
-        ({"draft_vocab": 512}, "vocabulary 512"),
+        ({"draft_vocab": 512}, "draft_vocab is 512"),
         ({"draft_vocab": 0}, "draft_vocab is 0"),
     ],
 )

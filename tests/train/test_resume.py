@@ -86,7 +86,7 @@ def test_a_run_is_gone_on_with_by_as_many_processes(make_job, unstopped, tmp_pat
     pace = Pace(save_every=5, eval_every=6)
     with pytest.raises(KeyboardInterrupt):
         train(make_job(GQA), tmp_path / "head", pace, stop)
-    with monkeypatch.context() as patch, pytest.raises(OutputExists, match="number of processes: 1, not 2"):
+    with monkeypatch.context() as patch, pytest.raises(OutputExists, match="had WORLD_SIZE 1, not 2"):
         patch.setenv("WORLD_SIZE", "2")
         train(make_job(GQA), tmp_path / "head", pace)
     told = []
@@ -101,5 +101,5 @@ def test_another_runs_checkpoints_are_refused(make_job, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         train(make_job(GQA), tmp_path / "head", progress=stop)
-    with pytest.raises(OutputExists, match="another run"):
+    with pytest.raises(OutputExists, match="another recipe, target, data"):
         train(make_job(dataclasses.replace(GQA, lr=0.01)), tmp_path / "head")

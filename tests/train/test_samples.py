@@ -170,7 +170,7 @@ def test_rows_are_cut_and_padded_and_lose_no_counted_token():
 
 
 def test_data_in_which_nothing_counts_is_refused():
-    with pytest.raises(TrainingDataInvalid, match="nothing to train on"):
+    with pytest.raises(TrainingDataInvalid, match="no answers or texts to train on"):
         pack_samples([Sample(torch.arange(8), torch.zeros(8, dtype=torch.bool))], 4)
 
 

@@ -17,7 +17,7 @@ def test_windows_are_cut_from_the_text_and_do_not_overlap(seq, count, more, seed
 
 
 def test_more_windows_than_the_text_holds_are_refused():
-    with pytest.raises(RecipeInvalid, match="11 windows of 9 tokens, and the text holds 10"):
+    with pytest.raises(RecipeInvalid, match="11 windows of 9 tokens, but the text has 10"):
         cut_windows(torch.arange(98), 9, 11, seed=0)
 
 
@@ -32,7 +32,7 @@ def test_the_draft_vocabulary_keeps_the_most_frequent_tokens(ids, data):
 
 
 def test_a_draft_vocabulary_larger_than_the_texts_is_refused():
-    with pytest.raises(RecipeInvalid, match="4 tokens, and the text 3 distinct ones"):
+    with pytest.raises(RecipeInvalid, match="4 tokens, but the text has only 3 distinct ones"):
         map_draft_vocab(torch.tensor([5, 5, 6, 9]), 4, 64)
 
 

@@ -166,9 +166,9 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
     source, good = pair("bf16")
     heads = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     quiet = {"say": lambda _: None}
-    with pytest.raises(ComparisonUnfit, match="this is a target, and its --source is a head"):
+    with pytest.raises(ComparisonUnfit, match="this is a target, but --source is a head"):
         validate(Folder(good), source=Origin(*[read_head(open_checkpoint(heads))] * 2), **quiet)
-    with pytest.raises(ComparisonUnfit, match="this is a head, and its --source is a target"):
+    with pytest.raises(ComparisonUnfit, match="this is a head, but --source is a target"):
         validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
     with pytest.raises(ComparisonUnfit, match="acceptance is measured of a head"):
         validate(Folder(good), parity=Parity(Folder(source)), **quiet)
@@ -270,8 +270,9 @@ def test_the_command_measures_a_target_on_prompts(pair, spoiled, held_out, tmp_p
     few = tmp_path / "few.jsonl"
     few.write_text("".join(held_out.read_text().splitlines(keepends=True)[:4]))
 
-    def kconv(*words):
-        done = CliRunner().invoke(main, ["validate", *map(str, words), "--out", str(tmp_path / "out"), "--json"])
+    def kconv(target, *words, out="out"):
+        words = (target, *words, "--out", tmp_path / out, "--json")
+        done = CliRunner().invoke(main, ["validate", *map(str, words)])
         return done.exit_code, json.loads(done.stdout) if done.exit_code < 2 else done.output
 
     code, report = kconv(good, "--source", source, "--prompts", few)
@@ -282,8 +283,8 @@ def test_the_command_measures_a_target_on_prompts(pair, spoiled, held_out, tmp_p
     assert f"| perplexity on held-out text | {found['output']:.4f} |" in text and "signal over noise, median" in text
     assert "rounded by their input_scale" in text and "input_scale" in report["provenance"]["dtype"]
     # What is wrong is told by the tensors' noise, and not run.
-    code, report = kconv(spoiled("bf16", swap_nibbles), "--source", source, "--prompts", few)
+    code, report = kconv(spoiled("bf16", swap_nibbles), "--source", source, "--prompts", few, out="spoiled")
     assert code == 1 and report["figures"]["perplexity"] is None
     assert "not run" in report["provenance"]["not_measured"]
-    code, said = kconv(good, "--source", source, "--prompts", few, "--engine", "vllm", "--url", "http://x")
+    code, said = kconv(good, "--source", source, "--prompts", few, "--engine", "vllm", "--url", "http://x", out="no")
     assert code == 2 and "only for a head" in said

@@ -171,3 +171,17 @@ def test_a_head_of_random_weights_cannot_be_told(demo, states, tmp_path):
     shown = kconv("validate", head, "--target", demo / "target", "--states", states, "--json")
     rules = {finding["rule"] for finding in json.loads(shown.stdout)["findings"]}
     assert "K314" in rules and "K312" not in rules
+
+
+def test_a_conversion_beside_states_measures_what_the_files_leave_open(demo, states, tmp_path):
+    head = Lost("mla", eagle={IDS: []}).write(demo, tmp_path / "head")
+    beside = ("--target", demo / "target", "--states", states)
+    refused = kconv("to-vllm", head, tmp_path / "out", "--captured", "2,4,6", *beside)
+    assert refused.exit_code == 1 and "[1, 3, 5]" in refused.stderr and not (tmp_path / "out").exists()
+    written = kconv("to-vllm", head, tmp_path / "out", "--captured", "1,3,5", *beside)
+    assert written.exit_code == 0, written.output
+    manifest = json.loads((tmp_path / "out" / "kconv.json").read_text())
+    assert manifest["unverified"] == [] and manifest["spec"]["captured"] == [1, 3, 5]
+    bare = Lost("mla", eagle=BARE | {IDS: [2, 4, 6]}).write(demo, tmp_path / "bare")
+    assert kconv("to-vllm", bare, tmp_path / "measured", *beside).exit_code == 0
+    assert json.loads((tmp_path / "measured" / "kconv.json").read_text())["spec"]["captured"] == [1, 3, 5]

@@ -32,5 +32,5 @@ def test_a_report_that_cannot_be_taken_is_named(tmp_path: Path):
     assert fault.value.where == str(tmp_path / "report.json")
     (tmp_path / "report.json").unlink()
     (tmp_path / "report.json").mkdir()
-    with pytest.raises(ReportInvalid, match="no regular file"):
+    with pytest.raises(ReportInvalid, match="not a regular file"):
         read_report(tmp_path)

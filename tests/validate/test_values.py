@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconv.validate.rules.values import measure_spread
+from kconv.validate.rules import values
+
+
+def measure_spread(matrix: torch.Tensor, block: int = 50) -> values.Spread | None:
+    return values.measure_spread(part.double().numpy() for part in matrix.split(block))
+
 
 INITIALIZERS = {
     "normal": lambda w: torch.nn.init.normal_(w, std=0.02),

@@ -78,7 +78,7 @@ def test_a_conversion_that_loses_greedy_acceptance_is_refused():
         kl=(0.1, 0.1, 0.1), attention_error=0.1, greedy_before=2.485, greedy_after=2.273, greedy_kept=0.915,
         greedy_kept_error=0.01,
     )  # fmt: skip
-    with pytest.raises(ConversionInaccurate, match=r"keeps 91\.50% ± 1\.00% of the original's greedy") as refused:
+    with pytest.raises(ConversionInaccurate, match=r"retains 91\.50% ± 1\.00% of the original's greedy") as refused:
         check_retention(figures, 0.97)
     assert "--min-retention 0.91" in refused.value.fix and "(2.273 of 2.485 at K=3)" in refused.value.what
     check_retention(figures, 0.91)

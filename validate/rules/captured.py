@@ -9,7 +9,6 @@ from ...engines.common import as_outputs
 from ...engines.keys import CONVENTION, IDS, INPUTS, NESTED, TOP
 from ...engines.registry import engines
 from ...engines.sglang import DEEPSEEKS
-from ...engines.sglang import ENGINE as SGLANG_ENGINE
 from .head import HeadSubject, listed_ids
 from .rule import SGLANG, TRTLLM, VLLM, Found, Rule
 
@@ -52,6 +51,7 @@ def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found
                 f"config.json: {where}",
                 f"the head was trained on the outputs of layers {list(subject.captured or ())}, but {engine} would"
                 f" feed it those of {list(seen)}",
+                engines=(engine,),
             )
 
 
@@ -70,6 +70,7 @@ def _unlisted(subject: HeadSubject, is_default: bool | None) -> Iterator[Found]:
                 "config.json: eagle_aux_hidden_state_layer_ids",
                 f"{engine} finds no list where it looks and uses its default; the head was trained on the outputs of"
                 f" layers {list(subject.captured or ())}",
+                engines=(engine,),
             )
 
 
@@ -112,10 +113,27 @@ def captured_last_layer(subject: HeadSubject) -> Iterator[Found]:
     captured, target = subject.captured, subject.target
     if captured is None or target is None or captured[-1] != target.layers - 1:
         return
-    kind = SGLANG_ENGINE.capture(target.model_type)
-    # A list that begins with 1 is one that each class can be given, if it has the layer.
-    if kind is not None and kind.listed((1, captured[-1]), target.layers) is None:
-        yield Found("config.json", f"the head reads the output of layer {captured[-1]}, the target's last")
+    for engine in engines():
+        kind = engine.capture(target.model_type)
+        asked = subject.engines.intersection(engine.runner_names)
+        # A list that begins with 1 is one that each class can be given, if it has the layer.
+        if asked and kind is not None and kind.listed((1, captured[-1]), target.layers) is None:
+            yield Found(
+                "config.json",
+                f"the head reads the output of layer {captured[-1]}, the target's last, which {engine.title} never"
+                f" captures of a {target.model_type}",
+            )
+
+
+def target_captures_nothing(subject: HeadSubject) -> Iterator[Found]:
+    kind = subject.target.model_type if subject.target else ""
+    for engine in engines():
+        asked = subject.engines.intersection(engine.runner_names)
+        if kind and asked and engine.captures and engine.capture(kind) is None:
+            yield Found(
+                "the target's config.json: model_type",
+                f"kconv knows no class of {engine.title} for a {kind} that captures hidden states",
+            )
 
 
 def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
@@ -126,6 +144,7 @@ def captured_count_unstated(subject: HeadSubject) -> Iterator[Found]:
             yield Found(
                 "config.json: num_aux_hidden_states",
                 f"{engine} builds fc for {built or 3} states, but the head has {len(subject.spec.captured)}",
+                engines=(engine,),
             )
 
 
@@ -238,12 +257,23 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K154",
         "captured-last-layer",
         "error",
-        "SGLang captures before a layer runs, so it never captures the output of the last layer. gpt-oss"
-        " targets are the exception.",
-        fix="Serve this head with vLLM or TensorRT-LLM.",
-        engines=(SGLANG,),
+        "An engine whose class of the target captures before a layer runs never has the output of the last one:"
+        " SGLang's but for gpt-oss, and vLLM's of DeepSeek-V3.2 and GLM-5.",
+        fix="Serve this head with another engine.",
+        engines=(*VLLM, SGLANG),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
         check=captured_last_layer,
+    ),
+    Rule(
+        "K156",
+        "target-captures-nothing",
+        "warning",
+        "kconv knows no class of this engine for the target that captures hidden states; without one no Eagle3 head is"
+        " served with it.",
+        fix="See docs/reference/support.md for the targets whose classes were read. vLLM has transformers' own class"
+        " for any other (--model-impl transformers).",
+        seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L19",
+        check=target_captures_nothing,
     ),
     Rule(
         "K149",
@@ -269,6 +299,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "use_aux_hidden_state is false, but the head has an fc for captured states. Some engines then skip fc.",
         fix="Remove the key, or set it to true.",
+        versions="of vLLM's runners V1 reads it, and V2 from 0.33 on "
+        "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22)",
         seen_in="https://github.com/sgl-project/sglang/pull/21272",
     ),
     Rule(

@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.bytes import stream
+from ...checkpoint.bytes import Look, Wanted
+from ...checkpoint.folder import Checkpoint
 from ...checkpoint.header import TensorInfo
-from ...checkpoint.values import FLOAT_BITS, Scan, Values
+from ...checkpoint.values import FLOAT_BITS, Values
 from ...convert.captured import EAGLE, Hints
 from ...convert.read import Head, HeadReading, read, rows_of
 from ...convert.shared import SharedTensors
@@ -46,12 +47,14 @@ class HeadSubject(Subject):
         hints: what the user says where the config is silent.
         target: the target that the head is for, where it is known.
         lent: finds what it is asked for of the target's embedding and lm_head, by slot.
+        look: what reads the head's weights already, as `wanted_values` says; a reading of their own if None.
     """
 
     named_layout: Layout | None = None
     hints: Hints = field(default_factory=Hints)
     target: TargetConfig | None = None
     lent: Callable[[Iterable[str]], SharedTensors] | None = None
+    look: Look | None = None
 
     @cached_property
     def reading(self) -> HeadReading:
@@ -131,7 +134,11 @@ class HeadSubject(Subject):
     @cached_property
     def values(self) -> Mapping[str, Values]:
         """What each float tensor's values are like, every one of them looked at, a chunk at a time."""
-        return {name: _scan(info) for name, info in self.tensors.items() if info.dtype in FLOAT_BITS and info.size}
+        infos = [info for info in self.tensors.values() if _is_looked_at(info)]
+        if self.look is not None:
+            return {info.name: self.look.values(info) for info in infos}
+        with Look(wanted_values(self.checkpoint)) as look:
+            return {info.name: look.values(info) for info in infos}
 
     @cached_property
     def d2t(self) -> Tensor | None:
@@ -144,20 +151,22 @@ class HeadSubject(Subject):
         return self._map("t2d", ("BOOL",))
 
     def _map(self, name: str, dtypes: tuple[str, ...]) -> Tensor | None:
-        from ...checkpoint.tensors import read_tensor
-
         info = self.tensors.get(name)
         wanted = needs(self.spec).get(name) if self.spec else None
         if not self.with_values or info is None or wanted is None:
             return None
+        from ...checkpoint.tensors import read_tensor
+
         return read_tensor(info) if info.dtype in dtypes and info.shape == wanted.shape else None
 
 
-def _scan(info: TensorInfo) -> Values:
-    scan = Scan(info.dtype)
-    for chunk in stream(info):
-        scan.update(chunk)
-    return scan.result()
+def _is_looked_at(info: TensorInfo) -> bool:
+    return info.dtype in FLOAT_BITS and info.size > 0
+
+
+def wanted_values(checkpoint: Checkpoint) -> list[Wanted]:
+    """Return that the values of each float tensor of a head are wanted."""
+    return [Wanted(file, values=list(filter(_is_looked_at, held))) for file, held in checkpoint.by_file().items()]
 
 
 def engines_of(layout: Layout | None) -> tuple[str, ...]:

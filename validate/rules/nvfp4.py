@@ -25,7 +25,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-LEFT = ("weight_packed", "weight_shape", "weight_scale_inv", "weight_zero_point")
+LEFT = (".weight_packed", ".weight_shape", ".weight_scale_inv", ".weight_zero_point")
 
 
 def input_scale_missing(subject: TargetSubject) -> Iterator[Found]:
@@ -97,7 +97,7 @@ def lm_head_quantized(subject: TargetSubject) -> Iterator[Found]:
 
 def other_format_left(subject: TargetSubject) -> Iterator[Found]:
     if subject.is_nvfp4:
-        left = [name for name in subject.tensors if name.endswith(tuple(f".{suffix}" for suffix in LEFT))]
+        left = [name for name in subject.tensors if name.endswith(LEFT)]
         yield from _first(left, "belongs to another quantized format")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...quantize.formats import GROUP_SIZE
 from .rule import TRTLLM, Found, Rule
-from .target import BLOCK, LAYER, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
+from .target import BLOCK, LAYER, OWN_LAYER, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
 
 ALGORITHMS = ("NVFP4", WEIGHT_ONLY)
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
@@ -72,8 +72,7 @@ def kv_scales_unstated(subject: TargetSubject) -> Iterator[Found]:
 
 def layers_miscounted(subject: TargetSubject) -> Iterator[Found]:
     counted, extra = (subject.text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-    layers = (LAYER.match(bare(name)) for name in subject.tensors)
-    stored = {int(layer[1]) for layer in layers if layer}
+    stored = {int(layer[1]) for layer in map(OWN_LAYER.match, subject.tensors) if layer}
     if not isinstance(counted, int):
         yield Found("config.json: num_hidden_layers", f"is {counted!r}, but {len(stored)} layers are stored")
         return

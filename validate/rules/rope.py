@@ -64,8 +64,20 @@ def positions_short(subject: HeadSubject) -> Iterator[Found]:
     if subject.engines.intersection(VLLM) and _rows_in_vllm(spec) < target.max_positions:
         yield Found(
             "config.json: rope_scaling",
-            f"YaRN reaches {_rows_in_vllm(spec)} positions, but the target has {target.max_positions}",
-            "Serve no more than that (vllm serve --max-model-len).",
+            f"YaRN reaches {_rows_in_vllm(spec)} positions, and the target has {target.max_positions}: vLLM 0.32 reads"
+            " past its table, and from 0.33 on the server takes no longer prompts",
+            "Serve no more than that (vllm serve --max-model-len), or another head where the length is needed.",
+        )
+
+
+def positions_below_yarn(subject: HeadSubject) -> Iterator[Found]:
+    spec = subject.spec
+    scaling = spec.rope.scaling if spec else None
+    # Beside a target K167 knows better.
+    if spec and subject.target is None and isinstance(scaling, Yarn) and 2 * spec.max_positions <= scaling.reach:
+        yield Found(
+            "config.json: max_position_embeddings",
+            f"{spec.max_positions} positions, and the head's own YaRN reaches {scaling.reach}",
         )
 
 
@@ -186,11 +198,25 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K167",
         "positions-short",
         "warning",
-        "The head's table of angles is shorter than its target's context: TensorRT-LLM reads past its end, as vLLM does"
-        " past the end of YaRN's, and SGLang does not start.",
+        "The head's table of angles is shorter than its target's context: TensorRT-LLM reads past its end, SGLang does"
+        " not start, and vLLM, past the end of YaRN's, reads on (0.32) or lowers the server's max_model_len to the"
+        " head's, with a line in its log alone (from 0.33 on, its V2 runner).",
         fix="Serve no more than that, or raise max_position_embeddings to what the head's RoPE was trained for.",
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L1295-L1316",
         check=positions_short,
+        versions="vLLM 0.32 and from 0.33 on differ "
+        "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/config/vllm.py#L3025-L3051)",
+    ),
+    Rule(
+        "K157",
+        "positions-below-yarn",
+        "warning",
+        "The config states half as many positions as the head's own YaRN reaches, or fewer: TensorRT-LLM reads past the"
+        " end of its table of angles where more are served, and SGLang does not start.",
+        fix="State the longest context that will be served (--max-positions of kconv's conversions), or give --target.",
+        engines=AS_STATED,
+        seen_in="https://github.com/vllm-project/vllm/issues/48894",
+        check=positions_below_yarn,
     ),
     Rule(
         "K169",
@@ -204,6 +230,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/"
         "yarn_scaling_rope.py#L78-L80",
         check=positions_past_yarn,
+        versions="vLLM 0.32 and 0.33",
     ),
     Rule(
         "K168",

@@ -38,11 +38,13 @@ class Found:
         where: the tensor, key or file.
         message: what was found, one sentence with its figures.
         fix: what to do, where it is not the rule's own.
+        engines: those that it concerns, where these are not all of the rule's.
     """
 
     where: str
     message: str
     fix: str = ""
+    engines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Rule(Generic[S]):
         seen_in: the public thread or the line of code that taught the rule.
         values: whether it reads weights.
         says_fix: whether a problem of the reading says better than `fix` what to do.
+        versions: for which releases of an engine it holds, where these differ from `Engine.release`.
     """
 
     id: str
@@ -108,6 +111,7 @@ class Rule(Generic[S]):
     seen_in: str = ""
     values: bool = False
     says_fix: bool = False
+    versions: str = ""
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
         """Return what was found in a report's shape, about those of its engines that were asked for."""
@@ -118,7 +122,7 @@ class Rule(Generic[S]):
             where=found.where,
             message=found.message,
             fix=found.fix or self.fix,
-            engines=tuple(engine for engine in self.engines if engine in asked),
+            engines=tuple(engine for engine in found.engines or self.engines if engine in asked),
             seen_in=self.seen_in,
         )
 

@@ -24,6 +24,8 @@ WEIGHT_ONLY = "W4A16_NVFP4"
 PREFIXES = ("language_model.", "model.")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 LAYER = re.compile(r"layers\.(\d+)\.")
+# The same where a name begins, as `bare` cuts it.
+OWN_LAYER = re.compile("".join(f"(?:{re.escape(prefix)})?" for prefix in PREFIXES) + LAYER.pattern)
 
 
 def bare(name: str) -> str:

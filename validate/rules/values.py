@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ...checkpoint.bytes import read_floats
+from ...checkpoint.header import TensorInfo
 from ...checkpoint.manifest import MANIFEST
 from ...head.contract import FLOATS
 from ...head.slots import needs
 from .head import HeadSubject, engine_layouts
 from .rule import SGLANG, TRTLLM, Found, Rule
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # Norms of rows and columns that spread by no more than this beyond what independent numbers do.
 LIKENESS = 0.5
@@ -43,33 +42,30 @@ class Spread:
         return alike and INITIALIZERS[0] < self.kurtosis < INITIALIZERS[1]
 
 
-def measure_spread(matrix: Tensor) -> Spread | None:
-    """Measure a matrix `[rows, columns]`; None where it is constant or too small to tell."""
-    import torch  # here, as headers are checked without it
-
-    values = matrix.double()
-    square = values.square()
-    if min(values.shape) < 16 or not torch.isfinite(values).all() or square.mean() == 0:
+def measure_spread(blocks: Iterable[np.ndarray]) -> Spread | None:
+    """Measure a matrix given in blocks of rows, `[n, columns]`; None where it is constant or too small to tell."""
+    by_row, by_column, fourth = [], 0.0, 0.0
+    for block in blocks:
+        square = np.square(block, dtype=np.float64)
+        by_row.append(square.mean(1))
+        by_column += square.sum(0)
+        fourth += float(np.square(square, out=square).sum())
+    rows = np.concatenate(by_row)
+    columns = np.asarray(by_column / len(rows))
+    if min(len(rows), len(columns)) < 16 or not np.isfinite(rows).all() or not rows.any():
         return None
-    kurtosis = float(square.square().mean() / square.mean() ** 2)
+    kurtosis = fourth / len(rows) / len(columns) / float(rows.mean()) ** 2
 
-    def share(dim: int) -> float:
+    def share(means: np.ndarray, count: int) -> float:
         # The mean of n independent squares spreads by sqrt((kurtosis - 1) / n), and its root by half of that.
-        norms = square.mean(dim).sqrt()
-        expected = ((kurtosis - 1) / values.shape[dim]) ** 0.5 / 2
-        return float(norms.std() / norms.mean()) / expected if expected else float("inf")
+        norms = np.sqrt(means)
+        expected = ((kurtosis - 1) / count) ** 0.5 / 2
+        return float(norms.std(ddof=1) / norms.mean()) / expected if expected else float("inf")
 
-    return Spread(share(1), share(0), kurtosis)
-
-
-def spread_ids(count: int, most: int) -> Tensor:
-    """Return row numbers, `[min(count, most)]`, spread evenly over all of `count`."""
-    import torch
-
-    return torch.linspace(0, count - 1, min(count, most)).long()
+    return Spread(share(rows, len(columns)), share(columns, len(rows)), kurtosis)
 
 
-SAMPLED_ROWS = 2048
+SAMPLED_ROWS, BLOCK_ROWS = 2048, 128
 # Where kconv's own trainer, whose decoder norms the hidden state once, leaves its record; see train.decoder.
 TRAINED_BY_KCONV = "modelopt/training.json"
 
@@ -86,28 +82,31 @@ def all_zero(subject: HeadSubject) -> Iterator[Found]:
             yield Found(name, "every value is zero")
 
 
-def _vector(subject: HeadSubject, name: str) -> Tensor | None:
-    from ...checkpoint.tensors import read_tensor
-
+def _vector(subject: HeadSubject, name: str) -> np.ndarray | None:
     info = subject.tensors.get(name)
-    return read_tensor(info).float() if info and info.dtype in FLOATS and len(info.shape) == 1 else None
+    return read_floats(info) if info and info.dtype in FLOATS and len(info.shape) == 1 else None
 
 
 def norm_of_ones(subject: HeadSubject) -> Iterator[Found]:
     for slot, name in subject.slots.items():
         weight = _vector(subject, name) if "norm" in slot else None
-        if weight is not None and weight.numel() > 1 and bool((weight == 1).all()):
-            yield Found(name, f"all {weight.numel()} values are 1")
+        if weight is not None and weight.size > 1 and (weight == 1).all():
+            yield Found(name, f"all {weight.size} values are 1")
+
+
+def _lm_head(subject: HeadSubject) -> TensorInfo | None:
+    info = subject.tensors.get("lm_head.weight")
+    fits = info is not None and info.dtype in FLOATS and len(info.shape) == 2 and all(info.shape)
+    return info if fits else None
 
 
 def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
-    from ...checkpoint.tensors import read_rows
-
-    info = subject.tensors.get("lm_head.weight")
-    if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):
+    info = _lm_head(subject)
+    if info is None:
         return
-    rows = spread_ids(info.shape[0], SAMPLED_ROWS)
-    spread = measure_spread(read_rows(info, rows))
+    # Spread evenly over all of them.
+    rows = np.linspace(0, info.shape[0] - 1, min(info.shape[0], SAMPLED_ROWS)).astype(int).tolist()
+    spread = measure_spread(read_floats(info, rows[i : i + BLOCK_ROWS]) for i in range(0, len(rows), BLOCK_ROWS))
     if spread is not None and spread.is_initial:
         yield Found(
             info.name,
@@ -117,13 +116,9 @@ def lm_head_untrained(subject: HeadSubject) -> Iterator[Found]:
 
 
 def rows_never_filled(subject: HeadSubject) -> Iterator[Found]:
-    from ...checkpoint.tensors import row_blocks
-
-    info = subject.tensors.get("lm_head.weight")
-    if info is None or info.dtype not in FLOATS or len(info.shape) != 2 or not all(info.shape):
-        return
-    empty = sum(int((block == 0).all(1).sum()) for block in row_blocks(info))
-    if 0 < empty < info.shape[0]:
+    info = _lm_head(subject)
+    empty = subject.values[info.name].zero_rows if info else 0
+    if info and 0 < empty < info.shape[0]:
         yield Found(info.name, f"{empty} of {info.shape[0]} rows are zero")
 
 
@@ -134,10 +129,10 @@ def normed_twice(subject: HeadSubject) -> Iterator[Found]:
         return
     name = subject.slots.get("0.input_layernorm", "")
     weight = _vector(subject, name)
-    if weight is None or not bool(weight.isfinite().all()) or weight.numel() < 2:
+    if weight is None or not np.isfinite(weight).all() or weight.size < 2:
         return
     # A constant weight only scales what hidden_norm norms again.
-    spread = float(weight.std() / weight.mean().abs().clamp_min(1e-12))
+    spread = float(weight.std(ddof=1) / max(abs(weight.mean()), 1e-12))
     if spread > 0.01:
         yield Found(
             name, f"its weights vary by {spread:.1%} of their mean, so drafts in an engine will differ from training"

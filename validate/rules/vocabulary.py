@@ -35,10 +35,10 @@ def full_map_refused(subject: HeadSubject) -> Iterator[Found]:
 
 def _readings(subject: HeadSubject) -> tuple[Reading, Reading] | None:
     """Return what d2t says as offsets and as target ids; None where there is no map, or it may not be read."""
-    from ...head.vocab import read_ids, target_ids
-
     if subject.d2t is None or subject.spec is None:
         return None
+    from ...head.vocab import read_ids, target_ids  # here, as a head without a map is checked without torch
+
     d2t, vocab = subject.d2t, subject.spec.vocab
     return read_ids(target_ids(d2t), vocab, subject.t2d), read_ids(d2t, vocab, subject.t2d)
 

@@ -120,14 +120,14 @@ def test_what_is_refused_leaves_nothing(heads, prompts, tiny_target, tmp_path):
     )
     assert "of the original's acceptance length" in shown and "--min-retention" in shown
     shown = run("to-vllm", heads / "mla", out, "--attention", "mla", *asked, fails=LayoutCannot)
-    assert "is MLA already" in shown
+    assert "already MLA" in shown
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"prompt": "A prompt of some few words is no text to fit on, " * 4}) + "\n")
     shown = run(
         "to-vllm", heads / "gqa", out, "--attention", "mla", "--target", tiny_target, "--prompts", few,
         "--context", 16, fails=CalibrationInvalid,
     )  # fmt: skip
-    assert "rows are too few to fit 128 inputs" in shown
+    assert "rows are too few to fit 128 attention inputs" in shown
     assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["few.jsonl"]
 
 
@@ -136,7 +136,7 @@ def test_an_embedding_that_the_engine_would_replace_is_refused_here_too(prompts,
     write_head(tmp_path / "own", by_name("vllm"), FITTING_GQA, {n: w.bfloat16() for n, w in slots.items()})
     asked = ("--attention", "mla", "--target", tiny_target, "--prompts", prompts, "--context", 32, "--heal", 0)
     shown = run("to-sglang", tmp_path / "own", tmp_path / "out", *asked, fails=LayoutCannot)
-    assert "another embed_tokens than the target" in shown and "gathering" not in shown
+    assert "embed_tokens differs from the target's" in shown and "gathering" not in shown
 
 
 def test_a_theta_that_the_config_lost_is_refused_before_the_target_is_run(prompts, tiny_target, tmp_path):

@@ -113,12 +113,12 @@ def test_a_reached_server_that_differs_is_a_warning(head, server, asked, known):
 
 
 def test_what_cannot_be_asked_is_told(head, server, asked, known, tmp_path):
-    with pytest.raises(EngineFailed, match="no environment with vLLM"):
+    with pytest.raises(EngineFailed, match="no Python environment with vLLM"):
         check_engine(head, asked(), lambda _: None)
     with pytest.raises(EngineFailed, match="does not answer"):
         check_engine(head, asked(url="http://127.0.0.1:1"), lambda _: None)
     url = server("trtllm", trtllm(0, 0), trtllm(3, 1))
-    with pytest.raises(EngineFailed, match="sglang is asked for, and this is trtllm"):
+    with pytest.raises(EngineFailed, match="--engine is sglang, but this server is trtllm"):
         check_engine(head, asked(url=url, engine="sglang"), lambda _: None)
     empty = tmp_path / "absent.jsonl"
     with pytest.raises(PromptsInvalid):
@@ -129,7 +129,7 @@ def test_another_number_of_drafted_tokens_is_told(head, server, asked, stand_in,
     expected = known[2]
     places = (*(int(count) for count in expected.accepted), 0)
     url = server("vllm", metrics(0, (0,) * len(places)), metrics(expected.drafts, places))
-    with pytest.raises(DefinitionsMixed, match=r"4 places .* K is 3"):
+    with pytest.raises(DefinitionsMixed, match=r"4 positions .* K is 3"):
         check_engine(head, asked(url=url), lambda _: None)
     url = server("sglang", sglang(0, 0, 0), sglang(1, 3, 1))
     stand_in.answers["/server_info"] = (200, json.dumps({"speculative_num_steps": 5}))

@@ -1,0 +1,66 @@
+"""The page of published forms of heads: what kconv shows of each, and what it writes of it for each engine."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kconv.checkpoint.folder import open_checkpoint
+from kconv.convert.captured import Hints
+from kconv.convert.plan import WriteOptions, plan
+from kconv.convert.read import read
+from kconv.convert.shared import SharedTensors
+from kconv.engines.registry import by_name, writable
+from kconv.errors import KconvError
+from kconv.escape import link
+from kconv.operations.base import flag
+from kconv.operations.inspect import Inspected
+from kconv.operations.reading import Reading
+from kconv.validate.markdown import table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
+from support.published import EAGLE3, OTHERS, Form
+
+
+def published() -> Iterator[str]:
+    yield "Config keys and tensor names as makers publish them, dims cut; each form is made anew from the tests' table"
+    yield "(published.py) and read by kconv. `kconv inspect` shows every one of them with exit 0. What its"
+    yield "files leave open, the options beside it decide; the head is then converted for the target that it was"
+    yield "published for. A number: it is refused, for the reason below."
+    reasons: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as name:
+        rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
+        others = [_other(title, form, Path(name) / f"other-{i}") for i, (title, form) in enumerate(OTHERS.items())]
+    yield from ("", "## Eagle3 heads", "")
+    yield from table(("form", "target", "layout", "left open", "decided by", *(f"to-{x}" for x in writable())), rows)
+    yield from ("", "Why:", "")
+    yield from (f"{number}. {reason}" for reason, number in reasons.items())
+    yield from ("", "## Other drafts and checkpoints", "", "Named by `kconv inspect`, and converted by nothing.", "")
+    yield from table(("checkpoint", "shown as", "what to do with it"), others)
+
+
+def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tuple[object, ...]:
+    options = Reading.model_validate(dict(form.options))
+    target = SharedTensors("target", {}, headers_only=True, layers=form.target_layers, model_type=form.model_type)
+    checkpoint = open_checkpoint(form.write(folder))
+    bare = Inspected(read(checkpoint, hints=Hints()))
+    decided = read(checkpoint, hints=options.hints())
+    cells = []
+    for layout in writable():
+        try:
+            cells.append("yes" if plan(decided.sound_head(), by_name(layout), WriteOptions(target)) else "")
+        except KconvError as error:
+            cells.append(str(reasons.setdefault(f"{error.what}. {error.fix}", len(reasons) + 1)))
+    said = " ".join(f"{flag(name)} {value}" for name, value in form.options.items())
+    return (
+        link(title, form.source), f"`{form.model_type}`, {form.target_layers} layers", bare.to_json()["layout"],
+        ", ".join(one.fact for one in bare.reading.undecided), f"`{said}`" if said else "", *cells,
+    )  # fmt: skip
+
+
+def _other(title: str, form: Form, folder: Path) -> tuple[object, ...]:
+    found = read(open_checkpoint(form.write(folder)), hints=Hints())
+    fix = found.kind.fix if found.kind else ""
+    return link(title, form.source), Inspected(found).kind, fix

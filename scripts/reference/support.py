@@ -1,0 +1,194 @@
+"""The page of what is supported: head x target x engine, from the engines' limits and their classes of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kconv.engines.base import Engine
+from kconv.engines.common import VLLM_SOURCE, is_mla
+from kconv.engines.registry import engines
+from kconv.escape import link
+from kconv.head.spec import Gqa, HeadSpec, Linear, Mla, Norms, Rope, Yarn
+from kconv.validate.markdown import table
+
+# Decoder layers of the target that stands for each of its kind.
+LAYERS = 36
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target as the engines' limits look at it."""
+
+    model_type: str
+    layers: int | None = LAYERS
+    name: str = "target"
+    architecture: str = ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a head.
+
+    Attributes:
+        spec: what it is.
+        holds: slots that it has beside those of its spec: scales.
+    """
+
+    spec: HeadSpec
+    holds: tuple[str, ...] = ()
+
+
+_DIMS: dict[str, Any] = {
+    "hidden": 64, "target_hidden": 64, "intermediate": 96, "layers": 1, "vocab": 512, "draft_vocab": 512, "eps": 1e-5,
+    "captured": (1, LAYERS // 2 - 1, LAYERS - 4), "dtype": "BF16", "max_positions": 4096,
+}  # fmt: skip
+_YARN = Rope(5e4, Yarn(64.0, 4096, mscale=1.0, mscale_all_dim=1.0))
+_GQA = HeadSpec(Gqa(4, 2, 16), rope=Rope(1e4), **_DIMS)
+_MLA = HeadSpec(Mla(4, 32, 512, 32, 64, 32), rope=_YARN, **_DIMS)
+_STATE_NORMS = Norms(fc=True, output=True)
+_FP8 = tuple(f"{slot}.weight_scale" for slot in ("fc", "0.q_proj", "0.o_proj", "0.kv_b_proj"))
+FORMS = {
+    "MHA or GQA": Form(_GQA),
+    "GQA, reduced vocabulary": Form(replace(_GQA, draft_vocab=256)),
+    "GQA, YaRN": Form(replace(_GQA, rope=_YARN)),
+    "GQA, two layers": Form(replace(_GQA, layers=2)),
+    "GQA, five captured layers": Form(replace(_GQA, captured=(1, 9, 17, 25, 33))),
+    "GQA, the target's layer 0 captured": Form(replace(_GQA, captured=(0, 17, 32))),
+    "GQA, the target's last layer captured": Form(replace(_GQA, captured=(1, 17, 35))),
+    "GQA, EAGLE-3.1 (fc_norm, norm_output)": Form(replace(_GQA, norms=_STATE_NORMS)),
+    "GQA, norm_before_fc": Form(replace(_GQA, norms=Norms(before_fc=True))),
+    "GQA, norm_before_residual": Form(replace(_GQA, norms=Norms(before_residual=True))),
+    "GQA, norms of queries and keys": Form(replace(_GQA, norms=Norms(qk=True))),
+    "GQA, attention_bias": Form(replace(_GQA, attention=Gqa(4, 2, 16, bias=True))),
+    "GQA, fc in FP8 or NVFP4": Form(_GQA, ("fc.weight_scale",)),
+    "MLA as Kimi's": Form(_MLA),
+    "MLA, reduced vocabulary": Form(replace(_MLA, draft_vocab=256)),
+    "MLA, plain RoPE": Form(replace(_MLA, rope=Rope(5e4))),
+    "MLA, linear RoPE": Form(replace(_MLA, rope=Rope(5e4, Linear(4.0)))),
+    "MLA, EAGLE-3.1": Form(replace(_MLA, norms=_STATE_NORMS)),
+    "MLA, norm_before_fc": Form(replace(_MLA, norms=Norms(before_fc=True))),
+    "MLA, two layers": Form(replace(_MLA, layers=2)),
+    "MLA, kv_b_proj in FP8": Form(_MLA, ("0.kv_b_proj.weight_scale",)),
+    "MLA in NVFP4": Form(_MLA, ("0.o_proj.weight_scale_2",)),
+}
+# Where an engine serves a head of a form beside a target of a type: the test, and the words that it has there.
+FAMILIES = "tests/engine/test_families.py"
+DRAFTS, WITNESS, QUANTIZED = (
+    "tests/engine/test_drafts.py",
+    "docs/witnesses.json",
+    "tests/engine/test_quantized_heads.py",
+)
+RUNS: dict[tuple[str, str, str], tuple[str, str]] = {
+    ("vllm", "MHA or GQA", "kimi_k2"): (WITNESS, '"engine": "vllm", "head": "gqa vllm"'),
+    ("vllm", "GQA, reduced vocabulary", "kimi_k2"): (DRAFTS, "gqa, YaRN, reduced vocabulary"),
+    ("vllm", "GQA, YaRN", "kimi_k2"): (DRAFTS, "gqa, YaRN, reduced vocabulary"),
+    ("vllm", "GQA, two layers", "kimi_k2"): (DRAFTS, "gqa, 2 layers, every norm"),
+    ("vllm", "GQA, EAGLE-3.1 (fc_norm, norm_output)", "kimi_k2"): (
+        WITNESS, '"engine": "vllm", "head": "gqa EAGLE-3.1"'),
+    ("vllm", "GQA, norm_before_fc", "kimi_k2"): (DRAFTS, "gqa, Llama-3 RoPE, one norm before fc"),
+    ("vllm", "GQA, norm_before_residual", "kimi_k2"): (DRAFTS, "gqa, 2 layers, every norm"),
+    ("vllm", "GQA, attention_bias", "kimi_k2"): (DRAFTS, "gqa, biases, half of each head turned"),
+    ("vllm", "GQA, fc in FP8 or NVFP4", "kimi_k2"): (QUANTIZED, '"gqa": "nvfp4"'),
+    ("vllm", "MLA as Kimi's", "kimi_k2"): (WITNESS, '"engine": "vllm", "head": "mla vllm"'),
+    ("vllm", "MLA, reduced vocabulary", "kimi_k2"): (DRAFTS, "mla, plain RoPE, reduced vocabulary"),
+    ("vllm", "MLA, plain RoPE", "kimi_k2"): (DRAFTS, "mla, plain RoPE, reduced vocabulary"),
+    ("vllm", "MLA, EAGLE-3.1", "kimi_k2"): (WITNESS, '"engine": "vllm", "head": "mla EAGLE-3.1"'),
+    ("vllm", "MLA, two layers", "kimi_k2"): (DRAFTS, "mla, 2 layers, norms"),
+    ("vllm", "MLA, kv_b_proj in FP8", "kimi_k2"): (QUANTIZED, '"mla": "fp8"'),
+    **{("vllm", "MHA or GQA", kind): (FAMILIES, f'"{kind}"') for kind in ("llama", "qwen3", "gpt_oss")},
+    ("vllm", "GQA, norms of queries and keys", "qwen3"): (FAMILIES, '("qwen3", QK)'),
+    ("vllm", "GQA, norms of queries and keys", "kimi_k2"): (DRAFTS, "gqa, norms of queries and keys, 5 states"),
+    ("vllm", "GQA, five captured layers", "kimi_k2"): (DRAFTS, "gqa, norms of queries and keys, 5 states"),
+    ("sglang", "MHA or GQA", "kimi_k2"): (WITNESS, '"engine": "sglang", "head": "gqa sglang"'),
+    ("sglang", "GQA, EAGLE-3.1 (fc_norm, norm_output)", "kimi_k2"): (
+        WITNESS, '"engine": "sglang", "head": "gqa EAGLE-3.1"'),
+    ("sglang", "MLA as Kimi's", "kimi_k2"): (WITNESS, '"engine": "sglang", "head": "mla sglang"'),
+    ("sglang", "MLA, EAGLE-3.1", "kimi_k2"): (WITNESS, '"engine": "sglang", "head": "mla EAGLE-3.1"'),
+}  # fmt: skip
+RUN, CODE, UNKNOWN = "run", "code", "–"
+# Targets with an attention like an MLA head's. Beside others an engine would keep two kinds of cache: nobody tried.
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
+
+
+def model_types() -> tuple[str, ...]:
+    """Return the model types of every target of which some engine's class is known to capture."""
+    return tuple(dict.fromkeys(kind for one in engines() for capture in one.captures for kind in capture.model_types))
+
+
+def cell(engine: Engine, name: str, model_type: str) -> str:
+    """Return what is known of a form of heads beside a target in an engine: `RUN`, `CODE`, or rules that refuse it."""
+    form, target = FORMS[name], Target(model_type)
+    refused = [limit.id for limit in engine.layout.limits if limit.applies(form.spec, form.holds)]
+    beside = (limit.rule for limit in engine.layout.target_limits if limit.hits(form.spec, target))
+    capture = engine.capture(model_type)
+    if refused:
+        return ", ".join(refused)
+    if capture is None or (is_mla(form.spec) and model_type not in LATENT):
+        return UNKNOWN
+    if capture.listed(form.spec.captured, target.layers) is None:
+        return next(beside, "K154")
+    return RUN if (engine.name, name, model_type) in RUNS else CODE
+
+
+def columns(engine: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return the targets of an engine's table, those of which all is known alike together, with their cells."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for kind in model_types():
+        if engine.capture(kind) is not None:
+            found.setdefault(tuple(cell(engine, name, kind) for name in FORMS), []).append(kind)
+    return {tuple(kinds): cells for cells, kinds in found.items()}
+
+
+def support() -> Iterator[str]:
+    yield "What is known of each form of head, beside each target, in each engine. `run`: a test serves it in the"
+    yield "engine, which drafts what kconv's own chain drafts. `code`: kconv writes it by the engine's code, to whose"
+    yield "lines there are links below. A rule: it is refused, and [the rule](rules.md) says why and what to do."
+    yield f"{UNKNOWN}: not known, as of an MLA head beside a target without MLA."
+    yield "Targets are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
+    for one in engines():
+        found = columns(one)
+        yield from ("", f"## {one.title}", "", f"As of {one.title} {one.release}.", "")
+        rows = [(name, *(cells[i] for cells in found.values())) for i, name in enumerate(FORMS)]
+        yield from table(("head", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
+    yield from ("", "## How each engine captures from a target", "")
+    yield "What the engine's list has to say for the captured layers 1, 17 and 32 of a target of 36 layers, counted as"
+    yield f"outputs from 0, with the code that decides it. {UNKNOWN}: kconv knows no class of the engine for it that"
+    yield "captures. vLLM then has transformers' own class (`--model-impl transformers`), which does"
+    yield f"([code]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845))."
+    yield ""
+    rows = [(f"`{kind}`", *(_listed(one, kind) for one in engines())) for kind in model_types()]
+    yield from table(("target", *(one.title for one in engines())), rows)
+    yield from ("", "## What has been run", "")
+    rows = [(_title(engine), head, f"`{kind}`", f"`{test}`") for (engine, head, kind), (test, _) in RUNS.items()]
+    yield from table(("engine", "head", "target", "where"), rows)
+
+
+def _title(name: str) -> str:
+    return next(one.title for one in engines() if one.name == name)
+
+
+def _listed(engine: Engine, kind: str) -> str:
+    capture = engine.capture(kind)
+    if capture is None:
+        return UNKNOWN
+    listed = capture.listed(_GQA.captured, LAYERS) or ()
+    return link(", ".join(map(str, listed)), capture.source)
+
+
+def in_short() -> Iterator[str]:
+    """Yield README's table: targets by engine, those alike together."""
+    known: dict[tuple[str, ...], list[str]] = {}
+    for kind in model_types():
+        cells = []
+        for one in engines():
+            of_kind = [cell(one, name, kind) for name in FORMS]
+            ran = of_kind.count(RUN)
+            taken = ran + of_kind.count(CODE)
+            cells.append(f"{taken} of {len(FORMS)}" + (f", {ran} run" if ran else "") if taken else UNKNOWN)
+        known.setdefault(tuple(cells), []).append(kind)
+    yield from table(
+        ("target", *(one.title for one in engines())),
+        [(", ".join(f"`{kind}`" for kind in kinds), *cells) for cells, kinds in known.items()],
+    )

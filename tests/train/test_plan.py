@@ -1,0 +1,139 @@
+"""What --dry-run says a training takes is what it takes: held against what torch allocates, and what is on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.heads import write_sparse
+from support.kimi import KIMI_MLA
+from support.makers import make_config
+from torch.profiler import ProfilerActivity, profile
+
+from kconv.checkpoint.source import Folder
+from kconv.cli import main
+from kconv.engines import by_name
+from kconv.head.spec import Gqa, Mla
+from kconv.targets.config import parse_target_config
+from kconv.targets.model import find_ends, load_ends
+from kconv.train.loop import EagleTrainer
+from kconv.train.module import build_module, run_eagle
+from kconv.train.plan import plan_training, token_bytes
+from kconv.train.recipe import TEST_MLA, EagleRecipe
+
+from .test_offline import VALUES, store
+
+ROOT = Path(__file__).parent.parent.parent
+# Kimi-K2's published text config, as far as a head goes by it.
+KIMI = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168,
+    "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "vocab_size": 163840, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+    "torch_dtype": "bfloat16", "bos_token_id": 163584, "eos_token_id": 163585, "pad_token_id": 163839,
+}  # fmt: skip
+LEAN = dataclasses.replace(TEST_MLA, kernel="sdpa", optimizer="adamw", batch=1)
+RECIPES = {
+    # Kimi-K2's ratio of heads' dims to ranks, so that what counts there counts here.
+    "mla": dataclasses.replace(
+        LEAN, attention=Mla(16, 384, 128, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+    ),
+    "gqa": dataclasses.replace(LEAN, attention=Gqa(16, kv_heads=4, head_dim=32)),
+}
+
+
+def kept(model, recipe: EagleRecipe, length: int) -> int:
+    """Return the bytes that a forward pass leaves for the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "input_ids": torch.randint(3, 512, (1, length), generator=generator),
+        "loss_mask": torch.ones(1, length, dtype=torch.bool),
+        "base_model_outputs": {
+            "aux_hidden_states": torch.randn(1, length, 192, generator=generator),
+            "base_model_hidden_states": torch.randn(1, length, 64, generator=generator),
+        },
+    }
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        output = run_eagle(model, batch, recipe)
+    assert output.loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in seen.events() or ())
+
+
+@pytest.mark.parametrize("compute", [None, "BF16"])
+@pytest.mark.parametrize("kind", list(RECIPES))
+def test_activations_are_what_torch_keeps_of_each_token(tiny_target, kind, compute):
+    recipe = dataclasses.replace(RECIPES[kind], compute=compute)
+    model = build_module(load_ends(find_ends(Folder(tiny_target)), torch.float32), recipe)
+    model.train()
+    kept(model, recipe, 64)
+    few, many = (kept(model, recipe, length) for length in (512, 1024))
+    # Of a token, whatever is kept of a whole step: it grows with the tokens, and with nothing else.
+    assert many - few == pytest.approx(512 * recipe.ttt_steps * token_bytes(recipe, 64), rel=0.15)
+
+
+def test_a_plan_at_kimi_k2s_dims_adds_up():
+    config = parse_target_config(KIMI)
+    mla = Mla(64, 1536, 512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    counts = {"batch": 8, "seq": 4096, "batches": 9279, "steps": 9279}
+    recipe = dataclasses.replace(
+        LEAN, attention=mla, intermediate=18432, captured=(1, 29, 57), compute="BF16", **counts
+    )
+    plan = plan_training(recipe, config, processes=8, rate=20_000)
+    # As published heads of ModelOpt have them in 16 tensors (1.8 * 10^9), lm_head among them, which the target lends.
+    assert plan.parameters + 163840 * 7168 == 1_841_199_104
+    assert plan.tokens == 9279 * 8 * 4096
+    assert plan.states == 4 * 7168 * 2 * plan.tokens
+    assert plan.hours == pytest.approx(9279 * 8 * 4096 / 20_000 / 3600)
+    alone = plan_training(recipe, config, processes=8, shard=True)
+    assert alone.memory["optimizer"] * 8 == pytest.approx(plan.memory["optimizer"])
+    assert alone.memory["activations"] == plan.memory["activations"]
+    assert not plan_training(dataclasses.replace(recipe, kernel="eager"), config).memory
+
+
+def run(*words: object) -> str:
+    done = CliRunner().invoke(main, ["train", *map(str, words)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("kimi-*.yaml")))
+def test_the_seeds_recipes_are_planned_without_their_data(example, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KIMI))
+    more = []
+    if example.endswith("continued.yaml"):
+        layout = by_name("vllm")
+        write_sparse(tmp_path / "head", layout, KIMI_MLA, make_config(layout, KIMI_MLA))
+        more = ["--init-from", tmp_path / "head"]
+    words = [tmp_path, tmp_path / "out", "--recipe", ROOT / "examples" / example, "--states", tmp_path / "none"]
+    plan = json.loads(run(*words, *more, "--rate", 20_000, "--dry-run", "--json"))
+    steps = {"continued": 9279, "112k": 14_000, "48k": 6000}[example.removesuffix(".yaml").rpartition("-")[2]]
+    assert plan["steps"] == steps and plan["hours"] == pytest.approx(steps * 8 * 4096 / 20_000 / 3600)
+    assert "about" in run(*words, *more, "--rate", 20_000, "--dry-run")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_stored_states_is_of_their_own_rows_and_its_disk_is_what_is_taken(tiny_target, tmp_path, monkeypatch):
+    states = store(tiny_target, tmp_path, 24)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(VALUES | {"kernel": "sdpa", "pack": True, "optimizer": "adamw"}))
+    out = tmp_path / "out"
+    words = [tiny_target, out, "--recipe", recipe, "--states", states, "--save-every", 4]
+    plan = json.loads(run(*words, "--dry-run", "--json"))
+    assert plan["tokens"] == 12 * 4 * 24
+    assert plan["states"] == pytest.approx(sum(f.stat().st_size for f in states.glob("states-*")), rel=0.1)
+    seen: list[int] = []
+
+    def watch(*_: object, **__: object) -> None:
+        seen.append(sum(f.stat().st_size for f in (tmp_path / ".out.training").glob("checkpoint-*/*")))
+
+    monkeypatch.setattr(EagleTrainer, "log", watch)
+    run(*words)
+    assert plan["parameters"] == json.loads((out / "kconv.json").read_text())["training"]["parameters"]
+    # Two checkpoints are there after a save, and three while one is written.
+    assert max(seen) == pytest.approx(plan["checkpoints"] * 2 / 3, rel=0.1)
+    written = sum(f.stat().st_size for f in out.rglob("*.safetensors"))
+    assert plan["output"] == pytest.approx(written, rel=0.1)

@@ -1,0 +1,148 @@
+"""What a training run takes, reckoned before it: steps, memory of a process, disk, hours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from ..head.slots import needs
+from ..head.spec import Mla
+from ..targets.config import TargetConfig
+from .evaluate import spec_of
+from .lean import FEWEST_TOKENS, LOGIT_BYTES
+from .recipe import EagleRecipe
+
+WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
+# The frozen parts of a target that a head shares, and what follows from another slot.
+NOT_TRAINED = ("embed_tokens", "d2t", "t2d")
+# Checkpoints at once: the two that are kept, and the one that is being written.
+CHECKPOINTS = 3
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What a run takes.
+
+    Attributes:
+        parameters: that are trained.
+        steps: of the optimizer.
+        tokens: that go through the head, padding too.
+        processes: that share each batch.
+        memory: bytes of one process by what holds them; empty where they are not reckoned (`kernel: eager`).
+        states: bytes of the target's states over the text, in its own dtype.
+        checkpoints: bytes of the checkpoints beside the output.
+        output: bytes of the output.
+        hours: None where no rate was given.
+    """
+
+    parameters: int
+    steps: int
+    tokens: int
+    processes: int
+    memory: Mapping[str, int]
+    states: int
+    checkpoints: int
+    output: int
+    hours: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def plan_training(
+    recipe: EagleRecipe,
+    config: TargetConfig,
+    *,
+    processes: int = 1,
+    shard: bool = False,
+    text: int | None = None,
+    rate: float | None = None,
+) -> TrainPlan:
+    """Reckon what a run takes.
+
+    Args:
+        recipe: how the head is trained.
+        config: the target's.
+        processes: that share each batch.
+        shard: whether head, optimizer and the target's ends are spread over them.
+        text: tokens of the text; by default as many as fit into the recipe's rows.
+        rate: tokens per second of all processes together.
+    """
+    spec = spec_of(recipe, config)
+    own = needs(spec)
+    shared = NOT_TRAINED + (() if recipe.draft_vocab else ("lm_head",))
+    # The target's output matrix is written into the head that comes out.
+    lent = 0 if recipe.draft_vocab else config.vocab * config.hidden
+    written = WIDTHS[recipe.compute or recipe.dtype]
+    trained = sum(prod(need.shape) for name, need in own.items() if name not in shared)
+    width = WIDTHS[recipe.dtype]
+    kept = [(prod(need.shape), len(need.shape)) for name, need in own.items() if name not in shared]
+    # AdamW keeps two numbers of each weight, Muon one of a matrix's.
+    moments = sum(count * (1 if recipe.optimizer == "muon" and dims == 2 else 2) for count, dims in kept) * width
+    tokens = recipe.steps * recipe.accumulate * recipe.batch * recipe.seq
+    rows = recipe.batches * recipe.batch * recipe.seq
+    stored = WIDTHS[config.dtype or "BF16"] * config.hidden * (len(recipe.captured) + 1)
+    return TrainPlan(
+        parameters=trained,
+        steps=recipe.steps,
+        tokens=tokens,
+        processes=processes,
+        memory=_memory(recipe, config, trained, moments, processes, shard) if recipe.kernel == "sdpa" else {},
+        states=stored * (rows if text is None else text),
+        checkpoints=CHECKPOINTS * (trained * width + moments),
+        # As it is exported, and as ModelOpt's own module.
+        output=(trained + lent) * written + trained * width,
+        hours=tokens / rate / 3600 if rate else None,
+    )
+
+
+def _memory(
+    recipe: EagleRecipe, config: TargetConfig, trained: int, moments: int, processes: int, shard: bool
+) -> dict[str, int]:
+    width, parts = WIDTHS[recipe.dtype], processes if shard else 1
+    tokens = recipe.batch // processes * recipe.seq
+    ends = 2 * config.vocab * config.hidden * width
+    # Under autocast each matrix is held in bf16 too, until the step's gradients are there.
+    copies = trained * 2 if recipe.compute else 0
+    given = tokens * config.hidden * (len(recipe.captured) + 1) * width
+    return {
+        "weights": trained * width // parts,
+        "bf16 copies of weights": copies,
+        "gradients": trained * width // parts,
+        "optimizer": moments // parts,
+        "the target's ends": ends // parts,
+        "states of the batch": given,
+        "activations": tokens * recipe.ttt_steps * token_bytes(recipe, config.hidden),
+        "recomputed at once": _at_once(recipe, config, tokens),
+    }
+
+
+def token_bytes(recipe: EagleRecipe, hidden: int) -> int:
+    """Return what is kept of a token in one draft step for the gradient, by kernel "sdpa".
+
+    That is what linears and norms are given, keys and values, and what the loss is computed of again; see `lean`.
+    """
+    full, half = WIDTHS[recipe.dtype], WIDTHS[recipe.compute or recipe.dtype]
+    attention = recipe.attention
+    # The stream into the layer, the two norms of its inputs, and the joined input of the attention's matrices;
+    # the stream behind the attention, its norm and what the MLP is given; the same of the last norm; what counts.
+    stream = hidden * (11 * full + 2 * half)
+    # RoPE is computed in the stream's dtype, and leaves queries and keys in it.
+    if isinstance(attention, Mla):
+        keys = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        latents = 3 * attention.q_lora_rank + 3 * attention.kv_lora_rank + attention.qk_rope_head_dim
+        heads = attention.heads * (2 * keys * full + 2 * attention.v_head_dim * half)
+    else:
+        latents = 0
+        heads = attention.head_dim * (attention.heads + attention.kv_heads) * (full + half)
+    return stream + latents * half + heads
+
+
+def _at_once(recipe: EagleRecipe, config: TargetConfig, tokens: int) -> int:
+    """Return the most that is computed again at a time: of the MLP, or of some tokens' logits, with gradients."""
+    half = WIDTHS[recipe.compute or recipe.dtype]
+    logits = max(LOGIT_BYTES, 4 * FEWEST_TOKENS * config.vocab)
+    return max(8 * tokens * recipe.intermediate * half, 6 * min(logits, 4 * tokens * config.vocab))
