@@ -37,7 +37,7 @@ def test_named_commands_exist(page):
         "kconv inspect head --jsn": "--jsn",
         "kconv to-vllm a b --attention gqa": "gqa",
         "kconv train a b --data c": "--recipe",
-        "kconv bench --suite mt-bench --head h --out a --concurrency many": "many",
+        "kconv bench --suite mt-bench --head h --out a --max-tokens many": "many",
         "kconv --vresion": "--vresion",
     }.items(),
 )
