@@ -148,7 +148,7 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
         HubRefused, HubUnreachable: a hub id cannot be resolved.
     """
     context = make_context(root, release, text, lambda _: None)
-    wrong: list[tuple[str, str, str]] = []
+    wrong: list[tuple[str, str, str, str]] = []
     for name, step in release.steps.items():
         if not meant[name]:
             continue
@@ -161,21 +161,21 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
                 if said.kind == "checkpoint":
                     context.source(value)
                 continue
-            own.append((name, field_, f"there is no {value}"))
+            own.append((name, field_, f"there is no {value}", "Put it there, or correct the name."))
         if not any(reference(value) for field_, value in step.inputs() if field_ == "recipe"):
             try:
                 step.request.precheck(context)
             except KconvError as fault:
-                own.append((name, "recipe" if "recipe" in kinds else "", fault.what))
+                own.append((name, "recipe" if "recipe" in kinds else "", fault.what, fault.fix))
         wrong += own
     if wrong:
-        name, field_, what = wrong[0]
-        others = f"; and {len(wrong) - 1} more: " + "; ".join(f"{n}.{f}: {w}" for n, f, w in wrong[1:])
+        name, field_, what, fix = wrong[0]
+        others = f"; and {len(wrong) - 1} more: " + "; ".join(f"{n}.{f}: {w}" for n, f, w, _ in wrong[1:])
         line = line_of(text, ("steps", name, field_))
         raise RecipeInvalid(
             f"{name}.{field_}: {what}{others if wrong[1:] else ''}".replace(".:", ":"),
             where=f"line {line} of the recipe" if line else name,
-            fix="Put it there, or correct the name; nothing was computed.",
+            fix=f"{fix} Nothing was computed.",
         )
 
 

@@ -170,7 +170,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a change without an output", "vocab head --expand", 2, ("--expand", "OUT")),
     ("two depths", "inspect head --target target --target-layers 8", 2, ("--target", "--target-layers")),
     ("attention without a target", "to-vllm head out --attention mha", 2, ("--attention", "--target")),
-    ("states without an attention", "to-vllm head out --states s", 2, ("--states", "--attention")),
+    ("states without an attention", "to-vllm head out --states s", 2, ("--states", "--target")),
     ("a context without an attention", "to-vllm head out --heal 5", 2, ("--heal", "--attention")),
     ("data and states", "train target out --recipe eagle3-mla --data d --states s", 2, ("--data", "--states")),
     ("a setting without a value", "train target out --recipe eagle3-mla --data d --set lr", 2, ("--set", "KEY=VALUE")),

@@ -46,7 +46,7 @@ from kconv.head.spec import Gqa, Norms
 def test_lightseeks_mla_head_of_17_tensors(tmp_path):
     assert len(TORCHSPEC) == 17
     checkpoint = write(tmp_path / "head", cut(TORCHSPEC_MLA, MLA), fill(TORCHSPEC))
-    head = read_head(checkpoint, hints=Hints(max_positions=1024))
+    head = read_head(checkpoint, hints=Hints(max_positions=MLA.max_positions))
     assert head.layout.name == "torchspec"
     assert replace(head.spec, tokens=MLA.tokens) == MLA
     assert head.places["0.kv_b_proj"][1].name == "midlayer.self_attn.kv_b_proj.weight"

@@ -44,7 +44,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "partial_rotary_factor": ((SGLANG,), ()),
     "eagle_config": ((TRTLLM,), (TRTLLM,)),
     "eagle_config.next_layer_regular": ((), ()),
-    "eagle_config.use_aux_hidden_state": (VLLM, (VLLM_V1,)),
+    "eagle_config.use_aux_hidden_state": (VLLM, VLLM),
     "eagle_config.norm_before_fc": ((), ()),
 }
 ENGINES = (VLLM_V1, VLLM_V2, SGLANG, TRTLLM)
