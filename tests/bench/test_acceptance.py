@@ -86,8 +86,8 @@ def test_a_figure_is_shown_with_the_digits_of_its_source():
     ("text", "what"),
     [
         ("{", "JSON"),
-        ('{"schema": 2, "head": "h", "rows": []}', "Input should be 1"),
-        ('{"schema": 1, "head": "h", "rows": []}', "at least 1"),
+        ('{"schema": 2, "head": "h", "rows": []}', "schema: it must be 1"),
+        ('{"schema": 1, "head": "h", "rows": []}', "rows: it must have 1 or more"),
         (json.dumps({"head": "h", "rows": [FULL, FULL]}), "same key"),
         (json.dumps({"head": "h", "rows": [FULL | {"acceptance": 1}]}), r"rows\.0\.acceptance is not a known key"),
         (json.dumps({"head": "h", "rows": [FULL | {"value": 5}]}), "not within 1 and 4"),
