@@ -121,7 +121,7 @@ def made_in(folder):
 
 
 def test_ctrl_c_prints_no_workers_tracebacks(forms, tmp_path):
-    work = start(forms("int4"), tmp_path / "out", jobs=2, slow=0.4)
+    work = start(forms("int4"), tmp_path / "out", jobs=2, slow=1.5)
     while work.poll() is None and made_in(tmp_path) < 1:
         time.sleep(0.01)
     # A terminal sends it to the workers too.
