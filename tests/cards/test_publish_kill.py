@@ -95,6 +95,7 @@ def kill_at(hub: Hub, count: int) -> Callable[[int], None]:
     return started
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_leaves_nothing_unproven_and_the_next_goes_on(hub, folder, publishing):
     for count in range(1, 200):
         forget(hub)

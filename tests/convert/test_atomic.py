@@ -39,6 +39,7 @@ def kills(large, tmp_path_factory):
     return [json.loads(line) for line in printed.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_leaves_the_output_absent_or_whole(kills):
     assert len([left for left in kills if left["kill"].startswith("call")]) > 30
     assert len([left for left in kills if left["kill"] == "random"]) == kill.RANDOM_KILLS
@@ -47,12 +48,14 @@ def test_a_kill_at_any_call_leaves_the_output_absent_or_whole(kills):
             assert set(left["out"]) >= WHOLE and left["holds"], left
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_beside_is_marked_as_such(kills):
     for left in kills:
         assert all(name.startswith(".kconv-partial-") for name in left["beside"]), left
         assert not (left["beside"] and left["out"]), "the folder is renamed, not copied"
 
 
+@pytest.mark.slow
 def test_no_reader_takes_what_a_kill_leaves_beside_for_a_head(kills):
     assert any(left["beside"] for left in kills if left["kill"] == "random"), "a random kill came amid the work"
     for left in kills:
