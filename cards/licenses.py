@@ -5,6 +5,7 @@ An engineering reading, no legal advice. No license's text is here: texts are co
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -256,7 +257,8 @@ def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
     # The Hub's local cache links a repository's files to what it stores beside its snapshots.
     root = root.parents[1] if root.parent.name == "snapshots" else root
     for file in sorted(held):
-        if not file.resolve().is_relative_to(root):
+        # Not Path.resolve, which raises where links lead in a circle.
+        if not Path(os.path.realpath(file)).is_relative_to(root):
             raise LicenseUnknown(
                 f"{file.name} is a link that leads out of its folder",
                 where=file,

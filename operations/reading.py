@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -145,5 +146,5 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
     if out is None:
         return
     refuse_existing(Path(out))
-    if source is not None and Path(out).resolve().is_relative_to(Path(source).resolve()):
+    if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder beside it.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -249,7 +250,7 @@ def _output(name: str, made: tuple[str, str], root: Path, state: State) -> str:
 
 def _outside(path: Path, state: State) -> str:
     """Return the digest of a file or folder that is no step's, and remember what was read of it."""
-    at = path.resolve()
+    at = Path(os.path.realpath(path))
     if at.is_dir():
         known = {k.removeprefix(f"{at}/"): m for k, m in state.seen.items() if k.startswith(f"{at}/")}
         marks = mark_folder(at, known)

@@ -240,3 +240,8 @@ def test_nothing_is_changed_in_a_head_that_kconv_did_not_make(tmp_path):
 
 def replace_name(facts: Facts) -> Facts:
     return facts.model_copy(update={"name": "nvidia/Kimi-K2.6-Eagle3", "source_head": None})
+
+
+def test_a_license_that_is_a_link_to_itself_is_none(output):
+    (output / "LICENSE").symlink_to("LICENSE")
+    assert any(severity == "error" for severity, _, _ in found(output, FACTS))

@@ -78,9 +78,14 @@ def a_head(name: str, recipe: str = "eagle3-mla") -> None:
     kconv("to-vllm", recipe, name)
 
 
+def other_states() -> None:
+    Path("held-out.jsonl").write_text(lines_of("held_out", 4))
+    kconv("states", KIMI, "other-states", "--prompts", "held-out.jsonl", *SHORT["states"])
+
+
 # What a guide takes as given, made when a command names it.
 GIVEN = {
-    "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 400)),
+    "prompts.jsonl": lambda: Path("prompts.jsonl").write_text(lines_of("train", 300)),
     "calibration.jsonl": lambda: Path("calibration.jsonl").write_text(lines_of("train", 6)),
     "held-out.jsonl": lambda: Path("held-out.jsonl").write_text(lines_of("held_out", 4)),
     "more.jsonl": lambda: shutil.copy("dialogues.jsonl", "more.jsonl"),
@@ -90,7 +95,7 @@ GIVEN = {
     "my-head-vllm": lambda: a_head("my-head-vllm"),
     "my-mha-head": lambda: a_head("my-mha-head", "eagle3-gqa"),
     "my-gqa-head": lambda: a_head("my-gqa-head", "eagle3-gqa"),
-    "other-states": lambda: kconv("states", KIMI, "other-states", "--prompts", "held-out.jsonl", *SHORT["states"]),
+    "other-states": other_states,
 }
 
 
@@ -132,6 +137,8 @@ class Server:
 def desk(tiny_target, tmp_path, monkeypatch, hub) -> Path:
     """Return a folder to work in, with the targets that the guides name in it."""
     monkeypatch.chdir(tmp_path)
+    # A rougher fit of another attention takes seconds; what it keeps is not looked at here.
+    monkeypatch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 20)
     shutil.copytree(tiny_target, "my-target", ignore=shutil.ignore_patterns("training.json"))
     make_form(tmp_path / "my-target", tmp_path / KIMI, "int4", wrapped=True)
     Path(KIMI, "LICENSE").write_text(TEXTS["modified-mit"])
@@ -185,6 +192,8 @@ def run_guide(page: str, url: str) -> int:
             shutil.rmtree(command[2])
         command += SHORT.get(command[0], [])
         command += ["--heal", "4"] if "--heal" in command else []
+        # Texts of the tiny target are short, and a fit takes ten batches of them.
+        command += ["--context", "64"] if "--context" in command else []
         print(line.number, *command, flush=True)
         if at:
             by_torchrun(words[:at], command)
