@@ -217,8 +217,8 @@ def test_a_fault_of_an_approximate_head_is_found_where_its_manifest_is_forged(
 ):
     head, source = read_head(open_checkpoint(approximate)), demo / "gqa" / "vllm"
     said = worst(check(forge(head, tmp_path / "forged", FAULTS[name]), demo, states("held-out"), source))
-    # What is said to be copied is held against the source's bytes; where the forger thought of that, it is measured.
-    assert {"K301", "K360", "K362"} & said.keys()
+    # What is said to be copied is held against the source's bytes (K301) beside; a forger may think of that.
+    assert {"K360", "K362"} & said.keys()
 
 
 @pytest.mark.parametrize("name", FAULTS)
