@@ -16,6 +16,7 @@ from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, first_wrong, flag, marks
 from .progress import Terminal
+from .terminal import VERBOSE
 
 
 def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
@@ -29,7 +30,6 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
 
 
 # What a command has beside its operation.
-VERBOSE = "kconv.verbose"
 EXTRA: dict[str, tuple[click.Parameter, ...]] = {
     "validate": (
         click.Option(

@@ -15,9 +15,8 @@ from rich.table import Column, Table
 
 from ..escape import command
 from ..operations.base import Operation
-from .build import VERBOSE
 from .progress import duration
-from .terminal import echo, make_console
+from .terminal import VERBOSE, echo, make_console
 
 if TYPE_CHECKING:
     from rich.console import Console

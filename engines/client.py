@@ -17,8 +17,8 @@ import httpx
 from ..checkpoint.schema import parse_json
 from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
 from .base import Engine
-from .counters import Counters, Counts, PerRequest, Totals, recognize
-from .registry import engines
+from .counters import Counters, Counts, PerRequest, Totals
+from .registry import engines, recognize
 
 SHOWN = 500  # characters of an answer, in a message
 ERRNO = re.compile(r"^\[Errno -?\d+\] ")
@@ -265,7 +265,7 @@ class Client:
         """Return the engine behind the server, and how its counters are to be read.
 
         Raises:
-            CountersMissing, DefinitionsMixed: see `counters.recognize`.
+            CountersMissing, DefinitionsMixed: see `registry.recognize`.
             CountersDisturbed: see `rest`.
             EngineFailed: the server gives no token, of which it is asked for one where its counters do not tell.
         """

@@ -8,12 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
-
-if TYPE_CHECKING:
-    from .base import Engine
 
 SAY_K = "Say K as the server was started with (bench: --draft-tokens, validate: --steps)"
 MOST_PLACES = 1000  # a page may say anything of a place
@@ -184,37 +181,6 @@ def totals(metrics: str, names: Iterable[str], by_place: Iterable[str] = (), pla
                 fix="Give the engine's own address.",
             ) from fault
     return found
-
-
-def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -> tuple[Engine, Counters]:
-    """Return the engine whose counters a server shows, and its counters.
-
-    Args:
-        engines: those that it may be.
-        pages: the text of each metrics page, "" where there is none.
-        where: the server, for messages.
-
-    Raises:
-        CountersMissing: no engine's are.
-        DefinitionsMixed: those of more than one are, as behind a router.
-    """
-    known = [(engine, counters) for engine in engines if (counters := engine.counters)]
-    found = [(engine, counters) for engine, counters in known if counters.shown_on(pages[counters.metrics])]
-    if not found:
-        *others, last = [engine.title for engine, _ in known]
-        needs = ", ".join(f"{engine.title} needs {counters.needs}" for engine, counters in known if counters.needs)
-        raise CountersMissing(
-            f"the server shows no counters of {', '.join(others)} or {last}",
-            where=where,
-            fix=f"Give the engine's own address; {needs}.",
-        )
-    if len(found) > 1:
-        raise DefinitionsMixed(
-            f"the server shows counters of {' and '.join(engine.name for engine, _ in found)}, which count differently",
-            where=where,
-            fix="Give the address of one engine, not of a router before several.",
-        )
-    return found[0]
 
 
 def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:

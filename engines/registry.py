@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import EngineUnknown, PluginInvalid, UnknownLayout
+from ..errors import CountersMissing, DefinitionsMixed, EngineUnknown, PluginInvalid, UnknownLayout
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
     from .base import Engine
+    from .counters import Counters
     from .layout import Layout
 
     ENGINES: tuple[Engine, ...]
@@ -217,6 +218,37 @@ def describe(layout: str) -> str:
     if len(titles) == 1:
         return f"{titles[0]}'s layout"
     return f"a layout that {', '.join(titles[:-1])} and {titles[-1]} all load"
+
+
+def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -> tuple[Engine, Counters]:
+    """Return the engine whose counters a server shows, and its counters.
+
+    Args:
+        engines: those that it may be.
+        pages: the text of each metrics page, "" where there is none.
+        where: the server, for messages.
+
+    Raises:
+        CountersMissing: no engine's are.
+        DefinitionsMixed: those of more than one are, as behind a router.
+    """
+    known = [(engine, counters) for engine in engines if (counters := engine.counters)]
+    found = [(engine, counters) for engine, counters in known if counters.shown_on(pages[counters.metrics])]
+    if not found:
+        *others, last = [engine.title for engine, _ in known]
+        needs = ", ".join(f"{engine.title} needs {counters.needs}" for engine, counters in known if counters.needs)
+        raise CountersMissing(
+            f"the server shows no counters of {', '.join(others)} or {last}",
+            where=where,
+            fix=f"Give the engine's own address; {needs}.",
+        )
+    if len(found) > 1:
+        raise DefinitionsMixed(
+            f"the server shows counters of {' and '.join(engine.name for engine, _ in found)}, which count differently",
+            where=where,
+            fix="Give the address of one engine, not of a router before several.",
+        )
+    return found[0]
 
 
 def launch_files(spec: HeadSpec, layout: str) -> dict[str, str]:
