@@ -137,7 +137,7 @@ def _aiperf(result: Mapping[str, Any], where: object) -> Fields:
         raise AcceptanceInvalid("the run did not end", where=where, fix="Measure again.")
     pooled = result.get("pooled_spec_decode_acceptance_histogram") or {}
     histogram = {int(accepted): int(steps) for accepted, steps in pooled.items()}
-    if min(*histogram, *histogram.values(), 0) < 0:
+    if min([*histogram, *histogram.values()], default=0) < 0:
         raise ValueError("a histogram counts steps by accepted drafts, and neither is below zero")
     # The histogram alone tells no K: its last places may never have been reached.
     drafts, accepted = sum(histogram.values()), sum(place * steps for place, steps in histogram.items())
