@@ -7,7 +7,6 @@ behind them, and the folder gets its name when all are there.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from ..checkpoint.bytes import Entry, digest, file_digest, write_safetensors
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import MAX_JSON, load_json, parse_json, read_bounded
 from ..checkpoint.source import Source
-from ..checkpoint.staging import PARTIAL, finish, refuse_existing
+from ..checkpoint.staging import PARTIAL, PROGRESS, alone, finish, refuse_existing
 from ..checkpoint.tensors import TORCH
 from ..checkpoint.values import Values
 from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid, TrainingDataInvalid
@@ -424,7 +423,7 @@ def write_states(
         record = record.model_copy(update={"index": _write_index(folder, record)})
         (folder / RECORD).write_text(record.to_json())
         finish(folder, out)
-    shutil.rmtree(out / PROGRESS)
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)
     return record
 
 
@@ -566,7 +565,7 @@ def _check_finite(name: str, values: Values) -> None:
         )
 
 
-PROGRESS, PLAN, LOCK = "progress", "plan.json", "lock"
+PLAN = "plan.json"
 
 
 def read_finished(folder: Path, name: str) -> ShardRecord | None:
@@ -588,13 +587,8 @@ def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
     folder = out.parent / f"{PARTIAL}{out.name[:40]}-states"
     try:
         (folder / PROGRESS).mkdir(parents=True, exist_ok=True)
-        with (folder / PROGRESS / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as fault:
-                raise StatesInvalid(
-                    f"another run is writing {out}", where=folder, fix="Wait for it, or choose another name."
-                ) from fault
+        busy = StatesInvalid(f"another run is writing {out}", where=folder, fix="Wait for it, or choose another name.")
+        with alone(folder, busy):
             _hold_plan(folder, plan)
             yield folder
     except OSError as fault:

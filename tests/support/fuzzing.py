@@ -47,7 +47,7 @@ class Hung(BaseException):
 
 def kind_of(file: Path) -> str:
     """Return what a changed file is called in the count."""
-    return KINDS.get(file.name) or KINDS[file.suffix]
+    return KINDS.get(file.name) or KINDS.get(file.suffix, "other files")
 
 
 @contextmanager
