@@ -97,6 +97,8 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
             found = [parse_json(line) for line in text.splitlines() if line.strip()]
         except ValueError as fault:
             raise AcceptanceInvalid(f"{file.name} is no JSON", where=file, fix=FIX) from fault
+    if not found:
+        raise AcceptanceInvalid(f"{file.name} is empty", where=file, fix=FIX)
     rows, titles = [], []
     for result in found:
         form = next((form for form in FORMATS if isinstance(result, dict) and result.keys() >= set(form.marks)), None)
