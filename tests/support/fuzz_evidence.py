@@ -110,7 +110,7 @@ READINGS: tuple[Reading, ...] = (
     ("run.yaml", ["run", "run.yaml", "--dry-run", "--json", "--out", "OUT"]),
     ("quantize.yaml", lambda work: load_recipe(str(work / "quantize.yaml"))),
     ("train.yaml", lambda work: read_recipe_file(str(work / "train.yaml"))),
-    ("prompts.jsonl", lambda work: read_prompts(work / "prompts.jsonl")),
+    ("prompts.jsonl", lambda work: [prompt.digest for prompt in read_prompts(work / "prompts.jsonl")]),
     ("calibration.json", lambda work: read_calibration(work / "calibration.json")),
     ("states/states.json", lambda work: read_record(work / "states")),
     ("released/run.json", lambda work: read_state(work / "released")),
