@@ -321,7 +321,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def _refuse_halves(text: str | bytes, value: Any) -> None:
     """Raise ValueError for a value with half a surrogate pair, smuggled in as an escape: it has no bytes."""
-    if (b"\\u" if isinstance(text, bytes) else "\\u") in text:
+    if b"\\u" in text if isinstance(text, bytes) else "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:

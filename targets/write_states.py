@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ from .config import TargetConfig, read_target_config
 from .dialogues import encode_row, read_rows
 from .forward import LocalRunner, check_captured
 from .model import check_memory, find_ends, load_target
-from .prompts import Prompt, read_prompts
+from .prompts import Prompt, each_prompt
 from .states import (
     DTYPE_BYTES,
     INDEX,
@@ -54,6 +55,8 @@ from .states import (
     shard_name,
 )
 from .tokenizer import Tokenizer, load_tokenizer
+
+INT32 = "i"  # of an array
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,28 @@ class WantedAnswers:
     revision: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Planned:
-    """A sequence: what it is, its tokens [L] int32 as far as they are known, and a dialogue's mask of answers [L]."""
+    """A sequence: what it is, its tokens as far as they are known, and a dialogue's mask of answers.
+
+    Attributes:
+        record: what it is.
+        ids, answers: tokens, and bytes of 0 and 1; tensors of a few tokens would take half a kilobyte each.
+    """
 
     record: SequenceRecord
-    tokens: torch.Tensor
-    mask: torch.Tensor | None = None
+    ids: array[int]
+    answers: bytes = b""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tokens as far as they are known, [L] int32."""
+        return torch.frombuffer(self.ids, dtype=torch.int32)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """A dialogue's mask of answers, [L]; None of anything else."""
+        return torch.frombuffer(bytearray(self.answers), dtype=torch.bool) if self.answers else None
 
 
 @dataclass(frozen=True)
@@ -207,7 +225,7 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
                 length=len(ids),
                 answered=sample.prompts,
             )
-            rows.append(Planned(record, ids, mask))
+            rows.append(Planned(record, array(INT32, ids.numpy().tobytes()), mask.numpy().tobytes()))
     if not rows:
         raise TrainingDataInvalid(
             "no dialogue holds an answer", where=wanted.data, fix="Let kconv generate write the answers first."
@@ -231,14 +249,14 @@ def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[P
         if wanted.prompt_tokens is None or wanted.text_tokens is None
         else max(wanted.prompt_tokens, wanted.text_tokens)
     )
-    for prompt in read_prompts(wanted.prompts):
+    for prompt in each_prompt(wanted.prompts):
         ids = tokenizer.encode_chat(prompt.turns[:1], most) if wanted.chat else tokenizer.encode(prompt.turns[0], most)
         about: dict[str, Any] = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
         text = ids[: wanted.text_tokens]
         if wanted.held_out and len(text) > 1:
             _check_length(prompt, len(text), longest)
             record = SequenceRecord(**about, kind="held-out", prompt_length=1, length=len(text))
-            yield Planned(record, torch.tensor(text, dtype=torch.int32))
+            yield Planned(record, array(INT32, text))
         start = ids[: wanted.prompt_tokens]
         kinds: tuple[tuple[Kind, int], ...] = (("sampled", wanted.sampled), ("greedy", wanted.greedy))
         for kind, added in kinds:
@@ -246,7 +264,7 @@ def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[P
                 length = len(start) + added
                 _check_length(prompt, length, longest)
                 record = SequenceRecord(**about, kind=kind, prompt_length=len(start), length=length)
-                yield Planned(record, torch.tensor(start, dtype=torch.int32))
+                yield Planned(record, array(INT32, start))
 
 
 def _check_length(prompt: Prompt, length: int, longest: int) -> None:
@@ -604,6 +622,9 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     text = plan.to_json()
     if not file.exists():
         file.write_text(text)
+        return
+    # Parsed it is many times as large.
+    if file.read_bytes() == text.encode():
         return
     before, now = _load_plan(file), json.loads(text)
     other = [key for key in now if before.get(key) != now[key]]
