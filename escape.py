@@ -44,7 +44,7 @@ def markdown(text: object) -> Markdown:
 
 
 def _in_a_cell(text: str) -> str:
-    """Return a text whose bars end no cell: a backslash before one would be taken for what escapes its escape."""
+    """Return a text whose bars end no cell: to some readers a backslash before one would escape its escape."""
     return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1] * 2}\|", text)
 
 
