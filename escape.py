@@ -36,16 +36,21 @@ def markdown(text: object) -> Markdown:
     """Return a text as one line of Markdown that is no heading, cell, link, picture or HTML of its own."""
     if isinstance(text, Markdown):
         return text
-    line = " ".join(terminal(text).replace("|", "\\|").split())
+    line = " ".join(_in_a_cell(terminal(text)).split())
     line = line.replace("](", "]\\(").replace("][", "]\\[").replace("<", "&lt;").replace("![", "!\\[")
     # What begins a block: a heading, quote, fence, rule, reference's definition, or list, whose item may be one.
     line = re.sub(r"^(\d{1,9})([.)] )", r"\1\\\2", line)
     return Markdown(re.sub(r"^(#|>|```|~~~|---|===|[-+*] |(?:[*_] ?){3}|\[[^\]]*\]:)", r"\\\1", line))
 
 
+def _in_a_cell(text: str) -> str:
+    """Return a text whose bars end no cell: to some readers a backslash before one would escape its escape."""
+    return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1] * 2}\|", text)
+
+
 def code(text: object) -> Markdown:
     """Return a text as one line of code in Markdown, between more backticks than it holds."""
-    line = " ".join(terminal(text).replace("|", "\\|").split())
+    line = " ".join(_in_a_cell(terminal(text)).split())
     longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
     fence = "`" * (longest + 1)
     pad = " " if longest else ""

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.schema import first_wrong, parse_json, read_text
-from ..engines.counters import Counts
 from ..errors import AcceptanceInvalid, DefinitionsMixed
 from .acceptance import AcceptanceFile, AcceptanceRow
 from .golden import CODING, SPEED_BENCH, read_curve
@@ -98,6 +97,8 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
             found = [parse_json(line) for line in text.splitlines() if line.strip()]
         except ValueError as fault:
             raise AcceptanceInvalid(f"{file.name} is no JSON", where=file, fix=FIX) from fault
+    if not found:
+        raise AcceptanceInvalid(f"{file.name} is empty", where=file, fix=FIX)
     rows, titles = [], []
     for result in found:
         form = next((form for form in FORMATS if isinstance(result, dict) and result.keys() >= set(form.marks)), None)
@@ -106,7 +107,7 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
         titles.append(form.title)
         try:
             rows.append(form.read(result, file))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as fault:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as fault:
             raise AcceptanceInvalid(
                 f"{file.name} is no result of {form.title} as kconv knows it", where=file, fix=FIX
             ) from fault
@@ -138,18 +139,19 @@ def _aiperf(result: Mapping[str, Any], where: object) -> Fields:
         raise AcceptanceInvalid("the run did not end", where=where, fix="Measure again.")
     pooled = result.get("pooled_spec_decode_acceptance_histogram") or {}
     histogram = {int(accepted): int(steps) for accepted, steps in pooled.items()}
-    if not sum(histogram.values()):
-        raise _no_drafts(where, "Start vLLM with --per-request-spec-decode-metrics, which AIPerf reads.")
-    dense = [histogram.get(j, 0) for j in range(max(histogram) + 1)]
+    if min([*histogram, *histogram.values()], default=0) < 0:
+        raise ValueError("a histogram counts steps by accepted drafts, and neither is below zero")
     # The histogram alone tells no K: its last places may never have been reached.
-    counts = Counts.of_histogram(dense, len(dense) - 1)
+    drafts, accepted = sum(histogram.values()), sum(place * steps for place, steps in histogram.items())
+    if not drafts:
+        raise _no_drafts(where, "Start vLLM with --per-request-spec-decode-metrics, which AIPerf reads.")
     config = result.get("input_config") or {}
     names = [one.get("name") for one in (config.get("models") or {}).get("items") or ()]
     asked = [str(one.get("format") or one.get("dataset") or "") for one in config.get("datasets") or ()]
     requests = (result.get("request_count") or {}).get("avg")
     return {
-        "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(1 + counts.accepted / counts.drafts, 6),
-        "drafts": counts.drafts, "target": names[0] if len(names) == 1 else None,
+        "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(1 + accepted / drafts, 6),
+        "drafts": drafts, "target": names[0] if len(names) == 1 else None,
         "prompts": int(requests) if requests else None, "date": str(result.get("start_time") or "")[:10] or None,
         "published_as": "spec_decode_token_weighted_acceptance_length",
     } | _asked(asked[0] if len(asked) == 1 else "")  # fmt: skip

@@ -239,6 +239,8 @@ def _write_whole(file: Path, text: str) -> None:
     beside = file.with_name(f"{PARTIAL}{file.name}")
     with writing(file):
         try:
+            # A call that was killed may have left it.
+            beside.unlink(missing_ok=True)
             with beside.open("x", encoding="utf-8") as out:
                 out.write(text)
             beside.replace(file)

@@ -17,6 +17,8 @@ from typing import Any
 from ..errors import CorruptHeader, NotACheckpoint
 from .header import TensorInfo
 
+# Bytes of what is unpickled, of which a tensor takes some 300.
+MAX_PICKLE = 8 << 20
 # The names by which transformers and engines find such files.
 PICKLE = "pytorch_model*.bin"
 BY_HAND = (
@@ -39,21 +41,29 @@ def read_pickle_header(file: Path) -> dict[str, TensorInfo]:
 
     from .tensors import NAMES
 
+    # A pipe would be waited for, for ever.
+    if not file.is_file():
+        raise NotACheckpoint(f"{file.name} is not a regular file", where=file, fix="Check the path and its links.")
     try:
         with zipfile.ZipFile(file) as archive:
+            # Before one is read: what is compressed may grow a thousandfold.
             members = archive.infolist()
-            order = next((m.filename for m in members if m.filename.endswith("/byteorder")), None)
-            little = order is None or archive.read(order) == b"little"
-        loaded = torch.load(file, weights_only=True, map_location="meta")
+            order = next((m for m in members if m.filename.endswith("/byteorder")), None)
+            small = all(m.file_size <= MAX_PICKLE for m in members if m.filename.endswith(("/data.pkl", "/byteorder")))
+            stored = small and all(member.compress_type == zipfile.ZIP_STORED for member in members)
+            little = stored and (order is None or archive.read(order) == b"little")
+        loaded = {} if not little else torch.load(file, weights_only=True, map_location="meta")
     except Exception as fault:  # a stranger's pickle, in which torch finds whatever it finds
         raise NotACheckpoint(
             f"{file.name} cannot be read as plain tensors: {type(fault).__name__}",
             where=file,
             fix=f"Ask its publisher for safetensors. {BY_HAND.format(file.name)}",
         ) from fault
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members) or not little:
+    if not little:
         raise CorruptHeader(
-            f"{file.name} is compressed or big-endian; torch.save never writes that", where=file, fix="Fetch it again."
+            f"{file.name} is compressed or big-endian, or its pickle is too large; torch.save writes none of these",
+            where=file,
+            fix="Fetch it again.",
         )
     if not isinstance(loaded, Mapping) or not all(isinstance(name, str) for name in loaded):
         raise NotACheckpoint(

@@ -308,13 +308,24 @@ def parse_json(text: str | bytes) -> Any:
     """Return the values of a JSON text of a stranger's, of any type.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or holds more than `MAX_JSON_VALUES`.
+        ValueError: it is no JSON, nested too deeply, holds more than `MAX_JSON_VALUES`, or half a surrogate pair.
     """
     refuse_many(text if isinstance(text, bytes) else text.encode(errors="replace"), MAX_JSON_VALUES)
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        _refuse_halves(text, value)
+        return value
     except RecursionError as fault:
         raise ValueError("it is nested too deeply") from fault
+
+
+def _refuse_halves(text: str | bytes, value: Any) -> None:
+    """Raise ValueError for a value with half a surrogate pair, smuggled in as an escape: it has no bytes."""
+    if b"\\u" in text if isinstance(text, bytes) else "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as fault:
+            raise ValueError("it holds half a surrogate pair, which no text has") from fault
 
 
 def refuse_many(text: bytes, most: int) -> None:
@@ -353,9 +364,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
         value = json.loads(
             text.decode(), object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite
         )
-        if b"\\u" in text:
-            # Half a surrogate pair, smuggled in as an escape, has no bytes.
-            json.dumps(value, ensure_ascii=False).encode()
+        _refuse_halves(text, value)
     except RecursionError as fault:
         raise ValueError("it is nested too deeply") from fault
     if not isinstance(value, dict):

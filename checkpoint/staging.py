@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import OutputExists, OutputFailed
+from ..errors import KconvError, OutputExists, OutputFailed
 
 PARTIAL = ".kconv-partial-"
 # What `staged` calls its folder behind that; a long job's, which may be gone on with, ends in a longer key.
-OWN = re.compile(r"[0-9a-f]{8}")
+OWN, KEY = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{16}")
+# The folder in an unfinished output where a job notes how far it is.
+PROGRESS = f"{PARTIAL}progress"
 
 
 def cache_root() -> Path:
@@ -35,7 +37,20 @@ def is_partial(folder: Path) -> bool:
 def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
     """Raise OutputExists if there is anything at `out`; `fix` says what to do."""
     if os.path.lexists(out):
+        _clear_finished(out)
         raise OutputExists(f"{out} already exists", fix=fix)
+
+
+def _clear_finished(out: Path) -> None:
+    """Remove what a long job left that was killed right behind the rename which made its output."""
+    prefix = f"{PARTIAL}{out.name[:40]}-"
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)
+    with suppress(OSError):
+        for left in out.parent.iterdir():
+            # What became the output is gone from it, so there is nothing in it to go on with.
+            own = left.name.startswith(prefix) and KEY.fullmatch(left.name.removeprefix(prefix))
+            if own and not files_of(left).exists():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -188,6 +203,26 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
         if full
         else "Check that the folder exists and is writable.",
     )
+
+
+@contextmanager
+def alone(folder: Path, busy: KconvError) -> Iterator[None]:
+    """Hold a folder that outlives a run against other processes; on a disk without locks it is not held.
+
+    Raises:
+        KconvError: `busy`, where another process holds it.
+    """
+    try:
+        held = _lock(folder)
+    except BlockingIOError as fault:
+        raise busy from fault
+    except OSError:
+        held = None
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 def keep_staging(out: Path, key: str) -> Path:

@@ -6,8 +6,9 @@ import functools
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -29,6 +30,13 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POLL_SECONDS, REST_SECONDS, LATE_SECONDS = 0.05, 0.1, 2.0
 RESTLESS_SECONDS = 20.0
 ONE_TOKEN = {"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}
+
+
+OPENAI = "Give the address of an OpenAI-compatible server."
+# What reading an answer of another shape raises: a list for a text, no such key, a count that is infinite.
+WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+# Above what any engine counts or calls a token.
+MOST = 1 << 48
 
 
 class Dialogue(Protocol):
@@ -96,17 +104,11 @@ class Client:
     def complete_whole(self, prompt: list[int], new_tokens: int, **more: Any) -> tuple[list[int], dict[str, Any]]:
         """Do as `complete` with more fields in the request, and return the server's whole answer too."""
         answer = self._complete(prompt, new_tokens, {"return_token_ids": True} | more)
-        try:
+        fix = "Give the address of a vLLM that knows return_token_ids; 0.32.0 does."
+        with self._reading(f"the server's completion has no token_ids: {answer[:SHOWN]}", fix):
             value = parse_json(answer)
             [choice] = value["choices"]
-            ids = choice["token_ids"]
-        except (ValueError, KeyError, TypeError) as fault:
-            raise EngineFailed(
-                f"the server's completion has no token_ids: {answer[:SHOWN]}",
-                where=self.url,
-                fix="Give the address of a vLLM that knows return_token_ids; 0.32.0 does.",
-            ) from fault
-        return ids, value
+            return _counts(choice["token_ids"]), value
 
     def continue_counted(
         self, asking: PerRequest, prompt: Sequence[int], new_tokens: int, draft_tokens: int
@@ -123,15 +125,11 @@ class Client:
             EngineFailed: the server cannot be reached, answers with an error, or with something else.
         """
         answer = self._request(asking.path, asking.body(self.model, prompt, new_tokens))
-        try:
+        fix = "Give the engine's own address, of a release that kconv knows."
+        with self._reading(f"the server's answer has no token ids: {answer[:SHOWN]}", fix):
             ids, histogram = asking.read(parse_json(answer))
-            return ids, None if histogram is None else Counts.of_histogram(histogram, draft_tokens)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
-            raise EngineFailed(
-                f"the server's answer has no token ids: {answer[:SHOWN]}",
-                where=self.url,
-                fix="Give the engine's own address, of a release that kconv knows.",
-            ) from fault
+            counted = None if histogram is None else Counts.of_histogram(_counts(histogram), draft_tokens)
+            return _counts(ids), counted
 
     def complete_text(self, prompt: list[int], new_tokens: int) -> str:
         """Return the greedy continuation of a prompt as text, from an engine that gives no token ids.
@@ -144,15 +142,9 @@ class Client:
             EngineFailed: the server cannot be reached, answers with an error, or with something else.
         """
         answer = self._complete(prompt, new_tokens, {})
-        try:
+        with self._reading(f"the server's answer is not a completion: {answer[:SHOWN]}", OPENAI):
             [choice] = parse_json(answer)["choices"]
             return str(choice["text"])
-        except (ValueError, KeyError, TypeError) as fault:
-            raise EngineFailed(
-                f"the server's answer is not a completion: {answer[:SHOWN]}",
-                where=self.url,
-                fix="Give the address of an OpenAI-compatible server.",
-            ) from fault
 
     def chat(
         self,
@@ -169,24 +161,18 @@ class Client:
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         body |= dict(self.extra) | (dict(asking.chat) if asking else {})
         answer = self._request("/v1/chat/completions", body)
-        try:
+        with self._reading(f"the server's answer is not a chat completion: {answer[:SHOWN]}", OPENAI):
             value = parse_json(answer)
             [choice] = value["choices"]
             # A reasoning parser moves all of a cut answer into another field, and content is null then.
-            text = choice["message"]["content"] or ""
+            text = _text(choice["message"]["content"])
             histogram = asking.read_chat(value) if asking else None
             return Answer(
                 text,
                 int(value["usage"]["completion_tokens"]),
                 choice["finish_reason"] == "length",
-                None if histogram is None else tuple(histogram),
+                None if histogram is None else tuple(_counts(histogram)),
             )
-        except (ValueError, KeyError, TypeError) as fault:
-            raise EngineFailed(
-                f"the server's answer is not a chat completion: {answer[:SHOWN]}",
-                where=self.url,
-                fix="Give the address of an OpenAI-compatible server.",
-            ) from fault
 
     def chat_timed(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> TimedAnswer:
         """Return the answer to a dialogue as it is streamed, with its times.
@@ -205,7 +191,7 @@ class Client:
                     raise EngineFailed(
                         f"the server answered {answer.status_code}: {said}", where=url, fix="Look into its log."
                     )
-                for line in answer.iter_lines():
+                for line in _lines(answer, begin + self.timeout, url):
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
@@ -216,8 +202,8 @@ class Client:
                         # A reasoning parser streams what is thought into another field.
                         said = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
                         first = first or (time.monotonic() - begin if said else 0.0)
-                        text += delta.get("content") or ""
-        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+                        text += _text(delta.get("content"))
+        except (httpx.HTTPError, OSError, *WRONG) as fault:
             raise EngineFailed(
                 f"the server does not stream an answer: {fault or type(fault).__name__}", where=url,
                 fix="Check that it runs.",
@@ -296,14 +282,8 @@ class Client:
         Raises:
             EngineFailed: the server does not say.
         """
-        try:
+        with self._reading(f"the server does not report its version at {counters.version}", "Give --engine-version."):
             return str(parse_json(self.page(counters.version))["version"])
-        except (ValueError, KeyError, TypeError) as fault:
-            raise EngineFailed(
-                f"the server does not report its version at {counters.version}",
-                where=self.url,
-                fix="Give --engine-version.",
-            ) from fault
 
     def read_counters(self, counters: Counters) -> Totals:
         """Return what the server has counted since it was started.
@@ -338,6 +318,14 @@ class Client:
                     where=self.url,
                     fix="Let nobody else use the server meanwhile.",
                 )
+
+    @contextmanager
+    def _reading(self, what: str, fix: str) -> Iterator[None]:
+        """Name an answer that is not what it should be, whatever is wrong with it."""
+        try:
+            yield
+        except WRONG as fault:
+            raise EngineFailed(what, where=self.url, fix=fix) from fault
 
     def _complete(self, prompt: list[int], new_tokens: int, more: dict[str, Any]) -> str:
         body = {"model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
@@ -376,15 +364,10 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
     if model:
         return server
     answer = server._request("/v1/models")
-    try:
+    fix = "Name it (bench: --model), or give the address of a server with one model."
+    with server._reading(f"the server does not name exactly one model: {answer[:SHOWN]}", fix):
         [found] = parse_json(answer)["data"]
         return Client(server.url, str(found["id"]), timeout, dict(extra))
-    except (ValueError, KeyError, TypeError) as fault:
-        raise EngineFailed(
-            f"the server does not name exactly one model: {answer[:SHOWN]}",
-            where=url,
-            fix="Name it (bench: --model), or give the address of a server with one model.",
-        ) from fault
 
 
 @functools.cache
@@ -404,6 +387,50 @@ def _http(url: str, seconds: float) -> httpx.Client:
     )
 
 
+def _counts(value: Any) -> list[int]:
+    """Return a list of counts or token ids.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if not isinstance(value, list) or not all(type(one) is int and 0 <= one < MOST for one in value):
+        raise ValueError("it is no list of counts")
+    return value
+
+
+def _text(value: Any) -> str:
+    """Return a text, which null is too.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, str | None):
+        raise ValueError("it is no text")
+    return value or ""
+
+
+def _lines(answer: httpx.Response, deadline: float, url: str) -> Iterator[str]:
+    """Yield an answer's lines as they come; bounds and faults as of `_read`."""
+    held, size = b"", 0
+    for chunk in answer.iter_bytes():
+        size += len(chunk)
+        _bound(size, deadline, url)
+        *whole, held = (held + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode()
+    yield held.decode()
+
+
+def _bound(size: int, deadline: float, url: str) -> None:
+    """Raise EngineFailed for an answer that is too large, or still coming after the deadline."""
+    if size > LARGEST:
+        raise EngineFailed(
+            f"the server's answer is larger than {LARGEST >> 20} MiB", where=url, fix="Check the address."
+        )
+    if time.monotonic() > deadline:
+        raise EngineFailed("the server's answer takes too long", where=url, fix="Check the server's log.")
+
+
 def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
     """Return an answer's bytes, of an error as many as are shown.
 
@@ -415,12 +442,7 @@ def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
         data += chunk
         if not answer.is_success and len(data) >= 4 * SHOWN:
             break
-        if len(data) > LARGEST:
-            raise EngineFailed(
-                f"the server's answer is larger than {LARGEST >> 20} MiB", where=url, fix="Check the address."
-            )
-        if time.monotonic() > deadline:
-            raise EngineFailed("the server's answer takes too long", where=url, fix="Check the server's log.")
+        _bound(len(data), deadline, url)
     return bytes(data)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
@@ -36,7 +37,9 @@ class Counts:
     @classmethod
     def of_histogram(cls, histogram: Sequence[int], draft_tokens: int) -> Counts:
         """Count one request's drafts by how many tokens of each were accepted: `histogram[n]` accepted n."""
-        places = tuple(float(sum(histogram[place + 1 :])) for place in range(max(draft_tokens, len(histogram) - 1)))
+        # From the last place on: a server may send a long one.
+        reached = [*accumulate(reversed(histogram))][::-1]
+        places = tuple(map(float, [*reached[1:], *[0] * (draft_tokens + 1 - max(len(reached), 1))]))
         return cls(float(sum(histogram)), sum(places), places)
 
     @classmethod

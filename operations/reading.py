@@ -126,11 +126,12 @@ def check_prompts(file: Path) -> None:
     Raises:
         PromptsInvalid: see `targets.prompts.read_prompts`.
     """
-    from ..targets.prompts import read_prompts
+    from ..targets.prompts import each_prompt
     from ..targets.suites import SUITES
 
     if str(file).partition("@")[0] not in SUITES:
-        read_prompts(file)
+        for _ in each_prompt(file):
+            pass
 
 
 def refuse_existing_output(out: str | None, source: str | None = None) -> None:

@@ -139,6 +139,10 @@ class Train(Operation):
             KconvError: the target, the recipe, the data or the states cannot be read.
         """
         check_trusted(context, self.trust_remote_code, self.target)
+        if os.path.lexists(self.out):
+            from ..train.checkpoints import clear_finished
+
+            clear_finished(Path(self.out))
         refuse_existing_output(self.out)
         from ..checkpoint.manifest import read_manifest
         from ..train.job import Pace, draft_coverage

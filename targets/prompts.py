@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,15 +48,20 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
     Raises:
         PromptsInvalid: the file is missing, empty or no UTF-8, or a line is of neither form or repeats an id.
     """
-    prompts: dict[str, Prompt] = {}
+    return tuple(each_prompt(file))
+
+
+def each_prompt(file: Path) -> Iterator[Prompt]:
+    """Yield what `read_prompts` returns, of which the ids alone stay in memory."""
+    seen: set[str] = set()
     for number, line in read_lines(file, PromptsInvalid, fix="Give a JSONL file in UTF-8."):
         prompt = _parse(line, number, file)
-        if prompt.id in prompts:
+        if prompt.id in seen:
             raise _invalid(f"repeats the id {prompt.id!r}", number, file)
-        prompts[prompt.id] = prompt
-    if not prompts:
+        seen.add(prompt.id)
+        yield prompt
+    if not seen:
         raise PromptsInvalid(f"{file.name} holds no prompts", where=file, fix="Write one JSON object per line.")
-    return tuple(prompts.values())
 
 
 def _parse(line: str, number: int, file: Path) -> Prompt:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as record_dataclass
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.header import TensorInfo, read_header
@@ -67,7 +68,9 @@ class PromptsRecord(Record):
     text_tokens: int | None
 
 
-class SequenceRecord(Record):
+# No pydantic model, which takes a kilobyte: a million prompts are millions of these.
+@record_dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SequenceRecord:
     """One sequence of tokens with states.
 
     Attributes:

@@ -7,12 +7,12 @@ behind them, and the folder gets its name when all are there.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +29,7 @@ from ..checkpoint.bytes import Entry, digest, file_digest, write_safetensors
 from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import MAX_JSON, load_json, parse_json, read_bounded
 from ..checkpoint.source import Source
-from ..checkpoint.staging import PARTIAL, finish, refuse_existing
+from ..checkpoint.staging import PARTIAL, PROGRESS, alone, finish, refuse_existing
 from ..checkpoint.tensors import TORCH
 from ..checkpoint.values import Values
 from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid, TrainingDataInvalid
@@ -37,7 +37,7 @@ from .config import TargetConfig, read_target_config
 from .dialogues import encode_row, read_rows
 from .forward import LocalRunner, check_captured
 from .model import check_memory, find_ends, load_target
-from .prompts import Prompt, read_prompts
+from .prompts import Prompt, each_prompt
 from .states import (
     DTYPE_BYTES,
     INDEX,
@@ -55,6 +55,8 @@ from .states import (
     shard_name,
 )
 from .tokenizer import Tokenizer, load_tokenizer
+
+INT32 = "i"  # of an array
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,28 @@ class WantedAnswers:
     revision: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Planned:
-    """A sequence: what it is, its tokens [L] int32 as far as they are known, and a dialogue's mask of answers [L]."""
+    """A sequence: what it is, its tokens as far as they are known, and a dialogue's mask of answers.
+
+    Attributes:
+        record: what it is.
+        ids, answers: tokens, and bytes of 0 and 1; tensors of a few tokens would take half a kilobyte each.
+    """
 
     record: SequenceRecord
-    tokens: torch.Tensor
-    mask: torch.Tensor | None = None
+    ids: array[int]
+    answers: bytes = b""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tokens as far as they are known, [L] int32."""
+        return torch.frombuffer(self.ids, dtype=torch.int32)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """A dialogue's mask of answers, [L]; None of anything else."""
+        return torch.frombuffer(bytearray(self.answers), dtype=torch.bool) if self.answers else None
 
 
 @dataclass(frozen=True)
@@ -208,7 +225,7 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
                 length=len(ids),
                 answered=sample.prompts,
             )
-            rows.append(Planned(record, ids, mask))
+            rows.append(Planned(record, array(INT32, ids.numpy().tobytes()), mask.numpy().tobytes()))
     if not rows:
         raise TrainingDataInvalid(
             "no dialogue holds an answer", where=wanted.data, fix="Let kconv generate write the answers first."
@@ -232,14 +249,14 @@ def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[P
         if wanted.prompt_tokens is None or wanted.text_tokens is None
         else max(wanted.prompt_tokens, wanted.text_tokens)
     )
-    for prompt in read_prompts(wanted.prompts):
+    for prompt in each_prompt(wanted.prompts):
         ids = tokenizer.encode_chat(prompt.turns[:1], most) if wanted.chat else tokenizer.encode(prompt.turns[0], most)
         about: dict[str, Any] = {"prompt": prompt.id, "category": prompt.category, "digest": prompt.digest}
         text = ids[: wanted.text_tokens]
         if wanted.held_out and len(text) > 1:
             _check_length(prompt, len(text), longest)
             record = SequenceRecord(**about, kind="held-out", prompt_length=1, length=len(text))
-            yield Planned(record, torch.tensor(text, dtype=torch.int32))
+            yield Planned(record, array(INT32, text))
         start = ids[: wanted.prompt_tokens]
         kinds: tuple[tuple[Kind, int], ...] = (("sampled", wanted.sampled), ("greedy", wanted.greedy))
         for kind, added in kinds:
@@ -247,7 +264,7 @@ def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[P
                 length = len(start) + added
                 _check_length(prompt, length, longest)
                 record = SequenceRecord(**about, kind=kind, prompt_length=len(start), length=length)
-                yield Planned(record, torch.tensor(start, dtype=torch.int32))
+                yield Planned(record, array(INT32, start))
 
 
 def _check_length(prompt: Prompt, length: int, longest: int) -> None:
@@ -424,7 +441,7 @@ def write_states(
         record = record.model_copy(update={"index": _write_index(folder, record)})
         (folder / RECORD).write_text(record.to_json())
         finish(folder, out)
-    shutil.rmtree(out / PROGRESS)
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)
     return record
 
 
@@ -566,7 +583,7 @@ def _check_finite(name: str, values: Values) -> None:
         )
 
 
-PROGRESS, PLAN, LOCK = "progress", "plan.json", "lock"
+PLAN = "plan.json"
 
 
 def read_finished(folder: Path, name: str) -> ShardRecord | None:
@@ -588,13 +605,8 @@ def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
     folder = out.parent / f"{PARTIAL}{out.name[:40]}-states"
     try:
         (folder / PROGRESS).mkdir(parents=True, exist_ok=True)
-        with (folder / PROGRESS / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as fault:
-                raise StatesInvalid(
-                    f"another run is writing {out}", where=folder, fix="Wait for it, or choose another name."
-                ) from fault
+        busy = StatesInvalid(f"another run is writing {out}", where=folder, fix="Wait for it, or choose another name.")
+        with alone(folder, busy):
             _hold_plan(folder, plan)
             yield folder
     except OSError as fault:
@@ -610,6 +622,9 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     text = plan.to_json()
     if not file.exists():
         file.write_text(text)
+        return
+    # Parsed it is many times as large.
+    if file.read_bytes() == text.encode():
         return
     before, now = _load_plan(file), json.loads(text)
     other = [key for key in now if before.get(key) != now[key]]

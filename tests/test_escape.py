@@ -171,3 +171,10 @@ def test_no_error_shows_a_password(place):
 def test_an_address_without_a_password_stays_as_it_is():
     for text in ("https://huggingface.co/org/name@main", "https://host/a@b", "org/name@rev: http://[::1]:80"):
         assert KconvError(text).what == text
+
+
+@pytest.mark.parametrize("text", ["a\\|b", "|", "\\\\|x", "a|b\\", "x|\\|y"])
+@pytest.mark.parametrize("shown", [escape.markdown, escape.code])
+def test_a_bar_ends_no_cell_whatever_stands_before_it(text, shown):
+    """Readers differ on two backslashes before a bar: to some they are one, which leaves the bar to end its cell."""
+    assert re.fullmatch(r"(?:\\[|\\]|[^|])*", re.sub(r"\\\\", "", shown(text)))

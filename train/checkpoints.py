@@ -6,10 +6,12 @@ a run goes on from it with `--shard` or without.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,84 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
 from ..checkpoint.header import read_header
+from ..checkpoint.staging import alone, refuse_existing, writing
 from ..checkpoint.tensors import entry, read_tensor
-from ..errors import KconvError, OutputExists, TrainingFailed
+from ..errors import KconvError, OutputExists, OutputFailed, TrainingFailed
 from .module import WEIGHTS
 
 STATE, RUN = "trainer_state.json", "run.json"
+# Of an output: the folder of ModelOpt's own module, and the report in it.
+MODULE, REPORT = "modelopt", "training.json"
 # In the order in which the Trainer writes them; its own state comes last:
 # https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer.py#L3065-L3119
 OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"
 PARTS = (WEIGHTS, OPTIMIZER, SCHEDULE)
 PREFIX = "eagle_module."
+
+
+# Bytes that most file systems take as one name.
+LONGEST = 255
+
+
+def workplace(out: Path) -> Path:
+    """Return where the checkpoints of a run stand: in `.NAME.training` beside its output.
+
+    Of a name that leaves no room for that, its beginning and a digest of it stand there.
+    """
+    name = f".{out.name}.training"
+    if len(os.fsencode(name)) > LONGEST:
+        name = f".{out.name[:40]}-{hashlib.sha256(os.fsencode(out.name)).hexdigest()[:16]}.training"
+    return out.parent / name
+
+
+@contextmanager
+def hold(out: Path) -> Iterator[Path]:
+    """Give the folder of an output's checkpoints, held against other runs by the first of a run's processes.
+
+    Raises:
+        OutputExists: there is something at `out`, or another run is at work on it.
+        OutputFailed: the folder cannot be made.
+    """
+    work = workplace(out)
+    if int(os.environ.get("RANK", "0")):
+        refuse_existing(out)
+        yield work
+        return
+    with writing(out):
+        work.mkdir(parents=True, exist_ok=True)
+    busy = OutputExists(f"another run is training {out}", where=work, fix="Wait for it, or choose another name.")
+    with alone(work, busy):
+        # The run that held it before may just have ended.
+        refuse_existing(out)
+        yield work
+
+
+def clear_finished(out: Path) -> None:
+    """Remove the checkpoints of the very run that made what is at `out`, where it was killed before it did that."""
+    work = workplace(out)
+    with suppress(OSError, KconvError, KeyError):
+        if read_json(work / RUN)["key"] == read_json(out / MODULE / REPORT)["key"]:
+            with alone(work, OutputExists("another run is at work", fix="Wait for it.")):
+                shutil.rmtree(work)
+
+
+@contextmanager
+def writing_checkpoint(work: Path) -> Iterator[None]:
+    """Turn what the disk refuses of a checkpoint into OutputFailed; torch's writer raises it as a RuntimeError.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/caffe2/serialize/inline_container.cc#L672
+    """
+    try:
+        with writing(work):
+            yield
+    except RuntimeError as fault:
+        if "inline_container.cc" not in str(fault):
+            raise
+        raise OutputFailed(
+            f"a checkpoint in {work} could not be written",
+            where=work,
+            fix="Free some space, and repeat the command: it resumes from the checkpoint before.",
+        ) from fault
 
 
 def claim(work: Path, key: str, world: int) -> None:

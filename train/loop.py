@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from ..errors import RecipeInvalid, TrainingFailed
 from ..head.spec import HeadSpec
-from .checkpoints import load_head, load_optimizer, write_head, write_optimizer
+from .checkpoints import load_head, load_optimizer, write_head, write_optimizer, writing_checkpoint
 from .evaluate import draft_head, evaluate, head_state
 from .feed import Batch, Feed
 from .job import Pace, refuse_sharding
@@ -141,6 +141,10 @@ class EagleTrainer(Trainer):
         model = build()
         model.eagle_module.load_state_dict(self.head)
         return model.eval()
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with writing_checkpoint(Path(str(self.args.output_dir))):
+            super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the head of a checkpoint."""

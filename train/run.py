@@ -23,7 +23,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from ..checkpoint.folder import open_checkpoint, read_json
-from ..checkpoint.staging import refuse_existing, staged
+from ..checkpoint.staging import refuse_existing, staged, writing
 from ..checkpoint.tensors import TORCH
 from ..convert.execute import fill
 from ..convert.plan import WriteOptions, plan
@@ -33,7 +33,7 @@ from ..engines import by_name
 from ..engines.layout import stored
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
-from .checkpoints import RUN, claim, drop_unusable, newest, step_of
+from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
 from .feed import Feed, StatesSource, online_states
@@ -72,33 +72,34 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
         LayoutCannot: no engine could load the head.
         ManifestMismatch: the manifest of the head to go on from is not of the schema.
         TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
-        OutputExists: something is at `out`, or beside it stand checkpoints of another run, or of this one with another
-            number of processes.
-        OutputFailed: `out` is not writable.
+        OutputExists: something is at `out`, another run is at work on it, or beside it stand checkpoints of another
+            run, or of this one with another number of processes.
+        OutputFailed: `out` is not writable, or the disk has no room for a checkpoint.
     """
     check_recipe(job.recipe)
     check_processes(job.recipe.batch, pace)
+    clear_finished(out)
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
     # What the head to go on from was calibrated on, training does not make unseen.
     converted = None
     if job.init_from:
         converted = read_provenance(job.init_from.checkpoint.folder).conversion(None, exact=False)
-    work = out.parent / f".{out.name}.training"
-    trainer = run(job, work, pace, progress)
-    if trainer.accelerator.is_main_process:
-        with staged(out) as folder:
-            export = work / "export"
-            shutil.rmtree(export, ignore_errors=True)
-            report = leave(job, trainer, work, export)
-            head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
-            planned = plan(head, layout, WriteOptions(dtype=job.recipe.compute or ""))
-            fill(dataclasses.replace(planned, conversion=converted), folder, training=report)
-            shutil.move(export / MODULE, folder / MODULE)
-            if (work / "runs").exists():
-                shutil.move(work / "runs", folder / MODULE / "tensorboard")
-        shutil.rmtree(work)
-    trainer.accelerator.wait_for_everyone()
+    with hold(out) as work:
+        trainer = run(job, work, pace, progress)
+        if trainer.accelerator.is_main_process:
+            with staged(out) as folder:
+                export = work / "export"
+                shutil.rmtree(export, ignore_errors=True)
+                report = leave(job, trainer, work, export)
+                head = read_head(open_checkpoint(export, source=f"a training run of {job.target.name}"))
+                planned = plan(head, layout, WriteOptions(dtype=job.recipe.compute or ""))
+                fill(dataclasses.replace(planned, conversion=converted), folder, training=report)
+                shutil.move(export / MODULE, folder / MODULE)
+                if (work / "runs").exists():
+                    shutil.move(work / "runs", folder / MODULE / "tensorboard")
+            shutil.rmtree(work)
+        trainer.accelerator.wait_for_everyone()
     return out
 
 
@@ -107,7 +108,8 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
     if not int(os.environ.get("RANK", "0")):
         check_target(job)
-        claim(work, job_key(job), world)
+        with writing(work):
+            claim(work, job_key(job), world)
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
@@ -130,7 +132,8 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
         untrained = trainer.evaluate() | {"step": 0}
         # Beside the checkpoints, for training begins with an empty log.
         if trainer.accelerator.is_main_process:
-            (work / UNTRAINED).write_text(json.dumps(untrained))
+            with writing(work):
+                (work / UNTRAINED).write_text(json.dumps(untrained))
     begin, before = time.monotonic(), step_of(resume) if resume else 0
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     tokens = (recipe.steps - before) * recipe.accumulate * recipe.batch * recipe.seq
@@ -157,7 +160,7 @@ def _take_over(model: EagleModel, head: Head) -> None:
             own[name].copy_(row.move.pack([read_slot(head, slot) for slot in row.slots]))
 
 
-MODULE, REPORT, CURVES, UNTRAINED = "modelopt", "training.json", "curves.png", "untrained.json"
+CURVES, UNTRAINED = "curves.png", "untrained.json"
 
 
 def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
@@ -240,7 +243,7 @@ def train_head(
         OutputFailed: `out` is not writable.
     """
     job = _job(target_folder, recipe, text, held_out)
-    work = out.parent / f".{out.name}.training"
+    work = workplace(out)
     if is_made(out, job_key(job)):
         return out
     refuse_existing(out)

@@ -7,10 +7,14 @@ captures and how many weights it has, a manifest might say of any bytes; here th
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
+from pathlib import Path
+from typing import Any
 
-from ..checkpoint.folder import Checkpoint
+from ..checkpoint.folder import Checkpoint, read_json
 from ..checkpoint.manifest import MANIFEST, Manifest, mismatch
 from ..checkpoint.schema import parse_json
 from ..convert.captured import Hints
@@ -19,6 +23,8 @@ from ..engines import by_name
 from ..errors import ManifestMismatch
 from ..head.slots import needs
 
+# Where kconv's own trainer leaves its record, in the folder of ModelOpt's module.
+MODULE, REPORT = "modelopt", "training.json"
 AGAIN = "Fetch the folder again, or convert the head again with kconv."
 
 
@@ -48,6 +54,7 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
     missing = sorted(spec.keys() - stated.keys())
     if missing:
         raise _says("nothing of the head's " + ", ".join(missing), "every output's manifest does")
+    _check_training(checkpoint.folder, manifest, spec)
     counted = _count(head)
     if manifest.parameters != counted:
         raise _says(f"{manifest.parameters:,} parameters", f"the head has {counted:,}")
@@ -56,6 +63,47 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
     read_by = read(source, layout=by_name(manifest.source_layout), hints=Hints(**manifest.hints.model_dump()))
     if read_by.captured is not None and read_by.captured.how != manifest.captured_by:
         raise _says(f"the captured layers were decided so: {manifest.captured_by}", f"it is {read_by.captured.how}")
+
+
+# What a recipe and a head both say, under one name; and what of a head an attention that was converted changes.
+OF_RECIPE, OF_ATTENTION = ("intermediate", "captured", "eps", "attention", "rope"), ("attention", "rope")
+# What of training.json stands in no manifest.
+OF_REPORT = ("evaluations", "tokens_per_second")
+
+
+def _check_training(folder: Path, manifest: Manifest, spec: Mapping[str, Any]) -> None:
+    """Hold how a head is said to have been trained against the head, and against the trainer's own record beside it.
+
+    Data, rate and figures leave no mark in a head: of those, manifest and record can only say the same.
+    """
+    training = manifest.training
+    if training is None:
+        return
+    recipe = training.get("recipe")
+    if not isinstance(recipe, dict):
+        raise _says("that the head was trained, and not by which recipe", "kconv always says it")
+    altered = manifest.conversion is not None
+    for name in OF_RECIPE:
+        if not (altered and name in OF_ATTENTION) and recipe.get(name) != spec[name]:
+            raise _says(f"it was trained with {name} {recipe.get(name)}", f"the head has {spec[name]}")
+    own = manifest.parameters_by_origin.trained
+    # A reduced lm_head is the head's own, which only a conversion beside its target could count so.
+    reduced = recipe.get("draft_vocab")
+    either = (own, own + reduced * spec["hidden"] if isinstance(reduced, int) else own)
+    packed = any(step.action == "quantized" for step in manifest.tensors)
+    if not altered and not packed and training.get("parameters") not in either:
+        raise _says(f"{training.get('parameters')} parameters were trained", f"the head has {either[-1]:,} of these")
+    record = folder / MODULE / REPORT
+    if os.path.lexists(record):
+        kept = read_json(record)
+        data = training.get("data")
+        # Digests of prompts stand in the manifest alone.
+        told = training | (
+            {"data": {k: v for k, v in data.items() if k != "prompts"}} if isinstance(data, dict) else {}
+        )
+        for name in sorted(kept.keys() | told.keys()):
+            if name not in OF_REPORT and kept.get(name) != told.get(name):
+                raise _says(f"{name} of the training otherwise than {MODULE}/{REPORT}", "one run made both")
 
 
 def _count(head: Head) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 TextKind = Literal["held-out", "sampled", "greedy"]
 # Of every part of a report: no other keys, and nothing is changed afterwards.
@@ -52,7 +52,7 @@ class AcceptanceFigures(_Record):
     text: TextKind
     steps: int
     drafts: int
-    length: float
+    length: float = Field(ge=1)
     standard_error: float | None
     rates: tuple[float, ...]
     note: str
@@ -103,7 +103,7 @@ class ParityFigures(_Record):
     rms_error: float
     kl: float
     top1: float
-    length_difference: float
+    length_difference: float = Field(allow_inf_nan=False)
     length_difference_se: float | None
     category: str = ""
     by_step: tuple[StepFigures, ...] = ()

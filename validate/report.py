@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
@@ -74,6 +74,15 @@ class Report(BaseModel):
     findings: tuple[Finding, ...] = ()
     figures: Figures = Figures()
     provenance: dict[str, Any] = {}
+
+    @field_validator("provenance")
+    @classmethod
+    def _names_engines(cls, value: dict[str, Any]) -> dict[str, Any]:
+        # What the gate and verdicts look into: of a text, any part of it would be an engine.
+        asked = value.get("for", [])
+        if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
+            raise ValueError(f"for is {asked!r}, and no list of engines")
+        return value
 
     @property
     def clean(self) -> bool:

@@ -36,14 +36,15 @@ def _parts(model: type[BaseModel], seen: list[type[BaseModel]] | None = None) ->
     seen = [] if seen is None else seen
     if model not in seen:
         seen.append(model)
-        for field in model.model_fields.values():
+        for field in model.__pydantic_fields__.values():
             for inner in _models_in(field.annotation):
                 _parts(inner, seen)
     return seen
 
 
 def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
-    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+    # Of a model, and of a dataclass that pydantic checks.
+    if inspect.isclass(kind) and hasattr(kind, "__pydantic_fields__"):
         yield kind
     for inner in getattr(kind, "__args__", ()):
         yield from _models_in(inner)
@@ -51,7 +52,7 @@ def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 def model_table(model: type[BaseModel]) -> list[str]:
     meanings, rows = attributes(model), []
-    for name, field in model.model_fields.items():
+    for name, field in model.__pydantic_fields__.items():
         kind = _kind(field.annotation)
         default = "required" if field.is_required() else "" if field.default_factory else default_of(field.default)
         rows.append((f"`{field.alias or name}`", f"`{kind}`", default, meanings.get(name, "")))

@@ -134,3 +134,22 @@ def test_what_cannot_be_a_figure_is_refused(tmp_path, result, said):
 def test_a_result_that_names_no_suite_asks_for_it(tmp_path):
     ran = quoted(tmp_path, VLLM)
     assert ran.exit_code == 1 and "--dataset" in ran.output
+
+
+# Found by changing results at random: each ended in a traceback, or took all memory.
+HOSTILE = {
+    "a place of ten thousand million": AIPERF | {"pooled_spec_decode_acceptance_histogram": {"9999999999": 1}},
+    "an infinite place": AIPERF | {"pooled_spec_decode_acceptance_histogram": {"0": 1e999}},
+    "fewer than no steps": AIPERF | {"pooled_spec_decode_acceptance_histogram": {"0": 5, "1": -4}},
+    "an infinite number of requests": AIPERF | {"request_count": {"avg": 1e999}},
+    "counts beyond a float": VLLM | {"spec_decode_num_drafts": 1, "spec_decode_accepted_tokens": 10**400},
+    "nothing": "",
+    "blank lines": "\n \n",
+}
+
+
+@pytest.mark.parametrize("result", HOSTILE.values(), ids=HOSTILE)
+def test_a_result_that_nobody_measured_is_refused_and_takes_no_memory(tmp_path, result):
+    ran = quoted(tmp_path, result, "--dataset", "speed-bench", "--draft-tokens", "3")
+    assert ran.exit_code == 1 and "error: " in ran.output, ran.exception
+    assert not (tmp_path / "a.json").exists()

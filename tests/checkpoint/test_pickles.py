@@ -1,6 +1,8 @@
 """pytorch_model.bin: the tensors of torch's own reader, byte for byte, and nothing that a stranger put in is run."""
 
 import json
+import os
+import resource
 import zipfile
 
 import pytest
@@ -79,3 +81,50 @@ def test_a_file_cut_short_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(NotACheckpoint):
         open_checkpoint(tmp_path / "head")
+
+
+def _repack(folder, grown, count):
+    """Write the archive again with `count` MiB, compressed, in one of its members."""
+    file = save(folder, TENSORS) / "pytorch_model.bin"
+    with zipfile.ZipFile(file) as old:
+        members = [(member.filename, old.read(member)) for member in old.infolist()]
+    with zipfile.ZipFile(file, "w") as new:
+        for name, data in members:
+            entry = zipfile.ZipInfo(name)
+            if name.endswith(grown):
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                with new.open(entry, "w", force_zip64=True) as out:
+                    for _ in range(count):
+                        out.write(bytes(1 << 20))
+            else:
+                new.writestr(entry, data)
+    return folder
+
+
+@pytest.mark.parametrize("grown", ["/byteorder", "/data.pkl"])
+def test_what_grows_when_it_is_unpacked_takes_no_memory(tmp_path, grown):
+    folder = _repack(tmp_path / "head", grown, 200)
+    assert (folder / "pytorch_model.bin").stat().st_size < 1 << 20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptHeader, match="compressed"):
+        open_checkpoint(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "in KiB"
+
+
+def test_a_pickle_of_many_mebibytes_is_not_unpickled(tmp_path, monkeypatch):
+    folder = save(tmp_path / "head", {f"tensor {number}": torch.ones(1) for number in range(9)})
+    monkeypatch.setattr("kconv.checkpoint.pickles.MAX_PICKLE", 100)
+    with pytest.raises(CorruptHeader, match="too large"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, kind):
+    folder = save(tmp_path / "head", TENSORS)
+    (folder / "pytorch_model.bin").unlink()
+    if kind == "a pipe":
+        os.mkfifo(folder / "pytorch_model.bin")
+    else:
+        (folder / "pytorch_model.bin").symlink_to("/dev/zero")
+    with pytest.raises(NotACheckpoint, match="not a regular file"):
+        open_checkpoint(folder)

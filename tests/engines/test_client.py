@@ -8,6 +8,7 @@ import pytest
 
 from kconv.engines import client as http
 from kconv.engines.client import Client
+from kconv.engines.counters import Counts
 from kconv.engines.vllm import ACCEPTED, ACCEPTED_AT, DRAFTED, DRAFTS, ENGINE
 from kconv.errors import CountersMissing, EngineFailed
 
@@ -141,3 +142,38 @@ def test_an_answer_in_another_encoding_is_a_fault(stand_in):
         with pytest.raises(EngineFailed, match="UTF-8"):
             Client(f"http://127.0.0.1:{listening.getsockname()[1]}", "tiny").read_counters(ENGINE.counters)
         thread.join()
+
+
+# Each ended in a traceback, here or where its text or histogram was used.
+CHAT = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+STRANGE = {
+    "no number of tokens": CHAT | {"usage": {"completion_tokens": float("inf")}},
+    "a list for a text": CHAT | {"choices": [{"message": {"content": ["a"]}, "finish_reason": "stop"}]},
+    "a text for a message": CHAT | {"choices": [{"message": "a", "finish_reason": "stop"}]},
+    "a list of metrics": CHAT | {"metrics": [1]},
+    "texts for counts": CHAT | {"metrics": {"speculative_decoding": {"acceptance_histogram": ["a"]}}},
+    "counts below zero": CHAT | {"metrics": {"speculative_decoding": {"acceptance_histogram": [-1, 2]}}},
+    "counts beyond a float": CHAT | {"metrics": {"speculative_decoding": {"acceptance_histogram": [10**400]}}},
+}
+
+
+@pytest.mark.parametrize("answer", STRANGE.values(), ids=STRANGE)
+def test_a_chat_completion_of_another_shape_is_a_fault(client, stand_in, answer):
+    stand_in.answers["/v1/chat/completions"] = (200, json.dumps(answer))
+    with pytest.raises(EngineFailed, match="not a chat completion"):
+        client.chat([{"role": "user", "content": "a"}], 1, 0.0, ENGINE.per_request)
+
+
+@pytest.mark.parametrize("ids", ["abc", [1.5], [True], [-1], [None], {"0": 1}])
+def test_token_ids_are_whole_numbers(client, stand_in, ids):
+    stand_in.answers[COMPLETIONS] = (200, json.dumps({"choices": [{"text": "", "token_ids": ids}]}))
+    with pytest.raises(EngineFailed, match="no token_ids"):
+        client.complete([1], 1)
+
+
+def test_a_long_histogram_is_counted_at_once():
+    """Each place was a sum over all behind it: a million of them took hours."""
+    places = Counts.of_histogram([1] * 1_000_000, 3)
+    assert (places.drafts, places.accepted) == (1e6, sum(range(1_000_000)))
+    assert Counts.of_histogram([5, 3, 2], 3).per_position == (5.0, 2.0, 0.0)
+    assert Counts.of_histogram([], 2).per_position == (0.0, 0.0)

@@ -22,7 +22,7 @@ from kconv.cli import main as kconv
 from kconv.engines import BY_NAME
 
 from . import heads, makers
-from .fuzzing import run_examples
+from .fuzzing import kind_of, run_examples
 from .mutate import change
 
 TORCHSPEC, MODELOPT = replace(heads.MLA, captured=(1, 7, 23)), replace(heads.GQA, captured=(1, 7, 23), layers=2)
@@ -95,28 +95,28 @@ def fill_in(command: list[str], head: Path, target: Path, out: Path) -> list[str
     return [str(paths.get(word, word)) for word in command]
 
 
-def run_one(sources: list[Path], target: Path, work: Path, seed: str) -> tuple[str, str]:
-    """Run one example; return "taken", "refused" or "wrong", and what went wrong."""
+def run_one(sources: list[Path], target: Path, work: Path, seed: str) -> tuple[str, str, str]:
+    """Run one example; return what was changed, "taken", "refused" or "wrong", and what went wrong."""
     rng = random.Random(seed)
     source, command = rng.choice(sources), rng.choice(COMMANDS)
     head, beside, out = work / "head", work / "target", work / "out"
     work.mkdir()
     shutil.copytree(source, head)
     shutil.copytree(target, beside)
-    change(beside if "TARGET" in command and rng.random() < 0.5 else head, rng)
+    kind = kind_of(change(beside if "TARGET" in command and rng.random() < 0.5 else head, rng))
     ended = CliRunner().invoke(kconv, fill_in(command, head, beside, out))
     if ended.exception is not None and not isinstance(ended.exception, SystemExit):
-        return "wrong", "".join(traceback.format_exception(ended.exception))[-1500:]
+        return kind, "wrong", "".join(traceback.format_exception(ended.exception))[-1500:]
     left = sorted(path.name for path in work.iterdir() if path not in (head, beside, out))
     if left or (ended.exit_code and out.exists()):
-        return "wrong", f"left {left}, exit code {ended.exit_code}"
+        return kind, "wrong", f"left {left}, exit code {ended.exit_code}"
     if ended.exit_code not in (0, 1) or (ended.exit_code and not ended.output.strip()):
-        return "wrong", f"exit code {ended.exit_code}: {ended.output[-500:]}"
+        return kind, "wrong", f"exit code {ended.exit_code}: {ended.output[-500:]}"
     if ended.exit_code == 0 and out.exists():
         proven = CliRunner().invoke(kconv, ["verify", str(out), str(head)])
         if proven.exit_code:
-            return "wrong", f"the output does not verify: {proven.output[-500:]}"
-    return ("refused" if ended.exit_code else "taken"), ""
+            return kind, "wrong", f"the output does not verify: {proven.output[-500:]}"
+    return kind, "refused" if ended.exit_code else "taken", ""
 
 
 def main(root: Path, seed: str, examples: int) -> None:

@@ -32,7 +32,7 @@ from kconv.targets.states import read_record
 from kconv.train.recipe import read_recipe_file
 
 from . import mutate
-from .fuzzing import run_examples
+from .fuzzing import kind_of, run_examples
 from .releases import SUITE, write_acceptance, write_release
 
 # What YAML has and JSON has not: values that Python's own types refuse, tags, aliases that grow, what stands in itself.
@@ -67,6 +67,22 @@ FACTS = {
     "serve": {"vllm": {"requires": "0.32", "arguments": ["--port", "1"]}}, "languages": ["en"], "tags": ["t"],
     "subcards": {"bias": {"participation": "None"}}, "sources": [{"title": "t", "url": "https://x"}],
 }  # fmt: skip
+# Results of other programs, of which one stands in quoted.json.
+RESULTS = (
+    {"date": "20261120-101500", "model_id": "org/target", "num_prompts": 80, "completed": 80, "failed": 0,
+     "spec_decode_num_drafts": 4000, "spec_decode_accepted_tokens": 6000,
+     "spec_decode_per_position_acceptance_rates": [0.75, 0.5, 0.25]},
+    {"aiperf_version": "0.13.0", "request_count": {"avg": 80.0}, "start_time": "2026-11-20T10:15:00",
+     "pooled_spec_decode_acceptance_histogram": {"0": 1000, "1": 1000, "2": 1000},
+     "input_config": {"models": {"items": [{"name": "org/t"}]}, "datasets": [{"format": "speed_bench_coding"}]}},
+    {"backend": "sglang", "dataset_name": "mt-bench", "accept_length": 2.5, "server_info": {
+        "model_path": "org/t", "speculative_num_steps": 3, "speculative_eagle_topk": 1, "version": "0.5.23"}},
+)  # fmt: skip
+CURVE = {
+    "_metadata": {"draft_model": "org/head"},
+    "target": {"thinking_on": {1: 1.8, 2: 2.4}, "thinking_off": {1: 1.7}},
+}
+QUOTE = ["--head", "org/head", "--dataset", "mt-bench", "--out", "out"]
 PROMPTS = [{"question_id": 1, "category": "math", "turns": ["one", "two"]}, {"id": "b", "prompt": "three"}]
 Reading = tuple[str, Callable[[Path], object] | list[str]]
 # By the file that is changed: what reads it, a command or a function.
@@ -86,11 +102,15 @@ READINGS: tuple[Reading, ...] = (
     ("facts.yaml", ["card", "head", "--facts", "facts.yaml", "--style", "nvidia", "--missing"]),
     ("facts.yaml", lambda work: read_facts(work / "facts.yaml")),
     ("head/acceptance.json", ["compare", "head/acceptance.json", "head/acceptance.json"]),
+    ("quoted.json", ["quote", "quoted.json", *QUOTE]),
+    ("quoted.json", ["quote", "quoted.json", *QUOTE, "--draft-tokens", "3"]),
+    ("curve.yaml", ["quote", "curve.yaml", *QUOTE]),
+    ("head/acceptance.json", ["curve", "head/acceptance.json", "--out", "out"]),
     ("run.yaml", ["run", "run.yaml", "--dry-run", "--out", "OUT"]),
     ("run.yaml", ["run", "run.yaml", "--dry-run", "--json", "--out", "OUT"]),
     ("quantize.yaml", lambda work: load_recipe(str(work / "quantize.yaml"))),
     ("train.yaml", lambda work: read_recipe_file(str(work / "train.yaml"))),
-    ("prompts.jsonl", lambda work: read_prompts(work / "prompts.jsonl")),
+    ("prompts.jsonl", lambda work: [prompt.digest for prompt in read_prompts(work / "prompts.jsonl")]),
     ("calibration.json", lambda work: read_calibration(work / "calibration.json")),
     ("states/states.json", lambda work: read_record(work / "states")),
     ("released/run.json", lambda work: read_state(work / "released")),
@@ -110,6 +130,8 @@ def make(root: Path) -> Path:
         "quantize.yaml": yaml.safe_dump({"name": "x", "quantize": ["*.experts.*"], "keep": ["*.0.*"]}),
         "train.yaml": yaml.safe_dump({"decoder": "mla", "lr": 1e-4, "steps": 10, "captured": [1, 3, 5]}),
         "prompts.jsonl": "".join(json.dumps(row) + "\n" for row in PROMPTS),
+        **{f"quoted{number}.json": json.dumps(result) for number, result in enumerate(RESULTS)},
+        "curve.yaml": yaml.safe_dump(CURVE),
         "calibration.json": json.dumps(CALIBRATION),
         "states/states.json": json.dumps(STATES),
         "released/run.json": json.dumps(STATE),
@@ -170,34 +192,37 @@ def special(file: Path, rng: random.Random) -> None:
             file.symlink_to("nowhere")
 
 
-def run_one(source: Path, work: Path, seed: str) -> tuple[str, str]:
-    """Run one example; return "taken", "refused" or "wrong", and what went wrong."""
+def run_one(source: Path, work: Path, seed: str) -> tuple[str, str, str]:
+    """Run one example; return what was changed, "taken", "refused" or "wrong", and what went wrong."""
     rng = random.Random(seed)
     name, reading = rng.choice(READINGS)
     shutil.copytree(source, work)
+    shutil.move(work / f"quoted{rng.randrange(len(RESULTS))}.json", work / "quoted.json")
     change(work / name, rng)
+    kind = kind_of(Path(name))
     before = {path.name for path in work.iterdir()}
     if not isinstance(reading, list):
         try:
             reading(work)
         except KconvError as fault:
-            return ("refused", "") if str(fault).strip() and fault.fix else ("wrong", f"no fix: {fault}")
+            named = str(fault).strip() and fault.fix
+            return (kind, "refused", "") if named else (kind, "wrong", f"no fix: {fault}")
         except Exception as fault:
-            return "wrong", f"{name}: " + "".join(traceback.format_exception(fault))[-1500:]
-        return "taken", ""
+            return kind, "wrong", f"{name}: " + "".join(traceback.format_exception(fault))[-1500:]
+        return kind, "taken", ""
     os.chdir(work)
     ended = CliRunner().invoke(kconv, [word.replace("OUT", "out") for word in reading])
     os.chdir("/")
     if ended.exception is not None and not isinstance(ended.exception, SystemExit):
-        return "wrong", f"{name} {reading}: " + "".join(traceback.format_exception(ended.exception))[-1500:]
+        return kind, "wrong", f"{name} {reading}: " + "".join(traceback.format_exception(ended.exception))[-1500:]
     left = sorted({path.name for path in work.iterdir()} - before - {"out"})
     # A card is written, and exits with 1, where its license checks find something; it is whole then.
     whole = ended.exit_code == 0 or (work / "out" / "README.md").exists()
     if left or ((work / "out").exists() and not whole):
-        return "wrong", f"{name} {reading}: left {left}, exit code {ended.exit_code}"
+        return kind, "wrong", f"{name} {reading}: left {left}, exit code {ended.exit_code}"
     if ended.exit_code not in (0, 1, 2) or (ended.exit_code and not ended.output.strip()):
-        return "wrong", f"{name} {reading}: exit code {ended.exit_code}: {ended.output[-500:]}"
-    return ("refused" if ended.exit_code else "taken"), ""
+        return kind, "wrong", f"{name} {reading}: exit code {ended.exit_code}: {ended.output[-500:]}"
+    return kind, "refused" if ended.exit_code else "taken", ""
 
 
 def main(root: Path, seed: str, examples: int) -> None:

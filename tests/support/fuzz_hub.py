@@ -115,14 +115,15 @@ class Spoiled(Hub):
         return spoil(reply, self.rng)
 
 
-def run_one(hub: Spoiled, release: Path, work: Path, seed: str) -> tuple[str, str]:
-    """Run one example; return "taken", "refused" or "wrong", and what went wrong."""
+def run_one(hub: Spoiled, release: Path, work: Path, seed: str) -> tuple[str, str, str]:
+    """Run one example; return what was changed, "taken", "refused" or "wrong", and what went wrong."""
     rng = random.Random(seed)
     shutil.copytree(release, work)
     hub.repos.clear(), hub.objects.clear(), hub.served.clear()
     hub.rng, hub.first, hub.left = None, 0, 0
     publishing = rng.random() < 0.5
     files = published_head()
+    kind = "the Hub's answers while publishing" if publishing else "the Hub's answers while reading"
     if not publishing:
         hub.commit(REPO, files)
     candidate = prepare(open_candidate(work, None, (), read_floor(work))) if publishing else None
@@ -131,7 +132,7 @@ def run_one(hub: Spoiled, release: Path, work: Path, seed: str) -> tuple[str, st
         if candidate is not None:
             (preview if rng.random() < 0.2 else publish)(candidate, Publication(REPO, "v1"), lambda _: None)
         elif (got := rng.choice(READS)()) and any(data != files[name] for name, data in got.items()):
-            return "wrong", "files were taken that are not the repository's"
+            return kind, "wrong", "files were taken that are not the repository's"
         how, why = "taken", ""
     except KconvError as fault:
         how, why = (
@@ -145,8 +146,8 @@ def run_one(hub: Spoiled, release: Path, work: Path, seed: str) -> tuple[str, st
         for commit in held.tags.values():
             kept = held.commits[commit]
             if any(kept.get(file.name) != file.read_bytes() for file in work.iterdir()):
-                return "wrong", "what stands under the tag is not the folder's"
-    return how, why
+                return kind, "wrong", "what stands under the tag is not the folder's"
+    return kind, how, why
 
 
 def main(root: Path, seed: str, examples: int) -> None:
@@ -159,7 +160,7 @@ def main(root: Path, seed: str, examples: int) -> None:
         run_one(hub, release, work, f"warm{number}")
         shutil.rmtree(work)
 
-    def run(name: str) -> tuple[str, str]:
+    def run(name: str) -> tuple[str, str, str]:
         shutil.rmtree(root / "home", ignore_errors=True)
         return run_one(hub, release, work, name)
 

@@ -1,4 +1,9 @@
-"""What the programs that change things at random share: bounds of memory and time, and the count of examples."""
+"""What the programs that change things at random share: bounds of memory and time, and the count of examples.
+
+A hang is told by the processor's time, as a loaded machine makes every example slow; and what waits without computing,
+as for the other end of a pipe, by a wall clock that no load reaches. Either is a fault of its example, and the run goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,90 @@ import json
 import resource
 import shutil
 import signal
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 # Bytes that a process may grow by, so that a header that claims a terabyte cannot be believed for long.
 ROOM = 256 << 20
-HANGS = 60  # seconds
+# Seconds of the processor that no example may take, and of the wall clock that none may wait.
+HANGS, WAITS = 30, 600
+# By the changed file's name: what it is called in the count. What has none here is called by its suffix.
+KINDS = {
+    "config.json": "configs",
+    "model.safetensors.index.json": "indexes",
+    "kconv.json": "manifests",
+    "acceptance.json": "acceptance files",
+    "quoted.json": "acceptance files",
+    "curve.yaml": "acceptance files",
+    "report.json": "reports",
+    "facts.yaml": "facts",
+    "README.md": "cards",
+    "LICENSE": "licenses",
+    "prompts.jsonl": "prompts",
+    ".safetensors": "weights",
+    ".yaml": "recipes",
+    ".json": "records",
+}
 
 
-def run_examples(work: Path, seed: str, examples: int, run_one: Callable[[str], tuple[str, str]]) -> None:
+class Hung(BaseException):
+    """An example takes too long. Not an Exception, so that nothing takes it for a failure that it can name."""
+
+
+def kind_of(file: Path) -> str:
+    """Return what a changed file is called in the count."""
+    return KINDS.get(file.name) or KINDS.get(file.suffix, "other files")
+
+
+@contextmanager
+def bounded(cpu: float = HANGS, wall: float = WAITS) -> Iterator[None]:
+    """Raise `Hung` where the block takes more seconds of the processor, or waits for more of the wall clock."""
+
+    def end(number: int, _: object) -> NoReturn:
+        what, most = ("the processor", cpu) if number == signal.SIGPROF else ("the wall clock", wall)
+        raise Hung(f"it took more than {most:g} seconds of {what}")
+
+    timers = ((signal.ITIMER_PROF, signal.SIGPROF, cpu), (signal.ITIMER_REAL, signal.SIGALRM, wall))
+    before = [signal.signal(number, end) for _, number, _ in timers]
+    try:
+        for timer, _, most in timers:
+            signal.setitimer(timer, most)
+        yield
+    finally:
+        for (timer, number, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
+
+
+def run_examples(work: Path, seed: str, examples: int, run_one: Callable[[str], tuple[str, str, str]]) -> None:
     """Run examples, and print what they came to as one JSON object.
 
     Args:
         work: the folder that an example works in, which is removed after each.
         seed: of the first; `SEED-N` repeats an example alone.
         examples: how many.
-        run_one: runs an example by its seed, and says whether it was "taken", "refused" or "wrong", and what is wrong.
+        run_one: runs an example by its seed; says what was changed, whether it was "taken", "refused" or "wrong", and
+            what is wrong.
     """
-    before, counts, wrong = limit_memory(), Counter[str](), []
+    before, counts, kinds, wrong = limit_memory(), Counter[str](), Counter[str](), []
     for number in range(examples):
         name = seed if "-" in seed else f"{seed}-{number}"
-        signal.alarm(HANGS)
-        how, why = run_one(name)
-        signal.alarm(0)
+        try:
+            with bounded():
+                kind, how, why = run_one(name)
+        except Hung as hung:
+            kind, how, why = "hung", "wrong", "".join(traceback.format_exception(hung))[-1500:]
         counts[how] += 1
+        kinds[kind] += 1
         if why:
             wrong.append({"seed": name, "why": why})
         shutil.rmtree(work)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    print(json.dumps({**counts, "grown": grown, "faults": wrong}))
+    print(json.dumps({**counts, "kinds": kinds, "grown": grown, "faults": wrong}))
 
 
 def limit_memory() -> int:

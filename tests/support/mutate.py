@@ -117,8 +117,8 @@ def change_weights(content: bytes, rng: random.Random) -> bytes:
             return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
-def change(folder: Path, rng: random.Random) -> None:
-    """Change one or two files of a head."""
+def change(folder: Path, rng: random.Random) -> Path:
+    """Change one or two files of a head; return the last one."""
     for _ in range(rng.choice((1, 1, 2))):
         file = rng.choice(sorted(folder.iterdir()))
         content = file.read_bytes()
@@ -131,3 +131,4 @@ def change(folder: Path, rng: random.Random) -> None:
             file.write_bytes(how(content, rng))
         except (ValueError, RecursionError, struct.error):  # a file that was spoilt before
             file.write_bytes(change_bytes(content, rng))
+    return file

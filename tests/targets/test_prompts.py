@@ -1,12 +1,15 @@
 """Prompts: both forms are read, and what is wrong is found by its line."""
 
 import json
+import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kconv.errors import PromptsInvalid
+from kconv.targets import write_states
 from kconv.targets.prompts import Prompt, digest_prompts, read_prompts
 
 
@@ -84,3 +87,27 @@ def test_the_digest_is_of_the_turns_alone(turns):
 def test_the_digest_of_a_set_does_not_hang_on_its_order(prompts):
     assert digest_prompts(tuple(prompts)) == digest_prompts(tuple(sorted(prompts, key=lambda p: p.id)))
     assert digest_prompts(tuple(prompts)) != digest_prompts(tuple(prompts[1:]))
+
+
+def test_a_million_prompts_are_not_held_as_texts(tmp_path):
+    """Of each prompt stay its id, its digest and its tokens; it was 4.5 kilobytes with two sequences."""
+    file, count = tmp_path / "many.jsonl", 2000
+    file.write_text("".join(json.dumps({"prompt": f"prompt {i} " + "word " * 400}) + "\n" for i in range(count)))
+    words = SimpleNamespace(encode=lambda text, most=None: list(range(20)))
+    tracemalloc.start()
+    try:
+        rows = list(write_states._continued(write_states.Wanted(file, (1,), greedy=64), words, 4096))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(rows) == 2 * count and held / count < 1500, "bytes for each prompt"
+    assert rows[0].tokens.tolist() == list(range(20)) and rows[0].mask is None
+
+
+@pytest.mark.parametrize("place", ["prompt", "id", "category"])
+def test_half_a_surrogate_pair_is_refused(tmp_path, place):
+    """It has no bytes, so neither has its digest, nor the tokens of it."""
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "a"} | {place: "x\ud800"}) + "\n")
+    with pytest.raises(PromptsInvalid, match="surrogate"):
+        read_prompts(file)

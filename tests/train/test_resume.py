@@ -1,15 +1,20 @@
 """Training runs that stopped, and are gone on with."""
 
 import dataclasses
+import json
+import resource
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.listing import names
 
 from kconv.errors import OutputExists, OutputFailed
 from kconv.train import run
-from kconv.train.checkpoints import newest
+from kconv.train.checkpoints import clear_finished, newest, workplace
 from kconv.train.job import Pace
 from kconv.train.recipe import TEST_GQA
 from kconv.train.run import train
@@ -103,3 +108,70 @@ def test_another_runs_checkpoints_are_refused(make_job, tmp_path):
         train(make_job(GQA), tmp_path / "head", progress=stop)
     with pytest.raises(OutputExists, match="another recipe, target, data"):
         train(make_job(dataclasses.replace(GQA, lr=0.01)), tmp_path / "head")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_a_disk_that_fills_at_a_checkpoint_is_named_and_the_run_is_gone_on_with(make_job, unstopped, tmp_path, name):
+    """A limit on a file's size stands for the disk: the system refuses the write in the same way."""
+    before, work = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / ".head.training"
+
+    def fill(step: int, *_: object) -> None:
+        if step == 10:
+            # torch's own writer of the optimizer raises no OSError.
+            most = (work / "checkpoint-5" / name).stat().st_size - 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+
+    pace = Pace(save_every=5, eval_every=6)
+    try:
+        with pytest.raises(OutputFailed, match="could not be written") as caught:
+            train(make_job(GQA), tmp_path / "head", pace, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "Free some space" in caught.value.fix
+    assert newest(work, 12) == work / "checkpoint-5"
+    assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
+    assert names(tmp_path) == ["head"]
+
+
+def test_two_runs_of_one_output_a_long_name_and_a_kill_behind_the_rename(make_job, unstopped, tmp_path, monkeypatch):
+    out, refused = tmp_path / ("n" * 255), []
+
+    def begin_another(step: int, *_: object) -> None:
+        if step == 2:
+            with pytest.raises(OutputExists, match="another run is training") as caught:
+                train(make_job(GQA), out)
+            refused.append(caught.value)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pace = Pace(save_every=5, eval_every=6)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        # It is called for the export first, which is not there yet, and behind the rename.
+        patch.setattr(
+            run, "shutil", SimpleNamespace(move=shutil.move, rmtree=lambda path, **_: path.exists() and die())
+        )
+        train(make_job(GQA), out, pace, begin_another)
+    assert len(refused) == 1 and same(weights(out), weights(unstopped))
+    assert names(tmp_path) == sorted([out.name, workplace(out).name])
+    with pytest.raises(OutputExists, match="already exists"):
+        train(make_job(GQA), out, pace)
+    assert names(tmp_path) == [out.name]
+
+
+def test_checkpoints_beside_an_output_of_another_run_stay(tmp_path):
+    out = tmp_path / "head"
+    for file, key in ((workplace(out) / "run.json", "a"), (out / "modelopt" / "training.json", "b")):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"key": key}))
+    clear_finished(out)
+    assert workplace(out).exists()
+    (out / "modelopt" / "training.json").write_text("[]")
+    clear_finished(out)
+    assert workplace(out).exists()
+
+
+def test_where_checkpoints_cannot_stand_is_named(make_job, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputFailed, match="could not be written"):
+        train(make_job(GQA), tmp_path / "file" / "head")

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord, verify
+from kconv.cli import main
 from kconv.convert.captured import Hints
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
@@ -142,3 +145,30 @@ def test_modelopts_raw_export_and_the_repaired_head_are_the_same_head(unstopped)
     repaired = weights(unstopped)
     assert all(torch.equal(tensor, repaired[name]) for name, tensor in raw.items() if name in repaired)
     assert read_head(open_checkpoint(unstopped), hints=Hints()).layout.name == "trtllm"
+
+
+TRAINING = {
+    "captured": lambda training: training["recipe"].update(captured=[9, 9, 9]),
+    "width": lambda training: training["recipe"].update(intermediate=1),
+    "steps": lambda training: training["recipe"].update(steps=1),
+    "no recipe": lambda training: training.pop("recipe"),
+    "parameters": lambda training: training.update(parameters=5),
+    "tokens": lambda training: training.update(tokens={"text": 10**12}),
+    "data": lambda training: training.update(data="all of the web"),
+    "figures": lambda training: training.update(trained={"al": 4.0}),
+    "a key of its own": lambda training: training.update(reviewed_by="nobody"),
+}
+
+
+@pytest.mark.parametrize("change", TRAINING.values(), ids=TRAINING)
+def test_what_a_manifest_says_of_a_training_is_held_against_the_head_and_the_trainers_record(
+    unstopped, tmp_path, change
+):
+    """The attack's own case: of all that a manifest says, `training` was held against nothing."""
+    head = shutil.copytree(unstopped, tmp_path / "head")
+    assert CliRunner().invoke(main, ["verify", str(head)]).exit_code == 0
+    said = json.loads((head / "kconv.json").read_text())
+    change(said["training"])
+    (head / "kconv.json").write_text(json.dumps(said))
+    found = CliRunner().invoke(main, ["verify", str(head)])
+    assert found.exit_code == 1 and "match its manifest" in found.output, found.output
