@@ -20,14 +20,16 @@ from io import FileIO
 from itertools import cycle
 from pathlib import Path
 from threading import Event
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
 from blake3 import blake3
 
 from ..errors import CorruptHeader, NotACheckpoint
 from .header import BITS, TensorInfo, build_header, byte_size
 from .values import Scan, Values, to_floats
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHUNK = 1 << 20
 # Chunks that wait for the hash of the file.
