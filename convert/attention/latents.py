@@ -129,20 +129,40 @@ def factorize(rows: Tensor, metric: Tensor, inverse: Tensor, cholesky: Tensor, r
         cholesky: L, `[attn_in, attn_in]`.
         rank: r.
     """
-    weighted = metric @ rows
-    spread = (weighted @ cholesky).flatten(0, 1)
-    left = _top_left(spread, rank)
+    weighted = (metric @ rows).flatten(0, 1)
+    left = _top_left(weighted, cholesky, rank)
     up = inverse @ left.unflatten(0, rows.shape[:2])
-    return Factor(left.T @ weighted.flatten(0, 1), up.flatten(0, 1))
+    return Factor(left.T @ weighted, up.flatten(0, 1))
 
 
-def _top_left(matrix: Tensor, rank: int) -> Tensor:
-    """Return the top left singular vectors `[m, r]`."""
-    if min(matrix.shape) <= WHOLE:
-        return torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
-    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
-        torch.manual_seed(0)
-        return torch.svd_lowrank(matrix, q=rank + OVERSAMPLED, niter=POWER)[0][:, :rank]
+def _top_left(rows: Tensor, cholesky: Tensor, rank: int) -> Tensor:
+    """Return the top left singular vectors of `rows @ cholesky`, `[m, r]`.
+
+    Large ones come of subspace iteration (Halko et al., algorithm 4.4, https://arxiv.org/abs/0909.4061), which needs
+    the product itself only where that has fewer columns to go through than the passes have.
+    """
+    if min(rows.shape) <= WHOLE:
+        return torch.linalg.svd(rows @ cholesky, full_matrices=False).U[:, :rank]
+    width = min(rank + OVERSAMPLED, *rows.shape)
+    factors = [rows, cholesky] if (2 * POWER + 2) * width < len(rows) else [rows @ cholesky]
+    generator = torch.Generator(rows.device).manual_seed(0)
+    basis = torch.randn(len(rows), width, generator=generator, dtype=rows.dtype, device=rows.device)
+    for _ in range(POWER + 1):
+        basis, inside = torch.linalg.qr(_through(factors, torch.linalg.qr(_back(factors, basis)).Q))
+    # Of what lies in the basis, the top vectors: those of a matrix as small as the basis is wide.
+    return basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
+
+
+def _through(factors: Sequence[Tensor], columns: Tensor) -> Tensor:
+    for one in reversed(factors):
+        columns = one @ columns
+    return columns
+
+
+def _back(factors: Sequence[Tensor], columns: Tensor) -> Tensor:
+    for one in factors:
+        columns = one.T @ columns
+    return columns
 
 
 @dataclass(frozen=True)
