@@ -108,6 +108,9 @@ def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0
 # Up to here a whole factorization costs less than it is worth to avoid.
 WHOLE = 2048
 OVERSAMPLED, POWER = 32, 3
+# From this width on a gauge's steps are taken in fp32: in the white basis all directions count the same, and what a
+# step rounds off is far below what the choice of its rows moves it by.
+WIDE = 512
 GAUGE_STEPS, GAUGE_RATE, GAUGE_BATCH = 400, 3e-3, 4096
 
 
@@ -146,23 +149,23 @@ def _top_left(rows: Tensor, cholesky: Tensor, rank: int) -> Tensor:
     width = min(rank + OVERSAMPLED, *rows.shape)
     factors = [rows, cholesky] if (2 * POWER + 2) * width < len(rows) else [rows @ cholesky]
     generator = torch.Generator(rows.device).manual_seed(0)
-    basis = torch.randn(len(rows), width, generator=generator, dtype=rows.dtype, device=rows.device)
-    for _ in range(POWER + 1):
-        basis, inside = torch.linalg.qr(_through(factors, torch.linalg.qr(_back(factors, basis)).Q))
+    start = torch.randn(len(rows), width, generator=generator, dtype=rows.dtype, device=rows.device)
+    basis, inside = _pass(factors, start)
+    for _ in range(POWER):
+        basis, inside = _pass(factors, basis)
     # Of what lies in the basis, the top vectors: those of a matrix as small as the basis is wide.
     return basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
 
 
-def _through(factors: Sequence[Tensor], columns: Tensor) -> Tensor:
-    for one in reversed(factors):
-        columns = one @ columns
-    return columns
-
-
-def _back(factors: Sequence[Tensor], columns: Tensor) -> Tensor:
+def _pass(factors: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q and R of a product's columns, once a basis of them went through its transpose and through it."""
     for one in factors:
-        columns = one.T @ columns
-    return columns
+        basis = one.T @ basis
+    basis = torch.linalg.qr(basis).Q
+    for one in reversed(factors):
+        basis = one @ basis
+    orthogonal, inside = torch.linalg.qr(basis)
+    return orthogonal, inside
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ def _variation(latents: Tensor, matrix: Tensor) -> float:
 def _to_sphere(white: Tensor) -> Tensor:
     """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity; T comes as a diagonal times a rotation."""
     generator = torch.Generator(white.device).manual_seed(0)
+    exact, white = white.dtype, white.float() if white.shape[1] >= WIDE else white
     matrix = torch.eye(white.shape[1], dtype=white.dtype, device=white.device, requires_grad=True)
     optimizer = torch.optim.Adam([matrix], lr=GAUGE_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, GAUGE_STEPS)
@@ -224,7 +228,7 @@ def _to_sphere(white: Tensor) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    _, sizes, directions = torch.linalg.svd(matrix.detach())
+    _, sizes, directions = torch.linalg.svd(matrix.detach().to(exact))
     return sizes[:, None] * directions
 
 
