@@ -9,11 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.repocard_data import eval_results_to_model_index
+from typing import TYPE_CHECKING, Any
 
 from ..bench.acceptance import suite_name
 from ..bench.tables import Benchmark
@@ -24,6 +20,10 @@ from ..errors import KconvError
 from .evidence import Evidence
 from .target_card import TAGS as TARGET_TAGS
 from .target_card import is_target
+
+# Imported where it is needed: it loads a client of HTTP, and files that cannot be read are refused without one.
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 CARD = "README.md"
 TAGS = ("eagle3", "speculative-decoding", "draft-model")
@@ -69,6 +69,9 @@ def read_front_matter(card: str) -> FrontMatter:
     Args:
         card: README.md's text, whoever wrote it.
     """
+    from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
     # Of such a card huggingface_hub logs a warning and reads nothing.
     if not card.lstrip().startswith("---"):
         return FrontMatter(problem="the card has no front matter")
@@ -116,6 +119,9 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
         link: where the license's text stands: a file of the folder or a URL, "" if nowhere.
         model_index: whether figures go in as evaluation results too.
     """
+    from huggingface_hub import ModelCardData
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
     facts = evidence.facts
     bases = [name for name in dict.fromkeys((facts.base_model, source_head(evidence))) if name]
     quantized = is_target(evidence.manifest)
@@ -174,6 +180,8 @@ def _license(evidence: Evidence, link: str) -> dict[str, Any]:
 
 def results(evidence: Evidence) -> list[EvalResult]:
     """Return the acceptance lengths as the Hub's evaluation results."""
+    from huggingface_hub import EvalResult
+
     return [
         EvalResult(
             task_type="text-generation",

@@ -223,12 +223,12 @@ def _from_index(
         if name not in names:
             raise CorruptIndex(f"the index names {name}, which is missing", where=index, fix="Fetch the missing shard.")
         headers[name] = read(folder / name)
-    placed: dict[str, TensorInfo] = {}
-    for tensor, file in weight_map.items():
-        info = headers[file].get(tensor)
-        if info is None:
-            raise CorruptIndex(f"{file} does not hold {tensor}", where=index, fix="Fetch the shard again.")
-        placed[tensor] = info
+    try:
+        placed = {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
+    except KeyError as absent:
+        tensor = absent.args[0]
+        what = f"{weight_map[tensor]} does not hold {tensor}"
+        raise CorruptIndex(what, where=index, fix="Fetch the shard again.") from absent
     # As each is where the index says, there are more of them only where one is elsewhere too, or is not in the index.
     if sum(map(len, headers.values())) > len(placed):
         held = Counter(chain.from_iterable(headers.values()))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+# Imported where it is needed: what looks at no value is done in as long as loading it takes.
+if TYPE_CHECKING:
+    import numpy as np
 
 # Elements looked at in one go: small enough to stay in a core's cache between the mask and the maximum.
 SLICE = 1 << 16
@@ -55,6 +58,8 @@ class Values:
 
 def to_floats(data: bytes | memoryview, dtype: str) -> np.ndarray:
     """Return the values of BF16, F16 or F32 bytes as float32."""
+    import numpy as np
+
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[dtype]).astype("<f4")
@@ -69,6 +74,8 @@ class Scan:
     """
 
     def __init__(self, dtype: str, shape: tuple[int, ...] = ()) -> None:
+        import numpy as np
+
         self._bits = FLOAT_BITS.get(dtype)
         self._scratch = np.empty(SLICE, self._bits.unsigned) if self._bits else None
         self._not_finite = 0
@@ -80,6 +87,8 @@ class Scan:
 
     def update(self, chunk: bytes | memoryview) -> None:
         """Look at the next bytes, a whole number of elements."""
+        import numpy as np
+
         if self._bits is None or self._scratch is None:
             return
         values = np.frombuffer(chunk, self._bits.unsigned)
@@ -97,6 +106,8 @@ class Scan:
 
     def _by_rows(self, magnitudes: np.ndarray) -> int:
         """Count the rows of zeros that end in the next values; return the largest of these."""
+        import numpy as np
+
         begun = min(self._left, len(magnitudes))
         whole = (len(magnitudes) - begun) // self._columns
         end = begun + whole * self._columns

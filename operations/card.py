@@ -105,9 +105,7 @@ class Card(Operation):
             OutputExists, OutputFailed: the folder is there, or cannot be written.
         """
         from ..cards.card import gather_files, make_card, write
-        from ..cards.facts_file import write_facts
         from ..cards.license_checks import check_folder
-        from ..cards.publish.release import write_release
 
         facts = self._facts(context)
         about: dict[str, Any] = {
@@ -120,6 +118,8 @@ class Card(Operation):
         }
         style: dict[str, Any] = {"style": self.style, "model_index": self.model_index, "chart": self.chart}
         if self.out is not None:
+            from ..cards.publish.release import write_release
+
             out, release = Path(self.out), context.release
             refuse_existing_output(self.out)
             head = context.source(self.head).open_weights().folder
@@ -130,6 +130,8 @@ class Card(Operation):
             return CardWritten(out, out / "README.md", findings=tuple(check_folder(out, facts)))
         head = context.path(self.head)
         if self.init is not None:
+            from ..cards.facts_file import write_facts
+
             file = Path(self.init)
             return CardWritten(head, write_facts(file, facts, head, force=self.force), started=True)
         if self.check:

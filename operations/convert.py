@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ReadingBeaten, RequestInvalid
 from .base import Context, Estimate, Name, argument, option
-from .reading import Reading, check_trusted, refuse_existing_output
+from .reading import Reading, check_prompts, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from ..calibrate.retention import Retention
@@ -195,13 +195,13 @@ class Convert(Reading):
             return Converted(self.out, execute(decided, Path(self.out), advance))
 
     def _convert_attention(self, context: Context) -> Converted:
+        self._refuse_attention(context)
         import torch
 
         from ..calibrate.texts import TextOptions
         from ..convert.attention.convert import HEAL_STEPS, AttentionOptions, convert_attention
         from ..engines import by_name
 
-        check_trusted(context, self.trust_remote_code, self.target)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Leave --device out.")
         texts = TextOptions(
@@ -224,3 +224,16 @@ class Convert(Reading):
                 context.source(self.target or ""), say=context.log, progress=healed,
             )  # fmt: skip
         return Converted(self.out, manifest, kept)
+
+    def _refuse_attention(self, context: Context) -> None:
+        """Refuse what files' names, configs and headers tell, before torch is loaded or a weight is downloaded."""
+        from ..convert.attention.swap import check_convertible
+        from ..targets.states import open_states
+
+        check_trusted(context, self.trust_remote_code, self.target)
+        if self.prompts:
+            check_prompts(context.path(self.prompts))
+        spec = self.open_headers(context, self.head).spec
+        check_convertible(spec, self.attention or "mla")
+        if self.states:
+            open_states(context.path(self.states), config=self.target_config(context), captured=spec.captured)

@@ -148,10 +148,12 @@ class Publish(Operation):
         return self._run(context, dry_run=True)
 
     def _run(self, context: Context, *, dry_run: bool) -> PublishResult:
+        from ..cards.publish.release import refuse_absent
+
+        refuse_absent(context.path(self.folder))
         from ..cards.facts import read_facts
         from ..cards.publish.floor import read_floor
         from ..cards.publish.gate import Allowance, allowable
-        from ..cards.publish.release import refuse_absent
         from ..cards.publish.run import publish_folder
 
         if unknown := set(self.allow) - allowable():
@@ -160,7 +162,6 @@ class Publish(Operation):
                 fix=f"Allow one of {', '.join(sorted(allowable()))}.",
             )
         folder, stated = context.path(self.folder), self._floor()
-        refuse_absent(folder)
         if stated and read_floor(folder):
             raise RequestInvalid(
                 f"the recipe in {folder} already states the minimum acceptance", fix="Leave --min-acceptance out."

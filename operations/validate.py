@@ -213,12 +213,14 @@ class Validate(Reading):
 
     def _refuse_reports(self) -> None:
         """Refuse a folder that holds a report already, before an hour of measuring is lost to it."""
+        if not self.out:
+            return
         from ..checkpoint.staging import refuse_existing
         from ..validate.markdown import HTML, MARKDOWN
         from ..validate.report import REPORT
 
-        for name in (REPORT, MARKDOWN, HTML) if self.out else ():
-            refuse_existing(Path(self.out or "") / name, fix="Give --out another folder, or delete the old report.")
+        for name in (REPORT, MARKDOWN, HTML):
+            refuse_existing(Path(self.out) / name, fix="Give --out another folder, or delete the old report.")
 
     def _held_out(self, context: Context) -> HeldOutText | None:
         if given := self.given(*OF_HEADS):

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as record_dataclass
 
@@ -20,9 +19,12 @@ from ..checkpoint.bytes import file_digest
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.manifest import Record
 from ..checkpoint.schema import load_json
-from ..checkpoint.tensors import read_tensor
 from ..errors import StatesInvalid
 from .config import TargetConfig
+
+# Imported where it is needed: states of another target are refused in less time than that takes.
+if TYPE_CHECKING:
+    import torch
 
 RECORD, INDEX = "states.json", "index.safetensors"
 Kind = Literal["held-out", "sampled", "greedy", "dialogue"]
@@ -307,6 +309,8 @@ class StoredStates:
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StatesFolder.read_span`."""
+        from ..checkpoint.tensors import read_tensor
+
         width, layers = self.record.target.hidden, len(self.record.captured)
         captured, hidden = (
             read_tensor(_rows_of(self._info(index, name, columns), begin, end))
@@ -323,6 +327,8 @@ class StoredStates:
 
     def _indexed(self, index: int, name: str) -> torch.Tensor:
         """Return the tokens or the mask of a sequence, from the index where there is one."""
+        from ..checkpoint.tensors import read_tensor
+
         if self.record.index is None:
             return read_tensor(self._info(index, name))
         if not self._index:
@@ -331,6 +337,8 @@ class StoredStates:
 
     def _open_index(self, index: IndexRecord) -> None:
         """Map the index, and refuse one that is not of the record's length."""
+        from ..checkpoint.tensors import read_tensor
+
         header = read_header(_sized(self.folder, index))
         rows = self.record.rows
         if any(name not in header or header[name].shape != (rows,) for name in ("input_ids", "loss_mask")):

@@ -385,7 +385,8 @@ def _check_target(
         # First, as its faults are the user's to mend, and a large target is read for hours.
         say("reading the prompts")
         ready = prepare_text(held_out)
-    findings = list(run_rules(TARGET_RULES, subject))
+    with _uncollected():
+        findings = list(run_rules(TARGET_RULES, subject))
     about = _digests(checkpoint, checks, look)
     if about:
         findings += check_manifest(checkpoint, about, whole=isinstance(named, Folder))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...checkpoint.source import Source
 from ...checkpoint.staging import refuse_existing
 from ...checkpoint.tensors import TORCH, read_tensor
 from ...engines.layout import Layout
-from ...errors import LayoutCannot, TensorValue
+from ...errors import TensorValue
 from ...head.fingerprint import fingerprint
 from ...head.forward import DraftHead
 from ...head.rope import partial_factor, rotary_dims
@@ -38,11 +38,10 @@ from ..read import Head, read_weights
 from ..shared import SLOTS, find_shared, refuse_target
 from .heal import ATTENTION, REST, Progress, heal
 from .rotary import find_ladders, lengthen
-from .swap import Attention, Shape, attention_of, check_convertible, with_attention
+from .swap import Attention, Kind, Shape, attention_of, check_convertible, with_attention
 from .to_mha import convert_to_mha, fit_head_dim
 from .to_mla import convert_to_mla, pad_mla
 
-Kind = Literal["mha", "mla"]
 HEAL_STEPS = 200
 """Enough for 99.9 % of the acceptance at 1 : 4; at 1 : 32 more steps gain more still (docs/attention.md)."""
 
@@ -281,13 +280,7 @@ def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shap
     Raises:
         LayoutCannot: as `fit_attention`.
     """
-    if isinstance(spec.attention, Mla) == (kind == "mla"):
-        raise LayoutCannot(
-            f"the head's attention is already {spec.kind.upper()}",
-            where="--attention",
-            fix="Leave --attention out. The conversion is then exact.",
-        )
-    check_convertible(spec)
+    check_convertible(spec, kind)
     dims, shape = spec.attention, shape or Shape()
     if isinstance(dims, Mla):
         head_dim = fit_head_dim(dims, head_dim)

@@ -108,6 +108,9 @@ def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0
 # Up to here a whole factorization costs less than it is worth to avoid.
 WHOLE = 2048
 OVERSAMPLED, POWER = 32, 3
+# From this width on a gauge's steps are taken in fp32: in the white basis all directions count the same, and what a
+# step rounds off is far below what the choice of its rows moves it by.
+WIDE = 512
 GAUGE_STEPS, GAUGE_RATE, GAUGE_BATCH = 400, 3e-3, 4096
 
 
@@ -129,20 +132,40 @@ def factorize(rows: Tensor, metric: Tensor, inverse: Tensor, cholesky: Tensor, r
         cholesky: L, `[attn_in, attn_in]`.
         rank: r.
     """
-    weighted = metric @ rows
-    spread = (weighted @ cholesky).flatten(0, 1)
-    left = _top_left(spread, rank)
+    weighted = (metric @ rows).flatten(0, 1)
+    left = _top_left(weighted, cholesky, rank)
     up = inverse @ left.unflatten(0, rows.shape[:2])
-    return Factor(left.T @ weighted.flatten(0, 1), up.flatten(0, 1))
+    return Factor(left.T @ weighted, up.flatten(0, 1))
 
 
-def _top_left(matrix: Tensor, rank: int) -> Tensor:
-    """Return the top left singular vectors `[m, r]`."""
-    if min(matrix.shape) <= WHOLE:
-        return torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
-    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
-        torch.manual_seed(0)
-        return torch.svd_lowrank(matrix, q=rank + OVERSAMPLED, niter=POWER)[0][:, :rank]
+def _top_left(rows: Tensor, cholesky: Tensor, rank: int) -> Tensor:
+    """Return the top left singular vectors of `rows @ cholesky`, `[m, r]`.
+
+    Large ones come of subspace iteration (Halko et al., algorithm 4.4, https://arxiv.org/abs/0909.4061), which needs
+    the product itself only where that has fewer columns to go through than the passes have.
+    """
+    if min(rows.shape) <= WHOLE:
+        return torch.linalg.svd(rows @ cholesky, full_matrices=False).U[:, :rank]
+    width = min(rank + OVERSAMPLED, *rows.shape)
+    factors = [rows, cholesky] if (2 * POWER + 2) * width < len(rows) else [rows @ cholesky]
+    generator = torch.Generator(rows.device).manual_seed(0)
+    start = torch.randn(len(rows), width, generator=generator, dtype=rows.dtype, device=rows.device)
+    basis, inside = _pass(factors, start)
+    for _ in range(POWER):
+        basis, inside = _pass(factors, basis)
+    # Of what lies in the basis, the top vectors: those of a matrix as small as the basis is wide.
+    return basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
+
+
+def _pass(factors: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q and R of a product's columns, once a basis of them went through its transpose and through it."""
+    for one in factors:
+        basis = one.T @ basis
+    basis = torch.linalg.qr(basis).Q
+    for one in reversed(factors):
+        basis = one @ basis
+    orthogonal, inside = torch.linalg.qr(basis)
+    return orthogonal, inside
 
 
 @dataclass(frozen=True)
@@ -192,6 +215,7 @@ def _variation(latents: Tensor, matrix: Tensor) -> float:
 def _to_sphere(white: Tensor) -> Tensor:
     """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity; T comes as a diagonal times a rotation."""
     generator = torch.Generator(white.device).manual_seed(0)
+    exact, white = white.dtype, white.float() if white.shape[1] >= WIDE else white
     matrix = torch.eye(white.shape[1], dtype=white.dtype, device=white.device, requires_grad=True)
     optimizer = torch.optim.Adam([matrix], lr=GAUGE_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, GAUGE_STEPS)
@@ -204,7 +228,7 @@ def _to_sphere(white: Tensor) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    _, sizes, directions = torch.linalg.svd(matrix.detach())
+    _, sizes, directions = torch.linalg.svd(matrix.detach().to(exact))
     return sizes[:, None] * directions
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from ...errors import LayoutCannot
-from ...head.forward import DraftHead
 from ...head.slots import needs
 from ...head.spec import Gqa, HeadSpec, Mla, Rope
-from .moments import DTYPE
+
+# What imports torch is imported where it is needed: a head that cannot be converted is refused in less time than that.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...head.forward import DraftHead
+
+Kind = Literal["mha", "mla"]
 
 GQA_SLOTS = tuple(f"0.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
 MLA_SLOTS = tuple(
@@ -72,12 +77,16 @@ class Latents:
 
 def attention_of(head: DraftHead) -> Attention:
     """Return a head's attention in fp64, which it is worked on in."""
+    from .moments import DTYPE
+
     slots = MLA_SLOTS if isinstance(head.spec.attention, Mla) else GQA_SLOTS
     return Attention(head.spec.attention, head.spec.rope, {slot: head.weights[slot].to(DTYPE) for slot in slots})
 
 
 def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
     """Return a head whose attention is another one, and whose other weights are the same."""
+    from ...head.forward import DraftHead
+
     spec = replace(head.spec, attention=attention.dims, rope=attention.rope)
     dtype = head.weights["fc"].dtype
     known = needs(spec)
@@ -85,12 +94,18 @@ def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
     return DraftHead(spec, kept | {name: weight.to(dtype) for name, weight in attention.weights.items()})
 
 
-def check_convertible(spec: HeadSpec) -> None:
-    """Refuse heads whose attention has parts that the other kind has no place for.
+def check_convertible(spec: HeadSpec, kind: Kind) -> None:
+    """Refuse heads whose attention is of a kind already, or has parts that the kind has no place for.
 
     Raises:
-        LayoutCannot: the head has more than one layer, biases, or norms of queries and keys.
+        LayoutCannot: the head has that attention, more than one layer, biases, or norms of queries and keys.
     """
+    if isinstance(spec.attention, Mla) == (kind == "mla"):
+        raise LayoutCannot(
+            f"the head's attention is already {spec.kind.upper()}",
+            where="--attention",
+            fix="Leave --attention out. The conversion is then exact.",
+        )
     if spec.layers != 1:
         raise LayoutCannot(
             f"the head has {spec.layers} layers, but only the attention of one-layer heads can be converted",

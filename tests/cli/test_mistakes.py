@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from support.heads import TARGET
 from kconv.cli import main
 
 RECIPE = {"name": "mine", "steps": {"vllm": {"do": "convert", "head": "head", "to": "vllm"}}}
+# What takes as long to load as everything else together.
+SLOW = {"torch", "transformers", "huggingface_hub"}
 PROMPT = {"prompt": "Say it.", "category": "a"}
 
 
@@ -195,6 +199,28 @@ def test_a_mistake_is_named(folder, monkeypatch, command, code, named):
     said = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
     assert len(said) == 1 and len(said[0]) < 400, done.stderr
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+REFUSED_EARLY = {
+    "prompts to measure on": "validate gqa --target target --prompts no.jsonl",
+    "prompts to fit on": "to-vllm gqa out --attention mla --target target --prompts no.jsonl",
+    "states": "to-vllm gqa out --attention mla --target target --states no",
+    "an attention that a head has": "to-vllm gqa out --attention mha --target target --prompts prompts.jsonl",
+    "a target": "to-vllm gqa out --attention mla --target no --prompts prompts.jsonl",
+    "a head": "to-vllm no out --attention mla --target target --prompts prompts.jsonl",
+    "a head for a card": "card no",
+    "a report": "card head --report no.json",
+    "a release": "publish no org/head",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED_EARLY.values(), ids=REFUSED_EARLY)
+def test_what_names_configs_and_headers_tell_is_refused_before_anything_slow_is_loaded(folder, command):
+    code = f"from kconv.cli import main; main({command.split()}, standalone_mode=False)"
+    code = f"import sys\ntry:\n {code}\nfinally:\n print(sorted({SLOW} & sys.modules.keys()))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "[]\n"), ran.stderr
+    assert not (folder / "out").exists()
 
 
 def _said(done: Result) -> str:

@@ -37,6 +37,12 @@ def test_the_readmes_figures_are_those_of_the_benchmarks():
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
+def test_the_page_of_the_cluster_follows_from_the_benchmarks():
+    script = [sys.executable, ROOT / "scripts" / "docs-cluster", "--check"]
+    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
+
+
 def test_the_benchmarks_repeat_other_pages_as_they_are():
     script = [sys.executable, ROOT / "scripts" / "bench", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)

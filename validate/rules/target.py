@@ -117,7 +117,10 @@ class TargetSubject(Subject):
         for name, info in self.tensors.items():
             base, _, suffix = name.rpartition(".")
             if suffix in SCALES or (suffix == "weight" and info.dtype == "U8"):
-                found.setdefault(base, {})[suffix] = info
+                parts = found.get(base)
+                if parts is None:
+                    parts = found[base] = {}
+                parts[suffix] = info
         for base, parts in found.items():
             weight = self.tensors.get(f"{base}.weight")
             if weight is not None:

@@ -62,6 +62,18 @@ def test_a_gauge_that_exists_is_found():
     assert torch.linalg.cond(sphere.matrix) < 1e4
 
 
+def test_a_wide_gauge_is_as_good_as_one_in_fp64(monkeypatch):
+    directions = F.normalize(random(12000, 16) * torch.linspace(4, 1, 16).double(), dim=-1)
+    latents = directions @ random(16, 16, seed=5)
+    fitted, unseen = latents[:8000], latents[8000:]
+    exact = fit_gauge(fitted, unseen)
+    monkeypatch.setattr("kconv.convert.attention.latents.WIDE", 0)
+    wide = fit_gauge(fitted, unseen)
+    assert wide.matrix.dtype == torch.float64
+    assert wide.before == exact.before > 10 * exact.variation
+    assert wide.variation == pytest.approx(exact.variation, rel=1e-3)
+
+
 def test_what_bf16_rounds_off_a_latent_stays_as_small_behind_its_gauge():
     """Directions that few tokens have much of are made small by the gauge, and large again behind it."""
     latents = random(20000, 16)
