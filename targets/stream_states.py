@@ -24,12 +24,10 @@ class StreamedStates:
     Attributes:
         planned: the sequences, with their whole tokens and their masks of answers.
         runner: the target, running.
-        wanted: the captured layers that are given, in this order; the plan has no others.
     """
 
     planned: PlannedStates
     runner: Runner
-    wanted: tuple[int, ...]
 
     @property
     def folder(self) -> Path:
@@ -56,13 +54,8 @@ class StreamedStates:
             EngineFailed: the server died, or hands out no states.
             StatesInvalid: the states are not those of the sequence.
         """
-        layers = self.planned.record.captured
-        captured, hidden = (states[0] for states in self.runner.capture(self.read_tokens(index)[None], layers))
-        captured = captured[begin:end]
-        if self.wanted != layers:
-            captured = captured.unflatten(1, (len(layers), -1))[:, [layers.index(layer) for layer in self.wanted]]
-            captured = captured.flatten(1)
-        return captured, hidden[begin:end]
+        captured, hidden = self.runner.capture(self.read_tokens(index)[None], self.planned.record.captured)
+        return captured[0, begin:end], hidden[0, begin:end]
 
     def read(self, index: int) -> StoredSequence:
         """See `StatesFolder.read`."""

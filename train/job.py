@@ -398,12 +398,13 @@ def streamed_job(
     checkpoint = Checkpoint(target, config.raw, dict(own.tensors), own.name)
     wanted = WantedAnswers(data.name, captured, split=data.split, revision=data.revision)
     planned = plan_states(runner, checkpoint, config, tokenizer, wanted, SHARD_BYTES)
-    served = StreamedStates(planned, runner, captured)
+    served = StreamedStates(planned, runner)
     text, unseen = _place(served, values)
     recipe = complete(values, config, text.rows.usable, spec)
 
     def states() -> tuple[StatesSource, StatesSource]:
-        spread = ThreadPoolExecutor(runner.at_once, thread_name_prefix="requests").map if runner.at_once > 1 else map
+        # Of one too: batches are read ahead by several threads.
+        spread = ThreadPoolExecutor(runner.at_once, thread_name_prefix="requests").map
         return keep_read_again(Offline(served, text.places, spread), Offline(served, unseen.places, spread), recipe)
 
     facts: dict[str, object] = {"name": planned.record.prompts.file, "streamed": True}
