@@ -211,7 +211,9 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     for process in server.processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    assert "the server does not answer" in trainers.wait()
-    assert "Traceback" not in trainers.log.read_text()
+    said = trainers.wait()
+    assert "the server does not answer" in said
+    # Neither says what a library makes of it; torchrun itself ends in a traceback of its own.
+    assert "RuntimeError" not in said and "httpx" not in said
     assert empty(server.shared)
     assert not (tmp_path / "orphaned").exists()
