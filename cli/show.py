@@ -561,6 +561,8 @@ def _plan_of_training(request: Operation, plan: TrainPlan) -> None:
         )
     else:
         facts["memory"] = "not reckoned: kernel eager's grows with the square of a row's tokens"
+    if plan.nodes:
+        facts["files"] = f"{', '.join(str(len(files)) for files in plan.nodes)} on each node; --json lists them"
     facts["time"] = "unknown: give --rate" if plan.hours is None else f"about {duration(plan.hours * 3600)}"
     table = Table(box=None, show_header=False)
     for name, fact in facts.items():

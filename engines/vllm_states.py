@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import secrets
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,6 +85,7 @@ class ServedRunner:
         dtype: safetensors name of the dtype that the server computes in.
         patience: seconds that it may take to write a file.
         at_once: requests in flight.
+        name: part of the name of each request, and so of its file; see `swept`.
     """
 
     client: Client
@@ -91,6 +96,7 @@ class ServedRunner:
     dtype: str
     patience: float = WRITTEN_SECONDS
     at_once: int = 1
+    name: str = "kconv"
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.capture`.
@@ -135,7 +141,8 @@ class ServedRunner:
 
     def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
         """Return new tokens, the file that the prompt's states are being written to, and the first one's logprob."""
-        tokens, answer = self.client.complete_whole(prompt, new_tokens, logprobs=0)
+        name = f"{self.name}-{secrets.token_hex(8)}"
+        tokens, answer = self.client.complete_whole(prompt, new_tokens, logprobs=0, request_id=name)
         try:
             path = answer["kv_transfer_params"]["hidden_states_path"]
             said = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
@@ -214,6 +221,46 @@ class ServedRunner:
                 where=self.client.url,
                 fix="Check that it serves this target, and that the last of its layer ids is the number of layers.",
             )
+
+
+# Run by a process of its own, which outlives the one whose end it waits for.
+SWEEP = """
+import sys, time
+from pathlib import Path
+folder, pattern, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+orderly = sys.stdin.read()
+end = time.monotonic() + (0 if orderly else seconds)
+while True:
+    for file in folder.glob(pattern):
+        file.unlink(missing_ok=True)
+    if time.monotonic() > end:
+        break
+    time.sleep(0.2)
+"""
+# Seconds in which a server may still write what it was asked for by a process that has died.
+LATE_SECONDS = 30.0
+
+
+@contextmanager
+def swept(shared: Path) -> Iterator[str]:
+    """Give a name for requests; what a server wrote under it and nobody read is removed, however this process ends.
+
+    vLLM names a request's file after the request, whose name the client may choose, and writes it even where the client
+    is gone (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py#L141).
+
+    Args:
+        shared: the folder that the server writes to, as this machine sees it.
+    """
+    name = f"kconv-{secrets.token_hex(8)}"
+    words = [sys.executable, "-I", "-c", SWEEP, str(shared), f"*{name}*", str(LATE_SECONDS)]
+    # In a session of its own: what ends this process and its group is not to end it.
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert guard.stdin is not None
+    try:
+        yield name
+        guard.communicate(b"done")
+    finally:
+        guard.stdin.close()
 
 
 def _remove(file: Path) -> None:

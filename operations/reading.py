@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from ..convert.captured import Hints
     from ..convert.read import Head
     from ..engines.layout import Layout
+    from ..engines.vllm_states import ServedRunner
     from ..targets.config import TargetConfig
 
 Count = Annotated[int, Field(ge=1)]
@@ -118,6 +121,38 @@ def check_trusted(context: Context, trust_remote_code: bool, target: str | None)
         raise RequestInvalid(
             "--trust-remote-code needs a pinned target", where="--target", fix=f"Name the commit: {source.name}"
         )
+
+
+Reach = Callable[["TargetConfig", str], "ServedRunner"]
+"""Gives a target that a vLLM runs, by its config and the dtype of its states."""
+
+
+@contextmanager
+def serving(context: Context, target: str, url: str | None, shared: str | None, at_once: int) -> Iterator[Reach | None]:
+    """Give what reaches a target that a vLLM runs; None without a url.
+
+    In the end, whatever it is, nothing that this process asked for is left in the folder that the server writes to.
+    """
+    if url is None:
+        yield None
+        return
+    from ..checkpoint.tensors import read_tensor
+    from ..engines.client import connect
+    from ..engines.vllm_states import ServedRunner, swept
+    from ..targets.model import find_ends
+
+    folder = Path(shared or "")
+    with swept(folder) as name:
+
+        def reach(config: TargetConfig, dtype: str) -> ServedRunner:
+            ends = find_ends(context.source(target)).tensors
+            norm, lm_head = (
+                read_tensor(ends[tensor]) for tensor in (config.on_disk("model.norm.weight"), config.lm_head)
+            )
+            server = connect(url, None, {}, 600.0)
+            return ServedRunner(server, folder, config, norm, lm_head, dtype, at_once=at_once, name=name)
+
+        yield reach
 
 
 def check_prompts(file: Path) -> None:

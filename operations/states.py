@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Context, LayerIds, Name, Operation, argument, option
-from .reading import Count, check_prompts, check_trusted, refuse_existing_output
+from .reading import Count, check_prompts, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
-    from ..engines.vllm_states import ServedRunner
     from ..targets.config import TargetConfig
     from ..targets.states import StatesRecord
 
@@ -144,33 +143,18 @@ class States(Operation):
                 seed=self.seed,
             )
 
-        with context.status("states") as say:
+        with (
+            serving(context, self.target, self.url, self.shared, self.concurrency) as reach,
+            context.status("states") as say,
+        ):
             record = capture_states(
                 context.source(self.target),
                 wanted,
                 Path(self.out),
-                connect=(lambda config, dtype: self._reach(context, config, dtype)) if self.url else None,
+                connect=reach,
                 dtype=self.dtype,
                 shard_bytes=self.shard_mib << 20,
                 trust_remote_code=self.trust_remote_code,
                 log=say,
             )
         return StatesWritten(self.out, record)
-
-    def _reach(self, context: Context, config: TargetConfig, dtype: str) -> ServedRunner:
-        from ..checkpoint.tensors import read_tensor
-        from ..engines.client import connect
-        from ..engines.vllm_states import ServedRunner
-        from ..targets.model import find_ends
-
-        ends = find_ends(context.source(self.target)).tensors
-        server = connect(self.url or "", None, {}, 600.0)
-        return ServedRunner(
-            server,
-            Path(self.shared or ""),
-            config,
-            read_tensor(ends[f"{config.prefix}model.norm.weight"]),
-            read_tensor(ends[config.lm_head]),
-            dtype,
-            at_once=self.concurrency,
-        )

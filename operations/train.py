@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..checkpoint.schema import parse_json
 from .base import Context, Estimate, Name, Operation, argument, option
-from .reading import Count, check_trusted, refuse_existing_output
+from .reading import Count, Reach, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
@@ -71,8 +71,13 @@ def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
 class Train(Operation):
     """Train an Eagle3 head for TARGET into the new folder OUT, with ModelOpt's Eagle3 module and loss.
 
-    --data runs the target during training, whole in each process. --states does not run it, and loads only its
-    embedding, final norm and output matrix. Several processes (torchrun) share each batch; their number must divide it.
+    --data runs the target during training, whole in each process; with --url and --shared a vLLM runs it, started as
+    for kconv states, and its states are removed once they are read. --states does not run it. With --states or --url
+    only its embedding, final norm and output matrix are loaded.
+
+    Several processes (torchrun) share each batch; their number must divide it. Each process reads rows of its own, so
+    a node needs only the files of --states that its processes read; --dry-run --json lists them. It takes the number of
+    processes from WORLD_SIZE and those of a node from LOCAL_WORLD_SIZE.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
     (.NAME.training beside OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
@@ -80,12 +85,13 @@ class Train(Operation):
     training; its folder modelopt has the head as ModelOpt's module, and the curves.
 
     --dry-run prints steps, memory, disk and, with --rate, hours. It reads the data only if the recipe does not state
-    both steps and batches. WORLD_SIZE is the number of processes.
+    both steps and batches.
     """
 
     EXAMPLES = (
         "kconv train my-target my-head --recipe eagle3-mla --data dialogues.jsonl --set lr=1e-4",
         "kconv train my-target my-better-head --recipe eagle3-mla --data more.jsonl --init-from my-head",
+        "kconv train my-target my-head --recipe eagle3-mla --data d.jsonl --url http://host:8000 --shared /dev/shm/v",
         "torchrun --nproc-per-node 8 --no-python kconv train my-target my-head --recipe eagle3-mla --states my-states",
         "kconv train my-target my-head --recipe eagle3-mla --states my-states --rate 20000 --dry-run",
     )
@@ -110,6 +116,13 @@ class Train(Operation):
     states: Name | None = option(
         None, "Output of kconv states, instead of --data; TARGET is then not run.", kind="file"
     )
+    url: str | None = option(
+        None, "A vLLM that serves TARGET with hidden-state extraction; with --data, it runs TARGET."
+    )
+    shared: Name | None = option(
+        None, "The folder that this vLLM writes states to, as this machine sees it, e.g. in /dev/shm.", metavar="DIR"
+    )
+    concurrency: Count = option(16, "Sequences in flight of each process, with --url.", metavar="N")
     init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
     save_every: Count = option(200, "Steps between checkpoints.", metavar="STEPS")
     eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
@@ -126,8 +139,12 @@ class Train(Operation):
     def _fits(self) -> Self:
         if (self.data is None) == (self.states is None):
             raise ValueError("give either --data or --states")
+        if bool(self.url) != bool(self.shared):
+            raise ValueError("--url and --shared need each other: the server writes states as files")
         if self.states:
-            self.refuse("held_out", "split", "revision", unless="with --data")
+            self.refuse("held_out", "split", "revision", "url", "shared", unless="with --data")
+        if self.url:
+            self.refuse("held_out", unless="without --url; one prompt in fifty is held out")
         return self
 
     def run(self, context: Context) -> Trained:
@@ -145,23 +162,24 @@ class Train(Operation):
             clear_finished(Path(self.out))
         refuse_existing_output(self.out)
         from ..checkpoint.manifest import read_manifest
-        from ..train.job import Pace, draft_coverage
+        from ..train.job import Pace, draft_coverage, place
         from ..train.run import train
 
         out = Path(self.out)
         pace = Pace(self.save_every, self.eval_every, self.shard, self.tensorboard)
-        job = self._job(context, pace)
         coverage = None
-        if int(os.environ.get("RANK", "0")):
-            # Another process of the run shows how it goes.
-            train(job, out, pace)
-        else:
-            coverage = draft_coverage(job)
-            if coverage:
-                # Before the hours that a vocabulary which leaves out too much would cost.
-                context.log(_describe(coverage, job.recipe.draft_vocab))
-            with context.steps("training") as advance:
-                train(job, out, pace, advance)
+        with serving(context, self.target, self.url, self.shared, self.concurrency) as reach:
+            job = self._job(context, pace, reach)
+            if place()[0]:
+                # Another process of the run shows how it goes.
+                train(job, out, pace)
+            else:
+                coverage = draft_coverage(job)
+                if coverage:
+                    # Before the hours that a vocabulary which leaves out too much would cost.
+                    context.log(_describe(coverage, job.recipe.draft_vocab))
+                with context.steps("training") as advance:
+                    train(job, out, pace, advance)
         manifest = read_manifest(out)
         line = _describe(coverage, job.recipe.draft_vocab) if coverage else ""
         return Trained(self.out, manifest.layout, manifest.training or {}, coverage, line)
@@ -184,7 +202,8 @@ class Train(Operation):
         Raises:
             KconvError: the target's config, the recipe, the data or the states cannot be read.
         """
-        return self._plan(context, lambda config, values: self._text(context, config, values))
+        plan = self._plan(context, lambda config, values: self._text(context, config, values))
+        return replace(plan, nodes=self._nodes(context, plan.processes)) if self.states else plan
 
     def _plan(
         self, context: Context, text: Callable[[TargetConfig, Mapping[str, Any]], tuple[int, int | None]]
@@ -204,6 +223,26 @@ class Train(Operation):
         check_processes(recipe.batch, Pace())
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         return plan_training(recipe, config, processes=processes, shard=self.shard, text=tokens, rate=self.rate)
+
+    def _nodes(self, context: Context, processes: int) -> tuple[tuple[str, ...], ...]:
+        """Return the files of states that each of several nodes' processes read."""
+        from ..targets.states import open_states
+        from ..train.data import place_sequences
+        from ..train.recipe import EagleRecipe, read_recipe_file
+
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        if of_node >= processes:
+            return ()
+        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        stored, seq = open_states(context.path(self.states or "")), values.get("seq", EagleRecipe.seq)
+        pack = values.get("pack", EagleRecipe.pack)
+        placed = [
+            place_sequences(stored, seq, held_out=held_out, pack=pack and not held_out, processes=processes)
+            for held_out in (False, True)
+        ]
+        ranks = [range(first, min(first + of_node, processes)) for first in range(0, processes, of_node)]
+        read = [set().union(*(part.sequences_of(rank) for part in placed for rank in own)) for own in ranks]
+        return tuple(tuple(stored.files_of(sequences)) for sequences in read)
 
     def _continued(self, context: Context) -> HeadSpec:
         from ..convert.captured import Hints
@@ -238,7 +277,7 @@ class Train(Operation):
         ).text
         return len(text.ids), text.ids.numel()
 
-    def _job(self, context: Context, pace: Pace) -> TrainJob:
+    def _job(self, context: Context, pace: Pace, reach: Reach | None) -> TrainJob:
         from ..convert.captured import Hints
         from ..convert.opening import open_head
         from ..train.job import Data, prepare_job
@@ -256,6 +295,7 @@ class Train(Operation):
             values,
             data=data,
             states=context.path(self.states) if self.states else None,
+            connect=reach,
             init_from=open_head(context.source(self.init_from).open_weights(), None, Hints(), target)
             if self.init_from
             else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import accumulate
@@ -362,6 +362,29 @@ class StoredStates:
                 fix="Create the states again.",
             )
         return info
+
+    def files_of(self, sequences: Iterable[int]) -> list[str]:
+        """Return the names of the files that sequences are in, in order."""
+        places = {bisect_right(self.record.shards, index, key=lambda shard: shard.first) - 1 for index in sequences}
+        return [self.record.shards[place].file for place in sorted(places)]
+
+    def check_files(self, sequences: Iterable[int]) -> None:
+        """Refuse a folder that lacks a file which these sequences are in.
+
+        Raises:
+            StatesInvalid: one is missing, or of another size.
+        """
+        names = self.files_of(sequences)
+        absent = [name for name in names if not (self.folder / name).exists()]
+        if absent:
+            raise StatesInvalid(
+                f"{len(absent)} of the {len(names)} files that this process reads are not here, first {absent[0]}",
+                where=self.folder,
+                fix="Fetch them. On several nodes, kconv train --dry-run --json lists the files of each.",
+            )
+        for shard in self.record.shards:
+            if shard.file in names:
+                _sized(self.folder, shard)
 
     def verify(self) -> None:
         """Hold every shard against its sha256.

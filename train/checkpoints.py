@@ -1,7 +1,8 @@
 """Checkpoints of a run.
 
-A checkpoint holds the head and its optimizer's state whole and by name, however they were spread over processes: so
-a run goes on from it with `--shard` or without.
+A checkpoint holds the head and its optimizer's state by name, as torch.distributed.checkpoint writes them into
+safetensors: each process writes a part, and reads what it needs, however they were spread over processes. So a run goes
+on from it with `--shard` or without.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,30 +19,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import is_initialized
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..checkpoint.bytes import write_safetensors
 from ..checkpoint.folder import read_json
-from ..checkpoint.header import read_header
 from ..checkpoint.staging import alone, refuse_existing, writing
-from ..checkpoint.tensors import entry, read_tensor
 from ..errors import KconvError, OutputExists, OutputFailed, TrainingFailed
-from .module import WEIGHTS
 
 STATE, RUN = "trainer_state.json", "run.json"
 # Of an output: the folder of ModelOpt's own module, and the report in it.
 MODULE, REPORT = "modelopt", "training.json"
 # In the order in which the Trainer writes them; its own state comes last:
 # https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer.py#L3065-L3119
-OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"
-PARTS = (WEIGHTS, OPTIMIZER, SCHEDULE)
+HEAD, OPTIMIZER, SCHEDULE = "head", "optimizer", "scheduler.pt"
+PARTS = (HEAD, OPTIMIZER, SCHEDULE)
 PREFIX = "eagle_module."
 
 
@@ -92,15 +95,18 @@ def clear_finished(out: Path) -> None:
 
 @contextmanager
 def writing_checkpoint(work: Path) -> Iterator[None]:
-    """Turn what the disk refuses of a checkpoint into OutputFailed; torch's writer raises it as a RuntimeError.
+    """Turn what the disk refuses of a checkpoint into OutputFailed.
 
+    torch.save raises it as a RuntimeError, torch.distributed.checkpoint with the fault of each process in its own:
     https://github.com/pytorch/pytorch/blob/v2.13.0/caffe2/serialize/inline_container.cc#L672
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/api.py#L26-L43
     """
     try:
         with writing(work):
             yield
-    except RuntimeError as fault:
-        if "inline_container.cc" not in str(fault):
+    except (RuntimeError, CheckpointException) as fault:
+        failures = fault.failures.values() if isinstance(fault, CheckpointException) else ()
+        if "inline_container.cc" not in str(fault) and not any(isinstance(each, OSError) for each, _ in failures):
             raise
         raise OutputFailed(
             f"a checkpoint in {work} could not be written",
@@ -142,26 +148,26 @@ def claim(work: Path, key: str, world: int) -> None:
         )
 
 
-def write_head(state: Mapping[str, Tensor], folder: Path, step: int) -> None:
-    """Write a head's weights.
+def write_head(model: nn.Module, folder: Path, step: int) -> None:
+    """Write the head's weights; each process has to call, and writes a part.
 
     Args:
-        state: of ModelOpt's `eagle_module`, whole.
+        model: ModelOpt's Eagle model, which may be spread over processes.
         folder: the checkpoint's.
         step: after which they are.
 
     Raises:
         TrainingFailed: a weight is NaN or Inf.
     """
-    broken = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
+    state = _head(model)
+    broken = [name for name, tensor in state.items() if not torch.isfinite(_local(tensor)).all()]
     if broken:
         raise TrainingFailed(
             f"{len(broken)} of the head's tensors hold NaN or Inf after step {step}",
             where=broken[0],
             fix="Lower the recipe's lr. The checkpoint before this one is kept.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS, [entry(name, tensor.cpu()) for name, tensor in state.items()])
+    _save(state, folder / HEAD)
 
 
 def load_head(model: nn.Module, folder: Path) -> None:
@@ -170,34 +176,72 @@ def load_head(model: nn.Module, folder: Path) -> None:
     Raises:
         TrainingFailed: they are another head's.
     """
-    state: dict[str, Any] = {PREFIX + name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
-    # The target's ends are no part of a checkpoint.
-    found = set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
-    lost = [name for name in found.missing_keys if name.startswith(PREFIX)] + found.unexpected_keys
-    if lost:
-        raise TrainingFailed(
-            f"the checkpoint belongs to another head: {lost[0]} is missing or unknown",
-            where=folder,
-            fix="Delete the folder it is in, and train again.",
-        )
+    _load(_head(model), folder / HEAD)
 
 
 def write_optimizer(
     model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, folder: Path, *, first: bool
 ) -> None:
-    """Write an optimizer's state and its schedule's; each process has to ask, and the first one writes."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    """Write an optimizer's state, of which each process writes a part; and by the first one what is no tensor in it."""
+    state = get_optimizer_state_dict(model, optimizer)
+    _save(_tensors(state), folder / OPTIMIZER)
     if first:
-        torch.save(state, folder / OPTIMIZER)
-        torch.save(schedule.state_dict(), folder / SCHEDULE)
+        torch.save({"groups": state["param_groups"], "schedule": schedule.state_dict()}, folder / SCHEDULE)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, folder: Path) -> None:
     """Give an optimizer, which may be spread over processes, and its schedule the state of a checkpoint."""
-    state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-    schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+    # What a step of no length leaves: tensors of the right shapes, which the checkpoint's are read into.
+    state = get_optimizer_state_dict(model, optimizer)
+    _load(_tensors(state), folder / OPTIMIZER)
+    told = torch.load(folder / SCHEDULE, weights_only=True)
+    set_optimizer_state_dict(model, optimizer, state | {"param_groups": told["groups"]})
+    schedule.load_state_dict(told["schedule"])
+
+
+def _head(model: nn.Module) -> dict[str, Tensor]:
+    """Return the head's own weights as they lie in the processes; the target's ends are no part of a checkpoint."""
+    state = get_model_state_dict(model)
+    return {name: tensor for name, tensor in state.items() if name.startswith(PREFIX)}  # pyright: ignore
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state by parameter and by what they are."""
+    return {f"{name}.{what}": value for name, held in state["state"].items() for what, value in held.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let nobody read that a run of one process is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _save(state: Mapping[str, Tensor], folder: Path) -> None:
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    # Parameters as plain tensors, which are all that it writes.
+    plain = {name: tensor.detach() for name, tensor in state.items()}
+    with _quiet():
+        save(plain, storage_writer=writer, no_dist=not is_initialized())
+
+
+def _load(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Read a checkpoint into tensors in place."""
+    try:
+        plain = {name: tensor.detach() for name, tensor in state.items()}
+        with _quiet():
+            load(plain, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_initialized())
+    except (CheckpointException, ValueError, RuntimeError) as fault:
+        raise TrainingFailed(
+            f"the checkpoint is damaged or belongs to another head: {fault}",
+            where=folder,
+            fix="Delete the folder it is in, and repeat the command.",
+        ) from fault
 
 
 def newest(work: Path, steps: int) -> Path | None:

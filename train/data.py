@@ -6,8 +6,10 @@ They come from dialogues and texts (see `targets.dialogues`), or from stored sta
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -47,6 +49,11 @@ class Placed:
     rows: Rows
     places: tuple[tuple[Span, ...], ...]
     prompts: frozenset[str]
+
+    def sequences_of(self, rank: int) -> set[int]:
+        """Return the numbers of the sequences that a process's rows are made of."""
+        shares = self.rows.shares or (range(len(self.places)),)
+        return {sequence for row in shares[rank] for sequence, *_ in self.places[row]}
 
 
 def prepare_dialogues(
@@ -95,14 +102,19 @@ def prepare_dialogues(
     return Prepared(text, unseen, facts | ({"revision": revision} if revision else {}), prompts)
 
 
-def place_sequences(states: StatesFolder, seq: int, *, held_out: bool, pack: bool = False) -> Placed:
+def place_sequences(
+    states: StatesFolder, seq: int, *, held_out: bool, pack: bool = False, processes: int = 1
+) -> Placed:
     """Cut stored sequences into rows, by their tokens and masks alone: no states are read.
+
+    Each process has rows of its own, of sequences that follow each other, so that it reads a few files alone.
 
     Args:
         states: what was stored.
         seq: tokens per row; what is shorter is padded and masked.
         held_out: the rows to look at instead of the rows to train on: those of one prompt in fifty.
         pack: lay several sequences into a row.
+        processes: that share the rows.
     """
     spans: list[Span] = []
     pieces: list[Piece] = []
@@ -117,7 +129,14 @@ def place_sequences(states: StatesFolder, seq: int, *, held_out: bool, pack: boo
             if part[1:].any():
                 spans.append((number, start, len(part)))
                 pieces.append((states.read_tokens(number)[start : start + seq], part))
-    arranged = arrange([length for *_, length in spans], seq, pack=pack)
+    lengths = [length for *_, length in spans]
+    arranged: list[list[int]] = []
+    shares: list[tuple[int, ...]] = []
+    # Without packing each piece is a row, however short it is.
+    for run in divide(lengths if pack else [1] * len(lengths), processes):
+        own = [[run[piece] for piece in row] for row in arrange([lengths[at] for at in run], seq, pack=pack)]
+        shares.append(tuple(range(len(arranged), len(arranged) + len(own))))
+        arranged += own
     places = [tuple(spans[piece] for piece in row) for row in arranged]
     if len(places) < FEWEST:
         raise TrainingDataInvalid(
@@ -127,7 +146,19 @@ def place_sequences(states: StatesFolder, seq: int, *, held_out: bool, pack: boo
         )
     told = (states.sequences[number] for number, *_ in spans)
     prompts = frozenset(digest for record in told for digest in (record.answered or (record.digest,)))
-    return Placed(lay_out(pieces, arranged, seq, pack=pack), tuple(places), prompts)
+    return Placed(replace(lay_out(pieces, arranged, seq, pack=pack), shares=tuple(shares)), tuple(places), prompts)
+
+
+def divide(sizes: Sequence[int], parts: int) -> list[range]:
+    """Divide things that follow each other into runs of nearly one size; where they are too few, runs share them."""
+    if len(sizes) < parts:
+        return [range(at % len(sizes), at % len(sizes) + 1) for at in range(parts)] if sizes else []
+    ends, cuts = list(accumulate(sizes)), [0]
+    for part in range(1, parts):
+        at = bisect_left(ends, ends[-1] * part / parts) + 1
+        # Each run has one at least.
+        cuts.append(min(max(at, cuts[-1] + 1), len(sizes) - parts + part))
+    return [range(*pair) for pair in pairwise([*cuts, len(sizes)])]
 
 
 def _samples(name: str, tokenizer: Tokenizer, split: str, revision: str | None) -> Iterable[Sample]:
@@ -284,9 +315,32 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
 class Rows:
     """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool.
 
-    Of packed rows `documents` [N, T] int32 numbers the documents of each row, -1 for padding.
+    Of packed rows `documents` [N, T] int32 numbers the documents of each row, -1 for padding. `shares` are the numbers
+    of each process's rows, where it cannot read all.
     """
 
     ids: Tensor
     mask: Tensor
     documents: Tensor | None = None
+    shares: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def usable(self) -> int:
+        """How many rows a pass takes, as each process takes as many."""
+        return len(self.ids) if self.shares is None else min(map(len, self.shares)) * len(self.shares)
+
+    def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
+        """Return the numbers of a process's rows, [n] int64: as many as each other has, in whole batches.
+
+        Args:
+            rank: the process.
+            processes: all of them; rows without shares go round among them.
+            batch: rows of one process in a batch.
+        """
+        count = len(self.ids)
+        shares: Sequence[Sequence[int]] = self.shares or [
+            # Where there are fewer rows than processes, several have the same.
+            range(at, count, processes) if count >= processes else [at % count]
+            for at in range(processes)
+        ]
+        return torch.tensor(shares[rank][: min(map(len, shares)) // batch * batch], dtype=torch.int64)

@@ -7,7 +7,7 @@ acceptance is that of kconv's forward and chain, as `kconv validate` measures it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..charts import COLOURS, INK, chart
 from ..engines import by_name
 from ..engines.layout import stored
-from ..head.chain import draft_logits, overlap, overlap_acceptance, pool
+from ..head.chain import Acceptance, draft_logits, overlap, overlap_acceptance, pool
 from ..head.forward import DraftHead
 from ..head.slots import needs
 from ..head.spec import HeadSpec, Tokens
@@ -72,7 +72,9 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
 
 
 @torch.no_grad()
-def evaluate(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe) -> dict[str, float]:
+def evaluate(
+    model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe, gather: Callable[[list[Any]], list[Any]]
+) -> dict[str, float]:
     """Measure a head on batches that it is never trained on.
 
     Args:
@@ -80,6 +82,7 @@ def evaluate(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleReci
         head: kconv's forward of its head.
         unseen: the batches; positions that the loss mask leaves out do not count.
         recipe: the head's; K is its `ttt_steps`.
+        gather: gives the items of all processes, of which each measured the head on as many batches of its own.
 
     Returns:
         `loss`: the trained one, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of places
@@ -87,15 +90,11 @@ def evaluate(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleReci
         included; `rate_k`: share of drafts accepted up to place k.
     """
     steps = recipe.ttt_steps
-    losses: list[Tensor] = []
-    top1: list[Tensor] = []
-    accepted = []
+    found: list[tuple[Tensor, Tensor, Acceptance]] = []
     model.train()  # ModelOpt takes all draft steps only then
     for index in range(len(unseen)):
         batch: Batch = _to(unseen[index], head.weights["fc"].device)
         output = run_eagle(model, batch, recipe)
-        losses.append(output.loss.detach().float().cpu())
-        top1.append(torch.tensor(output.train_acc[0]))
         outputs = batch["base_model_outputs"]
         target_logits = model._base_model_lm_head(outputs["base_model_hidden_states"])
         drafted = draft_logits(head, batch["input_ids"], outputs["aux_hidden_states"], steps)
@@ -103,9 +102,11 @@ def evaluate(model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleReci
         # Chain t drafts behind token t + 1; it counts where all that it predicts from is an answer.
         chains = shares.shape[2]
         counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
-        accepted.append(overlap_acceptance(shares[:, counts].unsqueeze(1)))
+        accepted = overlap_acceptance(shares[:, counts].unsqueeze(1))
+        found.append((output.loss.detach().float().cpu(), torch.tensor(output.train_acc[0]), accepted))
     model.eval()
-    total = pool(accepted)
+    losses, top1, parts = zip(*gather(found), strict=True)
+    total = pool(parts)
     figures = {"loss": float(torch.stack(losses).mean()), "acceptance": total.length}
     figures |= {f"top1_{k}": float(value) for k, value in enumerate(torch.stack(top1).mean(0), start=1)}
     return figures | {f"rate_{k}": rate for k, rate in enumerate(total.rates, start=1)}

@@ -1,12 +1,13 @@
 """Batches for training: token ids, and the target's states over them.
 
-Online, the target is in memory and runs over each batch; offline, its states were stored before (`kconv states`).
-Either gives what ModelOpt's offline forward reads, so training does not know which one it is.
+Online, the target is in memory and runs over each batch; offline, its states were stored before (`kconv states`), or a
+server gives them while training runs. Each gives what ModelOpt's offline forward reads, so training does not know which
+one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -33,6 +34,11 @@ AHEAD = 2
 class StatesSource(Protocol):
     """Where a row's states come from."""
 
+    @property
+    def ahead(self) -> bool:
+        """Whether rows are read before they are asked for."""
+        ...
+
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return captured [B, T, A * H] and final [B, T, H] states of rows [B], whose ids are [B, T].
 
@@ -47,31 +53,17 @@ class Online:
     Args:
         target: a whole target, on the device that trains.
         captured: the layers that the head reads.
-        keep: bytes of states that may be kept for later passes over the same rows; beyond them the target runs again.
         documents: of packed rows, see `Rows`; the target runs over each by itself.
     """
 
-    def __init__(
-        self,
-        target: CausalLM,
-        captured: Sequence[int],
-        keep: int = KEEP,
-        documents: Tensor | None = None,
-    ) -> None:
-        self._target, self._captured, self._free, self._documents = target, captured, keep, documents
-        self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+    ahead = False
+
+    def __init__(self, target: CausalLM, captured: Sequence[int], documents: Tensor | None = None) -> None:
+        self._target, self._captured, self._documents = target, captured, documents
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `States.read`."""
-        key = tuple(rows.tolist())
-        if key not in self._kept:
-            states = self._run(ids) if self._documents is None else self._run_packed(ids, self._documents[rows])
-            size = sum(part.numel() * part.element_size() for part in states)
-            if size > self._free:
-                return states
-            self._free -= size
-            self._kept[key] = states
-        return self._kept[key]
+        """See `StatesSource.read`."""
+        return self._run(ids) if self._documents is None else self._run_packed(ids, self._documents[rows])
 
     def _run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return capture(self._target, ids.to(self._target.device), self._captured)
@@ -86,6 +78,37 @@ class Online:
         return captured, hidden
 
 
+class Kept:
+    """States that are kept for later passes over the same rows, as many as there is room for.
+
+    Args:
+        states: what gives them.
+        room: bytes that may be kept; beyond them they are asked for again.
+    """
+
+    def __init__(self, states: StatesSource, room: int = KEEP) -> None:
+        self.ahead, self._states, self._room = states.ahead, states, room
+        self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StatesSource.read`."""
+        key = tuple(rows.tolist())
+        if key not in self._kept:
+            states = self._states.read(rows, ids)
+            size = sum(part.numel() * part.element_size() for part in states)
+            if size > self._room:
+                return states
+            self._room -= size
+            self._kept[key] = states
+        return self._kept[key]
+
+
+def keep_read_again(text: StatesSource, unseen: StatesSource, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
+    """Return states to train on and to look at, kept where they are read again."""
+    again = recipe.steps * recipe.accumulate > recipe.batches
+    return Kept(text) if again else text, Kept(unseen)
+
+
 def online_states(
     target: CausalLM, recipe: EagleRecipe, documents: Tensor | None = None
 ) -> tuple[StatesSource, StatesSource]:
@@ -96,28 +119,37 @@ def online_states(
         recipe: the head's.
         documents: of the rows to train on, where they are packed.
     """
-    again = recipe.steps * recipe.accumulate > recipe.batches
-    return Online(target, recipe.captured, KEEP if again else 0, documents), Online(target, recipe.captured)
+    return keep_read_again(Online(target, recipe.captured, documents), Online(target, recipe.captured), recipe)
 
 
 class Offline:
-    """States on disk.
+    """States on disk, or of a server.
 
     Args:
-        states: what was stored.
+        states: what was stored, or is served.
         places: of each row, the spans that it is made of.
+        spread: maps a function over spans, side by side where a server gives them.
     """
 
-    def __init__(self, states: StatesFolder, places: Sequence[Sequence[Span]]) -> None:
-        self._states, self._places = states, places
+    ahead = True
+
+    def __init__(
+        self, states: StatesFolder, places: Sequence[Sequence[Span]], spread: Callable[..., Iterable[Any]] = map
+    ) -> None:
+        self._states, self._places, self._spread = states, places, spread
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `States.read`; behind a sequence's end the states are zero."""
-        parts = [self._row(self._places[row], ids.shape[1]) for row in rows.tolist()]
+        """See `StatesSource.read`; behind a sequence's end the states are zero."""
+        places = [self._places[row] for row in rows.tolist()]
+        spans = iter(self._spread(self._span, [span for place in places for span in place]))
+        parts = [self._row([next(spans) for _ in place], ids.shape[1]) for place in places]
         return torch.stack([captured for captured, _ in parts]), torch.stack([hidden for _, hidden in parts])
 
-    def _row(self, spans: Sequence[Span], length: int) -> tuple[Tensor, Tensor]:
-        parts = [self._states.read_span(sequence, start, start + taken) for sequence, start, taken in spans]
+    def _span(self, span: Span) -> tuple[Tensor, Tensor]:
+        sequence, start, taken = span
+        return self._states.read_span(sequence, start, start + taken)
+
+    def _row(self, parts: Sequence[tuple[Tensor, Tensor]], length: int) -> tuple[Tensor, Tensor]:
         captured, hidden = (torch.cat(states) for states in zip(*parts, strict=True))
         return _padded(captured, length), _padded(hidden, length)
 
@@ -136,6 +168,7 @@ class Feed(Dataset[Batch]):
         states: the target's, over these rows.
         dtype: what the states are given in, whatever they were stored in.
         documents: of packed rows, see `Rows`.
+        own: numbers of the rows that are given, [n] int64; None for all of them.
     """
 
     def __init__(
@@ -146,20 +179,23 @@ class Feed(Dataset[Batch]):
         states: StatesSource,
         dtype: torch.dtype = torch.float32,
         documents: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> None:
         self._documents = documents
         self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._own = torch.arange(len(ids)) if own is None else own
+        # One thread for each batch that is read ahead: so a server has the next one's requests before this one's last.
+        self._reader = ThreadPoolExecutor(AHEAD, thread_name_prefix="read-ahead")
         self._order: list[int] = []
         self._coming: dict[int, Future[Batch]] = {}
 
     def __len__(self) -> int:
-        return len(self._ids) // self._batch
+        return len(self._own) // self._batch
 
     def follow(self, order: Sequence[int]) -> None:
         """Say in which order batches will be asked for; those of stored states are then read ahead of need."""
         self._coming.clear()
-        self._order = list(order) if isinstance(self._states, Offline) else []
+        self._order = list(order) if self._states.ahead else []
 
     def __getitem__(self, index: int) -> Batch:
         # What was not foreseen is read now.
@@ -172,7 +208,7 @@ class Feed(Dataset[Batch]):
         return self._read(index) if coming is None else coming.result()
 
     def _read(self, index: int) -> Batch:
-        rows = torch.arange(index * self._batch, (index + 1) * self._batch)
+        rows = self._own[index * self._batch : (index + 1) * self._batch]
         ids = self._ids[rows]
         captured, hidden = self._states.read(rows, ids)
         packed = {} if self._documents is None else {"documents": self._documents[rows]}

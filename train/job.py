@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.bytes import file_digest
+from ..checkpoint.folder import Checkpoint
 from ..checkpoint.source import Folder, Source
 from ..checkpoint.tensors import TORCH
 from ..convert.provenance import read_provenance
@@ -30,10 +32,12 @@ from ..targets.config import TargetConfig, read_target_config
 from ..targets.model import Ends, check_memory, find_ends, load_target
 from ..targets.prompts import KEPT
 from ..targets.states import StatesFolder, StatesRecord, open_states
+from ..targets.stream_states import StreamedStates
 from ..targets.tokenizer import Tokenizer, load_tokenizer
-from .data import Rows, map_draft_vocab, place_sequences, prepare_dialogues
+from ..targets.write_states import SHARD_BYTES, Runner, WantedAnswers, plan_states
+from .data import Placed, Rows, map_draft_vocab, place_sequences, prepare_dialogues
 from .evaluate import spec_of
-from .feed import Offline, StatesSource, online_states
+from .feed import Offline, StatesSource, keep_read_again, online_states
 from .recipe import EagleRecipe, check_keys, complete
 
 
@@ -54,6 +58,11 @@ class Pace:
     tensorboard: bool = False
 
 
+def place() -> tuple[int, int]:
+    """Return which process this is, and how many there are, as torchrun says."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def check_processes(batch: int, pace: Pace) -> None:
     """Raise RecipeInvalid where this process is one of those that cannot share a run.
 
@@ -61,7 +70,7 @@ def check_processes(batch: int, pace: Pace) -> None:
         batch: the recipe's, rows.
         pace: whether the head is to be spread over them.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = place()[1]
     if batch % world:
         raise RecipeInvalid(
             f"a batch of {batch} rows cannot be divided by {world} processes",
@@ -211,6 +220,7 @@ def prepare_job(
     *,
     data: Data | None = None,
     states: Path | None = None,
+    connect: Callable[[TargetConfig, str], Runner] | None = None,
     init_from: Head | None = None,
     pace: Pace = DEFAULT_PACE,
     trust_remote_code: bool = False,
@@ -222,6 +232,7 @@ def prepare_job(
         values: the recipe, as `recipe.complete` takes it.
         data: dialogues or texts to run the target over; either these or `states`.
         states: a folder that kconv states wrote.
+        connect: gives the target as a server runs it, by its config and the dtype of its states; None to run it here.
         init_from: a head whose weights training starts from, in any layout.
         pace: how the run is to be watched and kept.
         trust_remote_code: run the tokenizer's own Python.
@@ -241,6 +252,11 @@ def prepare_job(
         return offline_job(folder, read_target_config(folder), tokenizer, values, states, init_from, find_ends(target))
     if data is None:
         raise ValueError("give either data or states")
+    if connect is not None:
+        folder = target.fetch_tokenizer()
+        tokenizer, config = load_tokenizer(folder, trust_remote_code=trust_remote_code), read_target_config(folder)
+        runner = connect(config, config.dtype or "BF16")
+        return streamed_job(folder, config, tokenizer, values, data, runner, init_from, find_ends(target))
     # Before it is downloaded, or read for its digest.
     check_memory(target.open_headers(), TORCH[values.get("dtype", EagleRecipe.dtype)])
     folder = target.fetch_model()
@@ -339,22 +355,76 @@ def offline_job(
     if init_from is None:
         values = {"captured": list(stored.record.captured), **values}
     check_job(values, config, init_from)
-    text = place_sequences(stored, _seq(values), held_out=False, pack=values.get("pack", EagleRecipe.pack))
-    unseen = place_sequences(stored, _seq(values), held_out=True)
-    recipe = complete(values, config, len(text.rows.ids), init_from.spec if init_from else None)
+    text, unseen = _place(stored, values)
+    recipe = complete(values, config, text.rows.usable, init_from.spec if init_from else None)
     # Now that the recipe is whole: the layers it wants, in its order.
-    wanted: StatesFolder = open_states(folder, config=config, captured=recipe.captured)
-    facts: dict[str, object] = {"name": folder.name, "states": stored.record.prompts.model_dump()}
-    facts |= {"sequences": len(stored.sequences), "dtype": stored.record.dtype, "sha256": _digest(stored.record)}
-    facts |= {"prompts": record_prompts(text.prompts, init_from)}
+    wanted = open_states(folder, config=config, captured=recipe.captured)
+    # A node may hold the files of its own processes alone.
+    wanted.check_files(text.sequences_of(place()[0]) | unseen.sequences_of(place()[0]))
+    facts: dict[str, object] = {"name": folder.name, "sha256": _digest(stored.record)}
 
     def states() -> tuple[StatesSource, StatesSource]:
         return Offline(wanted, text.places), Offline(wanted, unseen.places)
 
     job = TrainJob(target, recipe, text.rows, unseen.rows, states, facts, init_from=init_from)
-    own = ends or find_ends(Folder(target))
-    told = stored.record.target.lm_head_blake3
-    return replace(job, specials=tuple(tokenizer.specials), ends=own, lm_head=told)
+    return _of_states(job, stored.record, text, tokenizer, ends)
+
+
+def streamed_job(
+    target: Path,
+    config: TargetConfig,
+    tokenizer: Tokenizer,
+    values: Mapping[str, Any],
+    data: Data,
+    runner: Runner,
+    init_from: Head | None,
+    ends: Ends | None = None,
+) -> TrainJob:
+    """Return a job whose states a server gives while training runs: the rows are those of states that were stored.
+
+    Args:
+        runner: the target, as a server runs it.
+        data: what to train on; its `held_out` is not looked at.
+
+    Other arguments as of `offline_job`.
+
+    Raises:
+        TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
+        TargetInvalid: a layer cannot be captured.
+    """
+    check_job(values, config, init_from)
+    spec, own = init_from.spec if init_from else None, ends or find_ends(Folder(target))
+    captured = complete(values, config, maxsize, spec).captured
+    checkpoint = Checkpoint(target, config.raw, dict(own.tensors), own.name)
+    wanted = WantedAnswers(data.name, captured, split=data.split, revision=data.revision)
+    planned = plan_states(runner, checkpoint, config, tokenizer, wanted, SHARD_BYTES)
+    served = StreamedStates(planned, runner)
+    text, unseen = _place(served, values)
+    recipe = complete(values, config, text.rows.usable, spec)
+
+    def states() -> tuple[StatesSource, StatesSource]:
+        # Of one too: batches are read ahead by several threads.
+        spread = ThreadPoolExecutor(runner.at_once, thread_name_prefix="requests").map
+        return keep_read_again(Offline(served, text.places, spread), Offline(served, unseen.places, spread), recipe)
+
+    facts: dict[str, object] = {"name": planned.record.prompts.file, "streamed": True}
+    job = TrainJob(target, recipe, text.rows, unseen.rows, states, facts, init_from=init_from)
+    return _of_states(job, planned.record, text, tokenizer, own)
+
+
+def _place(stored: StatesFolder, values: Mapping[str, Any]) -> tuple[Placed, Placed]:
+    """Return the rows to train on and to look at, divided among the processes."""
+    pack, processes = values.get("pack", EagleRecipe.pack), place()[1]
+    text = place_sequences(stored, _seq(values), held_out=False, pack=pack, processes=processes)
+    return text, place_sequences(stored, _seq(values), held_out=True, processes=processes)
+
+
+def _of_states(job: TrainJob, record: StatesRecord, text: Placed, tokenizer: Tokenizer, ends: Ends | None) -> TrainJob:
+    """Complete a job by what the record of its states says."""
+    facts = {"states": record.prompts.model_dump(), "sequences": len(record.sequences), "dtype": record.dtype}
+    facts |= {"prompts": record_prompts(text.prompts, job.init_from)}
+    own, told = ends or find_ends(Folder(job.target)), record.target.lm_head_blake3
+    return replace(job, data=job.data | facts, specials=tuple(tokenizer.specials), ends=own, lm_head=told)  # pyright: ignore[reportOperatorIssue]
 
 
 def _digest(record: StatesRecord) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
@@ -83,13 +84,12 @@ class EagleTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
-        # Processes take turns in the order.
-        turn, turns = self.accelerator.process_index, self.accelerator.num_processes
         return EpochOrder(
             len(self.feeds[0]),
             self.recipe.seed,
             lambda: int(self.state.epoch or 0),
-            lambda order: self.feeds[0].follow(order[turn::turns]),
+            self.feeds[0].follow,
+            self.accelerator.num_processes,
         )
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -119,11 +119,14 @@ class EagleTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Measure the head on held-out text, and log the figures; every process takes part, and has the same."""
+        """Measure the head on held-out text, and log the figures.
+
+        Every process measures it on rows of its own, and has the figures of all.
+        """
         model: Any = self.accelerator.unwrap_model(self.model)
         self.head = head_state(model)
         head = draft_head(self.head, model, self.spec)
-        figures = evaluate(model, head, self.feeds[1], self.recipe)
+        figures = evaluate(model, head, self.feeds[1], self.recipe, gather_object)
         logged = {f"eval_{name}": value for name, value in figures.items()}
         self.log(logged)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
@@ -148,9 +151,7 @@ class EagleTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the head of a checkpoint."""
-        state = head_state(self.accelerator.unwrap_model(self.model))
-        if self.args.should_save:
-            write_head(state, Path(output_dir or str(self.args.output_dir)), self.state.global_step)
+        write_head(self.model, Path(output_dir or str(self.args.output_dir)), self.state.global_step)  # pyright: ignore
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_head(model or self._trained()[0], Path(resume_from_checkpoint))
@@ -176,24 +177,32 @@ def _only(batches: list[Batch]) -> Batch:
 class EpochOrder(Sampler[int]):
     """Every batch once a pass, in an order that hangs on the seed and the pass alone.
 
-    So it is the same after a restart, and on each of several processes, which take turns in it. The pass is asked for:
-    accelerate would tell it, but not to a sampler behind the batches that a run of several processes skips when it goes
-    on (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/data_loader.py#L622-L640).
+    So it is the same after a restart, and on each of several processes, of which each has batches of its own. The
+    pass is asked for: accelerate would tell it, but not to a sampler behind the batches that a run of several processes
+    skips when it goes on
+    (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/data_loader.py#L622-L640).
 
     Args:
         length: number of batches.
         seed: of the orders.
         epoch: gives the pass that begins, from 0.
         begin: called with the order of a pass that begins.
+        processes: that take turns in what is yielded, as accelerate lets them; so each batch is, once for each of them.
     """
 
     def __init__(
-        self, length: int, seed: int, epoch: Callable[[], int], begin: Callable[[list[int]], None] = lambda _: None
+        self,
+        length: int,
+        seed: int,
+        epoch: Callable[[], int],
+        begin: Callable[[list[int]], None] = lambda _: None,
+        processes: int = 1,
     ) -> None:
         self._length, self._seed, self._epoch, self._begin = length, seed, epoch, begin
+        self._processes = processes
 
     def __len__(self) -> int:
-        return self._length
+        return self._length * self._processes
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed)
@@ -202,7 +211,7 @@ class EpochOrder(Sampler[int]):
         # and figures are. Another order is another head of every recipe of more than one pass.
         order = orders[-1].flip(0).tolist()
         self._begin(order)
-        yield from order
+        yield from (batch for batch in order for _ in range(self._processes))
 
 
 # Seconds that processes wait for the first one, which digests, evaluates and writes while they do.

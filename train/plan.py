@@ -35,6 +35,7 @@ class TrainPlan:
         checkpoints: bytes of the checkpoints beside the output.
         output: bytes of the output.
         hours: None where no rate was given.
+        nodes: of each of several nodes, the files of stored states that its processes read.
     """
 
     parameters: int
@@ -46,6 +47,7 @@ class TrainPlan:
     checkpoints: int
     output: int
     hours: float | None
+    nodes: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""

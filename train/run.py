@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from torch import Tensor
+from torch.distributed import DistError
 
 from ..checkpoint.folder import open_checkpoint, read_json
 from ..checkpoint.staging import refuse_existing, staged, writing
@@ -31,6 +34,7 @@ from ..convert.provenance import read_provenance
 from ..convert.read import Head, read_head, read_slot
 from ..engines import by_name
 from ..engines.layout import stored
+from ..errors import TrainingFailed
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
@@ -47,11 +51,13 @@ from .job import (
     draft_coverage,
     draft_map,
     job_key,
+    place,
 )
 from .loop import EagleTrainer, Progress
 from .module import EagleModel, build_module, export_module, reduce_vocab, save_module
 from .recipe import EagleRecipe, check_recipe
 
+LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused")
 # Enough for a curve; kconv validate measures the head that comes out.
 EVAL_BATCHES = 16
 
@@ -86,7 +92,8 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
     if job.init_from:
         converted = read_provenance(job.init_from.checkpoint.folder).conversion(None, exact=False)
     with hold(out) as work:
-        trainer = run(job, work, pace, progress)
+        with _others_end():
+            trainer = run(job, work, pace, progress)
         if trainer.accelerator.is_main_process:
             with staged(out) as folder:
                 export = work / "export"
@@ -103,24 +110,39 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
     return out
 
 
+@contextmanager
+def _others_end() -> Iterator[None]:
+    """Say plainly that another process ended, where torch says that its connection is closed."""
+    try:
+        yield
+    except RuntimeError as fault:
+        # Gloo's faults have no class of their own.
+        if place()[1] == 1 or not (isinstance(fault, DistError) or LOST.search(str(fault))):
+            raise
+        raise TrainingFailed(
+            "another process of this run ended",
+            fix="Its own message says why. The same command resumes from the last checkpoint.",
+        ) from fault
+
+
 def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
     """Train to the last step, from the newest checkpoint before it in `work` if there is one."""
-    recipe, world = job.recipe, int(os.environ.get("WORLD_SIZE", "1"))
-    if not int(os.environ.get("RANK", "0")):
+    recipe, (rank, world) = job.recipe, place()
+    if not rank:
         check_target(job)
         with writing(work):
             claim(work, job_key(job), world)
     model = _start(job)
     spec = spec_of(recipe, read_target_config(job.target))
     states, unseen = job.states()
+    batch, dtype = recipe.batch // world, TORCH[recipe.dtype]
+    text = job.text.own(rank, world, batch)
+    evaluated = job.unseen.own(rank, world)[: EVAL_BATCHES * batch]
     # There may be fewer rows to look at than a batch has.
-    shown, dtype = min(recipe.batch, len(job.unseen.ids)), TORCH[recipe.dtype]
-    evaluated = EVAL_BATCHES * recipe.batch
-    # Whole batches, whatever the processes: accelerate would fill up what is left over with rows from the beginning.
-    used = len(job.text.ids) // recipe.batch * recipe.batch
+    shown = min(batch, len(evaluated))
     feeds = (
-        Feed(job.text.ids[:used], job.text.mask[:used], recipe.batch // world, states, dtype, job.text.documents),
-        Feed(job.unseen.ids[:evaluated], job.unseen.mask[:evaluated], shown, unseen, dtype),
+        Feed(job.text.ids, job.text.mask, batch, states, dtype, job.text.documents, text),
+        Feed(job.unseen.ids, job.unseen.mask, shown, unseen, dtype, own=evaluated),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)

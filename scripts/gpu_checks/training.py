@@ -16,7 +16,9 @@ from .bench import Bench, clear, part
 
 
 class Synthetic:
-    """States of no target: random, of a residual stream's size, the same for each batch, as `feed.States`."""
+    """States of no target: random, of a residual stream's size, the same for each batch, as `feed.StatesSource`."""
+
+    ahead = False
 
     def __init__(self, rows: int, seq: int, hidden: int, layers: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -80,6 +82,7 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
         pace = Pace(save_every=10**6, eval_every=10**6)
         trainer = EagleTrainer(model, spec_of(recipe, config), recipe, feeds, Path(work), pace, progress)
         trainer.train()
+        checkpoint = part(lambda: keep(trainer, Path(work)))
     assert all(value == value for value in losses), "a loss is NaN"
     # The loop's callback comes once a step, after the loss was read back; the first steps warm up.
     step = statistics.median(later - before for before, later in itertools.pairwise(ends[3:]))
@@ -97,9 +100,29 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
         # What `kconv train --dry-run` says of it.
         "planned_gib": round(sum(plan_training(recipe, config).memory.values()) / 2**30, 2),
     }
+    figures["checkpoint"] = checkpoint
     figures["matrix_rate"] = part(lambda: matrix_rate(bench, trainer, feeds[0], step))
     figures["look"] = part(lambda: {k: round(v, 4) for k, v in trainer.evaluate().items()})
     return figures
+
+
+def keep(trainer: Any, work: Path) -> dict[str, float]:
+    """Return the seconds in which a checkpoint is written and read, and its size; what is read is what was there."""
+    folder, model = work / "kept", trainer.accelerator.unwrap_model(trainer.model).eagle_module
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    begin = time.perf_counter()
+    trainer.save_model(str(folder))
+    trainer._save_optimizer_and_scheduler(str(folder))
+    written = time.perf_counter()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.zero_()
+    trainer._load_from_checkpoint(str(folder))
+    trainer._load_optimizer_and_scheduler(str(folder))
+    read = time.perf_counter()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "weights changed"
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return {"write_s": round(written - begin, 2), "read_s": round(read - written, 2), "gb": round(size / 1e9, 2)}
 
 
 def matrix_rate(bench: Bench, trainer: Any, feed: Any, step: float) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Prompts to a head by one recipe, through a real vLLM: killed at each stage and run again, it leaves equal bytes."""
+"""A real vLLM that hands out states: prompts to a head by one recipe, killed at each stage, leave equal bytes; two
+processes that train beside the server end with the weights of stored states, and leave nothing behind when one dies."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
+import kconv
 from kconv.engines.base import Serving
 from kconv.engines.serving import serve
 from kconv.engines.vllm import ENGINE
-from kconv.engines.vllm_states import states_options
+from kconv.engines.vllm_states import LATE_SECONDS, states_options
 from kconv.tiny.recipe import DEMO
 from kconv.tiny.target import make_target
 from kconv.tiny.text import read_corpus
@@ -74,43 +80,140 @@ def made(root: Path) -> dict[str, bytes]:
     return {str(file.relative_to(root)): file.read_bytes() for file in kept}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(cache, demo_lock) -> Path:
     """Return the demo's target: the MoE of the tests' own is too narrow for vLLM's CPU kernels in fp32."""
     with demo_lock:
         return make_target(DEMO, cache)
 
 
-def test_a_chain_that_is_killed_at_each_stage_leaves_the_same_bytes(engine_python, target, tmp_path, monkeypatch):
-    shared, prompts, file = tmp_path / "shared", tmp_path / "prompts.jsonl", tmp_path / "chain.yaml"
-    shared.mkdir()
+@dataclass(frozen=True)
+class Server:
+    """A vLLM that hands out states: its address, the folder in memory that it writes to, and its processes."""
+
+    url: str
+    shared: Path
+    processes: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def server(engine_python, target) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        options = states_options((1, 3, 5), 7, Path(shared))
+        # The CPU build has neither CUDA streams nor pinned memory; all else of the connector is vLLM's.
+        connect = json.loads(options["--kv-transfer-config"])
+        connect |= {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "vllm_states_connector"}
+        options["--kv-transfer-config"] = json.dumps(connect)
+        # What it runs side by side it sums in another order.
+        options["--max-num-seqs"] = "1"
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
+        with serve(Serving(engine_python, target, options=options), ENGINE) as served:
+            # What the server needs is no path of kconv's own.
+            patch.undo()
+            yield Server(served.client.url, Path(shared), psutil.Process().children(recursive=True))
+
+
+def test_a_chain_that_is_killed_at_each_stage_leaves_the_same_bytes(server, target, tmp_path):
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "chain.yaml"
     texts = [text for text in read_corpus().train if len(text) > 200][:24]
     prompts.write_text("".join(json.dumps({"prompt": text[:80]}) + "\n" for text in texts))
-    options = states_options((1, 3, 5), 7, shared)
-    # The CPU build has neither CUDA streams nor pinned memory; all else of the connector is vLLM's.
-    connect = json.loads(options["--kv-transfer-config"])
-    connect |= {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "vllm_states_connector"}
-    options["--kv-transfer-config"] = json.dumps(connect)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    with serve(Serving(engine_python, target, options=options), ENGINE) as served:
-        # What the server needs is no path of kconv's own.
-        monkeypatch.undo()
-        file.write_text(recipe(target, prompts, served.client.url, shared))
-        assert start(file, tmp_path / "whole").wait() == 0
-        root, killed = tmp_path / "killed", []
-        for stage, begun in STAGES.items():
-            process = start(file, root)
-            while process.poll() is None and not begun(root):
-                time.sleep(0.005)
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                killed.append(stage)
-            process.wait()
-            assert not (root / stage / "kconv.json").exists()
-        asked = lines(root / "dialogues" / "dialogues.jsonl")
-        assert start(file, root).wait() == 0
+    file.write_text(recipe(target, prompts, server.url, server.shared))
+    assert start(file, tmp_path / "whole").wait() == 0
+    root, killed = tmp_path / "killed", []
+    for stage, begun in STAGES.items():
+        process = start(file, root)
+        while process.poll() is None and not begun(root):
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed.append(stage)
+        process.wait()
+        assert not (root / stage / "kconv.json").exists()
+    asked = lines(root / "dialogues" / "dialogues.jsonl")
+    assert start(file, root).wait() == 0
     assert killed == list(STAGES)
     one, other = made(tmp_path / "whole"), made(root)
     assert one.keys() == other.keys() and {"head/model.safetensors", "vllm/model.safetensors"} < one.keys()
     assert [name for name in one if one[name] != other[name]] == []
     assert len(asked) == 24
+
+
+class Trainers:
+    """Two processes of one run, their output in a file.
+
+    Args:
+        words: of `kconv train`.
+        log: the file.
+    """
+
+    def __init__(self, words: list[object], log: Path) -> None:
+        program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python"]
+        program += [sys.executable, "-c", "from kconv.cli import main; main()", "train", *map(str, words)]
+        self.log = log
+        with log.open("w") as output:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(program, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait(self) -> str:
+        """Wait for the end of both, and return what they said."""
+        code = self.process.wait(1200)
+        said = self.log.read_text()
+        assert (code == 0) == ("error: " not in said), said
+        return said
+
+    def wait_until(self, begun: Callable[[], bool]) -> list[psutil.Process]:
+        """Wait until something holds, and return the two processes."""
+        while not begun():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.005)
+        return [one for one in psutil.Process(self.process.pid).children() if "train" in one.cmdline()]
+
+
+def empty(folder: Path) -> bool:
+    """Say whether nothing is left in a folder, at the latest when those who sweep it have ended."""
+    end = time.monotonic() + 3 * LATE_SECONDS
+    while any(folder.iterdir()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(folder.iterdir())
+
+
+def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(server, target, tmp_path):
+    data, stored = tmp_path / "dialogues.jsonl", tmp_path / "states"
+    texts = [text for text in read_corpus().train if len(text) > 300][:48]
+    said = [[("user", text[:60]), ("assistant", text[60:300])] for text in texts]
+    rows = [{"messages": [{"role": role, "content": words} for role, words in turns]} for turns in said]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kconv.states(target, stored, data=data, captured=(1, 3, 5), url=server.url, shared=server.shared, dtype="F32")
+    assert not any(server.shared.iterdir())
+    settings = SETTINGS | {"captured": [1, 3, 5]}
+    common = ["--recipe", "eagle3-gqa", "--save-every", 4, "--eval-every", 16]
+    common += [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    served = ["--data", data, "--url", server.url, "--shared", server.shared, *common]
+    Trainers([target, tmp_path / "stored", "--states", stored, *common], tmp_path / "stored.log").wait()
+    wanted = (tmp_path / "stored" / "model.safetensors").read_bytes()
+
+    # One of the two is killed, and the other one ends; the same command goes on.
+    words, work = [target, tmp_path / "streamed", *served], tmp_path / ".streamed.training"
+    trainers = Trainers(words, tmp_path / "killed.log")
+    [_, last] = trainers.wait_until(lambda: any(work.glob("checkpoint-*/trainer_state.json")))
+    last.kill()
+    assert trainers.process.wait(600) != 0
+    assert empty(server.shared)
+    Trainers(words, tmp_path / "streamed.log").wait()
+    assert (tmp_path / "streamed" / "model.safetensors").read_bytes() == wanted
+    assert not any(server.shared.iterdir())
+    told = json.loads((tmp_path / "streamed" / "kconv.json").read_text())["training"]["data"]
+    assert told["streamed"] and told["sequences"] == 48
+
+    # The server dies: both end, and say so.
+    trainers = Trainers([target, tmp_path / "orphaned", *served], tmp_path / "orphaned.log")
+    trainers.wait_until(lambda: any(tmp_path.glob(".orphaned.training/untrained.json")))
+    for process in server.processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    said = trainers.wait()
+    assert "the server does not answer" in said
+    # Neither says what a library makes of it; torchrun itself ends in a traceback of its own.
+    assert "RuntimeError" not in said and "httpx" not in said
+    assert empty(server.shared)
+    assert not (tmp_path / "orphaned").exists()

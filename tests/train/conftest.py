@@ -13,7 +13,7 @@ from support.hub import hub
 from kconv.targets.model import load_target
 from kconv.train import recipe as recipes
 from kconv.train.data import Rows
-from kconv.train.feed import Online
+from kconv.train.feed import Kept, Online
 from kconv.train.job import Pace, TrainJob
 from kconv.train.recipe import EagleRecipe
 from kconv.train.run import train, train_head
@@ -71,7 +71,7 @@ def make_job(tiny_target, rows):
     def make(recipe: EagleRecipe, **changes) -> TrainJob:
         def states():
             model = load_target(tiny_target, torch.float32)
-            return Online(model, recipe.captured), Online(model, recipe.captured)
+            return Kept(Online(model, recipe.captured)), Kept(Online(model, recipe.captured))
 
         return TrainJob(tiny_target, recipe, *rows, states, **changes)
 

@@ -6,7 +6,7 @@ import torch
 
 from kconv.errors import StatesInvalid
 from kconv.targets.forward import run_target
-from kconv.train.feed import Feed, Offline, Online, online_states
+from kconv.train.feed import Feed, Kept, Offline, Online, online_states
 from kconv.train.loop import EpochOrder
 from kconv.train.recipe import TEST_GQA
 
@@ -15,7 +15,7 @@ CAPTURED = (1, 3, 5)
 
 def test_a_batch_holds_the_targets_states_and_the_target_runs_once(target, text):
     ids = text[:96].view(4, 24)
-    feed = Feed(ids, torch.ones_like(ids, dtype=torch.bool), 2, Online(target, CAPTURED))
+    feed = Feed(ids, torch.ones_like(ids, dtype=torch.bool), 2, Kept(Online(target, CAPTURED)))
     runs = []
     hook = target.model.register_forward_hook(lambda *_: runs.append(1))
     first, again = feed[1], feed[1]
@@ -33,7 +33,7 @@ def test_states_that_have_no_room_are_made_anew(target, text):
     ids = text[:96].view(4, 24)
     one = Online(target, CAPTURED).read(torch.tensor([0, 1]), ids[:2])
     size = sum(part.numel() * part.element_size() for part in one)
-    states = Online(target, CAPTURED, keep=size)
+    states = Kept(Online(target, CAPTURED), size)
     kept, made = (states.read(torch.tensor(rows), ids[rows]) for rows in ([0, 1], [2, 3]))
     assert states.read(torch.tensor([0, 1]), ids[:2])[0] is kept[0]
     assert states.read(torch.tensor([2, 3]), ids[2:])[0] is not made[0]

@@ -128,7 +128,8 @@ def test_a_plan_of_stored_states_is_of_their_own_rows_and_its_disk_is_what_is_ta
     seen: list[int] = []
 
     def watch(*_: object, **__: object) -> None:
-        seen.append(sum(f.stat().st_size for f in (tmp_path / ".out.training").glob("checkpoint-*/*")))
+        kept = (tmp_path / ".out.training").glob("checkpoint-*/**/*")
+        seen.append(sum(f.stat().st_size for f in kept if f.is_file()))
 
     monkeypatch.setattr(EagleTrainer, "log", watch)
     run(*words)
