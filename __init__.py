@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     card: Callable[..., Any]
     compare: Callable[..., Any]
     convert: Callable[..., Any]
+    env: Callable[..., Any]
     generate: Callable[..., Any]
     inspect: Callable[..., Any]
     publish: Callable[..., Any]

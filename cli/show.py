@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..operations.bench import Compared, Written
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
+    from ..operations.env import Environment
     from ..operations.generate import Generated
     from ..operations.inspect import Inspected
     from ..operations.publish import PublishResult
@@ -700,6 +701,20 @@ def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
 # Releasing
 
 
+def _show_environment(_: Operation, found: Environment) -> None:
+    grid = Table.grid(Column(), Column(), padding=(0, 2))
+    machine = found.machine
+    facts = {"kconv": found.kconv, "python": found.python}
+    facts |= {name: number or "not installed" for name, number in found.libraries.items()}
+    facts |= {"engines": ", ".join(f"{name} {number}" for name, number in found.engines.items()) or "none found"}
+    facts |= {"processor": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory"}
+    facts |= {"GPUs": "; ".join(machine["gpus"]) or "none that torch sees"}
+    facts |= {"C compiler": "yes" if found.compiler else "no", "variables set": ", ".join(found.variables) or "none"}
+    for name, fact in facts.items():
+        grid.add_row(f"[bold]{name}", escape(fact))
+    wide_console().print(grid, highlight=False)
+
+
 def _show_card(_: Operation, result: CardWritten) -> None:
     if result.missing is not None:
         for name, asked in result.missing.items():
@@ -756,6 +771,7 @@ def megabytes(count: int) -> str:
 
 SHOWN: Mapping[str, Callable[[Any, Any], None]] = {
     "Inspect": _show_head,
+    "Env": _show_environment,
     "Vocab": _show_vocab,
     "Convert": _show_conversion,
     "Verify": _show_verified,
