@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
@@ -39,16 +39,19 @@ def layouts() -> Iterator[str]:
         [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
-    yield "W: the layout's own name, which is also written where kconv writes the layout. r: read in its place."
-    yield "b: read beside it, with the same bytes. ·: not known. A name that is not known, or missing, stops the work."
-    yield ""
+    yield "*Own name*: layouts that use this name; kconv writes it where it writes the layout. *Also read*: layouts in"
+    yield "which kconv reads it too, instead of the own name or beside it with the same bytes. A name that a layout does"
+    yield from ("not know, or a missing one, stops the conversion.", "")
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for layout in all_layouts():
         for row in layout.rows:
             rows.setdefault(_tensor(row), {})[layout.name] = ROLES[row.role]
     yield from table(
-        ("tensor", "slot", "shape", "layers", "heads", *(layout.name for layout in all_layouts())),
-        [(*key, *(own.get(layout.name, "·") for layout in all_layouts())) for key, own in rows.items()],
+        ("tensor", "slot", "shape", "layers", "heads", "own name", "also read"),
+        [
+            (*key, _names(own, "W"), ", ".join(f"`{name}`" for name, role in own.items() if role != "W"))
+            for key, own in rows.items()
+        ],
     )
     yield from (
         "",
@@ -84,6 +87,15 @@ def _tensor(row: Row) -> tuple[str, ...]:
     heads = [kind for kind, whole in KINDS.items() if all(slot.when(whole) for slot in own)]
     stacked = ", ".join(f"`{name}`" for name in row.slots)
     return (f"`{row.name}`", stacked, f"`[{shape}]`", row.layers or own[0].layers, _all(heads))
+
+
+def _names(roles: Mapping[str, str], role: str) -> str:
+    """Return the layouts in which a tensor has a role, the shorter way round."""
+    those = [f"`{one.name}`" for one in all_layouts() if roles.get(one.name) == role]
+    others = [f"`{one.name}`" for one in all_layouts() if roles.get(one.name) != role]
+    if not others:
+        return "all"
+    return f"all but {', '.join(others)}" if len(others) < len(those) - 2 else ", ".join(those)
 
 
 def _all(heads: list[str]) -> str:
