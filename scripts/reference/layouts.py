@@ -39,9 +39,9 @@ def layouts() -> Iterator[str]:
         [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
-    yield "A tensor's names, each with the layouts that use and write it. *Also read*: in these layouts kconv reads the"
-    yield "name too, instead of their own or beside it, with the same bytes. *First*, *later*: decoder layers. A name that a"
-    yield from ("layout does not know, or a missing one, stops the conversion.", "")
+    yield "A tensor's names, each with the layouts that use and write it. *Also read*: in these layouts kconv reads"
+    yield "the name too, instead of their own or beside it, with the same bytes. *First*, *later*: decoder layers. A name"
+    yield from ("that a layout does not know, or a missing one, stops the conversion.", "")
     tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:
