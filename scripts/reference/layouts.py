@@ -40,8 +40,8 @@ def layouts() -> Iterator[str]:
     )
     yield from ("", "## Tensors", "")
     yield "A tensor's names, each with the layouts that use and write it. *Also read*: in these layouts kconv reads"
-    yield "the name too, instead of their own or beside it, with the same bytes. *First*, *later*: decoder layers. A name"
-    yield from ("that a layout does not know, or a missing one, stops the conversion.", "")
+    yield "the name too, instead of their own or beside it, with the same bytes. *First*, *later*: decoder layers. A"
+    yield from ("name that a layout does not know, or a missing one, stops the conversion.", "")
     tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:
