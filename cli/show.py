@@ -212,8 +212,8 @@ def _show_unverified(manifest: Any) -> None:
     """Print what of a head rests on a user's word or on a default, loudly where its own files say otherwise."""
     console = wide_console()
     for one in manifest.unverified:
-        said = escape(f"{one.fact}: {one.value}, by {one.word}")
-        console.print(f"[yellow]not verified[/] {said}", highlight=False, soft_wrap=True)
+        said = escape(f"{one.fact}: {one.value} ({one.word})")
+        console.print(f"[yellow]not verified:[/] {said}", highlight=False, soft_wrap=True)
         if one.against:
             said = escape(f"{one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS")
             console.print(f"[bold red]WARNING[/] {said}", highlight=False, soft_wrap=True)

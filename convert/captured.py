@@ -237,7 +237,7 @@ def _decide(
                 fix="Give --captured: the 0-based layer outputs that the head was trained on.",
             )
         word = f"each engine's default for {hints.target_layers} layers"
-        return Captured(ids, f"absent; {word}", word)
+        return Captured(ids, f"not in the config; {word}", word)
     raise CapturedUndecided(
         "the config does not say which target layers this head reads",
         where=f"config.json: {TOP}",
