@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from .escape import shell
 
 # Libraries that a result depends on, and the extra that brings each; empty for those that are always there.
 LIBRARIES = {
@@ -43,12 +44,12 @@ def install_command(extra: str) -> str:
     if not url:
         return f"pip install 'kconv[{extra}]'"
     if not url.startswith("file:"):
-        return f"pip install {shlex.quote(f'kconv[{extra}] @ {url}')}"
+        return f"pip install {shell(f'kconv[{extra}] @ {url}')}"
     path = url2pathname(urlsplit(url).path)
     if not Path(path).exists():
         return f"pip install '.[{extra}]' in a clone of kconv"
     where = f"{path}[{extra}]" if Path(path).is_dir() else f"kconv[{extra}] @ {url}"
-    return f"pip install {'-e ' if editable else ''}{shlex.quote(where)}"
+    return f"pip install {'-e ' if editable else ''}{shell(where)}"
 
 
 def _origin(found: Distribution) -> tuple[str, bool]:
