@@ -8,8 +8,8 @@ Each operation is a function, and takes what its command and its recipe step tak
     kconv.convert("org/head", "out", to="vllm")
     kconv.validate("out", source="org/head", for_="vllm")
 
-`help(kconv.convert)` shows an operation's options. What goes wrong is a `KconvError`, which has a `code`, says `what`
-is wrong and `where`, and how to `fix` it.
+`help(kconv.convert)` shows an operation's options. An error is a `KconvError` with a `code`, `what` is wrong,
+`where`, and how to `fix` it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     card: Callable[..., Any]
     compare: Callable[..., Any]
     convert: Callable[..., Any]
+    env: Callable[..., Any]
     generate: Callable[..., Any]
     inspect: Callable[..., Any]
     publish: Callable[..., Any]

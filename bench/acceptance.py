@@ -56,7 +56,7 @@ class Interval(_AcceptancePart):
     Attributes:
         low, high: its ends, in the figure's unit.
         level: e.g. 0.95.
-        over: what was drawn again and again: "prompts", or "groups of N prompts" where N ran side by side.
+        over: what the bootstrap draws: "prompts", or "groups of N prompts" where N ran side by side.
         units: how many of them there are.
     """
 
@@ -68,7 +68,7 @@ class Interval(_AcceptancePart):
 
 
 class Sanity(_AcceptancePart):
-    """What the target answered, as looping text flatters every drafter.
+    """The target's answers; repetitive text inflates every drafter's acceptance.
 
     Attributes:
         distinct_4grams: share of distinct 4-grams of words within an answer, mean over answers.
@@ -169,7 +169,7 @@ class AcceptanceRow(_AcceptancePart):
         rates: share of verify steps in which the draft was accepted up to each place.
         drafts: verify steps that the figure is over.
         interval, sanity, speed: where measured.
-        note: how the figure came about, where its key does not say.
+        note: how the figure was measured, if its key does not say.
     """
 
     metric: Metric

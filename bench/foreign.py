@@ -60,9 +60,9 @@ def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]
         title, rows = _results(text, file)
     origin = url or source or f"{file.name}, sha256 {file_digest(file)}"
     if not (head or named):
-        raise AcceptanceInvalid("the file does not say which head it is about", where=file, fix="Say --head.")
+        raise AcceptanceInvalid("the file does not say which head it is about", where=file, fix="Give --head.")
     if head and named and head != named:
-        raise DefinitionsMixed(f"the file is about {named}, not {head}", where=file, fix=f"Say --head {named}.")
+        raise DefinitionsMixed(f"the file is about {named}, not {head}", where=file, fix=f"Give --head {named}.")
     made = [_complete(row, said, file, origin, title) for row in rows]
     try:
         return AcceptanceFile(
@@ -84,7 +84,7 @@ def _complete(row: Fields, said: Mapping[str, Any], file: Path, origin: str, tit
         raise DefinitionsMixed(f"the file says otherwise: {told}", where=file, fix="Leave the option out.")
     made = given | {name: value for name, value in row.items() if value is not None}
     if not made.get("dataset"):
-        raise AcceptanceInvalid("the file does not say what was asked", where=file, fix="Say --dataset.")
+        raise AcceptanceInvalid("the file does not say what was asked", where=file, fix="Give --dataset.")
     note = "; ".join(filter(None, (f"from a result of {title}", made.get("note"))))
     return made | {"measured_by": "quoted", "url": origin, "note": note}
 

@@ -61,7 +61,7 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
     if not rows:
         said = f"of category {category!r}" if category is not None else "of SPEED-Bench's coding, or of all of a suite"
         raise AcceptanceInvalid(
-            f"there is no mean over verify steps {said}", where=first.head, fix="Say --category, or measure it."
+            f"there is no mean over verify steps {said}", where=first.head, fix="Give --category, or measure it."
         )
     modes: dict[str, dict[int, AcceptanceRow]] = {}
     for row in rows:

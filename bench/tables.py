@@ -14,6 +14,7 @@ from typing import Self
 
 from ..charts import chart
 from ..errors import MissingExtra
+from ..installed import install_command
 from .acceptance import LINE, MAY_BE_UNSAID, METHOD, OVERALL, AcceptanceFile, AcceptanceRow, suite_name
 
 NOT_STATED = "not stated"
@@ -356,5 +357,5 @@ def draw_bars(
                 figure.legend(loc="outside lower left", ncols=min(3, len(series)))
     except ImportError as fault:
         raise MissingExtra(
-            "drawing a chart needs matplotlib", fix="Run pip install '.[plots]' in a clone of kconv, or add --no-chart."
+            "drawing a chart needs matplotlib", fix=f"Run {install_command('plots')}, or add --no-chart."
         ) from fault

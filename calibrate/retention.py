@@ -104,7 +104,7 @@ def conversion_record(
         held_out: figures on text that neither saw.
         method: the steps, one sentence.
         rows: what was fitted on, chains times draft steps.
-        details: what was chosen on the way.
+        details: choices that the fit made.
         heal_steps: steps towards the original.
         fingerprint: of the head that the figures are of; see `head.fingerprint`.
     """

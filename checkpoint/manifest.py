@@ -63,7 +63,7 @@ class TensorRecord(Record):
 
 
 class StepRecord(Record):
-    """How one tensor of the output came to be; `reason` says it of a tensor that was computed."""
+    """How one output tensor was made; `reason` explains a computed one."""
 
     action: Action
     output: TensorRecord
@@ -78,7 +78,7 @@ class DroppedRecord(TensorRecord):
 
 
 class HintsRecord(Record):
-    """What the user said of the source where its config is silent; see `convert.captured.Hints`."""
+    """Options with which the user described the source; see `convert.captured.Hints`."""
 
     captured: tuple[int, ...] | None = None
     captured_are: Literal["outputs", "inputs"] | None = None
@@ -90,7 +90,7 @@ class HintsRecord(Record):
 
 
 class UnverifiedRecord(Record):
-    """A fact that rests on the user's word or on a default; see `convert.config.Unverified`."""
+    """A fact that only the user or a default states; see `convert.config.Unverified`."""
 
     fact: str
     value: str
@@ -120,18 +120,18 @@ class Parameters(Record):
 
 
 class ConversionRecord(Record):
-    """How an attention was turned into the other kind: an approximation, calibrated and measured.
+    """A conversion of the attention: an approximation, calibrated and measured.
 
     Attributes:
         method: the steps, one sentence.
-        calibration: what it was calibrated and measured on, by name.
+        calibration: the text that it was calibrated and measured on.
         calibration_sha256: over the token ids, in order.
         prompts: the digest of each prompt that the texts were made of, so that none is measured on as held out.
         sequences, context: how many texts, and tokens of the longest.
-        rows: what was fitted on: chains times draft steps.
+        rows: states that it was fitted to: chains times draft steps.
         heal_steps: of gradient descent towards the original.
-        held_out: figures on the part that was neither fitted nor healed on; lengths include the bonus token.
-        details: what was chosen on the way.
+        held_out: figures on text that neither the fit nor healing used; lengths include the bonus token.
+        details: choices that the fit made.
         fingerprint: what the measured head computed on inputs of its own; see `head.fingerprint`. Empty where it was
             not taken.
         before: the record of the head that this one was converted from, where that was an approximation itself.
@@ -152,19 +152,19 @@ class ConversionRecord(Record):
 
 
 class Manifest(Record):
-    """What was made of what, and by whom; the schema of kconv.json.
+    """What an output was made from, and how; the schema of kconv.json.
 
     Attributes:
         kconv: the version that wrote it.
         exact: whether every weight's bytes are the source's, or the target's where one was added from it.
-        source: how the user named the source.
+        source: the source, as the user named it.
         source_config: sha256 of its config.json.
         source_pickles: the files of the source that were pickles, read with weights_only; empty for safetensors.
-        source_layout, layout: from and to.
-        hints: what the user said of the source, by which it is read again to be compared.
+        source_layout, layout: of the source and of the output.
+        hints: the options with which the user described the source.
         spec: the head, as `HeadSpec` names it.
         captured_by: how the captured layers were decided.
-        unverified: what rests on the user's word or on a default, until kconv validate measures it.
+        unverified: facts that only the user or a default states, until kconv validate measures them.
         parameters: number of weight elements in the output.
         parameters_by_origin: the same, trained and copied ones apart.
         config_copied, config_dropped: the source config's keys that kconv does not interpret.

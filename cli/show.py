@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..operations.bench import Compared, Written
     from ..operations.card import CardWritten
     from ..operations.convert import Converted
+    from ..operations.env import Environment
     from ..operations.generate import Generated
     from ..operations.inspect import Inspected
     from ..operations.publish import PublishResult
@@ -210,8 +211,8 @@ def _show_unverified(manifest: Any) -> None:
     """Print what of a head rests on a user's word or on a default, loudly where its own files say otherwise."""
     console = wide_console()
     for one in manifest.unverified:
-        said = escape(f"{one.fact}: {one.value}, by {one.word}")
-        console.print(f"[yellow]not verified[/] {said}", highlight=False, soft_wrap=True)
+        said = escape(f"{one.fact}: {one.value} ({one.word})")
+        console.print(f"[yellow]not verified:[/] {said}", highlight=False, soft_wrap=True)
         if one.against:
             said = escape(f"{one.against}. Measure it: kconv validate OUT --target TARGET --prompts PROMPTS")
             console.print(f"[bold red]WARNING[/] {said}", highlight=False, soft_wrap=True)
@@ -701,6 +702,20 @@ def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
 # Releasing
 
 
+def _show_environment(_: Operation, found: Environment) -> None:
+    grid = Table.grid(Column(), Column(), padding=(0, 2))
+    machine = found.machine
+    facts = {"kconv": found.kconv, "python": found.python}
+    facts |= {name: number or "not installed" for name, number in found.libraries.items()}
+    facts |= {"engines": ", ".join(f"{name} {number}" for name, number in found.engines.items()) or "none found"}
+    facts |= {"processor": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory"}
+    facts |= {"GPUs": "; ".join(machine["gpus"]) or "none that torch sees"}
+    facts |= {"C compiler": "yes" if found.compiler else "no", "variables set": ", ".join(found.variables) or "none"}
+    for name, fact in facts.items():
+        grid.add_row(f"[bold]{name}", escape(fact))
+    wide_console().print(grid, highlight=False)
+
+
 def _show_card(_: Operation, result: CardWritten) -> None:
     if result.missing is not None:
         for name, asked in result.missing.items():
@@ -757,6 +772,7 @@ def megabytes(count: int) -> str:
 
 SHOWN: Mapping[str, Callable[[Any, Any], None]] = {
     "Inspect": _show_head,
+    "Env": _show_environment,
     "Vocab": _show_vocab,
     "Convert": _show_conversion,
     "Verify": _show_verified,

@@ -1,7 +1,4 @@
-"""`kconv --version`: kconv's version, and those of the libraries that a result depends on.
-
-Read from what is installed beside kconv; none of them is imported.
-"""
+"""`kconv --version`: kconv's version, and those of the libraries that a result depends on."""
 
 from __future__ import annotations
 
@@ -11,36 +8,22 @@ import click
 
 from .terminal import echo
 
-# The extra that brings a library; empty for those that are always there.
-LIBRARIES = {
-    "torch": "",
-    "safetensors": "",
-    "huggingface-hub": "",
-    "nvidia-modelopt": "optimize",
-    "transformers": "optimize",
-    "matplotlib": "plots",
-}
-
 
 def version_lines() -> list[str]:
     """Return kconv's version, Python's, and one line for each library."""
     import platform
-    from importlib.metadata import version
 
-    return [
-        f"kconv, version {version('kconv')}",
+    from ..installed import LIBRARIES, install_command, version_of
+
+    lines = [
+        f"kconv, version {version_of('kconv')}",
         f"Python {platform.python_version()} on {platform.system()} {platform.machine()}",
-        *(f"{name} {_installed(name, extra)}" for name, extra in LIBRARIES.items()),
     ]
-
-
-def _installed(name: str, extra: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return f"is not installed; pip install '.[{extra}]' in a clone of kconv" if extra else "is not installed"
+    for name, extra in LIBRARIES.items():
+        lines.append(
+            f"{name} {version_of(name) or 'is not installed' + (f'; {install_command(extra)}' if extra else '')}"
+        )
+    return lines
 
 
 def version_option(command: Callable) -> Callable:

@@ -237,7 +237,7 @@ def _decide(
                 fix="Give --captured: the 0-based layer outputs that the head was trained on.",
             )
         word = f"each engine's default for {hints.target_layers} layers"
-        return Captured(ids, f"absent; {word}", word)
+        return Captured(ids, f"not in the config; {word}", word)
     raise CapturedUndecided(
         "the config does not say which target layers this head reads",
         where=f"config.json: {TOP}",
@@ -347,7 +347,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
             fix="Give --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
         )
     if nested == _default(default_outputs, nested[-1] + 4, layers):
-        return Captured(nested, f"{list(nested)} in eagle_config is the default for layer outputs")
+        return Captured(nested, f"{list(nested)} in eagle_config is the usual list, counted as layer outputs")
     if 1 in nested:
         return Captured(nested, f"{list(nested)} in eagle_config contains 1: layer outputs")
     if saved == TRAINER:

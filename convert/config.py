@@ -32,7 +32,7 @@ MAX_LAYERS = 1000
 TIED = "tie_word_embeddings"
 OF_FIXED = {TIED: "K170", CONFIG_KEY: "K198"}
 THETA = (
-    "Say --rope-theta as in the head's training config, or state it in config.json. Where that config was silent too:"
+    "Give --rope-theta as in the head's training config, or state it in config.json. Where that config was silent too:"
     " SafeAILab's trainer and transformers' LlamaConfig take 10000."
 )
 # A draft head has one decoder layer, and those of several have up to five; more is the number of the target's.
@@ -260,7 +260,7 @@ def _unify(
                 ConfigInvalid,
                 f"the config does not state {name}: {why}",
                 f"config.json: {name}",
-                "Say --norm-before-residual yes or no, as the head was trained.",
+                "Give --norm-before-residual yes or no, as the head was trained.",
                 "K015",
             )
     return flat, left

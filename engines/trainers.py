@@ -171,7 +171,7 @@ SPECULATORS = Layout(
         TargetLimit(
             lambda spec, target: target is None,
             "the speculators library loads the target that a head's config names, and none is known",
-            "Say --target: the model that the head drafts for.",
+            "Give --target: the model that the head drafts for.",
             f"{SPECULATORS_CORE}#L176-L181",
         ),
     ),

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ..checkpoint.schema import in_words
 from ..errors import KconvError, MissingExtra, RequestInvalid, StepFailed
+from ..installed import install_command
 
 if TYPE_CHECKING:
     from ..cards.facts import Facts
@@ -320,9 +321,7 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtra:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         raise error
-    return MissingExtra(
-        f"{package} is not installed", fix=f"Run pip install '.[{EXTRAS[package]}]' in a clone of kconv."
-    )
+    return MissingExtra(f"{package} is not installed", fix=f"Run {install_command(EXTRAS[package])}.")
 
 
 # Packages that only some operations take, and the extra that brings them.

@@ -285,10 +285,10 @@ class Bench(Reading):
 
 
 class Curve(Operation):
-    """Write the golden acceptance curve of a head's acceptance.json FILES, as InferenceX's referees have it.
+    """Write the golden acceptance curve of a head's acceptance.json FILES, in the form that InferenceX uses.
 
-    Each figure is of one K and one thinking mode (--reasoning of kconv bench), of SPEED-Bench's coding unless
-    --category says otherwise, and all of a mode were measured alike.
+    Each figure has one K and one thinking mode (--reasoning of kconv bench). The category is SPEED-Bench's coding, or
+    --category. All figures of a mode must have been measured in the same way.
     """
 
     EXAMPLES = ("kconv curve on.json off.json --out my-target_eagle3.yaml",)
@@ -324,8 +324,8 @@ class Quote(Operation):
     """Write figures that another program measured as acceptance.json, with their origin.
 
     FILE is a result of vllm bench serve, of AIPerf (profile_export_aiperf.json) or of sglang.bench_serving, or one of
-    InferenceX's golden curves. The options say what it leaves open; what nobody says stays unsaid, and keeps a figure
-    from being compared.
+    InferenceX's golden curves. Give what the file leaves open as options. A figure with an unstated condition is
+    never compared.
     """
 
     EXAMPLES = (

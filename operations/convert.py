@@ -46,8 +46,8 @@ class Convert(Reading):
     --attention changes the attention. That is an approximation: it is fitted to --target's states, healed
     (fine-tuned), measured on held-out text, and refused if it retains too little.
 
-    Without it, --prompts or --states measure on --target what the head's files leave open. The conversion takes what
-    is decided, and refuses a reading that another one beats.
+    Without it, --prompts or --states measure on --target what the head's files leave open. The conversion uses what
+    this decides, and refuses your reading if another one beats it.
     """
 
     EXAMPLES = (

@@ -27,9 +27,9 @@ class Recipe(BaseModel):
         name: what the manifest calls it.
         about: one line for people.
         quantize: patterns of the modules that become NVFP4.
-        keep: patterns of modules that stay, though `quantize` matches them.
+        keep: patterns of modules that are not quantized, although `quantize` matches them.
         weight_only: activations stay bf16 (W4A16), and no module has an input_scale.
-        kv_cache: what the engine is told to keep its KV cache in.
+        kv_cache: the format of the engine's KV cache.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

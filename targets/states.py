@@ -32,10 +32,10 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class TargetRecord(Record):
-    """Which target the states are of.
+    """The target that the states are of.
 
     Attributes:
-        source: how the user named it.
+        source: as the user named it.
         config_sha256: of its config.json, as canonical JSON.
         model_type, layers, hidden, vocab: its dims.
         lm_head_blake3: of its output matrix's bytes, which tells one fine-tune from another.
@@ -80,8 +80,8 @@ class SequenceRecord:
         category: the prompt's, "" where it has none.
         digest: sha256 of the prompt's turns.
         kind: the prompt's own text ("held-out"), the target's continuation of it, or a dialogue with its answers.
-        prompt_length: tokens of it that are the prompt; 1 for held-out text. Of a dialogue, those before what counts.
-        length: all of its tokens.
+        prompt_length: number of prompt tokens; 1 for held-out text; in a dialogue, the tokens before the first answer.
+        length: number of tokens.
         answered: of a dialogue, the digests of the prompts that are answered in it; `digest` is of all its turns.
     """
 
@@ -122,11 +122,11 @@ class ShardRecord(Record):
 
 
 class StatesRecord(Record):
-    """Everything about a folder of states; the schema of states.json.
+    """A folder of hidden states; the schema of states.json.
 
     Attributes:
         kconv: the version that wrote it.
-        target: whose states these are.
+        target: the target that the states are of.
         captured: the layers, ascending, as outputs of 0-based decoder layers.
         dtype: of the states, as safetensors names it.
         prompts: what the sequences were made of.

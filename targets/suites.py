@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..checkpoint.bytes import file_digest
 from ..errors import MissingExtra, SuiteInvalid
+from ..installed import install_command
 from .prompts import Prompt, digest_prompts, read_prompts
 
 # Rows whose text is another owner's stand for it until NVIDIA's prepare_data.py of examples/specdec_bench fills them:
@@ -175,7 +176,7 @@ def _read_parquet(file: Path) -> tuple[Prompt, ...]:
     except ImportError as fault:
         raise MissingExtra(
             "reading SPEED-Bench from the Hub needs pyarrow",
-            fix="Run pip install '.[optimize]' in a clone of kconv, or give a JSONL file.",
+            fix=f"Run {install_command('optimize')}, or give a JSONL file.",
         ) from fault
     columns = ["question_id", "category", "turns"]
     rows = parquet.read_table(file, columns=columns).to_pylist()

@@ -59,3 +59,8 @@ def _cost(code: str) -> float:
 
 def test_help_costs_no_more_than_five_times_the_import_of_click():
     assert _cost(HELP) <= 5 * _cost("import click")
+
+
+def test_measuring_a_server_needs_no_transformers():
+    # A plain installation has none (pip install without the extra), and its server does the tokenizing.
+    assert "transformers" not in _loads("import kconv.bench.measure, kconv.operations.bench")

@@ -99,7 +99,7 @@ def writing_checkpoint(work: Path) -> Iterator[None]:
 
     torch.save raises it as a RuntimeError, torch.distributed.checkpoint with the fault of each process in its own:
     https://github.com/pytorch/pytorch/blob/v2.13.0/caffe2/serialize/inline_container.cc#L672
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/api.py#L26-L43
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/api.py#L30-L41
     """
     try:
         with writing(work):

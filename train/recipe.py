@@ -29,14 +29,14 @@ class EagleRecipe:
         attention: decides ModelOpt's decoder: `Mla` is its `kimik2`, `Gqa` (or MHA) its `llama`.
         intermediate: width of the dense SwiGLU MLP.
         captured: target layers whose states the head reads, as outputs of 0-based decoder layers.
-        rope: rotary embedding that the head is trained with, and that its config says.
+        rope: rotary embedding of the head.
         eps: epsilon of each RMSNorm, the latent ones included.
         draft_vocab: rows of the head's own `lm_head`, for the tokens that are most frequent in the training
             text; None for the target's whole vocabulary and its own `lm_head`.
         ttt_steps: draft steps that are trained at once (training-time test).
         loss_decay: weight of each draft step's loss relative to the step before.
         batches: distinct batches of text; the target runs over each of them once.
-        steps: optimizer steps; more than `batches` are further passes over them, each in a new order.
+        steps: optimizer steps; more steps than `batches` are further passes, each in a new order.
         batch: sequences per batch.
         seq: tokens per sequence.
         optimizer: "muon" for the matrices and AdamW for the rest, or "adamw" for all.
@@ -45,7 +45,7 @@ class EagleRecipe:
         schedule: how both fall after `warmup` steps, by transformers' name.
         warmup: steps.
         accumulate: batches whose gradients make one step.
-        seed: of the weights and of the order of the windows.
+        seed: random seed of the weights and of the order of the texts.
         dtype: of the weights that are trained, as safetensors names it. In BF16 a step below 1/256 of a weight is
             lost: a gain of 1.0 stays 1.0 at usual rates.
         kernel: "eager" computes as ModelOpt does, with the scores of all heads and the logits of all tokens in memory;

@@ -22,7 +22,7 @@ class TextFigures(_Record):
         kind: "held-out" (the prompts' own text), or the target's "sampled" (temperature 1) or "greedy"
             continuation of the prompts.
         sequences, tokens: its size.
-        distinct_4grams: share of its 4-grams that are distinct; low where it loops, and a figure flatters.
+        distinct_4grams: share of its 4-grams that are distinct; low in repetitive text, which inflates acceptance.
     """
 
     kind: TextKind
@@ -80,7 +80,7 @@ class StepFigures(_Record):
 
 
 class ParityFigures(_Record):
-    """How far the output's logits are from the source's, over all draft steps of one text.
+    """How much the output's logits differ from the source's, over all draft steps of one text.
 
     Attributes:
         text: the text's kind.
@@ -153,7 +153,7 @@ class ReadingFigures(_Record):
 
 
 class EngineFigures(_Record):
-    """What an engine did with a head, beside what kconv's own chain says that it should.
+    """What an engine did with a head, and what kconv computes that it should do.
 
     Attributes:
         engine: "vllm", "sglang" or "trtllm".

@@ -16,7 +16,6 @@ from ..errors import PromptsInvalid
 from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts
 from ..targets.states import RECORD
 from ..targets.suites import SUITES, load_suite
-from ..targets.tokenizer import load_tokenizer
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -57,6 +56,9 @@ def encode_held_out(name: str, target: Source, limit: int, *, trust_remote_code:
         PromptsInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `read_held_out`; or no prompt has a token.
         TargetInvalid: the tokenizer cannot be loaded.
     """
+    # Here, as it needs transformers, which measuring a server does not.
+    from ..targets.tokenizer import load_tokenizer
+
     prompts, revision = read_held_out(name)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
     tokens = tuple(tokenizer.encode(prompt.turns[0], limit) for prompt in prompts)

@@ -78,7 +78,8 @@ def _matrix(report: Report, judged: Sequence[Verdict]) -> Iterator[tuple[str, li
     of_target = report.figures.noise is not None or any(finding.rule in in_target for finding in report.findings)
     for title, own in ids.items():
         found = [finding for finding in report.findings if finding.rule in own]
-        if not found and not _applies(report, title, of_target):
+        # A note alone, such as one on an unverified fact, does not mean that something was measured.
+        if all(one.severity == "note" for one in found) and not _applies(report, title, of_target):
             continue
         # What was not read may be wrong, and nothing was found there.
         blind = UNREAD in report.provenance or (own <= measured and not report.weights)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
-from .report import Report, Verdict
+from .report import Report, Verdict, verdicts
 
 EXACT = "Bit-identical to the source, in every weight and every logit: there is no difference to show."
 NO_PART_DIFFERS = "Each part of the head gives the very numbers of the source's."
@@ -153,7 +153,10 @@ def verdict_line(report: Report) -> str:
     """Return what a report comes to in a line."""
     counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "note")}
     said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items())
-    return f"**{'No errors' if report.clean else 'Not to be served'}**: {said}."
+    every = verdicts(report)
+    failing = [one.title for one in every if not one.passed]
+    some = f" with {' or '.join(failing)}" if len(failing) < len(every) else ""
+    return f"**{'No errors' if report.clean else f'Do not serve it{some}'}**: {said}."
 
 
 def _acceptance(row: AcceptanceFigures) -> Sequence[object]:

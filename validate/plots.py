@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL = 4.0, 3.2  # inches
-LEFT_OUT = (
-    "The plots are left out, because matplotlib is not installed. Run pip install '.[plots]' in a clone of kconv."
-)
+# Reports are published, so no path of this installation.
+LEFT_OUT = "The plots are left out, because matplotlib is not installed. `kconv --version` prints the command for it."
 
 
 def draw_plots(report: Report, folder: Path) -> list[str]:

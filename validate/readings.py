@@ -234,6 +234,21 @@ def measure_readings(
     return ReadingsMeasured(found, text.kind, tuple(tuple(parts.get(place, ())) for place, _ in heads))
 
 
+def _nearest_right(measured: ReadingsMeasured) -> int:
+    """Return the reading that changes the fewest facts of the first, of those that beat it and that the best does not.
+
+    What does not move the acceptance length, such as theta over short texts, is then not advised to be changed.
+    """
+    first = measured.readings[0].facts
+    right = [
+        at
+        for at in range(len(measured.readings))
+        if at == measured.best or (measured.beats(at, 0) and not measured.beats(measured.best, at))
+    ]
+    changed = {at: sum(measured.readings[at].facts[fact] != first[fact] for fact in FACTS) for at in right}
+    return min(right, key=lambda at: (changed[at], -measured.lengths[at]))
+
+
 def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, taken: bool = True) -> Iterator[Finding]:
     """Yield what the measurement says: a reading that another one beats, and each open fact that it decides or not.
 
@@ -243,9 +258,11 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
         taken: whether the head is read in the first reading; not so of one that cannot be read without a word.
     """
     best, lengths = measured.best, measured.lengths
-    first, winner = measured.readings[0], measured.readings[best]
     on = f"{measured.sequences} sequence{'s' * (measured.sequences != 1)} of {measured.text} text"
     beaten = taken and measured.beats(best, 0)
+    if beaten:
+        best = _nearest_right(measured)
+    first, winner = measured.readings[0], measured.readings[best]
     apart = [fact for fact in FACTS if beaten and first.facts[fact] != winner.facts[fact]]
     if apart:
         gap, error = measured.behind(0, best)
@@ -269,7 +286,7 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
                     f"measured: {winner.facts[fact]}, acceptance length {lengths[best]:.3f}; the next best reading,"
                     f" {measured.readings[nearest].facts[fact]}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f},"
                     f" on {on})",
-                    f"Say {winner.options(fact)} where kconv asks.",
+                    f"Give {winner.options(fact)}.",
                 )
             )
         else:

@@ -58,11 +58,11 @@ class Report(BaseModel):
 
     Attributes:
         subject: the folder that was validated, as named by the user.
-        weights: sha256 of each weight file, so that a report is of these very bytes.
+        weights: sha256 of each weight file; the report holds for these bytes only.
         config: sha256 of config.json, where it was on this machine; the same weights under another are another head.
         findings: worst first.
         figures: what was measured.
-        provenance: what it was measured with: versions, target, prompts and their hash, seed, date.
+        provenance: how it was measured: versions, target, prompts and their hash, seed, date.
     """
 
     model_config = STRICT

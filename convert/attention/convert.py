@@ -78,7 +78,7 @@ class FittedAttention:
         rows: what was fitted on.
         heal_steps: steps towards the original.
         held_out: figures on text that neither the fit nor the healing saw.
-        details: what was chosen on the way.
+        details: choices that the fit made.
     """
 
     head: DraftHead

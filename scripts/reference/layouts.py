@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
 from kconv.engines.registry import layouts as all_layouts
-from kconv.escape import link
+from kconv.escape import Markdown, link
 from kconv.head import slots, spec
 from kconv.validate.markdown import table
 
@@ -39,17 +39,20 @@ def layouts() -> Iterator[str]:
         [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
-    yield "W: the layout's own name, which is also written where kconv writes the layout. r: read in its place."
-    yield "b: read beside it, with the same bytes. ·: not known. A name that is not known, or missing, stops the work."
-    yield ""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    yield "A tensor's names, each with the layouts that use and write it. *Also read*: in these layouts kconv reads"
+    yield "the name too, instead of their own or beside it, with the same bytes. *First*, *later*: decoder layers. A"
+    yield from ("name that a layout does not know, or a missing one, stops the conversion.", "")
+    tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:
-            rows.setdefault(_tensor(row), {})[layout.name] = ROLES[row.role]
-    yield from table(
-        ("tensor", "slot", "shape", "layers", "heads", *(layout.name for layout in all_layouts())),
-        [(*key, *(own.get(layout.name, "·") for layout in all_layouts())) for key, own in rows.items()],
-    )
+            tensor, layers = _tensor(row)
+            names = tensors.setdefault(tensor, {}).setdefault((row.name, layers), {})
+            names[layout.name] = ROLES[row.role]
+    rows = [
+        (*tensor, Markdown("<br>".join(_name(*one, roles) for one, roles in names.items())))
+        for tensor, names in tensors.items()
+    ]
+    yield from table(("slot", "shape", "heads", "names"), rows)
     yield from (
         "",
         "## Config keys",
@@ -76,14 +79,26 @@ def layouts() -> Iterator[str]:
     yield from table(("what", "instead", "source", "layouts"), [(*k, ", ".join(names)) for k, names in lacking.items()])
 
 
-def _tensor(row: Row) -> tuple[str, ...]:
+def _tensor(row: Row) -> tuple[tuple[str, ...], str]:
+    """Return what a row's tensor is (slots, shape, heads), and the decoder layers that have it."""
     known = {slot.name: slot for slot in slots.SLOTS}
     own = [known[re.sub(r"^fc_norm\.\d$", "fc_norm.{a}", name)] for name in row.slots]
     shape = " + ".join(slot.shape.split(",")[0] for slot in own) if isinstance(row.move, Stack) else own[0].shape
     shape += ", " + own[0].shape.split(",", 1)[1].strip() if isinstance(row.move, Stack) and "," in own[0].shape else ""
     heads = [kind for kind, whole in KINDS.items() if all(slot.when(whole) for slot in own)]
     stacked = ", ".join(f"`{name}`" for name in row.slots)
-    return (f"`{row.name}`", stacked, f"`[{shape}]`", row.layers or own[0].layers, _all(heads))
+    return (stacked, f"`[{shape}]`", _all(heads)), row.layers or own[0].layers
+
+
+def _name(name: str, layers: str, roles: Mapping[str, str]) -> str:
+    """Return a name with the layouts that use it, and in brackets those that read it too."""
+    own = [one.name for one in all_layouts() if roles.get(one.name) == "W"]
+    others = [one.name for one in all_layouts() if one.name not in own]
+    users = "all" if not others else f"all but {', '.join(others)}" if len(others) < len(own) else ", ".join(own)
+    shown = [users] if own else []
+    if read := [one for one in roles if one not in own]:
+        shown.append(f"also read: {', '.join(read)}")
+    return f"`{name}`{'' if layers == 'all' or not layers else f' ({layers})'} {'; '.join(shown)}"
 
 
 def _all(heads: list[str]) -> str:

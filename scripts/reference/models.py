@@ -23,7 +23,15 @@ def schemas() -> Iterator[str]:
         yield from ("", f"## {name}", "", f"[JSON schema](../{schema_name(name)})")
         for part in _parts(model):
             title, about = part.__name__, (inspect.getdoc(part) or "").partition("\n")[0]
-            yield from ("", f"### {name}: {title}", "", about, "", *model_table(part))
+            yield from ("", f"### {name}: {title}", "", about, "", *_short(part))
+
+
+def _short(model: type[BaseModel]) -> list[str]:
+    """Return a model's keys: in a line where their names and its own sentence say everything, else as a table."""
+    if attributes(model):
+        return model_table(model, defaults=False)
+    keys = (f"`{field.alias or name}` (`{_kind(field.annotation)}`)" for name, field in model.model_fields.items())
+    return [f"Keys: {', '.join(keys)}."]
 
 
 FILES: Mapping[str, type[BaseModel]] = {
@@ -50,13 +58,14 @@ def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def model_table(model: type[BaseModel]) -> list[str]:
+def model_table(model: type[BaseModel], *, defaults: bool = True) -> list[str]:
     meanings, rows = attributes(model), []
     for name, field in model.__pydantic_fields__.items():
         kind = _kind(field.annotation)
         default = "required" if field.is_required() else "" if field.default_factory else default_of(field.default)
-        rows.append((f"`{field.alias or name}`", f"`{kind}`", default, meanings.get(name, "")))
-    return table(("key", "type", "default", "meaning"), rows)
+        row = (f"`{field.alias or name}`", f"`{kind}`", default, meanings.get(name, ""))
+        rows.append(row if defaults else (*row[:2], row[3]))
+    return table(("key", "type", "default", "meaning") if defaults else ("key", "type", "meaning"), rows)
 
 
 def _kind(annotation: Any) -> str:

@@ -25,10 +25,9 @@ from support.published import EAGLE3, OTHERS, Form
 
 
 def published() -> Iterator[str]:
-    yield "Config keys and tensor names as makers publish them, dims cut; each form is made anew from the tests' table"
-    yield "(published.py) and read by kconv. `kconv inspect` shows every one of them with exit 0. What its"
-    yield "files leave open, the options beside it decide; the head is then converted for the target that it was"
-    yield "published for. A number: it is refused, for the reason below."
+    yield "Heads with the config keys and tensor names that their makers publish, and small dims. `kconv inspect` shows"
+    yield "each of them. *Left open* is what its files do not decide, *decided by* the options that do. A number means"
+    yield "that the conversion is refused, for the reason below."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]

@@ -142,11 +142,10 @@ def columns(engine: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def support() -> Iterator[str]:
-    yield "What is known of each form of head, beside each target, in each engine. `run`: a test serves it in the"
-    yield "engine, which drafts what kconv's own chain drafts. `code`: kconv writes it by the engine's code, to whose"
-    yield "lines there are links below. A rule: it is refused, and [the rule](rules.md) says why and what to do."
-    yield f"{UNKNOWN}: not known, as of an MLA head beside a target without MLA."
-    yield "Targets are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
+    yield "Each form of head, for each target and engine. `run`: a test serves it in the engine, whose drafts equal"
+    yield "kconv's own. `code`: kconv writes it according to the engine's code (links below). A rule: kconv refuses it,"
+    yield f"and [the rule](rules.md) says why. {UNKNOWN}: not known, e.g. an MLA head for a target without MLA. Targets"
+    yield "are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
     for one in engines():
         found = columns(one)
         yield from ("", f"## {one.title}", "", f"As of {one.title} {one.release}.", "")

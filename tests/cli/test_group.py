@@ -16,8 +16,9 @@ from support.heads import MLA, random_slots, write_head
 
 from kconv.cli import main
 from kconv.cli.group import JOBS, OTHER_WORDS, REST, Kconv, likely, sections
-from kconv.cli.versions import LIBRARIES, version_lines
+from kconv.cli.versions import version_lines
 from kconv.engines.trtllm import TRTLLM
+from kconv.installed import LIBRARIES, install_command
 
 KCONV = [sys.executable, "-c", "from kconv.cli import main; main(prog_name='kconv')"]
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")
@@ -103,7 +104,7 @@ def test_the_version_names_what_results_depend_on():
 
 def test_the_version_names_what_is_not_there(monkeypatch):
     monkeypatch.setitem(LIBRARIES, "no-such-library", "optimize")
-    assert version_lines()[-1] == "no-such-library is not installed; pip install '.[optimize]' in a clone of kconv"
+    assert version_lines()[-1] == f"no-such-library is not installed; {install_command('optimize')}"
 
 
 def test_the_version_imports_nothing_heavy():
@@ -170,7 +171,7 @@ def test_a_package_of_an_extra_that_is_missing_is_named_with_the_extra(package, 
 
     done = CliRunner().invoke(group, ["go"])
     assert done.exit_code == 1
-    assert f"pip install '.[{extra}]'" in done.stderr
+    assert f"fix:   Run {install_command(extra)}." in done.stderr
 
 
 def test_a_module_that_no_extra_brings_is_a_bug_and_is_not_hidden():

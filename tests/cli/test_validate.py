@@ -102,7 +102,7 @@ def test_the_same_report_in_three_forms(tmp_path):
     report = Report.model_validate_json((out / "report.json").read_text())
     assert report == Report.model_validate_json(shown.stdout)
     text = (out / "report.md").read_text()
-    assert "2 errors, 0 warnings" in text and "Not to be served" in text
+    assert "2 errors, 0 warnings" in text and "Do not serve it" in text
     for finding in report.findings:
         assert finding.rule in text and finding.message.replace("|", "\\|") in text
 

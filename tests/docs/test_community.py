@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
@@ -66,3 +67,29 @@ def test_the_recording_shows_a_silent_fault_and_the_head_that_has_it_no_more():
 def test_the_recording_loads_nothing_from_elsewhere():
     text = (ROOT / "docs" / "demo.svg").read_text()
     assert not re.search(r"url\((?!#)|@import|<script|href=\"http", text)
+
+
+URL = "https://github.com/example-org/kconv-fork"
+PLACES = ("pyproject.toml", "mkdocs.yml", "CITATION.cff", "README.md", "examples/workflows/check.yml",
+          "examples/workflows/release.yml")  # fmt: skip
+
+
+def fill_in(root: Path) -> None:
+    script = [sys.executable, ROOT / "scripts" / "project-url", URL, "--root", root]
+    subprocess.run(script, check=True, capture_output=True)
+
+
+def test_the_projects_address_is_filled_in_at_one_place(tmp_path):
+    for name in PLACES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    fill_in(tmp_path)
+    texts = {name: (tmp_path / name).read_text() for name in PLACES}
+    assert tomllib.loads(texts["pyproject.toml"])["project"]["urls"]["Repository"] == URL
+    assert yaml.safe_load(texts["CITATION.cff"])["repository-code"] == URL
+    assert f"\nrepo_url: {URL}\n" in texts["mkdocs.yml"]
+    assert f"```sh\ngit clone {URL} && cd kconv-fork\n" in texts["README.md"]
+    uses = [re.findall(r"uses: (\S*kconv\S*)@", texts[name]) for name in PLACES[4:]]
+    assert uses == [["example-org/kconv-fork"], ["example-org/kconv-fork/.github/workflows/release-head.yml"]]
+    fill_in(tmp_path)
+    assert texts == {name: (tmp_path / name).read_text() for name in PLACES}

@@ -14,6 +14,7 @@ from kconv.validate.html import to_html
 from kconv.validate.markdown import to_markdown
 from kconv.validate.numbers import EXACT, plain
 from kconv.validate.report import UNREAD, Finding, Report, verdicts
+from kconv.validate.rules.table import OF_COMPARISON
 
 EVIL = "</td><script>alert(1)</script><img src=x onerror=alert(1)>&quot;"
 
@@ -83,7 +84,9 @@ def test_the_matrix_says_of_each_subject_what_it_came_to_for_each_engine():
     assert rows["Values of the weights"] == ["1 warning"] * 3
     assert rows["RoPE"] == ["passed"] * 3
     # No source was given, and it is no target.
-    assert "The same as its source" not in rows and "NVFP4 tensors" not in rows
+    assert OF_COMPARISON not in rows and "NVFP4 tensors" not in rows
+    noted = (*FINDINGS, finding("K315", "note"))
+    assert OF_COMPARISON not in {row[0] for row in Page(to_html(judged(findings=noted))).rows}
 
 
 def test_what_was_not_read_is_not_said_to_have_passed():

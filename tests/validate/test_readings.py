@@ -43,6 +43,15 @@ def test_a_reading_that_another_one_beats_is_an_error_that_names_both_figures():
     assert found.figures()[0].taken and found.figures()[0].behind_best == pytest.approx(best - taken)
 
 
+def test_a_fact_that_does_not_move_the_figure_is_not_advised_to_be_changed():
+    other_base_too = accepted(81, 78, 82, 81, 79, 80, 77, 83)
+    early_and_base = Reading(replace(MLA, captured=(0, 2, 4), rope=replace(MLA.rope, theta=1e6)))
+    found = measured((EARLY, WORSE), (OUTPUTS, RIGHT), (OTHER_BASE, other_base_too), (early_and_base, WORSE))
+    assert found.best == 2
+    (finding,) = judge_readings(found, ())
+    assert finding.rule == "K312" and "--captured 1,3,5" in finding.fix and "rope-theta" not in finding.fix
+
+
 def test_the_best_reading_is_no_error_and_decides_what_is_open():
     found = measured((OUTPUTS, RIGHT), (EARLY, WORSE))
     assert list(judge_readings(found, ())) == []

@@ -39,14 +39,14 @@ HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(one for subject in OF_HEADS fo
 # Over a target's checkpoint, quantized or not.
 TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARGETS for one in subject.RULES)
 # What each file of rules is about, as a report's table says it.
-OF_COMPARISON = "The same as its source"
+OF_COMPARISON = "Measurements, and the source"
 SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
     "Config": config.RULES,
     "Tensors": tensors.RULES,
     "Captured layers": captured.RULES,
     "RoPE": rope.RULES,
     "Vocabulary": vocabulary.RULES,
-    "What it says it is": identity.RULES,
+    "Model type and class": identity.RULES,
     "Quantized linears": quantized_head.RULES,
     "Values of the weights": values.RULES,
     "Limits of the engine": limits.RULES,

@@ -1,0 +1,65 @@
+"""How kconv was installed: versions of its libraries, and the command that brings an extra. Imports none of them."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from .escape import shell
+
+# Libraries that a result depends on, and the extra that brings each; empty for those that are always there.
+LIBRARIES = {
+    "torch": "",
+    "safetensors": "",
+    "huggingface-hub": "",
+    "nvidia-modelopt": "optimize",
+    "transformers": "optimize",
+    "matplotlib": "plots",
+}
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to this installation.
+
+    pip records where kconv came from, in direct_url.json, unless it came from a package index
+    (https://packaging.python.org/en/latest/specifications/direct-url/). So the command names the clone, the file or the
+    index that is known to hold kconv.
+    """
+    try:
+        found = distribution("kconv")
+    except PackageNotFoundError:  # run from its folder, without an installation
+        return f"pip install '.[{extra}]' in a clone of kconv"
+    url, editable = _origin(found)
+    if not url:
+        return f"pip install 'kconv[{extra}]'"
+    if not url.startswith("file:"):
+        return f"pip install {shell(f'kconv[{extra}] @ {url}')}"
+    path = url2pathname(urlsplit(url).path)
+    if not Path(path).exists():
+        return f"pip install '.[{extra}]' in a clone of kconv"
+    where = f"{path}[{extra}]" if Path(path).is_dir() else f"kconv[{extra}] @ {url}"
+    return f"pip install {'-e ' if editable else ''}{shell(where)}"
+
+
+def _origin(found: Distribution) -> tuple[str, bool]:
+    """Return the URL that pip installed kconv from ("" for an index), and whether it is an editable installation."""
+    try:
+        record = json.loads(found.read_text("direct_url.json") or "{}")
+        url, editable = record.get("url", ""), record.get("dir_info", {}).get("editable", False)
+    except (ValueError, AttributeError):
+        return "", False
+    vcs = record.get("vcs_info")
+    if vcs:
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return url, bool(editable)
