@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fuzzing import Hung, bounded
 
 TESTS = Path(__file__).parent
 LOADER = importlib.machinery.SourceFileLoader("fuzz_script", str(TESTS.parent / "scripts" / "fuzz"))
@@ -35,3 +36,17 @@ def test_the_page_has_a_row_of_each_part_that_a_whole_run_has():
         [row] = [line for line in page.splitlines() if line.startswith(f"| {what} |")]
         tried, refused, taken, failed = (int(cell.replace(",", "")) for cell in row.split("|")[2:6])
         assert tried == refused + taken + failed
+
+
+def test_a_hang_is_told_from_a_slow_machine(monkeypatch):
+    with pytest.raises(Hung, match="waited"), bounded(cpu=30, wall=0.2):
+        time.sleep(30)
+    with pytest.raises(Hung, match="processor"), bounded(cpu=0.2, wall=30):
+        while True:
+            pass
+    # What computes is let compute, however often the wall clock rings.
+    monkeypatch.setattr("support.fuzzing.TURN", 1e-6)
+    with bounded(cpu=30, wall=0.2):
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.8:
+            pass

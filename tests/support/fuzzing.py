@@ -1,8 +1,7 @@
 """What the programs that change things at random share: bounds of memory and time, and the count of examples.
 
-A hang is told by the processor's time, as a loaded machine makes every example slow; and what waits without computing,
-as for the other end of a pipe, by a wall clock that no load reaches. Either is a fault of its example, and the run goes
-on.
+A hang is told by the processor's time, as a loaded machine makes every example slow; and what waits, as for the other
+end of a pipe, by computing nothing for minutes. Either is a fault of its example, and the run goes on.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ import json
 import resource
 import shutil
 import signal
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 # Bytes that a process may grow by, so that a header that claims a terabyte cannot be believed for long.
 ROOM = 256 << 20
-# Seconds of the processor that no example may take, and of the wall clock that none may wait.
-HANGS, WAITS = 30, 600
+# Seconds of the processor that no example may take, of the wall clock that none may wait, and of the processor that one
+# takes in that time which only has to wait for its turn.
+HANGS, WAITS, TURN = 30, 300, 0.05
 # By the changed file's name: what it is called in the count. What has none here is called by its suffix.
 KINDS = {
     "config.json": "configs",
@@ -52,17 +52,24 @@ def kind_of(file: Path) -> str:
 
 @contextmanager
 def bounded(cpu: float = HANGS, wall: float = WAITS) -> Iterator[None]:
-    """Raise `Hung` where the block takes more seconds of the processor, or waits for more of the wall clock."""
+    """Raise `Hung` where the block takes more seconds of the processor, or waits for more of the wall clock at once."""
 
-    def end(number: int, _: object) -> NoReturn:
-        what, most = ("the processor", cpu) if number == signal.SIGPROF else ("the wall clock", wall)
-        raise Hung(f"it took more than {most:g} seconds of {what}")
+    # Of this thread alone: a stand-in's own thread looks for calls all the time.
+    seen = time.thread_time()
+
+    def end(number: int, _: object) -> None:
+        nonlocal seen
+        if number == signal.SIGPROF:
+            raise Hung(f"it took more than {cpu:g} seconds of the processor")
+        if time.thread_time() - seen < TURN:
+            raise Hung(f"it waited for {wall:g} seconds")
+        seen = time.thread_time()
 
     timers = ((signal.ITIMER_PROF, signal.SIGPROF, cpu), (signal.ITIMER_REAL, signal.SIGALRM, wall))
     before = [signal.signal(number, end) for _, number, _ in timers]
     try:
         for timer, _, most in timers:
-            signal.setitimer(timer, most)
+            signal.setitimer(timer, most, most)
         yield
     finally:
         for (timer, number, _), handler in zip(timers, before, strict=True):
