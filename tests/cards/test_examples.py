@@ -112,7 +112,8 @@ STATED = {
         "Hugging Face; the article gives no date.", "says itself that the announcement names no figures",
     ],
     "kimi-k2.6-eagle3-mla": [
-        "- Tensor type: BF16\n", "2e-5, cosine schedule", "@misc{torchspec2026,", "which relieves the memory of a server",
+        "- Tensor type: BF16\n", "2e-5, cosine schedule", "@misc{torchspec2026,",
+        "which relieves the memory of a server",
         "not yet supported there, and to be updated once it is", "| Initialized from | kimi-k2.5-eagle3-mla |",
     ],
     "kimi-k2.5-eagle3-mla": [

@@ -70,7 +70,7 @@ def test_greedy_decoding_is_that_of_transformers(target, demo, served):
 def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, demo, name, steps):
     answers, own = served
     head = right.get(name, right["mla sglang"])
-    found = expect(answers[name], head, target, demo, own, steps)
+    found = expect(answers[name], head, target, demo / "target", own, steps)
     assert not found.error
     assert found.same == found.prompts == len(own)
     assert (found.drafts, found.places) == (found.expected_drafts, found.expected_places)
