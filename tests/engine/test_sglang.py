@@ -99,7 +99,10 @@ def test_the_commands_start_it_and_find_nothing_wrong(sglang_python, right, demo
     words += ["--head", head, "--target", target, "--suite", suite, "--max-tokens", "16"]
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output
-    [row] = [row for row in read_acceptance(out).rows if row.averaging == "micro_steps"]
+    found = read_acceptance(out)
+    assert found.provenance["by_request"] == found.provenance["by_counters"]
+    [row] = [row for row in found.rows if row.averaging == "micro_steps"]
+    assert found.provenance["by_request"]["drafts"] == row.drafts
     assert (row.tree, row.engine, row.draft_tokens) == ("topk=4,nodes=8", "sglang", 3)
     assert row.value and row.value > 1
 

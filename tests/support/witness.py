@@ -151,6 +151,7 @@ def found_in(head: Path, engine: str, python: Path, target: Path, prompts: Path)
     words = ["validate", head, "--for", engine, "--target", target, "--prompts", prompts]
     words += ["--engine", engine, "--engine-python", python, "--new-tokens", NEW_TOKENS, "--json"]
     done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.stdout, done.output
     report = json.loads(done.stdout)
     assert report["figures"]["engine"]["drafts"] > 0
     return tuple(dict.fromkeys(one["rule"] for one in report["findings"] if one["severity"] != "note"))
