@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..checkpoint.schema import MAX_YAML, parse_yaml, read_bounded
+from ..checkpoint.schema import MAX_YAML, in_words, line_of, no_such_key, parse_yaml, read_bounded
 from ..convert.captured import default_outputs
 from ..convert.rope import read_rope
 from ..errors import RecipeInvalid
-from ..head.spec import Gqa, HeadSpec, Mla, Norms, Rope, Yarn
+from ..head.spec import Gqa, HeadSpec, Linear, Llama3, Mla, Norms, Rope, Yarn
 from ..targets.config import TargetConfig
 
 
@@ -87,67 +88,131 @@ class EagleRecipe:
 
 
 _CHECK = TypeAdapter(EagleRecipe)
+# What pydantic calls each alternative of a choice, in the place of an error.
+CHOICES = {one.__name__: one for one in (Gqa, Mla, Yarn, Linear, Llama3)}
 POSITIVE = (
     "intermediate", "ttt_steps", "batches", "steps", "batch", "seq", "accumulate", "lr", "rest_lr", "eps", "loss_decay",
 )  # fmt: skip
 
 
-def parse_recipe(values: Mapping[str, Any]) -> EagleRecipe:
+class Stated(dict[str, Any]):
+    """A recipe's keys as a file states them; `stated | settings` are those with the values of --set on top.
+
+    Attributes:
+        name: of the file, or of the recipe that kconv brings.
+        text: its YAML.
+        settings: the keys of --set.
+    """
+
+    def __init__(self, values: Mapping[str, Any], name: str, text: bytes, settings: frozenset[str] = frozenset()):
+        super().__init__(values)
+        self.name, self.text, self.settings = name, text, settings
+
+    def __or__(self, settings: Mapping[str, Any]) -> Stated:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Stated({**self, **settings}, self.name, self.text, self.settings | settings.keys())
+
+    def where(self, place: Sequence[str | int]) -> str:
+        """Return where a key stands: the file and its line, or --set."""
+        if place and place[0] in self.settings:
+            return f"--set {place[0]}"
+        line = line_of(self.text, place)
+        return f"{self.name}:{line}" if line else self.name
+
+
+Where = Callable[[Sequence[str | int]], str]
+"""Tells where a key of a recipe stands; see `Stated.where`."""
+
+
+def _where(values: Mapping[str, Any]) -> Where:
+    return values.where if isinstance(values, Stated) else lambda _: ""
+
+
+def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> EagleRecipe:
     """Read a recipe from plain values, as a YAML file gives them.
+
+    Args:
+        values: the keys and their values.
+        where: tells where a key stands; by default as the values know it themselves.
 
     Raises:
         RecipeInvalid: a key that does not exist, one that is missing, or a value of a wrong type or range.
     """
+    where = where or _where(values)
     try:
         recipe = _CHECK.validate_python(dict(values))
     except ValidationError as fault:
-        # A choice (GQA or MLA) reports the faults of each alternative; the one with the fewest was meant.
-        errors = fault.errors()
-        first = min(errors, key=lambda e: sum(other["loc"][:2] == e["loc"][:2] for other in errors))
-        place = ".".join(str(part) for part in first["loc"])
+        place, why = _wrong_at(fault)
+        key = ".".join(map(str, place))
         raise RecipeInvalid(
-            f"the head's recipe is wrong at {place}: {first['msg']}",
-            fix=f"The keys are {', '.join(field.name for field in dataclasses.fields(EagleRecipe))}.",
+            f"the head's recipe is wrong{f': {key}' if why.startswith('is ') else f' at {key}:'} {why}",
+            where=where(place),
+            fix=f"The keys are {', '.join(field.name for field in fields(EagleRecipe))}.",
         ) from fault
-    check_recipe(recipe)
+    check_recipe(recipe, where)
     return recipe
 
 
-def check_recipe(recipe: EagleRecipe) -> None:
+def _wrong_at(fault: ValidationError) -> tuple[tuple[str | int, ...], str]:
+    """Return the keys that lead to the first thing that is wrong, and what is wrong, with the nearest right key."""
+    choices: dict[tuple[str | int, ...], list[Any]] = {}
+    for error in fault.errors():
+        tag = max((i + 1 for i, part in enumerate(error["loc"]) if part in CHOICES), default=0)
+        choices.setdefault(error["loc"][:tag], []).append(error)
+    # A choice (GQA or MLA) reports the errors of each alternative; the one with the fewest was meant. What is wrong
+    # outside of all choices is so whatever was meant.
+    errors = choices.get(()) or min(choices.values(), key=len)
+    # A key with a typo is missing under its own name too, and the typo is what to mend.
+    first = next((error for error in errors if error["type"] == "unexpected_keyword_argument"), errors[0])
+    place = tuple(part for part in first["loc"] if part not in CHOICES)
+    if first["type"] != "unexpected_keyword_argument":
+        return place, in_words(first)
+    tag = next((part for part in reversed(first["loc"]) if part in CHOICES), None)
+    model = CHOICES[str(tag)] if tag else Rope if place[:-1] else EagleRecipe
+    return place, no_such_key(str(place[-1]), [field.name for field in fields(model)])
+
+
+def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
     """Raise RecipeInvalid for values that cannot be, whatever the target."""
-    wrong = [f"{name} is {getattr(recipe, name)}" for name in POSITIVE if not getattr(recipe, name) > 0]
+    wrong = [(name, f"{name} is {value}") for name in POSITIVE if not (value := getattr(recipe, name)) > 0]
     if recipe.warmup < 0:
-        wrong.append(f"warmup is {recipe.warmup}")
+        wrong.append(("warmup", f"warmup is {recipe.warmup}"))
     if not 0 <= recipe.seed < 2**32:  # numpy's bounds, which the Trainer seeds too
-        wrong.append(f"seed is {recipe.seed}")
+        wrong.append(("seed", f"seed is {recipe.seed}"))
     if recipe.seq < recipe.ttt_steps + 2:
-        wrong.append(f"{recipe.seq} tokens are too few for {recipe.ttt_steps} draft steps")
+        wrong.append(("seq", f"{recipe.seq} tokens are too few for {recipe.ttt_steps} draft steps"))
     if not recipe.captured or list(recipe.captured) != sorted(set(recipe.captured)) or recipe.captured[0] < 0:
-        wrong.append(f"captured is {list(recipe.captured)}, no list of ascending layers")
+        wrong.append(("captured", f"captured is {list(recipe.captured)}, no list of ascending layers"))
     if recipe.pack and recipe.kernel != "sdpa":
-        wrong.append("pack is true, and kernel is not sdpa, whose masks keep documents apart")
+        wrong.append(("pack", "pack is true, and kernel is not sdpa, whose masks keep documents apart"))
     if isinstance(recipe.attention, Gqa) and recipe.attention.bias:
-        wrong.append("attention.bias is true, and engines drop the bias of o_proj")
+        wrong.append(("attention", "attention.bias is true, and engines drop the bias of o_proj"))
     if wrong:
-        raise RecipeInvalid(f"the recipe is invalid: {'; '.join(wrong)}", fix="Correct these values.")
+        raise RecipeInvalid(
+            f"the recipe is invalid: {'; '.join(what for _, what in wrong)}",
+            where=where(wrong[0][:1]),
+            fix="Correct these values.",
+        )
 
 
-def check_fit(recipe: EagleRecipe, layers: int, vocab: int) -> None:
+def check_fit(recipe: EagleRecipe, layers: int, vocab: int, where: Where = lambda _: "") -> None:
     """Raise RecipeInvalid for a recipe that asks of a target what it has not.
 
     Args:
         recipe: the head's.
         layers: how many the target has.
         vocab: rows of its vocabulary.
+        where: tells where a key stands.
     """
     if recipe.captured[-1] >= layers:
         raise RecipeInvalid(
             f"the recipe captures layer {recipe.captured[-1]}, but the target's layers are 0 to {layers - 1}",
+            where=where(("captured",)),
             fix="Give 0-based layer outputs.",
         )
     if recipe.draft_vocab is not None and not 0 < recipe.draft_vocab < vocab:
         raise RecipeInvalid(
             f"draft_vocab is {recipe.draft_vocab}, but the target's vocabulary has {vocab} tokens",
+            where=where(("draft_vocab",)),
             fix="Give fewer tokens than the target has, or null for all of them.",
         )
 
@@ -188,7 +253,7 @@ OF_THE_HEAD = ("attention", "intermediate", "captured", "rope", "eps", "draft_vo
 KEYS = ("decoder", "passes", *(field.name for field in fields(EagleRecipe)))
 
 
-def read_recipe_file(name: str) -> dict[str, Any]:
+def read_recipe_file(name: str) -> Stated:
     """Read a recipe that kconv brings, or a YAML file.
 
     Raises:
@@ -207,15 +272,18 @@ def read_recipe_file(name: str) -> dict[str, Any]:
             where=name,
             fix="Write KEY: VALUE lines, as eagle3-mla.yaml has.",
         )
-    return values
+    return Stated(values, name, text)
 
 
 def check_keys(values: Mapping[str, Any]) -> None:
     """Raise RecipeInvalid for keys that no recipe has; nothing but the values is needed for that."""
-    unknown = [key for key in values if key not in KEYS]
+    unknown = [str(key) for key in values if key not in KEYS]
     if unknown:
+        near = get_close_matches(unknown[0], KEYS, n=1)
         raise RecipeInvalid(
-            f"no recipe has a key {', '.join(map(repr, unknown))}", fix=f"The keys are {', '.join(KEYS)}."
+            f"no recipe has a key {', '.join(map(repr, unknown))}" + (f"; did you mean {near[0]}?" if near else ""),
+            where=_where(values)(unknown[:1]),
+            fix=f"The keys are {', '.join(KEYS)}.",
         )
 
 
@@ -236,30 +304,36 @@ def complete(
             another target.
     """
     check_keys(values)
-    values = dict(values)
+    where, values = _where(values), dict(values)
     decoder, passes = values.pop("decoder", None), values.pop("passes", 1)
     stated = dict(values)
-    defaults = _of_head(init_from, target) if init_from else _of_target(target, decoder, values)
+    defaults = _of_head(init_from, target) if init_from else _of_target(target, decoder, values, where)
     values = defaults | values
     if not isinstance(passes, int) or passes < 1:
-        raise RecipeInvalid(f"passes is {passes!r}", fix="Give the number of passes through the data: 1 or more.")
+        raise RecipeInvalid(
+            f"passes is {passes!r}",
+            where=where(("passes",)),
+            fix="Give the number of passes through the data: 1 or more.",
+        )
     values.setdefault("batches", rows // _count(values, "batch"))
     values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
-    recipe = parse_recipe(values)
-    check_fit(recipe, target.layers, target.vocab)
+    recipe = parse_recipe(values, where)
+    check_fit(recipe, target.layers, target.vocab, where)
     if init_from:
-        whole = parse_recipe(values | _of_head(init_from, target))
+        whole = parse_recipe(values | _of_head(init_from, target), where)
         wrong = [key for key in OF_THE_HEAD if key in stated and getattr(whole, key) != getattr(recipe, key)]
         if decoder and decoder != ("mla" if init_from.kind == "mla" else "gqa"):
             wrong.append("decoder")
         if wrong:
             raise RecipeInvalid(
                 f"the recipe's {', '.join(wrong)} differs from the --init-from head",
+                where=where(wrong[:1]),
                 fix="Leave these keys out. The head decides them.",
             )
     if recipe.batches * recipe.batch > rows:
         raise RecipeInvalid(
             f"the recipe needs {recipe.batches:,} batches of {recipe.batch}, but the data has {rows:,} rows",
+            where=where(("batches",)),
             fix="Lower batches or batch, or give more data.",
         )
     return replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10)) if "warmup" not in stated else recipe
@@ -299,7 +373,7 @@ def _of_head(spec: HeadSpec, target: TargetConfig) -> dict[str, Any]:
     }
 
 
-def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]) -> dict[str, Any]:
+def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any], where: Where) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "intermediate": target.text.get("intermediate_size"),
         "eps": target.text.get("rms_norm_eps", 1e-5),
@@ -310,6 +384,7 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
     if decoder not in DECODERS:
         raise RecipeInvalid(
             f"the recipe's decoder is {decoder!r}, and it has no attention dims",
+            where=where(("decoder",)),
             fix=f"Write decoder: {' or '.join(DECODERS)}, or give the attention's dims.",
         )
     if decoder == "gqa":

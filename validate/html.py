@@ -17,6 +17,8 @@ TEMPLATE = "report.html.jinja"
 SEVERITIES = ("error", "warning", "note")
 # Of a chart, in its own units; the page scales it.
 WIDTH, NAME, ROW, RIGHT, TOP, BOTTOM = 640, 170, 26, 70, 8, 34
+# Of a name, in the larger letters of a phone; one that is longer is cut, as it would be at the picture's edge.
+LETTER, LETTERS = 9.5, 32
 # Of the standard error: a 95 % interval of a normal mean.
 SPREAD = 1.96
 
@@ -113,7 +115,8 @@ def _charts(report: Report, title: str, rows: Sequence[AcceptanceFigures]) -> It
 
 
 def _label(row: AcceptanceFigures) -> str:
-    return terminal(f"{row.category}, {row.drafter}" if row.category else row.drafter)
+    name = terminal(f"{row.category}, {row.drafter}" if row.category else row.drafter)
+    return name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…"
 
 
 def _half(row: AcceptanceFigures) -> float | None:
@@ -124,10 +127,11 @@ def _dots(dots: Sequence[Dot], steps: int) -> Markup:
     """Draw lengths with their intervals, one below the other, on an axis of all that K drafts can give."""
     low, high = 1.0, steps + 1.0
     height = TOP + ROW * len(dots) + BOTTOM
+    names = max(NAME, *(10 + LETTER * len(dot.name) for dot in dots))
 
     def x(value: float) -> float:
         inside = min(max(value, low), high)
-        return NAME + (inside - low) / (high - low) * (WIDTH - NAME - RIGHT)
+        return names + (inside - low) / (high - low) * (WIDTH - names - RIGHT)
 
     parts = [
         Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
@@ -143,7 +147,7 @@ def _dots(dots: Sequence[Dot], steps: int) -> Markup:
         )
     for place, dot in enumerate(dots):
         y = TOP + ROW * (place + 0.5)
-        parts.append(Markup('<text class="name" x="{}" y="{:.1f}">{}</text>').format(NAME - 10, y + 4, dot.name))
+        parts.append(Markup('<text class="name" x="{}" y="{:.1f}">{}</text>').format(names - 10, y + 4, dot.name))
         if dot.half is not None:
             ends = x(dot.value - dot.half), x(dot.value + dot.half)
             parts.append(

@@ -152,7 +152,8 @@ def verdict_words(verdict: Verdict) -> str:
 def verdict_line(report: Report) -> str:
     """Return what a report comes to in a line."""
     counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "note")}
-    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items())
+    shown = {severity: count for severity, count in counts.items() if count or severity != "error"}
+    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in shown.items())
     every = verdicts(report)
     failing = [one.title for one in every if not one.passed]
     some = f" with {' or '.join(failing)}" if len(failing) < len(every) else ""
@@ -183,10 +184,13 @@ def _difference(value: float, error: float | None) -> str:
     return f"{value:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
+WORDS = ((None, "none"), (True, "yes"), (False, "no"))
+
+
 def plain(value: object) -> str:
     """Return a value of the provenance as a person reads it: names and values, no Python."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(plain, value))
-    return str(value)
+    return next((word for one, word in WORDS if value is one), str(value))

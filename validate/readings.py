@@ -264,7 +264,8 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
         best = _nearest_right(measured)
     first, winner = measured.readings[0], measured.readings[best]
     apart = [fact for fact in FACTS if beaten and first.facts[fact] != winner.facts[fact]]
-    if apart:
+    # What the files state is not doubted for a trifle, which a head that is hardly trained may gain by any change.
+    if apart and (set(apart) & set(still_open) or measured.behind(0, best)[0] > GAIN * lengths[0]):
         gap, error = measured.behind(0, best)
         read, instead = (", ".join(f"{fact}: {one.facts[fact]}" for fact in apart) for one in (first, winner))
         yield RULE["K312"].finding(

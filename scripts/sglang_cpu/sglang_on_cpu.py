@@ -23,7 +23,10 @@ OPTIONS = {
     "--device": "cpu",
     "--attention-backend": "intel_amx",
     "--disable-overlap-schedule": "",
-    "--mem-fraction-static": "0.5",
+    # Of the memory that is free before the load. What other programs take meanwhile counts as the weights', so a half
+    # was too little on a busy machine; the cache's size is what the next option says, whatever the share:
+    # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/mem_cache/kv_cache_configurator.py#L3038-L3058
+    "--mem-fraction-static": "0.95",
     "--max-total-tokens": "8192",
     "--max-running-requests": "8",
 }

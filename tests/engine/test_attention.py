@@ -5,16 +5,14 @@ Calibrated on what the demo's heads were trained on, and healed for a few steps;
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from support.sglang_record import Job, record
+from support.witness import write_converted
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
 from kconv.convert.read import read_head
@@ -34,35 +32,14 @@ from kconv.validate.parity import load_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS, HEALED = 3, 12, 32, 20, 20
-# From one attention to the other.
-SOURCES = {"gqa": "mla", "mla": "mha"}
+STEPS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32, 20
 
 
 @pytest.fixture(scope="module")
-def text(demo, tmp_path_factory):
-    """Return a file of training text, to calibrate on."""
-    file = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = (json.dumps({"prompt": document}) for document in read_corpus().train[:250])
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-@pytest.fixture(scope="module")
-def converted(demo, text, tmp_path_factory) -> dict[str, Path]:
+def converted(demo, tmp_path_factory) -> dict[str, Path]:
     """Return heads with the other attention, for vLLM, by their new one."""
-    root = tmp_path_factory.mktemp("converted")
-    for source, kind in SOURCES.items():
-        made = CliRunner().invoke(
-            main,
-            [
-                "to-vllm", str(demo / source / "vllm"), str(root / kind), "--attention", kind,
-                "--target", str(demo / "target"), "--prompts", str(text), "--context", "96",
-                "--heal", str(HEALED), "--min-retention", "0.8",
-            ],
-        )  # fmt: skip
-        assert made.exit_code == 0, made.output
-    return {kind: root / kind for kind in SOURCES.values()}
+    made = write_converted(demo, tmp_path_factory.mktemp("converted"), "vllm")
+    return {name.split()[0]: folder for name, folder in made.items()}
 
 
 def test_sglang_accepts_what_kconv_says_of_a_converted_head(sglang_python, demo, converted, tmp_path):
@@ -88,7 +65,7 @@ def test_sglang_accepts_what_kconv_says_of_a_converted_head(sglang_python, demo,
         assert said.length > 1.5
 
 
-@pytest.mark.parametrize("kind", SOURCES.values())
+@pytest.mark.parametrize("kind", ["mla", "mha"])
 def test_vllm_accepts_what_kconv_says_of_a_converted_head(engine_python, demo, converted, kind):
     head = read_head(open_checkpoint(converted[kind]))
     assert head.spec.kind == kind

@@ -70,7 +70,7 @@ def test_greedy_decoding_is_that_of_transformers(target, demo, served):
 def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, demo, name, steps):
     answers, own = served
     head = right.get(name, right["mla sglang"])
-    found = expect(answers[name], head, target, demo, own, steps)
+    found = expect(answers[name], head, target, demo / "target", own, steps)
     assert not found.error
     assert found.same == found.prompts == len(own)
     assert (found.drafts, found.places) == (found.expected_drafts, found.expected_places)
@@ -99,7 +99,10 @@ def test_the_commands_start_it_and_find_nothing_wrong(sglang_python, right, demo
     words += ["--head", head, "--target", target, "--suite", suite, "--max-tokens", "16"]
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output
-    [row] = [row for row in read_acceptance(out).rows if row.averaging == "micro_steps"]
+    found = read_acceptance(out)
+    assert found.provenance["by_request"] == found.provenance["by_counters"]
+    [row] = [row for row in found.rows if row.averaging == "micro_steps"]
+    assert found.provenance["by_request"]["drafts"] == row.drafts
     assert (row.tree, row.engine, row.draft_tokens) == ("topk=4,nodes=8", "sglang", 3)
     assert row.value and row.value > 1
 

@@ -198,3 +198,12 @@ def test_an_odd_number_of_rotary_dims_is_refused(attention):
 def test_a_partial_factor_on_mla_is_refused():
     with pytest.raises(ConfigUnsupported, match="partial_rotary_factor"):
         rotary_dims(MLA, Rope(1e4, partial_rotary_factor=0.5))
+
+
+def test_a_rope_is_shown_without_python():
+    spec = Rope(50000.0, Yarn(64.0, 4096, mscale=1.0), 0.5)
+    assert str(spec) == (
+        "theta 50000, YaRN scaling, factor 64, original_max_positions 4096, beta_fast 32, beta_slow 1, mscale 1,"
+        " partial_rotary_factor 0.5"
+    )
+    assert str(Rope(10000.0)) == "theta 10000, no scaling"

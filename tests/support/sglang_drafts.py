@@ -23,7 +23,7 @@ SETTINGS = {
     "device": "cpu",
     "attention_backend": "intel_amx",
     "tp_size": 1,
-    "mem_fraction_static": 0.5,
+    "mem_fraction_static": 0.95,
     "max_total_tokens": 16384,
     "context_length": 256,
     "disable_radix_cache": True,

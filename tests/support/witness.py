@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from click.testing import CliRunner
@@ -24,7 +25,7 @@ from kconv.tiny.target import pack
 from kconv.tiny.text import read_corpus
 from kconv.validate.engines.simulate import simulate
 
-from . import sglang_record, silent_faults
+from . import families, sglang_record, silent_faults
 from .heads import with_own_keys, write_head
 from .record_drafts import record as record_vllm
 from .silent_faults import SILENT
@@ -36,6 +37,9 @@ RIGHT = {
     engine: (*(f"{kind} {layout}" for kind in KINDS for layout in (engine, "portable")), *EAGLE_3_1)
     for engine in ("vllm", "sglang")
 }
+# SGLang has RoPE of an MLA head under YaRN alone, on a CPU; a head that was GQA has none.
+CONVERTED = {"sglang": {"mha converted from mla": ("mla", "mha")}}
+CONVERTED["vllm"] = CONVERTED["sglang"] | {"mla converted from gqa": ("gqa", "mla")}
 LONG, TREE = "mla sglang, K = 5", "mla sglang, tree"
 # vLLM computes a target's MLA otherwise beside a head without, so those are served in another process.
 Served = tuple[dict[str, "Witnessed"], list[list[int]]]
@@ -109,6 +113,23 @@ def write_right(demo: Path, root: Path, engine: str) -> dict[str, Path]:
     return made
 
 
+def write_converted(demo: Path, root: Path, engine: str) -> dict[str, Path]:
+    """Write the demo's heads with the other attention, for an engine that runs them on a CPU; by name.
+
+    Calibrated on what they were trained on, and healed for a few steps.
+    """
+    lines = (json.dumps({"prompt": document}) for document in read_corpus().train[:250])
+    (root / "text.jsonl").write_text("\n".join(lines) + "\n")
+    made: dict[str, Path] = {}
+    for name, (source, kind) in CONVERTED[engine].items():
+        made[name] = root / f"{source}-to-{kind}"
+        words = [f"to-{engine}", demo / source / "trained", made[name], "--attention", kind, "--context", 96]
+        words += ["--target", demo / "target", "--prompts", root / "text.jsonl", "--heal", 20, "--min-retention", 0.8]
+        done = CliRunner().invoke(main, [str(word) for word in words])
+        assert done.exit_code == 0, done.output
+    return made
+
+
 def write_broken(right: Mapping[str, Path], root: Path, engine: str) -> dict[str, Path]:
     """Write heads with a fault each that concerns an engine; by the fault's name."""
     return {
@@ -125,11 +146,12 @@ def rules_that_name(folder: Path, engine: str, source: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one["rule"] for one in findings if one["severity"] == "error"))
 
 
-def found_in(head: Path, engine: str, python: Path, demo: Path) -> tuple[str, ...]:
+def found_in(head: Path, engine: str, python: Path, target: Path, prompts: Path) -> tuple[str, ...]:
     """Return the warnings and errors of `kconv validate`, which starts the engine and holds its counts too."""
-    words = ["validate", head, "--for", engine, "--target", demo / "target", "--prompts", demo / "held-out.jsonl"]
+    words = ["validate", head, "--for", engine, "--target", target, "--prompts", prompts]
     words += ["--engine", engine, "--engine-python", python, "--new-tokens", NEW_TOKENS, "--json"]
     done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.stdout, done.output
     report = json.loads(done.stdout)
     assert report["figures"]["engine"]["drafts"] > 0
     return tuple(dict.fromkeys(one["rule"] for one in report["findings"] if one["severity"] != "note"))
@@ -144,10 +166,7 @@ def serve_sglang(python: Path, demo: Path, heads: Mapping[str, Path], folder: Pa
     jobs[TREE] = job(target, heads["mla sglang"], more=tree)
     answers = sglang_record.record(python, jobs, prompts_of(target), folder, new_tokens=NEW_TOKENS)
     own = answers[""].outputs
-    return {
-        name: _witnessed("sglang", name, one.outputs, own, one.counts, one.unreached, one.error)
-        for name, one in answers.items()
-    }, own
+    return {name: _in_sglang(name, one, own) for name, one in answers.items()}, own
 
 
 def serve_vllm(python: Path, demo: Path, heads: Mapping[str, Path], folder: Path) -> Served:
@@ -162,16 +181,57 @@ def serve_vllm(python: Path, demo: Path, heads: Mapping[str, Path], folder: Path
             look_ahead=LONGER - 1, together=True,
         ).answers  # fmt: skip
         own = own or answers[""]["outputs"]
-        for name in mine:
-            answer = answers[name]
-            counted = {n.removeprefix("vllm:spec_decode_num_"): v for n, v in answer.get("counters", {}).items()}
-            places = tuple(counted.get("accepted_tokens_per_pos", ()))
-            counts = Counts(counted["drafts"][0], sum(places), places) if places else None
-            unreached = answer.get("unreached")
-            found[name] = _witnessed(
-                "vllm", name, answer.get("outputs", []), own, counts, unreached, answer.get("error", "")
-            )
+        found |= {name: _in_vllm(name, answers[name], own) for name in mine}
     return found, own
+
+
+def serve_families(engine: str, python: Path, trained: Mapping[str, Path], folder: Path) -> dict[str, Witnessed]:
+    """Have an engine serve the heads of other targets than Kimi-K2's, with what kconv's chain of each gives beside.
+
+    Args:
+        engine: whose layout the heads have.
+        python: of the engine's environment.
+        trained: see `families.train_families`.
+        folder: to work in.
+    """
+    heads = families.convert_families(trained, engine, folder / "heads")
+    served = _families_in_vllm if engine == "vllm" else _families_in_sglang
+    found: dict[str, Witnessed] = {}
+    for kind, (answers, own) in served(python, trained, heads, folder).items():
+        target = trained[kind] / "target"
+        model = load_target(target, torch.float32)
+        for name, head in heads[kind].items():
+            found[name] = expect(answers[name], head, model, target, own)
+    return found
+
+
+def _families_in_vllm(python, trained, heads, folder) -> dict[str, Served]:
+    found: dict[str, Served] = {}
+    for kind, own_heads in heads.items():
+        target = trained[kind] / "target"
+        (work := folder / kind).mkdir()
+        answers = record_vllm(
+            python, target, own_heads, prompts_of(target), work, steps=STEPS, new_tokens=NEW_TOKENS,
+            look_ahead=STEPS - 1, together=True,
+        ).answers  # fmt: skip
+        own = answers[""]["outputs"]
+        found[kind] = {name: _in_vllm(name, answers[name], own) for name in own_heads}, own
+    return found
+
+
+def _families_in_sglang(python, trained, heads, folder) -> dict[str, Served]:
+    targets = {kind: trained[kind] / "target" for kind in heads}
+    jobs = {kind: sglang_record.Job(target, look_ahead=STEPS - 1) for kind, target in targets.items()}
+    for kind, own_heads in heads.items():
+        jobs |= {name: sglang_record.Job(targets[kind], head) for name, head in own_heads.items()}
+    # All have the same tokenizer.
+    prompts = prompts_of(next(iter(targets.values())))
+    answers = sglang_record.record(python, jobs, prompts, folder, new_tokens=NEW_TOKENS)
+    own = {kind: answers[kind].outputs for kind in heads}
+    return {
+        kind: ({name: _in_sglang(name, answers[name], own[kind]) for name in own_heads}, own[kind])
+        for kind, own_heads in heads.items()
+    }
 
 
 def read_kind(head: Path) -> str:
@@ -182,6 +242,18 @@ def read_kind(head: Path) -> str:
     return "mha" if config["num_key_value_heads"] == config["num_attention_heads"] else "gqa"
 
 
+def _in_sglang(name: str, one: sglang_record.SglangAnswer, own: list[list[int]]) -> Witnessed:
+    return _witnessed("sglang", name, one.outputs, own, one.counts, one.unreached, one.error)
+
+
+def _in_vllm(name: str, answer: Mapping[str, Any], own: list[list[int]]) -> Witnessed:
+    counted = {n.removeprefix("vllm:spec_decode_num_"): v for n, v in answer.get("counters", {}).items()}
+    places = tuple(counted.get("accepted_tokens_per_pos", ()))
+    counts = Counts(counted["drafts"][0], sum(places), places) if places else None
+    said = answer.get("outputs", []), own, counts, answer.get("unreached"), answer.get("error", "")
+    return _witnessed("vllm", name, *said)
+
+
 def _witnessed(engine, name, outputs, own, counts, unreached, error) -> Witnessed:
     same = sum(mine == output[: len(mine)] for mine, output in zip(outputs, own, strict=False))
     if counts is None:
@@ -190,10 +262,16 @@ def _witnessed(engine, name, outputs, own, counts, unreached, error) -> Witnesse
     return Witnessed(engine, name, same, len(own), int(counts.drafts), places, unreached=tuple(unreached or ()))
 
 
-def expect(one: Witnessed, head: Path, model, demo: Path, own: list[list[int]], steps: int = STEPS) -> Witnessed:
-    """Put beside what an engine did what kconv's chain of the head gives."""
+def expect(one: Witnessed, head: Path, model, target: Path, own: list[list[int]], steps: int = STEPS) -> Witnessed:
+    """Put beside what an engine did what kconv's chain of the head gives.
+
+    Args:
+        one: what it did.
+        head, model, target: the head's folder, the target and the target's folder.
+        own: what the target continues by, at least `steps` - 1 tokens longer than what was served.
+        steps: K.
+    """
     texts = [output[: NEW_TOKENS + steps - 1] for output in own]
-    target = demo / "target"
     said = simulate(read_head(open_checkpoint(head)), model, target, prompts_of(target), texts, steps)
     places = tuple(int(place) for place in said.accepted)
     return replace(one, expected_drafts=said.drafts, expected_places=places)

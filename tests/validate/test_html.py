@@ -142,11 +142,23 @@ def test_exact_parity_is_a_line_and_not_a_table_of_zeros():
 
 def test_a_report_without_figures_is_a_page_too():
     text = to_html(Report(subject="head", figures=Figures()))
-    assert "No errors: 0 errors, 0 warnings, 0 notes." in text and "<svg" not in text
+    assert "No errors: 0 warnings, 0 notes." in text and "<svg" not in text
 
 
 def test_values_are_written_as_a_person_reads_them():
     assert plain({"file": "p.jsonl", "sizes": [1, 2]}) == "file p.jsonl, sizes 1, 2"
+    assert plain({"source": None, "headers_only": False, "read": True}) == "source none, headers_only no, read yes"
+    assert plain([0, 1]) == "0, 1"
+
+
+def test_a_long_name_in_a_chart_has_room_or_is_cut():
+    full = report()
+    long = [row.model_copy(update={"category": "x" * 40}) for row in full.figures.acceptance]
+    made = full.model_copy(update={"figures": full.figures.model_copy(update={"acceptance": tuple(long)})})
+    page = Page(text := to_html(made))
+    names = [attrs for tag, attrs in page.elements if tag == "text" and attrs["class"] == "name"]
+    assert "x" * 31 + "…" in text and "x" * 32 not in text.partition("<svg")[2]
+    assert float(names[0]["x"] or 0) >= 32 * 9.5
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

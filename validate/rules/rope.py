@@ -44,7 +44,7 @@ def rope_not_the_targets(subject: HeadSubject) -> Iterator[Found]:
     except KconvError:
         return
     if theirs != subject.spec.rope:
-        yield Found("config.json", f"the head has {subject.spec.rope}, the target {theirs}")
+        yield Found("config.json", f"the head has {subject.spec.rope}; the target has {theirs}")
 
 
 _rows_in_vllm = vllm.ENGINE.rope_rows
