@@ -9,7 +9,8 @@ from typing import Any
 
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, read_acceptance
 from kconv.bench.stats import Counts, add_up, interval
-from kconv.checkpoint.folder import read_json
+from kconv.checkpoint.bytes import digest
+from kconv.checkpoint.folder import open_checkpoint, read_json
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 NGRAM, LOOKUP, BIGRAM = "n-gram", "prompt lookup", "bigram"
@@ -137,8 +138,28 @@ def describe_categories(found: Found) -> list[str]:
     return lines
 
 
+def describe_nvfp4(found: Found) -> list[str]:
+    """Return what NVFP4 loses, and whether both backends wrote the same bits."""
+    ours, theirs = (_bytes(found.work / name) for name in ("nvfp4", "nvfp4-modelopt"))
+    apart = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    figures = read_json(found.work / "nvfp4-report" / "report.json")["figures"]
+    noise, text = figures["noise"], figures["perplexity"]
+    return [
+        f"- Tensors that differ from ModelOpt's own export: {len(apart)} of {len(ours)}.",
+        f"- Signal to noise of {noise['tensors']} matrices: median {noise['median']:.1f} dB, "
+        f"worst {noise['worst']:.1f} dB.",
+        f"- Perplexity on {text['prompts']} prompts, {text['tokens']:,} tokens: {text['source']:.2f} of the target, "
+        f"{text['output']:.2f} of its NVFP4; the likeliest token is the same at {text['top1']:.1%} of them.",
+    ]
+
+
+def _bytes(folder: Path) -> dict[str, str]:
+    return {name: digest(info) for name, info in open_checkpoint(folder).tensors.items()}
+
+
 PARTS: dict[str, Callable[[Found], list[str]]] = {
     "heads": describe_heads, "lengths": describe_lengths, "categories": describe_categories,
+    "nvfp4": describe_nvfp4,
 }  # fmt: skip
 
 
