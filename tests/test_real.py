@@ -13,19 +13,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # As it is for a program in that folder.
 sys.path.insert(0, str(SCRIPTS))
 
 from real_parts import page, smollm  # noqa: E402
+from real_parts.offline import answer_greedily, measure_lookup  # noqa: E402
 from real_parts.prompts import ask_target, draw_prompts  # noqa: E402
 
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow  # noqa: E402
 from kconv.pipeline.recipe import read_release  # noqa: E402
 from kconv.targets.forward import run_target  # noqa: E402
 from kconv.targets.model import load_target  # noqa: E402
-from kconv.targets.suites import SUITES  # noqa: E402
+from kconv.targets.prompts import Prompt  # noqa: E402
+from kconv.targets.suites import SUITES, Suite  # noqa: E402
 from kconv.targets.tokenizer import load_tokenizer  # noqa: E402
 from kconv.train.recipe import check_keys, read_recipe_file  # noqa: E402
 
@@ -114,6 +117,7 @@ import json, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 file, ids = Path(sys.argv[1]), torch.tensor([json.loads(sys.argv[2])])
 model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16).float()
 with torch.no_grad():
@@ -122,10 +126,33 @@ with torch.no_grad():
 SAID = "The capital of France is"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    """The packages, and the target made of them."""
+    root = tmp_path_factory.mktemp("real")
+    return root / "packages", smollm.make_target(root / "packages", root / "target")
+
+
 @pytest.mark.slow
-def test_the_package_becomes_a_target_with_transformers_own_logits(tmp_path):
-    packages = tmp_path / "packages"
-    target = smollm.make_target(packages, tmp_path / "target")
+def test_its_answers_are_transformers_own_and_what_is_copied_is_counted(made, tmp_path):
+    _, target = made
+    prompt = Prompt("a", "math", ("Say the word yes ten times, and nothing else.",))
+    suite = Suite("mine", "1", (("math", (prompt,)),), whole=True)
+    [answered] = answer_greedily(target, suite, 24, 3, tmp_path / "greedy.jsonl")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    said = model.generate(torch.tensor([answered.start]), max_new_tokens=26, do_sample=False, eos_token_id=[])
+    assert said[0, len(answered.start) :].tolist() == answered.tokens
+    # What is there already is not asked again.
+    assert answer_greedily(tmp_path / "none", suite, 24, 3, tmp_path / "greedy.jsonl") == [answered]
+    [row] = measure_lookup([answered], (3,))
+    drafts, *accepted = row["k3"]
+    # A verify step gives one token more than it accepts; the last may go beyond the answer, by K tokens at most.
+    assert answered.length - 1 <= drafts + sum(accepted) <= answered.length + 3
+
+
+@pytest.mark.slow
+def test_the_package_becomes_a_target_with_transformers_own_logits(made, tmp_path):
+    packages, target = made
     tokenizer = load_tokenizer(target)
     # Digits stand alone, and what is written comes back.
     text = "It's 2024:\n\n  def f(x): naïve"
