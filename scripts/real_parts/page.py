@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,8 @@ class Found:
             for k in form.draft_tokens
             if (file := work / f"{engine}-{name}-k{k}.json").exists()
         }
-        offline = {name: read_json(file) for name in names if (file := work / f"offline-{name}.json").exists()}
+        files = {name: work / f"offline-{name}.json" for name in names}
+        offline = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
         return cls(work, form, offline, served)
 
     def of_prompts(self, name: str, prompts: Collection[str] | None = None) -> list[Mapping[str, Any]]:
@@ -119,7 +121,22 @@ def describe_lengths(found: Found) -> list[str]:
         version = next(row_of(file).engine_version for file in files if file)
         cells = [_cell(row_of(file)) if file else "" for file in files]
         lines.append(f"| {name} | {ENGINES[engine]} {version} | {some} | {' | '.join(cells)} |")
+        if name == NGRAM:
+            cells = [f"{over_all_steps(found, file):.3f}" if file else "" for file in files]
+            lines.append(f"| {name}, over all steps | {ENGINES[engine]} {version} | {some} | {' | '.join(cells)} |")
     return [*lines, "", equal(found)]
+
+
+def over_all_steps(found: Found, file: AcceptanceFile) -> float:
+    """Return the tokens per step, those steps included in which nothing was drafted, which vLLM does not count.
+
+    The answers are those that kconv has of the same prompts: each token but an answer's first is a step's own or was
+    accepted. What a last draft accepts beyond an answer's end is among the accepted, so this is a little high.
+    """
+    row, answers = row_of(file), found.of_prompts(LOOKUP, found.both)
+    accepted = sum(row.rates or ()) * (row.drafts or 0)
+    tokens = sum(answer["tokens"] - 1 for answer in answers)
+    return tokens / (tokens - accepted)
 
 
 def describe_categories(found: Found) -> list[str]:
@@ -157,22 +174,38 @@ def _bytes(folder: Path) -> dict[str, str]:
     return {name: digest(info) for name, info in open_checkpoint(folder).tensors.items()}
 
 
+def describe_speed(found: Found) -> list[str]:
+    """Return the speeds; they mean nothing of a machine that is busy otherwise, so no other stage measures them."""
+    if not (file := found.work / "speed.json").exists():
+        return ["Not measured yet: `scripts/real --only speed --markdown` on a machine that does nothing else."]
+    lines = [
+        "| drafter | K | prompts side by side | with | without | ratio | same answers |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in read_json(file)["rows"]:
+        lines.append(
+            f"| {one['drafter']} | {one['draft_tokens']} | {one['concurrency']} | {one['tokens_per_second']:.1f} | "
+            f"{one['baseline_tokens_per_second']:.1f} | {one['speedup']:.2f} | {one['same_answers']:.0%} |"
+        )
+    return lines
+
+
 PARTS: dict[str, Callable[[Found], list[str]]] = {
     "heads": describe_heads, "lengths": describe_lengths, "categories": describe_categories,
-    "nvfp4": describe_nvfp4,
+    "nvfp4": describe_nvfp4, "speed": describe_speed,
 }  # fmt: skip
 
 
 def _head(name: str, begun: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    vocab, before, after = report["draft_vocab"], begun["untrained"], report["trained"]
+    vocab, before, after = report["draft_vocab"], report["untrained"], report["trained"]
     trained = " and then ".join(
         f"{r['steps']:,} x {r['batch'] * r['seq']:,} (draft steps: {r['ttt_steps']})"
         for r in (begun["recipe"], report["recipe"])
     )
     return (
         f"| {name} | {report['parameters']:,} | {report['recipe']['draft_vocab']:,} | {vocab['share']:.1%} | "
-        f"{report['tokens']['counted']:,} | {trained} | {after['loss']:.2f} | {before['acceptance']:.3f} to "
-        f"{after['acceptance']:.3f} |"
+        f"{report['tokens']['counted']:,} | {trained} | {before['loss']:.2f} to {after['loss']:.2f} | "
+        f"{before['acceptance']:.3f} to {after['acceptance']:.3f} |"
     )
 
 
