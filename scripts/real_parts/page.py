@@ -251,6 +251,8 @@ def equal(found: Found) -> str:
                 f"{ENGINES[engine]}, {name} at K = {k}: {row.drafts:g} steps and {theirs}, "
                 f"and here {drafts} and {places}"
             )
+    if not compared:
+        return "No engine has served the head on these prompts yet."
     if apart:
         return f"Of {compared} runs, {len(apart)} were counted otherwise than by kconv's chain: {'; '.join(apart)}."
     return (
