@@ -61,7 +61,7 @@ def found_of(rates: tuple[float, ...]) -> page.Found:
 
 
 def test_the_page_says_where_an_engine_counts_otherwise_than_the_chain():
-    assert "In all 1 runs" in page.equal(found_of((0.6, 0.3)))
+    assert "In each run of a head (1)" in page.equal(found_of((0.6, 0.3)))
     assert "10 steps and [6, 2], and here 10 and [6, 3]" in page.equal(found_of((0.6, 0.2)))
 
 

@@ -256,6 +256,6 @@ def equal(found: Found) -> str:
     if apart:
         return f"Of {compared} runs, {len(apart)} were counted otherwise than by kconv's chain: {'; '.join(apart)}."
     return (
-        f"In all {compared} runs of a head the engine's count of verify steps, and of drafts accepted up to each "
+        f"In each run of a head ({compared}) the engine's count of verify steps, and of drafts accepted up to each "
         "place, is that of kconv's chain, to the last token."
     )
