@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import get_completion_class
 
+from ..errors import MissingExtra
 from .terminal import echo, make_console
 
 if TYPE_CHECKING:
@@ -24,18 +27,26 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one
 
 @click.command(short_help="Train a tiny Kimi-K2 and two heads, convert them, and compare both sides.")
 @click.argument("out", type=FOLDER, default="demo")
+@click.option("--real", is_flag=True, help="Of SmolLM2-135M-Instruct instead, a real model; in a clone of kconv.")
 @as_json_option
-def demo(out: Path, as_json: bool) -> None:
+def demo(out: Path, real: bool, as_json: bool) -> None:
     """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and compare both sides.
 
     The target is trained on Python's documentation, the heads with ModelOpt. This takes some minutes on two cores,
     once: they are kept in $KCONV_CACHE or ~/.cache/kconv. Then the heads are converted from TensorRT-LLM's layout to
     vLLM's and back, and ModelOpt's own module is compared with kconv's forward over the converted files.
 
+    --real is scripts/real --quick: it fetches a real model, has it answer prompts in vLLM (of scripts/engine-env, where
+    that is made), trains a head on the answers and measures it. OUT keeps what is made, and the same command goes on.
+
     \b
-    Example:
+    Examples:
       kconv demo my-demo
+      kconv demo my-real-demo --real
     """
+    if real:
+        run_real(out, as_json=as_json)
+        return
     from ..checkpoint.staging import refuse_existing
     from ..operations.base import extras
 
@@ -50,6 +61,28 @@ def demo(out: Path, as_json: bool) -> None:
         with _bars() as stage:
             made = run_demo(out, cache_root(), stage)
     _show_demo(out, made, as_json=as_json)
+
+
+# Beside the package in a clone; an installed package has none.
+REAL = Path(__file__).parent.parent / "scripts" / "real"
+
+
+def run_real(out: Path, *, as_json: bool) -> None:
+    """Run the quick form of scripts/real, and end as it does.
+
+    Raises:
+        click.UsageError: JSON is asked for.
+        MissingExtra: this is no clone.
+    """
+    if as_json:
+        raise click.UsageError("--json is not for --real, which prints what each command prints")
+    if not REAL.exists():
+        raise MissingExtra(
+            "the real demo is a script of kconv's repository, which an installed kconv does not have",
+            where=REAL,
+            fix="Run it in a clone: scripts/setup, and then .venv/bin/kconv demo OUT --real.",
+        )
+    raise SystemExit(subprocess.run([sys.executable, REAL, "--quick", "--work", out]).returncode)
 
 
 @contextmanager

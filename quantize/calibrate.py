@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_causal_mask
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint, open_checkpoint
@@ -203,7 +202,8 @@ class Layers:
         # Each linear by itself: other implementations fuse all experts into one operation, which hides their inputs.
         model.config._experts_implementation = "eager"
         check_tensors(model, target, config, self._stored)
-        self._model, self._rotary = model, DeepseekV3RotaryEmbedding(model.config)
+        # Made anew, for the model's own frequencies are on the meta device.
+        self._model, self._rotary = model, type(model.model.rotary_emb)(model.config)
 
     def run(
         self, hidden: list[torch.Tensor], watching: Callable[[str], W], *, first: int = 0

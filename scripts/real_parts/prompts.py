@@ -1,15 +1,20 @@
 """Prompts of kconv's own: templates and words, so that nothing of another owner's is handed out.
 
-Their categories are MT-Bench's, of which none of its questions is here.
+Their categories are MT-Bench's, of which none of its questions is here. What the target itself would ask comes beside
+them: templates alone are a narrow world.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import httpx
+
+from kconv.engines.client import Client
 from kconv.targets.prompts import Prompt
+from kconv.targets.tokenizer import Tokenizer
 
 SUBJECTS = """the water cycle; photosynthesis; volcanoes; the printing press; gravity; vaccines; the Silk Road;
 inflation; plate tectonics; black holes; the French Revolution; supply and demand; evolution; electric motors; coral
@@ -181,3 +186,37 @@ def draw_prompts(seed: int = 0) -> Iterator[Prompt]:
             text = _fill(draw.choice(TEMPLATES[category]), draw)
         seen.add(text)
         yield Prompt(f"{category}-{number}", category, (text, *more))
+
+
+# Cleaner questions than those of 1.0, and hardly fewer of them. At once, as many as a CPU's memory of keys holds.
+ASK_TEMPERATURE, ASK_TOKENS, AT_ONCE, SHORTEST = 0.8, 56, 256, 20
+
+
+def ask_target(client: Client, tokenizer: Tokenizer, count: int, known: Collection[str]) -> list[Prompt]:
+    """Return questions that a target writes itself where a chat begins with a user's turn (Magpie, arXiv 2406.08464).
+
+    Args:
+        client: of a server with completions as OpenAI has them.
+        tokenizer: the target's, with its chat template.
+        count: how many.
+        known: turns that are not asked again.
+    """
+    mark = "KCONV"
+    before, _, _ = tokenizer.render_chat([{"role": "user", "content": mark}], answer=False).partition(mark)
+    body = {"model": client.model, "prompt": before, "n": AT_ONCE, "max_tokens": ASK_TOKENS}
+    draw, found = random.Random(count), dict[str, None]()
+    with httpx.Client(base_url=client.url, timeout=1800) as server:
+        # Of several answers to a seeded request vLLM seeds each, the i-th with seed + i:
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/parallel_sampling.py#L69-L82
+        for seed in itertools.count(step=AT_ONCE):
+            answer = server.post("/v1/completions", json=body | {"temperature": ASK_TEMPERATURE, "seed": seed})
+            for choice in answer.raise_for_status().json()["choices"]:
+                text = choice["text"].strip()
+                if choice["finish_reason"] == "stop" and len(text) >= SHORTEST and text not in known:
+                    found[text] = None
+            if len(found) >= count:
+                break
+    return [
+        Prompt(f"own-{number}", "own", (text, draw.choice(FOLLOW_UPS)) if draw.random() < 0.25 else (text,))
+        for number, text in enumerate(itertools.islice(found, count))
+    ]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.quantized_targets import make_form
+from support.tiny_targets import write_target
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.quantize.calibration import data_free
@@ -21,7 +22,10 @@ def forms(tiny_target, tmp_path_factory):
     def find(form: str, *, wrapped: bool = False) -> Path:
         if (form, wrapped) not in made:
             folder = tmp_path_factory.mktemp(form) / "target"
-            made[form, wrapped] = make_form(tiny_target, folder, form, wrapped=wrapped, shards=3)
+            if form == "llama":
+                made[form, wrapped] = write_target(folder, form, tiny_target, None)
+            else:
+                made[form, wrapped] = make_form(tiny_target, folder, form, wrapped=wrapped, shards=3)
         return made[form, wrapped]
 
     return find

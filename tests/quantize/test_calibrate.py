@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
@@ -56,6 +57,32 @@ def test_the_amaxes_are_those_that_hooks_see_in_the_whole_model(form, wrapped, f
     for name, amax in seen.items():
         assert found[name] == pytest.approx(amax, rel=1e-5), name
     assert len({found[f"model.layers.2.mlp.experts.{e}.down_proj"] for e in range(4)}) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_is_run_by_layers_too(tied, forms, tmp_path):
+    folder, seen = forms("llama"), {}
+    if tied:
+        weights = load_file(folder / "model.safetensors")
+        del weights["lm_head.weight"]
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        folder = tmp_path
+    found = run(folder, sequences()).input_amax
+    model = load_target(folder, torch.float32)
+
+    def see(name):
+        return lambda _, inputs: seen.update({name: max(seen.get(name, 0.0), float(inputs[0].abs().max()))})
+
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(see(f"model.{name}"))
+    with torch.no_grad():
+        for ids in sequences():
+            model(ids.unsqueeze(0))
+    assert len(seen) == 7 * len(model.model.layers)
+    assert found == pytest.approx(seen, rel=1e-5)
 
 
 def test_only_one_layer_is_ever_in_memory(forms, monkeypatch):

@@ -54,7 +54,9 @@ def kconv(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form, recipe", [("bf16", "nvfp4"), ("int4", "nvfp4-mlp"), ("fp8", "nvfp4-experts")])
+@pytest.mark.parametrize(
+    "form, recipe", [("bf16", "nvfp4"), ("int4", "nvfp4-mlp"), ("fp8", "nvfp4-experts"), ("llama", "nvfp4")]
+)
 def test_both_roads_make_the_same_bits(form, recipe, forms, kconv, tmp_path):
     source, prompts, calibration = forms(form), tmp_path / "prompts.jsonl", tmp_path / "calibration.json"
     words = (
@@ -76,7 +78,7 @@ def test_both_roads_make_the_same_bits(form, recipe, forms, kconv, tmp_path):
     assert theirs.keys() == ours.keys()
     unequal = [name for name in theirs if not torch.equal(bits(theirs[name]), bits(ours[name]))]
     packed = [name for name in ours if name.endswith(("weight_scale", "weight_scale_2", "input_scale"))]
-    assert len(packed) > 200
+    assert len(packed) > (100 if form == "llama" else 200)
     assert unequal == []
     configs = [(tmp_path / road / "config.json").read_text() for road in ("modelopt", "streamed")]
     assert configs[0] == configs[1]

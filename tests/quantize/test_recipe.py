@@ -11,6 +11,7 @@ DENSE = "model.layers.0.mlp.up_proj"
 ATTENTION = "model.layers.3.self_attn.o_proj"
 LATENT = "model.layers.3.self_attn.kv_a_proj_with_mqa"
 KV_B = "model.layers.3.self_attn.kv_b_proj"
+MLP = {"gate_proj", "up_proj", "down_proj"}
 NEVER = ("lm_head", "model.embed_tokens", "model.layers.3.mlp.gate", "model.layers.61.eh_proj")
 
 TAKES = {
@@ -24,6 +25,12 @@ TAKES = {
 def test_the_package_has_these_recipes_each_under_its_own_name():
     assert builtin_recipes().keys() == TAKES.keys()
     assert all(load_recipe(name).name == name and load_recipe(name).about for name in TAKES)
+
+
+def test_the_widest_recipe_takes_a_target_without_mla_whole(forms, plan):
+    modules = [module.name for module in plan(forms("llama"), "nvfp4").modules]
+    assert {name.rpartition(".")[2] for name in modules} == {f"{part}_proj" for part in "qkvo"} | MLP
+    assert len(modules) % 7 == 0
 
 
 @pytest.mark.parametrize("name", TAKES)
