@@ -619,12 +619,12 @@ def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
 
 def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     file = folder / PROGRESS / PLAN
-    text = plan.to_json()
+    text = plan.to_json().encode()
     if not file.exists():
-        file.write_text(text)
+        file.write_bytes(text)
         return
     # Parsed it is many times as large.
-    if file.read_bytes() == text.encode():
+    if file.is_file() and file.stat().st_size == len(text) and file.read_bytes() == text:
         return
     before, now = _load_plan(file), json.loads(text)
     other = [key for key in now if before.get(key) != now[key]]

@@ -23,7 +23,10 @@ ELSEWHERE = {
     "quantize/pack.py": {"read_text": "the package's own C, and /proc/cpuinfo"},
     "quantize/calibrate.py": {"open": "what was written here is put on the disk"},
     "quantize/stream.py": {"open": "what was written here is put on the disk"},
+    "installed.py": {"read_text": "pip's own record of this installation", "json.loads": "that record"},
+    "operations/env.py": {"read_text": "/proc/cpuinfo"},
     "targets/write_states.py": {
+        "read_bytes": "a file of the very size of this run's own text",
         "open": "what was written here is put on the disk",
         "json.loads": "this run's own text",
     },

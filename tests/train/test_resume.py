@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.listing import names
 
 from kconv.errors import OutputExists, OutputFailed
-from kconv.train import run
+from kconv.train import checkpoints, run
 from kconv.train.checkpoints import clear_finished, newest, workplace
 from kconv.train.job import Pace
 from kconv.train.recipe import TEST_GQA
@@ -110,24 +110,34 @@ def test_another_runs_checkpoints_are_refused(make_job, tmp_path):
         train(make_job(dataclasses.replace(GQA, lr=0.01)), tmp_path / "head")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
-def test_a_disk_that_fills_at_a_checkpoint_is_named_and_the_run_is_gone_on_with(make_job, unstopped, tmp_path, name):
-    """A limit on a file's size stands for the disk: the system refuses the write in the same way."""
-    before, work = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / ".head.training"
+@pytest.mark.parametrize("part", ["head", "optimizer", "scheduler.pt"])
+def test_a_disk_that_fills_at_a_checkpoint_is_named_and_the_run_is_gone_on_with(
+    make_job, unstopped, tmp_path, monkeypatch, part
+):
+    """A limit on a file's size stands for the disk: the system refuses the write in the same way.
 
-    def fill(step: int, *_: object) -> None:
-        if step == 10:
-            # torch's own writer of the optimizer raises no OSError.
-            most = (work / "checkpoint-5" / name).stat().st_size - 1
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    It is set just before a part of the second checkpoint is written. torch's own writer, of the last part, raises no
+    OSError.
+    """
+    before, work = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / ".head.training"
+    saves = {"head": "_save", "optimizer": "_save", "scheduler.pt": "torch.save"}
+    save = checkpoints.torch.save if part == "scheduler.pt" else checkpoints._save
+    reached = []
+
+    def fill(state: object, file: Path | str, *more: object) -> None:
+        if Path(file) == work / "checkpoint-10" / part:
+            reached.append(part)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        save(state, file, *more)
 
     pace = Pace(save_every=5, eval_every=6)
     try:
-        with pytest.raises(OutputFailed, match="could not be written") as caught:
-            train(make_job(GQA), tmp_path / "head", pace, fill)
+        with monkeypatch.context() as patch, pytest.raises(OutputFailed, match="could not be written") as caught:
+            patch.setattr(f"kconv.train.checkpoints.{saves[part]}", fill)
+            train(make_job(GQA), tmp_path / "head", pace)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "Free some space" in caught.value.fix
+    assert reached == [part] and "Free some space" in caught.value.fix
     assert newest(work, 12) == work / "checkpoint-5"
     assert same(weights(train(make_job(GQA), tmp_path / "head", pace)), weights(unstopped))
     assert names(tmp_path) == ["head"]
