@@ -171,12 +171,16 @@ def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
         return "it is nested too deeply", None
     # A value that its own type refuses, e.g. the date 2026-13-45.
     with suppress(Exception):
-        left = [yaml.compose(text, yaml.SafeLoader)]
+        left, seen, one_by_one = [yaml.compose(text, yaml.SafeLoader)], set(), yaml.SafeLoader("")
         while left:
             node = left.pop()
+            # Aliases of aliases name one node more often than there is time for.
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
             if isinstance(node, yaml.ScalarNode):
                 try:
-                    yaml.SafeLoader("").construct_object(node)
+                    one_by_one.construct_object(node)
                 except Exception:
                     line = node.start_mark.line + 1
                     return f"the value {node.value[:80]!r} in line {line} is none of its type; put it in quotes", line

@@ -39,6 +39,10 @@ BAD_YAML = {
     "many by its aliases": b"".join(
         b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 10) if i else b"1") for i in range(9)
     ),
+    "many by its aliases, and a date that is none": b"".join(
+        b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 10) if i else b"1") for i in range(30)
+    )
+    + b"rows: [2024-13-45]",
     "in itself": b"rows: &rows [*rows]",
     "a date that is none": b"rows: [2024-13-45]",
     "a number that is none": b'rows: [!!int ""]',

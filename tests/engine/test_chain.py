@@ -184,7 +184,7 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     rows = [{"messages": [{"role": role, "content": words} for role, words in turns]} for turns in said]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kconv.states(target, stored, data=data, captured=(1, 3, 5), url=server.url, shared=server.shared, dtype="F32")
-    assert not any(server.shared.iterdir())
+    assert empty(server.shared)
     settings = SETTINGS | {"captured": [1, 3, 5]}
     common = ["--recipe", "eagle3-gqa", "--save-every", 4, "--eval-every", 16]
     common += [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
