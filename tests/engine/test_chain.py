@@ -169,22 +169,24 @@ class Trainers:
         return [one for one in psutil.Process(self.process.pid).children() if "train" in one.cmdline()]
 
 
-def empty(folder: Path) -> bool:
-    """Say whether nothing is left in a folder, at the latest when those who sweep it have ended."""
+def left(folder: Path, before: set[Path]) -> set[Path]:
+    """Return what is new in a folder when those who sweep it have ended."""
     end = time.monotonic() + 3 * LATE_SECONDS
-    while any(folder.iterdir()) and time.monotonic() < end:
+    while set(folder.iterdir()) - before and time.monotonic() < end:
         time.sleep(0.1)
-    return not any(folder.iterdir())
+    return set(folder.iterdir()) - before
 
 
 def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(server, target, tmp_path):
+    # The server hands out states of every request, those of kconv generate too, which takes none.
+    before = set(server.shared.iterdir())
     data, stored = tmp_path / "dialogues.jsonl", tmp_path / "states"
     texts = [text for text in read_corpus().train if len(text) > 300][:48]
     said = [[("user", text[:60]), ("assistant", text[60:300])] for text in texts]
     rows = [{"messages": [{"role": role, "content": words} for role, words in turns]} for turns in said]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kconv.states(target, stored, data=data, captured=(1, 3, 5), url=server.url, shared=server.shared, dtype="F32")
-    assert empty(server.shared)
+    assert left(server.shared, before) == set()
     settings = SETTINGS | {"captured": [1, 3, 5]}
     common = ["--recipe", "eagle3-gqa", "--save-every", 4, "--eval-every", 16]
     common += [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
@@ -198,10 +200,10 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     [_, last] = trainers.wait_until(lambda: any(work.glob("checkpoint-*/trainer_state.json")))
     last.kill()
     assert trainers.process.wait(600) != 0
-    assert empty(server.shared)
+    assert left(server.shared, before) == set()
     Trainers(words, tmp_path / "streamed.log").wait()
     assert (tmp_path / "streamed" / "model.safetensors").read_bytes() == wanted
-    assert not any(server.shared.iterdir())
+    assert left(server.shared, before) == set()
     told = json.loads((tmp_path / "streamed" / "kconv.json").read_text())["training"]["data"]
     assert told["streamed"] and told["sequences"] == 48
 
@@ -215,5 +217,5 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     assert "the server does not answer" in said
     # Neither says what a library makes of it; torchrun itself ends in a traceback of its own.
     assert "RuntimeError" not in said and "httpx" not in said
-    assert empty(server.shared)
+    assert left(server.shared, before) == set()
     assert not (tmp_path / "orphaned").exists()
