@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20
 # Chunks that wait for the hash of the file.
 AHEAD = 4
-# Bytes that the disk is asked for before they are read, so that it reads while what came is hashed and written.
-EARLY = 16 << 20
 # Bytes after which the disk is asked to catch up.
 WINDOW = 16 << 20
 # Bytes of tensors that one thread reads in a row, where a file is read by several.
@@ -139,12 +137,7 @@ def _exactly(file: FileIO, info: TensorInfo, ring: Iterator[memoryview]) -> Iter
 def _pieces(file: FileIO, begin: int, end: int, ring: Iterator[memoryview]) -> Iterator[memoryview]:
     """Yield the bytes from `begin` to `end`, or to the end of the file where that comes first."""
     file.seek(begin)
-    asked = begin
     while begin < end:
-        while asked < min(begin + EARLY, end) and hasattr(os, "posix_fadvise"):  # macOS has none
-            # By chunks, so that as much is under way however far the reader is.
-            os.posix_fadvise(file.fileno(), asked, min(CHUNK, end - asked), os.POSIX_FADV_WILLNEED)
-            asked += CHUNK
         view = next(ring)
         view = view[: min(len(view), end - begin)]
         count = 0
