@@ -248,6 +248,14 @@ class HubRepo:
                     local_files_only=is_offline_mode(),
                 )
             )
+        if not folder.is_dir():
+            # It keeps a commit's listing, and makes no folder where that has no such file:
+            # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/_snapshot_download.py#L393
+            raise NotACheckpoint(
+                f"the Hub lists no file of a checkpoint in {self.repo}@{self.commit}",
+                where=f"{constants.ENDPOINT}/{self.repo}/tree/{self.commit}",
+                fix=f"If the page shows some, delete {folder.parent.parent / 'trees'}, where the listing is kept.",
+            )
         for file in sorted(folder.iterdir()):
             if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns):
                 check_download(file)

@@ -323,13 +323,16 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from fault
 
 
+HALF = "it holds half a surrogate pair, which no text has"
+
+
 def _refuse_halves(text: str | bytes, value: Any) -> None:
     """Raise ValueError for a value with half a surrogate pair, smuggled in as an escape: it has no bytes."""
     if b"\\u" in text if isinstance(text, bytes) else "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:
-            raise ValueError("it holds half a surrogate pair, which no text has") from fault
+            raise ValueError(HALF) from fault
 
 
 def refuse_many(text: bytes, most: int) -> None:
@@ -461,7 +464,7 @@ def _keys_at(model: Any, place: Sequence[str | int]) -> list[str]:
 
 
 def _count(values: Any) -> None:
-    """Raise ValueError for values that are many once every alias stands for a copy, or that hold themselves."""
+    """Raise ValueError for values that hold themselves, half a sign, or too many where each alias stands for a copy."""
     left, count = [values], 0
     while left:
         value = left.pop()
@@ -472,6 +475,8 @@ def _count(values: Any) -> None:
             left += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set):
             left += value
+        elif isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+            raise ValueError(HALF)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """A Hub, a mirror or a proxy that lies: bytes that are not the announced ones, and answers of another shape."""
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from support.hub_head import head, offline
 from support.hub_repos import Reply
 
 from kconv.checkpoint.source import resolve
-from kconv.errors import DownloadDamaged, HubUnreachable, KconvError
+from kconv.errors import DownloadDamaged, HubUnreachable, KconvError, NotACheckpoint
 
 TOKENIZER = {"tokenizer.json": b"{}", "LICENSE": b"terms"}
 
@@ -71,3 +73,14 @@ def test_an_answer_of_another_shape_is_named(hub, monkeypatch, route, shape):
             getattr(resolve("org/head"), opening)()
         except KconvError as fault:
             assert isinstance(fault, HubUnreachable) or fault.fix
+
+
+def test_a_listing_without_files_is_named_and_where_it_is_kept(hub):
+    hub.commit("org/head", head())
+    hub.fail(r"GET /api/models/org/head/tree/", Reply(200, b"[]", {"Content-Type": "application/json"}), times=1)
+    for _ in range(2):
+        with pytest.raises(NotACheckpoint, match="lists no file") as caught:
+            resolve("org/head").open_weights()
+    kept = Path(re.search(r"delete (\S+),", caught.value.fix)[1])
+    shutil.rmtree(kept)
+    assert resolve("org/head").open_weights().folder.is_dir()

@@ -45,6 +45,7 @@ BAD_YAML = {
     + b"rows: [2024-13-45]",
     "in itself": b"rows: &rows [*rows]",
     "a date that is none": b"rows: [2024-13-45]",
+    "half a surrogate pair": b'rows: ["\\ud800"]',
     "a number that is none": b'rows: [!!int ""]',
     "a Python object": b"rows: !!python/object/apply:os.getcwd []",
 }
