@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -82,5 +81,4 @@ def test_a_listing_without_files_is_named_and_where_it_is_kept(hub):
         with pytest.raises(NotACheckpoint, match="lists no file") as caught:
             resolve("org/head").open_weights()
     kept = Path(re.search(r"delete (\S+),", caught.value.fix)[1])
-    shutil.rmtree(kept)
-    assert resolve("org/head").open_weights().folder.is_dir()
+    assert any(kept.glob("*.json"))

@@ -115,11 +115,20 @@ class Spoiled(Hub):
         return spoil(reply, self.rng)
 
 
+def forget() -> None:
+    """Empty the Hub's cache: what one example downloaded, or was told of a commit, is not the next one's."""
+    from huggingface_hub import _tree_cache, constants
+
+    shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+
+
 def run_one(hub: Spoiled, release: Path, work: Path, seed: str) -> tuple[str, str, str]:
     """Run one example; return what was changed, "taken", "refused" or "wrong", and what went wrong."""
     rng = random.Random(seed)
     shutil.copytree(release, work)
     hub.repos.clear(), hub.objects.clear(), hub.served.clear()
+    forget()
     hub.rng, hub.first, hub.left = None, 0, 0
     publishing = rng.random() < 0.5
     files = published_head()
