@@ -335,12 +335,18 @@ def check_download(file: Path) -> None:
     Each stored file is read once; that it was right is noted with its size and time in kconv's own cache.
 
     Raises:
-        DownloadDamaged: its bytes are others.
+        DownloadDamaged: its bytes are others, or no digest was announced for it.
     """
     stored = file.resolve()
     name = stored.name
-    if stored.parent.name != "blobs" or not (DIGEST.fullmatch(name) or COMMIT.fullmatch(name)):
+    if stored.parent.name != "blobs":  # a cache without links names no digest
         return
+    if not (DIGEST.fullmatch(name) or COMMIT.fullmatch(name)):
+        raise DownloadDamaged(
+            f"nothing tells whether {file.name} is the Hub's file: its ETag, {name[:16]!r}, is no digest",
+            where=stored,
+            fix="Ask whoever runs the mirror or the proxy to pass ETag and X-Linked-Etag on, or unset HF_ENDPOINT.",
+        )
     found = stored.stat()
     seen, note = f"{found.st_size} {found.st_mtime_ns} {found.st_ino}", cache_root() / "downloads" / name
     with suppress(OSError, KconvError):

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,21 @@ def test_an_answer_of_another_shape_is_named(hub, monkeypatch, route, shape):
             getattr(resolve("org/head"), opening)()
         except KconvError as fault:
             assert isinstance(fault, HubUnreachable) or fault.fix
+
+
+def test_a_file_of_which_no_digest_is_announced_is_refused(hub, monkeypatch):
+    """A proxy that drops the digest could change the weights behind it."""
+    answer = hub.answer
+
+    def drop(call):
+        reply = answer(call)
+        told = {name: '"-1"' if name == "X-Linked-Etag" else value for name, value in reply.headers.items()}
+        return replace(reply, headers=told)
+
+    monkeypatch.setattr(hub, "answer", drop)
+    hub.commit("org/head", head())
+    with pytest.raises(DownloadDamaged, match=r"model\.safetensors .* is no digest"):
+        resolve("org/head").open_weights()
 
 
 def test_a_listing_without_files_is_named_and_where_it_is_kept(hub):
