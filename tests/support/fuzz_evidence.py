@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,8 @@ def main(root: Path, seed: str, examples: int) -> None:
     """Run examples, and print what they came to."""
     source, work = make(root / "source"), root / "work"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # No Hub is reached here, and publishing would wait for it between its tries.
+    time.sleep = lambda _: None
     for _, reading in READINGS:
         shutil.copytree(source, work)
         if isinstance(reading, list):
