@@ -458,9 +458,9 @@ def measure_mistakes(
 def judge_mistakes(gains: Sequence[Gain]) -> Iterator[Finding]:
     """Find that a head is accepted more often with a mistake undone; the greatest gain names what is wrong."""
     clear = [gain for gain in gains if gain.is_clear]
-    certain = [gain for gain in clear if gain.kind != "scale"]
     # What the target states needs no guess; another reading may gain the same by coming near to it. And a scale that
-    # makes up for half of what is wrong elsewhere is not what is wrong.
+    # makes up for half of what is wrong elsewhere is not what is wrong; nor is a swap that makes up for half of it.
+    certain = [gain for gain in clear if gain.kind != "scale" and 2 * gain.gained > clear[0].gained]
     own = [gain for gain in certain if gain.kind == "target's" and gain.gained > certain[0].gained - certain[0].error]
     for gain in (own or certain or clear)[:1]:
         rule = RULE["K365" if gain.kind == "scale" else "K364"]
