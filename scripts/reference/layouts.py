@@ -40,10 +40,9 @@ def layouts() -> Iterator[str]:
         [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
-    yield "Slots whose tensors are named alike stand together: `*` in a name is the slot's own part. Each name lists the"
-    yield "layouts that write it. *Also read*: these layouts read it too, instead of their own name or beside it, with the"
-    yield "same bytes. *First*, *later*: decoder layers. A name that a layout does not know, or a missing one, stops the"
-    yield from ("conversion.",)
+    yield "Slots with similar names stand together: `*` is the slot's own part. Each name lists the layouts that write"
+    yield "it. *Also read*: these layouts read it too, instead of their own name or beside it, with the same bytes."
+    yield "*First*, *later*: decoder layers. A name that a layout does not know, or a missing one, stops the conversion."
     tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:

@@ -17,24 +17,27 @@ from kconv.validate.report import Report
 
 
 def schemas() -> Iterator[str]:
-    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses any other. The linked JSON schemas"
-    yield "have the types."
+    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses any other. The linked JSON schema"
+    yield "has the type and the meaning of every key; this page has those of the outermost object."
     for name, model in FILES.items():
-        yield from ("", f"## {name}", "", f"[JSON schema](../{schema_name(name)})")
-        for part in _parts(model):
-            about = (inspect.getdoc(part) or "").partition("\n")[0]
-            yield from ("", f"### {part.__name__} in {name}", "", about, "", *_keys(part))
+        yield from ("", f"## {name}", "")
+        yield from (f"{_about(model)} [JSON schema](../{schema_name(name)}).", "", *_keys(model), "", "Its parts:", "")
+        for part in _parts(model)[1:]:
+            names = ", ".join(f"`{field.alias or key}`" for key, field in part.__pydantic_fields__.items())
+            yield f"- {part.__name__}: {names}"
+
+
+def _about(model: type[BaseModel]) -> str:
+    return (inspect.getdoc(model) or "").partition("\n")[0].partition(";")[0].rstrip(".") + "."
 
 
 def _keys(model: type[BaseModel]) -> Iterator[str]:
-    """Yield a model's keys, those of one meaning together and those that say everything by their name last."""
+    """Yield a model's keys, those of one meaning together."""
     meanings, together = attributes(model), dict[str, list[str]]()
     for name, field in model.__pydantic_fields__.items():
-        if field.alias != "schema":
-            together.setdefault(meanings.get(name, ""), []).append(f"`{field.alias or name}`")
-    plain = together.pop("", [])
+        if name in meanings:
+            together.setdefault(meanings[name], []).append(f"`{field.alias or name}`")
     yield from (f"- {', '.join(names)}: {meaning}" for meaning, names in together.items())
-    yield from ([f"- {', '.join(plain)}"] if plain else [])
 
 
 FILES: Mapping[str, type[BaseModel]] = {

@@ -80,7 +80,7 @@ def test_the_reference_has_everything():
 
 
 def tensor_names(page: str) -> set[str]:
-    """Return the names of tensors that the page of layouts has: each form of a name, with each part that `*` stands for."""
+    """Return the names on the page of layouts: each form of a name, with each part that its `*` stands for."""
     names: set[str] = set()
     [part] = re.findall(r"^## Tensors\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     for forms, slots in re.findall(r"((?:^`.*\n)+)\n((?:^- .*\n)+)", part, re.MULTILINE):
