@@ -42,7 +42,8 @@ def layouts() -> Iterator[str]:
     yield from ("", "## Tensors", "")
     yield "Slots with similar names stand together: `*` is the slot's own part. Each name lists the layouts that write"
     yield "it. *Also read*: these layouts read it too, instead of their own name or beside it, with the same bytes."
-    yield "*First*, *later*: decoder layers. A name that a layout does not know, or a missing one, stops the conversion."
+    yield "*First*, *later*: decoder layers. A name that a layout does not know, or a missing one, stops the"
+    yield "conversion."
     tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:

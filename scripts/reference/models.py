@@ -17,8 +17,8 @@ from kconv.validate.report import Report
 
 
 def schemas() -> Iterator[str]:
-    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses any other. The linked JSON schema"
-    yield "has the type and the meaning of every key; this page has those of the outermost object."
+    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses any other. The linked JSON"
+    yield "schema has the type and the meaning of every key; this page has those of the outermost object."
     for name, model in FILES.items():
         yield from ("", f"## {name}", "")
         yield from (f"{_about(model)} [JSON schema](../{schema_name(name)}).", "", *_keys(model), "", "Its parts:", "")

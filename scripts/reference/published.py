@@ -26,8 +26,8 @@ from support.published import EAGLE3, OTHERS, Form
 
 def published() -> Iterator[str]:
     yield "Forms with the config keys and tensor names that their makers publish, and small dims. `kconv inspect` shows"
-    yield "each of them. *Give*: options that decide what the files leave open. *Refused*: conversions that kconv refuses,"
-    yield "with the reason below. It makes all others: " + ", ".join(f"to-{x}" for x in writable()) + "."
+    yield "each of them. *Give*: options that decide what the files leave open. *Refused*: conversions that kconv"
+    yield "refuses, with the reason below. It makes all others: " + ", ".join(f"to-{x}" for x in writable()) + "."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]

@@ -156,9 +156,9 @@ def support() -> Iterator[str]:
         rows = [("; ".join(names), *cells) for cells, names in alike.items()]
         yield from table(("heads", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
     yield from ("", "## How each engine captures from a target", "")
-    yield "What to add to the captured layers, as outputs counted from 0, for the engine's list: with +1, layer 1 is listed"
-    yield f"as 2. The link is the code that decides it. {UNKNOWN}: kconv knows no class of the engine that captures from this"
-    yield "target. vLLM then has transformers' own class (`--model-impl transformers`), which does"
+    yield "What to add to the captured layers, as outputs counted from 0, for the engine's list: with +1, layer 1 is"
+    yield f"listed as 2. The link is the code that decides it. {UNKNOWN}: kconv knows no class of the engine that"
+    yield "captures from this target. vLLM then has transformers' own class (`--model-impl transformers`), which does"
     yield f"([code]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845))."
     yield ""
     kinds: dict[tuple[str, ...], list[str]] = {}
