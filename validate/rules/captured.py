@@ -270,8 +270,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "warning",
         "kconv knows no class of this engine that captures hidden states from this target. Without one the engine"
         " serves no Eagle3 head.",
-        fix="See docs/reference/support.md for the targets that kconv knows. For others vLLM has transformers' own class"
-        " (--model-impl transformers).",
+        fix="See docs/reference/support.md for the targets that kconv knows. For others vLLM has transformers' own"
+        " class (--model-impl transformers).",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L19",
         check=target_captures_nothing,
     ),
