@@ -295,9 +295,7 @@ class Curve(Operation):
     OUTPUT = "curve.yaml"
 
     files: tuple[Name, ...] = argument("acceptance.json files about one head.", kind="file")
-    category: str | None = option(
-        None, "Category of the suite; by default coding for SPEED-Bench, else all."
-    )
+    category: str | None = option(None, "Category of the suite; by default coding for SPEED-Bench, else all.")
     model: str | None = option(None, "The target's name in the curve; by default its own in lower case.")
     out: Name = option(..., "The YAML to write.", kind="output")
 
