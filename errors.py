@@ -250,7 +250,7 @@ class ConversionInaccurate(KconvError):
 
 
 class ReadingBeaten(KconvError):
-    """A head read in a way that another one beats, where both were measured on its target."""
+    """Measured on the target, another reading of the head beats the one that was asked for."""
 
 
 class UnknownRule(KconvError):

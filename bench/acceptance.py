@@ -260,11 +260,11 @@ class AcceptanceFile(_AcceptancePart):
 
     Attributes:
         head: hub id or folder name.
-        weights: sha256 of each weight file, where the head was at hand.
+        weights: sha256 of each weight file, if the head was on this machine.
         config: sha256 of its config.json; the same weights under another, e.g. other captured layers, are another head.
         suites: what the datasets consist of.
         rows: no two of one key.
-        speeds: at each concurrency, where that was asked for.
+        speeds: at each concurrency, if requested.
         kconv: the version that measured; None where all is quoted.
         provenance: what else is known: the server's model name, the requests' extra fields, seconds taken.
     """

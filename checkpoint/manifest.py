@@ -171,8 +171,8 @@ class Manifest(Record):
         tensors: every tensor of the output.
         dropped: every source tensor that is not in the output.
         files: every file of the output but this one.
-        training: how the head was trained, where kconv trained it: recipe, data, tokens, figures, libraries.
-        conversion: how its attention was turned into the other kind, where it was.
+        training: how kconv trained the head, if it did: recipe, data, tokens, figures, libraries.
+        conversion: how its attention was converted, if it was.
         draft: whether a head is byte for byte the draft that it came from, however many conversions ago, or another
             one; None of a target, and of a head that an older kconv wrote.
     """

@@ -117,9 +117,10 @@ def _help(name: str, cls: type[Operation]) -> str:
     lines, text = list(cls.EXAMPLES), inspect.getdoc(cls) or ""
     if name.startswith("to-"):
         lines = [example.replace("to-vllm", name).replace("-vllm", name[2:]) for example in lines]
-        text = text.replace("an engine's layout", _described(name), 1)
+        described = _described(name)
+        text = text.replace("an engine's layout", f"{described}," if ", " in described else described, 1)
         if added := " and ".join(registry.by_name(name[3:]).needs):
-            text += f"\n\nWith --target, an {added} that HEAD does not have is added from it."
+            text += f"\n\nIf HEAD has no {added}, --target adds its own."
     word = "Examples" if len(lines) > 1 else "Example"
     return text + (f"\n\n\b\n{word}:\n" + "\n".join(f"  {line}" for line in lines) if lines else "")
 

@@ -27,7 +27,7 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one
 
 @click.command(short_help="Train a tiny Kimi-K2 and two heads, convert them, and compare both sides.")
 @click.argument("out", type=FOLDER, default="demo")
-@click.option("--real", is_flag=True, help="Of SmolLM2-135M-Instruct instead, a real model; in a clone of kconv.")
+@click.option("--real", is_flag=True, help="Use a real model, SmolLM2-135M-Instruct; only in a clone of kconv.")
 @as_json_option
 def demo(out: Path, real: bool, as_json: bool) -> None:
     """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and compare both sides.
@@ -36,8 +36,8 @@ def demo(out: Path, real: bool, as_json: bool) -> None:
     once: they are kept in $KCONV_CACHE or ~/.cache/kconv. Then the heads are converted from TensorRT-LLM's layout to
     vLLM's and back, and ModelOpt's own module is compared with kconv's forward over the converted files.
 
-    --real is scripts/real --quick: it fetches a real model, has it answer prompts in vLLM (of scripts/engine-env, where
-    that is made), trains a head on the answers and measures it. OUT keeps what is made, and the same command goes on.
+    --real runs scripts/real --quick: it fetches a real model, lets it answer prompts (in vLLM, if scripts/engine-env
+    was run), trains a head on the answers and measures it. The same command resumes a stopped run.
 
     \b
     Examples:

@@ -124,10 +124,10 @@ class Bench(Reading):
     model: str | None = option(None, "The server's name for the target, if it serves several.")
     engine_version: str | None = option(None, "The engine's version, if the server does not report it.")
     draft_sample_method: str | None = option(
-        None, "How drafts are sampled, as vLLM calls it, e.g. greedy, where the server does not say it."
+        None, "How drafts are sampled, as vLLM calls it, e.g. greedy, if the server does not say it."
     )
     rejection_sample_method: str | None = option(
-        None, "How drafts are rejected, as vLLM calls it, e.g. standard or block, where the server does not say it."
+        None, "How drafts are rejected, as vLLM calls it, e.g. standard or block, if the server does not say it."
     )
     baseline_url: str | None = option(None, "A server with the same target and no speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
@@ -295,8 +295,8 @@ class Curve(Operation):
     OUTPUT = "curve.yaml"
 
     files: tuple[Name, ...] = argument("acceptance.json files about one head.", kind="file")
-    category: str | None = option(None, "Of the suite; of SPEED-Bench coding by default, of another all of it.")
-    model: str | None = option(None, "The target's name in the curve; its own in lower case by default.")
+    category: str | None = option(None, "Category of the suite; by default coding for SPEED-Bench, else all.")
+    model: str | None = option(None, "The target's name in the curve; by default its own in lower case.")
     out: Name = option(..., "The YAML to write.", kind="output")
 
     @model_validator(mode="after")
@@ -335,13 +335,13 @@ class Quote(Operation):
     OUTPUT = "acceptance.json"
 
     file: Name = argument("The result.", kind="file")
-    head: str | None = option(None, "Hub id of the head, where the file does not say it.", metavar="ID")
-    url: str | None = option(None, "Where the result is published; its name and digest stand for it by default.")
+    head: str | None = option(None, "Hub id of the head, if the file does not say it.", metavar="ID")
+    url: str | None = option(None, "Address of the published result; by default the file's name and digest.")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
-    dataset: str | None = option(None, "What was asked, e.g. mt-bench.")
-    revision: str | None = option(None, "Of the data set.")
-    category: str | None = option(None, "Of the data set.")
-    prompts: Count | None = option(None, "How many prompts were asked.", metavar="N")
+    dataset: str | None = option(None, "The data set, e.g. mt-bench.")
+    revision: str | None = option(None, "Revision of the data set.")
+    category: str | None = option(None, "Category of the data set.")
+    prompts: Count | None = option(None, "Number of prompts.", metavar="N")
     draft_tokens: Count | None = option(None, "K.", metavar="K")
     tree: str | None = option(None, "chain, or how drafts branch.")
     engine: str | None = option(None, "What served, e.g. vllm.")

@@ -134,8 +134,8 @@ class StatesRecord(Record):
         seed: of the sampled continuations; shard n is drawn with `seed + n`.
         new_tokens: how many tokens were added, by kind.
         sequences: in order.
-        shards: in order; empty in the plan of a run that goes on.
-        index: tokens and masks alone, which training reads first; None in folders of older versions.
+        shards: in order; empty in the plan of an unfinished run.
+        index: only the tokens and masks, which training reads first; None in folders of older versions.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")

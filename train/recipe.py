@@ -50,8 +50,8 @@ class EagleRecipe:
         dtype: of the weights that are trained, as safetensors names it. In BF16 a step below 1/256 of a weight is
             lost: a gain of 1.0 stays 1.0 at usual rates.
         kernel: "eager" computes as ModelOpt does, with the scores of all heads and the logits of all tokens in memory;
-            "sdpa" makes the same sums in bounded memory, equal but for the order of additions; see `lean`.
-        pack: lay several documents into a row, none of which sees another; of kernel "sdpa" alone.
+            "sdpa" computes the same sums in bounded memory, in another order; see `lean`.
+        pack: put several documents into a row, isolated from each other; only with kernel "sdpa".
         compute: of the matrix products over them (autocast), and of the head that comes out; None for `dtype`.
     """
 

@@ -59,7 +59,7 @@ class Report(BaseModel):
     Attributes:
         subject: the folder that was validated, as named by the user.
         weights: sha256 of each weight file; the report holds for these bytes only.
-        config: sha256 of config.json, where it was on this machine; the same weights under another are another head.
+        config: sha256 of config.json, if it was on this machine; the same weights with another config are another head.
         findings: worst first.
         figures: what was measured.
         provenance: how it was measured: versions, target, prompts and their hash, seed, date.

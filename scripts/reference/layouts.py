@@ -11,9 +11,10 @@ from kconv.engines.keys import COMMON, FIXED, GQA, MLA, Key
 from kconv.engines.layout import IGNORED, Layout, Row
 from kconv.engines.moves import Stack
 from kconv.engines.registry import layouts as all_layouts
-from kconv.escape import Markdown, link
+from kconv.escape import link
 from kconv.head import slots, spec
 from kconv.validate.markdown import table
+from kconv.validate.rules.table import all_rules
 
 ROLES = {"written": "W", "instead": "r", "beside": "b"}
 # Heads with everything that a head of their kind can have, for whether a slot is theirs.
@@ -39,44 +40,58 @@ def layouts() -> Iterator[str]:
         [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
-    yield "A tensor's names, each with the layouts that use and write it. *Also read*: in these layouts kconv reads"
-    yield "the name too, instead of their own or beside it, with the same bytes. *First*, *later*: decoder layers. A"
-    yield from ("name that a layout does not know, or a missing one, stops the conversion.", "")
+    yield "Slots with similar names stand together: `*` is the slot's own part. Each name lists the layouts that write"
+    yield "it. *Also read*: these layouts read it too, instead of their own name or beside it, with the same bytes."
+    yield "*First*, *later*: decoder layers. A name that a layout does not know, or a missing one, stops the"
+    yield "conversion."
     tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:
             tensor, layers = _tensor(row)
             names = tensors.setdefault(tensor, {}).setdefault((row.name, layers), {})
             names[layout.name] = ROLES[row.role]
-    rows = [
-        (*tensor, Markdown("<br>".join(_name(*one, roles) for one, roles in names.items())))
-        for tensor, names in tensors.items()
-    ]
-    yield from table(("slot", "shape", "heads", "names"), rows)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (slot, shape, heads), named in tensors.items():
+        own = _own_part(next(iter(named))[0])
+        kinds = tuple(
+            _name(f"{name.removesuffix(own)}*" if name.endswith(own) else name, layers, roles)
+            for (name, layers), roles in named.items()
+        )
+        alike.setdefault(kinds, []).append(f"- {slot} {shape}{'' if heads == 'all' else f', {heads}'}: `{own}`")
+    for kinds, of_slots in alike.items():
+        yield from ("", *(f"{kind}{'.' if kind == kinds[-1] else ';'}" for kind in kinds), "", *of_slots)
+    yield from ("", "## Config keys", "")
+    yield "Of a draft head's config.json, in every layout unless stated otherwise below: the key, and what it states."
+    for kind, part in (("Every head", COMMON), ("MHA and GQA", GQA), ("MLA", MLA)):
+        yield from ("", f"{kind}: {', '.join(_key(key) for key in part)}.")
+    yield from ("", "Keys that change what a head computes, with the values that kconv accepts; it refuses others:")
+    accepted: dict[str, list[str]] = {}
+    for key, values in FIXED.items():
+        accepted.setdefault(", ".join(map(json.dumps, values)), []).append(key)
+    yield from ("", *(f"- {values}: {_code(keys)}" for values, keys in accepted.items()))
+    yield from ("", "## Where a layout differs", "", *(line for layout in all_layouts() for line in _differs(layout)))
+    yield from (f"- In every layout `{pattern}` is left behind, because {why}." for pattern, why in IGNORED.items())
     yield from (
         "",
-        "## Config keys",
+        "## What a layout has no place for",
         "",
-        "Of a draft head's config.json, in every layout but where it says otherwise.",
-        "",
+        "kconv refuses a head that has it. [The rule](rules.md) says",
     )
-    parts = (("all", COMMON), ("MHA, GQA", GQA), ("MLA", MLA))
-    yield from table(
-        ("key", "also read", "what it states", "kind", "heads"),
-        [_key(key, kind) for kind, part in parts for key in part],
-    )
-    yield from ("", "Keys that change what a head computes, and the values that kconv carries; others are refused:", "")
-    yield from table(("key", "values"), [(f"`{key}`", ", ".join(map(json.dumps, v))) for key, v in FIXED.items()])
-    yield from ("", "## Where a layout differs", "", *(line for layout in all_layouts() for line in _differs(layout)))
-    yield from (f"- In every layout `{pattern}` is left behind, as {why}." for pattern, why in IGNORED.items())
-    yield from ("", "## What a layout has no place for", "", "A head that has it is refused, with the way out:", "")
-    lacking: dict[tuple[str, str], list[str]] = {}
+    yield from ("what it is, and `kconv validate --explain RULE` the way out.", "")
     for layout in all_layouts():
+        ruled = [limit for limit in layout.limits if limit.id in all_rules()]
+        if ruled:
+            yield f"- `{layout.name}`: {', '.join(limit.id for limit in ruled)}"
         for limit in layout.limits:
-            source = limit.source.split(" ")[0]
-            key = (limit.what, limit.fix, link("code", source) if source else "")
-            lacking.setdefault(key, []).append(f"`{layout.name}`")
-    yield from table(("what", "instead", "source", "layouts"), [(*k, ", ".join(names)) for k, names in lacking.items()])
+            if limit not in ruled:
+                source = limit.source.split(" ")[0]
+                seen = f" ({link('code', source)})" if source else ""
+                yield f"- `{layout.name}`: {limit.what}{seen}. {limit.fix}"
+
+
+def _own_part(name: str) -> str:
+    """Return the part of a tensor's name that follows the model and the layer."""
+    return re.sub(r"^(model\.)?((layers|midlayer)(\.\{i\})?\.)?", "", name)
 
 
 def _tensor(row: Row) -> tuple[tuple[str, ...], str]:
@@ -105,8 +120,9 @@ def _all(heads: list[str]) -> str:
     return "all" if len(heads) == len(KINDS) else ", ".join(heads)
 
 
-def _key(key: Key, heads: str) -> tuple[str, ...]:
-    return (_code(key.names), _code(key.also), f"`{key.field}`", key.kind, heads)
+def _key(key: Key) -> str:
+    also = f", also read as {_code(key.also)}" if key.also else ""
+    return f"{_code(key.names)} (`{key.field}`, {key.kind}{also})"
 
 
 def _code(names: Iterable[str]) -> str:
@@ -121,8 +137,8 @@ def _differs(layout: Layout) -> Iterator[str]:
         yield f"- `{name}` must state `{key}`: {why}."
     for key, values in config.otherwise.items():
         allowed = ", ".join(map(json.dumps, values))
-        yield f"- `{name}`: `{key}` means something else than elsewhere, and is carried with {allowed} only."
+        yield f"- `{name}`: `{key}` has another meaning here, and only {allowed} is accepted."
     for slot, why in layout.needs.items():
         yield f"- `{name}` must hold `{slot}`, though others share the target's: {why}."
     for pattern, why in layout.ignored.items() - IGNORED.items():
-        yield f"- `{name}`: `{pattern}` is left behind, as {why}."
+        yield f"- `{name}`: `{pattern}` is left behind, because {why}."

@@ -13,25 +13,31 @@ from pydantic import BaseModel
 from kconv.bench.acceptance import AcceptanceFile
 from kconv.checkpoint.manifest import Manifest
 from kconv.targets.states import StatesRecord
-from kconv.validate.markdown import table
 from kconv.validate.report import Report
 
 
 def schemas() -> Iterator[str]:
-    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses what is not of it."
+    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses any other. The linked JSON"
+    yield "schema has the type and the meaning of every key; this page has those of the outermost object."
     for name, model in FILES.items():
-        yield from ("", f"## {name}", "", f"[JSON schema](../{schema_name(name)})")
-        for part in _parts(model):
-            title, about = part.__name__, (inspect.getdoc(part) or "").partition("\n")[0]
-            yield from ("", f"### {name}: {title}", "", about, "", *_short(part))
+        yield from ("", f"## {name}", "")
+        yield from (f"{_about(model)} [JSON schema](../{schema_name(name)}).", "", *_keys(model), "", "Its parts:", "")
+        for part in _parts(model)[1:]:
+            names = ", ".join(f"`{field.alias or key}`" for key, field in part.__pydantic_fields__.items())
+            yield f"- {part.__name__}: {names}"
 
 
-def _short(model: type[BaseModel]) -> list[str]:
-    """Return a model's keys: in a line where their names and its own sentence say everything, else as a table."""
-    if attributes(model):
-        return model_table(model, defaults=False)
-    keys = (f"`{field.alias or name}` (`{_kind(field.annotation)}`)" for name, field in model.model_fields.items())
-    return [f"Keys: {', '.join(keys)}."]
+def _about(model: type[BaseModel]) -> str:
+    return (inspect.getdoc(model) or "").partition("\n")[0].partition(";")[0].rstrip(".") + "."
+
+
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    """Yield a model's keys, those of one meaning together."""
+    meanings, together = attributes(model), dict[str, list[str]]()
+    for name, field in model.__pydantic_fields__.items():
+        if name in meanings:
+            together.setdefault(meanings[name], []).append(f"`{field.alias or name}`")
+    yield from (f"- {', '.join(names)}: {meaning}" for meaning, names in together.items())
 
 
 FILES: Mapping[str, type[BaseModel]] = {
@@ -56,23 +62,6 @@ def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
         yield kind
     for inner in getattr(kind, "__args__", ()):
         yield from _models_in(inner)
-
-
-def model_table(model: type[BaseModel], *, defaults: bool = True) -> list[str]:
-    meanings, rows = attributes(model), []
-    for name, field in model.__pydantic_fields__.items():
-        kind = _kind(field.annotation)
-        default = "required" if field.is_required() else "" if field.default_factory else default_of(field.default)
-        row = (f"`{field.alias or name}`", f"`{kind}`", default, meanings.get(name, ""))
-        rows.append(row if defaults else (*row[:2], row[3]))
-    return table(("key", "type", "default", "meaning") if defaults else ("key", "type", "meaning"), rows)
-
-
-def _kind(annotation: Any) -> str:
-    shown = (
-        annotation.__name__ if inspect.isclass(annotation) and not hasattr(annotation, "__args__") else str(annotation)
-    )
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", shown)
 
 
 def default_of(value: Any) -> str:

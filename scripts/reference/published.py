@@ -25,19 +25,22 @@ from support.published import EAGLE3, OTHERS, Form
 
 
 def published() -> Iterator[str]:
-    yield "Heads with the config keys and tensor names that their makers publish, and small dims. `kconv inspect` shows"
-    yield "each of them. *Left open* is what its files do not decide, *decided by* the options that do. A number means"
-    yield "that the conversion is refused, for the reason below."
+    yield "Forms with the config keys and tensor names that their makers publish, and small dims. `kconv inspect` shows"
+    yield "each of them. *Give*: options that decide what the files leave open. *Refused*: conversions that kconv"
+    yield "refuses, with the reason below. It makes all others: " + ", ".join(f"to-{x}" for x in writable()) + "."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
         others = [_other(title, form, Path(name) / f"other-{i}") for i, (title, form) in enumerate(OTHERS.items())]
     yield from ("", "## Eagle3 heads", "")
-    yield from table(("form", "target", "layout", "left open", "decided by", *(f"to-{x}" for x in writable())), rows)
+    yield from table(("form", "target", "layers", "layout", "give", "refused"), rows)
     yield from ("", "Why:", "")
     yield from (f"{number}. {reason}" for reason, number in reasons.items())
-    yield from ("", "## Other drafts and checkpoints", "", "Named by `kconv inspect`, and converted by nothing.", "")
-    yield from table(("checkpoint", "shown as", "what to do with it"), others)
+    yield from ("", "## Other drafts and checkpoints", "", "`kconv inspect` names them; no command converts them.", "")
+    together: dict[tuple[object, object], list[str]] = {}
+    for title, kind, fix in others:
+        together.setdefault((kind, fix), []).append(title)
+    yield from (f"- {', '.join(titles)}: {kind}. {fix}" for (kind, fix), titles in together.items())
 
 
 def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tuple[object, ...]:
@@ -46,20 +49,20 @@ def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tu
     checkpoint = open_checkpoint(form.write(folder))
     bare = Inspected(read(checkpoint, hints=Hints()))
     decided = read(checkpoint, hints=options.hints())
-    cells = []
+    refused = []
     for layout in writable():
         try:
-            cells.append("yes" if plan(decided.sound_head(), by_name(layout), WriteOptions(target)) else "")
+            plan(decided.sound_head(), by_name(layout), WriteOptions(target))
         except KconvError as error:
-            cells.append(str(reasons.setdefault(f"{error.what}. {error.fix}", len(reasons) + 1)))
+            refused.append(f"{layout} {reasons.setdefault(f'{error.what}. {error.fix}', len(reasons) + 1)}")
     said = " ".join(f"{flag(name)} {value}" for name, value in form.options.items())
     return (
-        link(title, form.source), f"`{form.model_type}`, {form.target_layers} layers", bare.to_json()["layout"],
-        ", ".join(one.fact for one in bare.reading.undecided), f"`{said}`" if said else "", *cells,
+        link(title, form.source), f"`{form.model_type}`", form.target_layers, bare.to_json()["layout"],
+        f"`{said}`" if said else "", ", ".join(refused),
     )  # fmt: skip
 
 
-def _other(title: str, form: Form, folder: Path) -> tuple[object, ...]:
+def _other(title: str, form: Form, folder: Path) -> tuple[str, object, str]:
     found = read(open_checkpoint(form.write(folder)), hints=Hints())
     fix = found.kind.fix if found.kind else ""
     return link(title, form.source), Inspected(found).kind, fix

@@ -150,19 +150,27 @@ def support() -> Iterator[str]:
     for one in engines():
         found = columns(one)
         yield from ("", f"## {one.title}", "", f"As of {one.title} {one.release}.", "")
-        rows = [(name, *(cells[i] for cells in found.values())) for i, name in enumerate(FORMS)]
-        yield from table(("head", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for i, name in enumerate(FORMS):
+            alike.setdefault(tuple(cells[i] for cells in found.values()), []).append(name)
+        rows = [("; ".join(names), *cells) for cells, names in alike.items()]
+        yield from table(("heads", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
     yield from ("", "## How each engine captures from a target", "")
-    yield "What the engine's list has to say for the captured layers 1, 17 and 32 of a target of 36 layers, counted as"
-    yield f"outputs from 0, with the code that decides it. {UNKNOWN}: kconv knows no class of the engine for it that"
-    yield "captures. vLLM then has transformers' own class (`--model-impl transformers`), which does"
+    yield "What to add to the captured layers, as outputs counted from 0, for the engine's list: with +1, layer 1 is"
+    yield f"listed as 2. The link is the code that decides it. {UNKNOWN}: kconv knows no class of the engine that"
+    yield "captures from this target. vLLM then has transformers' own class (`--model-impl transformers`), which does"
     yield f"([code]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845))."
     yield ""
-    rows = [(f"`{kind}`", *(_listed(one, kind) for one in engines())) for kind in model_types()]
-    yield from table(("target", *(one.title for one in engines())), rows)
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for kind in model_types():
+        kinds.setdefault(tuple(_listed(one, kind) for one in engines()), []).append(f"`{kind}`")
+    yield from table(("target", *(one.title for one in engines())), [(", ".join(k), *c) for c, k in kinds.items()])
     yield from ("", "## What has been run", "")
-    rows = [(_title(engine), head, f"`{kind}`", f"`{test}`") for (engine, head, kind), (test, _) in RUNS.items()]
-    yield from table(("engine", "head", "target", "where"), rows)
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for (engine, head, kind), (test, _) in RUNS.items():
+        runs.setdefault((engine, kind, test), []).append(head)
+    for (engine, kind, test), heads in runs.items():
+        yield f"- {_title(engine)}, `{kind}` (`{test}`): {'; '.join(heads)}"
 
 
 def _title(name: str) -> str:
@@ -174,7 +182,8 @@ def _listed(engine: Engine, kind: str) -> str:
     if capture is None:
         return UNKNOWN
     listed = capture.listed(_GQA.captured, LAYERS) or ()
-    return link(", ".join(map(str, listed)), capture.source)
+    [ahead] = {one - layer for one, layer in zip(listed, _GQA.captured, strict=True)}
+    return link(f"{ahead:+d}", capture.source)
 
 
 def in_short() -> Iterator[str]:
@@ -186,7 +195,7 @@ def in_short() -> Iterator[str]:
             of_kind = [cell(one, name, kind) for name in FORMS]
             ran = of_kind.count(RUN)
             taken = ran + of_kind.count(CODE)
-            cells.append(f"{taken} of {len(FORMS)}" + (f", {ran} run" if ran else "") if taken else UNKNOWN)
+            cells.append(f"{taken}" + (f", {ran} run" if ran else "") if taken else UNKNOWN)
         known.setdefault(tuple(cells), []).append(kind)
     yield from table(
         ("target", *(one.title for one in engines())),

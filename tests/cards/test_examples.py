@@ -118,7 +118,7 @@ STATED = {
     ],
     "kimi-k2.5-eagle3-mla": [
         "points to the official vLLM recipes", "--tasks gsm8k", "about 14 hours per phase",
-        "served by an engine, so that the tokens are distributed as the target's own",
+        "served by an engine, wrote every answer anew, so the tokens follow the target's own distribution",
         "which relieves the memory of a server", "(PD disaggregation)", "32 GPUs", "topk=1, num_steps=3",
         "not yet supported there, and to be updated once it is",
     ],

@@ -76,8 +76,17 @@ def test_the_reference_has_everything():
     assert all(f"### kconv {name}\n" in reference["cli"] for name in main.commands)
     assert all(f"### {rule.id} {rule.name}\n" in reference["rules"] for rule in all_rules().values())
     assert all(f"| `{layout.name}` |" in reference["layouts"] for layout in LAYOUTS)
-    names = {f"`{row.name}`" for layout in LAYOUTS for row in layout.rows}
-    assert not {name for name in names if name not in reference["layouts"]}
+    assert tensor_names(reference["layouts"]) == {row.name for layout in LAYOUTS for row in layout.rows}
+
+
+def tensor_names(page: str) -> set[str]:
+    """Return the names on the page of layouts: each form of a name, with each part that its `*` stands for."""
+    names: set[str] = set()
+    [part] = re.findall(r"^## Tensors\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    for forms, slots in re.findall(r"((?:^`.*\n)+)\n((?:^- .*\n)+)", part, re.MULTILINE):
+        for form in re.findall(r"^`(.*?)`", forms, re.MULTILINE):
+            names |= {form.replace("*", own) for own in re.findall(r": `(\S+)`$", slots, re.MULTILINE)}
+    return names
 
 
 def anchors(page: Path) -> set[str]:

@@ -257,8 +257,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K154",
         "captured-last-layer",
         "error",
-        "An engine whose class of the target captures before a layer runs never has the output of the last one:"
-        " SGLang's but for gpt-oss, and vLLM's of DeepSeek-V3.2 and GLM-5.",
+        "An engine that captures a layer's input never has the output of the target's last layer: SGLang (except for"
+        " gpt-oss), and vLLM for DeepSeek-V3.2 and GLM-5.",
         fix="Serve this head with another engine.",
         engines=(*VLLM, SGLANG),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
@@ -268,10 +268,10 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K156",
         "target-captures-nothing",
         "warning",
-        "kconv knows no class of this engine for the target that captures hidden states; without one no Eagle3 head is"
-        " served with it.",
-        fix="See docs/reference/support.md for the targets whose classes were read. vLLM has transformers' own class"
-        " for any other (--model-impl transformers).",
+        "kconv knows no class of this engine that captures hidden states from this target. Without one the engine"
+        " serves no Eagle3 head.",
+        fix="See docs/reference/support.md for the targets that kconv knows. For others vLLM has transformers' own"
+        " class (--model-impl transformers).",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L19",
         check=target_captures_nothing,
     ),
@@ -299,7 +299,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "error",
         "use_aux_hidden_state is false, but the head has an fc for captured states. Some engines then skip fc.",
         fix="Remove the key, or set it to true.",
-        versions="of vLLM's runners V1 reads it, and V2 from 0.33 on "
+        versions="vLLM's V1 runner reads it, and its V2 runner from 0.33 on "
         "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22)",
         seen_in="https://github.com/sgl-project/sglang/pull/21272",
     ),

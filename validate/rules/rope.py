@@ -198,22 +198,24 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K167",
         "positions-short",
         "warning",
-        "The head's table of angles is shorter than its target's context: TensorRT-LLM reads past its end, SGLang does"
-        " not start, and vLLM, past the end of YaRN's, reads on (0.32) or lowers the server's max_model_len to the"
-        " head's, with a line in its log alone (from 0.33 on, its V2 runner).",
-        fix="Serve no more than that, or raise max_position_embeddings to what the head's RoPE was trained for.",
+        "The head's table of angles is shorter than its target's context. TensorRT-LLM reads past its end, and SGLang"
+        " does not start. With YaRN, vLLM 0.32 reads past it too; from 0.33 on, its V2 runner lowers max_model_len"
+        " to the head's and says so only in its log.",
+        fix="Serve no longer context than the head's, or raise max_position_embeddings to what its RoPE was trained"
+        " for.",
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/configs/model_config.py#L1295-L1316",
         check=positions_short,
-        versions="vLLM 0.32 and from 0.33 on differ "
+        versions="vLLM 0.32 and 0.33 differ "
         "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/config/vllm.py#L3025-L3051)",
     ),
     Rule(
         "K157",
         "positions-below-yarn",
         "warning",
-        "The config states half as many positions as the head's own YaRN reaches, or fewer: TensorRT-LLM reads past the"
-        " end of its table of angles where more are served, and SGLang does not start.",
-        fix="State the longest context that will be served (--max-positions of kconv's conversions), or give --target.",
+        "The config states at most half of the positions that the head's own YaRN reaches. Beyond them TensorRT-LLM"
+        " reads past the end of its table of angles. SGLang does not start.",
+        fix="State the longest context that you will serve (kconv's conversions take --max-positions), or give"
+        " --target.",
         engines=AS_STATED,
         seen_in="https://github.com/vllm-project/vllm/issues/48894",
         check=positions_below_yarn,
@@ -222,10 +224,10 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K169",
         "positions-past-yarn",
         "error",
-        "The config states more positions than YaRN reaches, factor x original_max_position_embeddings: vLLM's table of"
-        " angles ends there all the same, and the positions beyond are read past its end.",
-        fix="State as many as YaRN reaches (--max-positions of kconv's conversions) and serve no more; where the head"
-        " was trained without scaling, remove rope_scaling.",
+        "The config states more positions than YaRN reaches (factor x original_max_position_embeddings). vLLM's table"
+        " of angles ends where YaRN does, and vLLM reads past its end.",
+        fix="State and serve only as many as YaRN reaches (kconv's conversions take --max-positions). If the head was"
+        " trained without scaling, remove rope_scaling.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/"
         "yarn_scaling_rope.py#L78-L80",
