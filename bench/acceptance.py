@@ -246,8 +246,7 @@ class SuiteRecord(_AcceptancePart):
         categories: all categories shown.
         whole: whether every prompt was used; None if a quoted source does not state it.
         source: how much of a quoted source was read. In a complete one, a missing category counts as not published; in
-            an
-            excerpt, or if nothing is stated, it is unknown.
+            an excerpt, or if nothing is stated, it is unknown.
     """
 
     dataset: str

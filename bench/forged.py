@@ -66,8 +66,7 @@ def check_counts(groups: Sequence[Counts], draft_tokens: int, requests: int, whe
     """Refuse counts that no real drafting gives but a fixed acceptance length does.
 
     Accepting nothing and accepting everything are tolerated: a broken head does the former, and a target that repeats
-    itself
-    the latter.
+    itself the latter.
 
     Args:
         groups: of prompts.

@@ -4,8 +4,7 @@ Its referees require such a curve, and measure it as kconv does: 1 + accepted dr
 SPEED-Bench, to two decimals.
 https://github.com/SemiAnalysisAI/InferenceX/blob/0c66e113c6397a3f413cccc5f30fc7f6761de1a8/golden_al_distribution/README.md
 The conditions of a curve are in its comments, in the form of its collectors. The reader there accepts only one model
-per
-file, so kconv writes one key; a draft's name in `_metadata`, which some curves have, is read.
+per file, so kconv writes one key; a draft's name in `_metadata`, which some curves have, is read.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def read_curve(text: str, where: object) -> tuple[str | None, str | None, list[d
 
     Returns:
         The draft's name and the source's address, None if the file does not state them; and for each figure the fields
-        of an
-        `AcceptanceRow` that it states.
+        of an `AcceptanceRow` that it states.
 
     Raises:
         AcceptanceInvalid: it is not a golden curve.

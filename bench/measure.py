@@ -1,8 +1,7 @@
 """Acceptance on a running server.
 
 Categories run one after the other, and within each, groups of as many prompts as run in parallel. With one at a time,
-each
-prompt has its own counters, and a mean over requests can be given in addition to the one over steps.
+each prompt has its own counters, and a mean over requests can be given in addition to the one over steps.
 """
 
 from __future__ import annotations
@@ -150,8 +149,7 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
 
     Returns:
         A row for each category and for all, over verify steps, and also over requests if one ran at a time; for all,
-        also the
-        mean of the categories.
+        also the mean of the categories.
 
     Raises:
         EngineFailed: the server cannot be reached or answers with an error.

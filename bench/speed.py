@@ -1,9 +1,8 @@
 """Speed under load: output tokens per second, time to the first token and time per further token, at a concurrency.
 
 As many dialogues as the concurrency are always in flight, so a slow one delays no other. The server without a draft
-gets
-the same load, so that a speed-up applies to one concurrency and the same prompts. Each server first answers all of them
-once, since a prefix cache would favor whichever is asked second.
+gets the same load, so that a speed-up applies to one concurrency and the same prompts. Each server first answers all of
+them once, since a prefix cache would favor whichever is asked second.
 """
 
 from __future__ import annotations

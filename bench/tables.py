@@ -1,8 +1,7 @@
 """Acceptance figures as tables.
 
 A column holds figures of one method and one source, a line those for the same prompts (`Benchmark`); what nobody
-published
-or measured is marked as such.
+published or measured is marked as such.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Benchmark:
     Attributes:
         dataset, category, revision, prompts, prompts_sha256, domain: as in `AcceptanceRow`.
         source: URL and date of the figures, if their source omits the revision or the number of prompts; None if it
-            states
-            both.
+            states both.
     """
 
     dataset: str

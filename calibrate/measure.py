@@ -8,9 +8,8 @@ step's. Each step of a conversion is fitted on all draft steps.
 A converted head compared with the original, on text that neither the fit nor healing saw.
 
 Sampled acceptance is the sum of min(p, q), in expectation over every position (`head.chain`). The two heads are
-compared
-position by position, and the standard error is that of the mean over sequences, since adjacent positions share their
-text.
+compared position by position, and the standard error is that of the mean over sequences, since adjacent positions share
+their text.
 """
 
 from __future__ import annotations

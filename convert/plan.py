@@ -165,8 +165,7 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
 
     Raises:
         LayoutCannot: the layout, or an engine that reads it, does not support something in the output, or would serve
-            it
-            differently with this target.
+            it differently with this target.
         ConfigInvalid: the head's config does not state what the output's would; see `refuse_unstated`.
         TargetInvalid: the target lacks a tensor that the layout needs.
         KconvError: the target has the tensor, but it cannot be read; see `SharedTensors.find`.

@@ -104,8 +104,7 @@ def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | No
     """Return the layout and the hints with which an output's source was read for its conversion.
 
     Statements about one config do not apply to another, so they are returned only for the same config.json. If the
-    output
-    or its kconv.json cannot be read, there are none; checking the output reports that.
+    output or its kconv.json cannot be read, there are none; checking the output reports that.
     """
     try:
         manifest = read_manifest(output.open_weights().folder)

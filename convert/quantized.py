@@ -1,8 +1,7 @@
 """Quantized heads: linear layers stored with scales.
 
 A quantized linear layer is copied whole, weight and scales, and never repacked: a scale belongs to the tensor that it
-was
-measured on. `kconv quantize-head` makes such heads. kconv computes only with unquantized ones.
+was measured on. `kconv quantize-head` makes such heads. kconv computes only with unquantized ones.
 """
 
 from __future__ import annotations

@@ -109,8 +109,7 @@ def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: 
     """Find the target's tensors that a conversion adds, compares or leaves out.
 
     In a folder it finds everything present, which also separates the target's parameters from the head's own;
-    downloading
-    from the Hub takes too long for that purpose alone.
+    downloading from the Hub takes too long for that purpose alone.
     """
     if drop_shared or isinstance(target, Folder):
         return find_shared(target, SLOTS)

@@ -32,9 +32,8 @@ class Runner:
     Attributes:
         name: e.g. "vllm-v1".
         aux_layers: returns the layers that it captures, as outputs, from a config in the common keys and the model_type
-            of
-            the target's text model (None if the target is unknown). It returns None if the engine uses its default. The
-            field is None if a launch option sets the layers rather than the config.
+            of the target's text model (None if the target is unknown). It returns None if the engine uses its default.
+            The field is None if a launch option sets the layers rather than the config.
         aux_count: returns the number of captured states that fc is built for, from a config and whether the head is an
             MLA head. It returns None if the engine uses its default, which is 3.
     """

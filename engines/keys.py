@@ -50,8 +50,7 @@ class ConfigTable:
         must_state: keys whose absence could be read in two ways, with the sentence that says so.
         adapt: returns replacements for keys whose values differ from what the head was trained with.
         trained_theta: the RoPE base that the layout's trainer uses if the config states none; None if a config without
-            it
-            does not tell what the head was trained with.
+            it does not tell what the head was trained with.
     """
 
     nested: str = ""

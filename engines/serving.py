@@ -136,8 +136,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOP_SECONDS)
     finally:
         # Kill whatever is left: workers outlive a killed server, may wait out SIGTERM, and should not be left behind
-        # when a
-        # user interrupts a second time.
+        # when a user interrupts a second time.
         _signal(process, signal.SIGKILL)
         process.wait()
 

@@ -106,8 +106,7 @@ def _listed(spec: HeadSpec, target: TargetFacts | None) -> tuple[int, ...] | Non
     """Return the list that SGLang needs for a head's captured layers; None if no list expresses them.
 
     If the target is unknown, the list is one that every class reads the same way, or, for an MLA head, one for a
-    DeepSeek
-    or Kimi target.
+    DeepSeek or Kimi target.
     """
     if target is not None and target.model_type:
         found = ENGINE.capture(target.model_type)
@@ -318,8 +317,8 @@ def _in_sglang(config: Config, target: str | None) -> tuple[int, ...] | None:
     if not nested:
         return None
     # DeepSeek's class, which a Kimi target has, reads a list that begins with 1 as outputs. Other classes read every
-    # list
-    # so, and gpt-oss's class reads one that contains its number of layers as inputs. kconv notes this next to the list.
+    # list so, and gpt-oss's class reads one that contains its number of layers as inputs. kconv notes this next to the
+    # list.
     if target == "gpt_oss" and place.get(CONVENTION) == INPUTS:
         return as_outputs(nested)
     if target is None:

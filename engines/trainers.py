@@ -72,8 +72,7 @@ def _automodel_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that Automodel copies from the target's config and reads differently from engines.
 
     Its MLA heads are trained with YaRN's frequencies but without its factors of cos, sin and the softmax. Engines
-    compute
-    these from mscale and mscale_all_dim; a value of 0 keeps them at 1:
+    compute these from mscale and mscale_all_dim; a value of 0 keeps them at 1:
     https://github.com/NVIDIA-NeMo/Automodel/blob/v0.7.0/nemo_automodel/components/speculative/eagle/draft_deepseek.py
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L18-L21
     """

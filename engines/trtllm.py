@@ -282,8 +282,7 @@ ENGINE = Engine(
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25
     head_counts=("num_attention_heads", "num_key_value_heads"),
     # It reads rope_scaling. With transformers 5 its own class for kimi_k2 overwrites that with rope_parameters, since
-    # the
-    # two are one attribute there:
+    # the two are one attribute there:
     # https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py#L714-L716
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L92-L103
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L584-L590

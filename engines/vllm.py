@@ -259,8 +259,7 @@ def environment(serving: Serving) -> dict[str, str]:
     """Return the variables to set for vLLM in addition to the caller's own.
 
     The CPU build has no KV block size that fits both MLA (16) and other attention (multiples of 32), so if both occur
-    the
-    target's MLA is computed as plain attention:
+    the target's MLA is computed as plain attention:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/mla/cpu_mla.py#L67 and
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py#L65
     """

@@ -140,9 +140,8 @@ def greedy_acceptance(drafted: Tensor, tokens: Tensor, prompt_length: int) -> Ac
     """Simulate greedy speculative decoding of one text.
 
     The target's prefill gives the token after the prompt. Each verify step then drafts K tokens, accepts those that
-    match
-    the text up to the first mismatch, and continues after them and the bonus token. The simulation ends at the first
-    draft whose K places do not all lie within the text.
+    match the text up to the first mismatch, and continues after them and the bonus token. The simulation ends at the
+    first draft whose K places do not all lie within the text.
 
     Args:
         drafted: `[K, T']` target ids, as `draft_tokens(...)[:, b]`; -1 where nothing is drafted.
@@ -205,8 +204,7 @@ def overlap_acceptance(overlaps: Tensor) -> Acceptance:
 
     Place k of a draft counts a1 * ... * ak. In an engine the tokens before place k are the accepted ones, here they are
     the text's: the two agree if ak does not depend on these tokens, and K = 1 is exact. Every position counts once,
-    while
-    an engine starts a draft only after the previous one.
+    while an engine starts a draft only after the previous one.
     """
     steps = overlaps.shape[0]
     accepted = overlaps.double().cumprod(0).flatten(1).sum(1)

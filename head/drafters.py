@@ -20,8 +20,7 @@ class Bigram:
     """How often each token follows each other one, counted on a text other than the drafted one.
 
     The probability of a next token is `(pairs + u) / (previous + 1)`: one extra count, spread by the token frequencies
-    u,
-    which themselves have one extra count per token. So no probability is 0, and after an unseen token the text's
+    u, which themselves have one extra count per token. So no probability is 0, and after an unseen token the text's
     frequencies apply.
 
     Attributes:
@@ -93,10 +92,8 @@ def lookup_drafts(tokens: Tensor, steps: int, matched: Sequence[int] = (2, 1)) -
     """Draft by prompt lookup: find an earlier occurrence of the text's last tokens, and copy what came after it.
 
     Chain t knows the text up to x[t+1]. It uses the latest earlier occurrence of its last `matched[0]` tokens, else of
-    its
-    last `matched[1]` tokens, and so on: by default trigrams (two tokens matched, the third copied), then bigrams. A
-    copy
-    that reaches its own end continues with what it drafted; in a chain that still counts, this is the given text.
+    its last `matched[1]` tokens, and so on: by default trigrams (two tokens matched, the third copied), then bigrams. A
+    copy that reaches its own end continues with what it drafted; in a chain that still counts, this is the given text.
 
     Args:
         tokens: `[B, T]`.

@@ -41,8 +41,7 @@ class States(Operation):
     prompts, and the target continues them.
 
     A target that fits only into a server runs there: in vLLM 0.32 or later with hidden-state extraction. Its layer ids
-    are
-    those of --captured plus one, followed by the number of layers. kconv cannot query them, so set them correctly.
+    are those of --captured plus one, followed by the number of layers. kconv cannot query them, so set them correctly.
     For 61 layers and --captured 1,29,57:
 
     \b

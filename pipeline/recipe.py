@@ -1,8 +1,7 @@
 """A release as a recipe: a list of operations that can name each other's outputs.
 
 A step's input is a path, a hub id org/name[@revision], or `$step`, the output of an earlier step; `$step/file` is a
-part
-of that output. Paths are relative to the folder in which the command runs.
+part of that output. Paths are relative to the folder in which the command runs.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ class TargetCalibration(Record):
         target: the target that was calibrated.
         prompts: the text.
         input_amax: by the module's name in the text model, e.g. "model.layers.1.mlp.experts.0.up_proj"; without experts
-            to
-            which no token was routed.
+            to which no token was routed.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")

@@ -2,9 +2,8 @@
 
 A group of sixteen INT4 values shares one bf16 scale. Its NVFP4 depends only on that scale and on the largest magnitude
 among its nibbles, the level, which has nine values. For each such pair the packer computes once what each of the
-sixteen
-nibbles becomes. A group is then sixteen look-ups, which a processor does in one instruction (int4.c). The bits are the
-packer's by construction.
+sixteen nibbles becomes. A group is then sixteen look-ups, which a processor does in one instruction (int4.c). The bits
+are the packer's by construction.
 """
 
 from __future__ import annotations

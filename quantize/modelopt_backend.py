@@ -1,9 +1,8 @@
 """The backend for targets that fit into memory: ModelOpt calibrates, quantizes and exports.
 
 Its tensors are kept unchanged and compared with the plan. Every value is checked, as the streaming backend does while
-it
-writes, since an export that overflowed looks complete. Everything except the tensors is written by kconv, so that both
-backends write one format.
+it writes, since an export that overflowed looks complete. Everything except the tensors is written by kconv, so that
+both backends write one format.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def quantize_in_memory(
     Raises:
         RecipeInvalid: ModelOpt has no module for the recipe.
         TensorMissing: ModelOpt exported other tensors than planned. This happens without a calibration, or if the
-            recipe
-            splits what ModelOpt quantizes as one.
+            recipe splits what ModelOpt quantizes as one.
         TensorValue: it changed a tensor that the plan leaves unchanged, or produced NaN, Inf or a scale of zero.
         TargetInvalid: the target cannot be built.
         TargetTooLarge: it is larger than the free memory.

@@ -1,8 +1,7 @@
 """Pack a weight as NVFP4, bit for bit with the arithmetic of ModelOpt's NVFP4QTensor.
 
 The loops are pack.c's if there is a compiler, otherwise torch's. Compiled code is used only after its results agreed
-with
-torch's.
+with torch's.
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/quantization/qtensor/nvfp4_tensor.py
 """
 
@@ -112,8 +111,7 @@ def _nibbles(scaled: torch.Tensor) -> torch.Tensor:
     """Round numbers [rows, in] to e2m1, two to a byte.
 
     The codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4, 6: steps of 0.5 up to 2, of 1 up to 4, then of 2. So a magnitude's
-    code
-    is the smallest of the codes that each of these step sizes gives, and a tie goes to the even code.
+    code is the smallest of the codes that each of these step sizes gives, and a tie goes to the even code.
     """
     negative = (scaled < 0).view(torch.uint8)
     sizes = scaled.abs_()

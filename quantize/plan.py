@@ -286,8 +286,7 @@ def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
 # The modules that an engine must treat as unquantized.
 #
 # vLLM matches each entry as a name, as a *part* of a name, and as a wildcard; TensorRT-LLM as a wildcard on the name
-# and
-# on each of its parents, and it also tests the bare `kv_b_proj`:
+# and on each of its parents, and it also tests the bare `kv_b_proj`:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222
 # So `model.layers.1*` would cover layer 10, and `*kv_b_proj` would make TensorRT-LLM look for FP8 scales. An entry here
 # is the full name of one layer's module, ending in `*` if everything below it stays unquantized.

@@ -1,8 +1,7 @@
 """Which modules become NVFP4.
 
 Patterns match module names of the text model in Kimi-K2's form, without a wrapper's `language_model.`; `*` matches any
-run
-of characters, including dots.
+run of characters, including dots.
 """
 
 from __future__ import annotations

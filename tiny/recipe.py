@@ -20,8 +20,7 @@ class TinyRecipe:
     It counts steps, not seconds, so that a recipe gives the same target on a slow machine.
 
     The latent and rotary dims stay Kimi-K2's own: vLLM's MLA on CPU accepts only `kv_lora_rank + qk_rope_head_dim` of
-    576,
-    and Eagle3's default capture has three distinct layers only with 7 or more layers.
+    576, and Eagle3's default capture has three distinct layers only with 7 or more layers.
 
     Attributes:
         steps: optimizer steps.

@@ -92,10 +92,9 @@ def initialize(model: CausalLM) -> None:
     """Set a fresh model's weights so that it learns from the first step.
 
     With embeddings as small as transformers initializes them, the residual stream holds mostly what untrained layers
-    add,
-    and almost nothing of the token. Here it holds only the token: embeddings have unit scale, and each layer's outputs
-    start at 0. With the demo's dims that gave 3.81 nats held out after 120 steps of AdamW at 3e-3, while 200 steps from
-    transformers' own weights gave 4.53 at best.
+    add, and almost nothing of the token. Here it holds only the token: embeddings have unit scale, and each layer's
+    outputs start at 0. With the demo's dims that gave 3.81 nats held out after 120 steps of AdamW at 3e-3, while 200
+    steps from transformers' own weights gave 4.53 at best.
     """
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     for name, parameter in model.named_parameters():

@@ -41,9 +41,8 @@ def read_corpus() -> Corpus:
     """Read this Python's own documentation; the result is the same for each run of one Python version.
 
     No module is imported: the sources are only parsed. Each document's sha256 decides the order and the split. Help
-    topics
-    contain one another, and docstrings are copied from class to class, so a document is not held out if one of its
-    paragraphs is also trained on.
+    topics contain one another, and docstrings are copied from class to class, so a document is not held out if one of
+    its paragraphs is also trained on.
 
     Raises:
         TrainingFailed: this Python has no sources of its standard library.

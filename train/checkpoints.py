@@ -2,8 +2,7 @@
 
 A checkpoint holds the head and its optimizer's state by name, in the safetensors form of torch.distributed.checkpoint:
 each process writes a part, and reads what it needs, however the parts are distributed. So a run can resume with
-`--shard`
-or without.
+`--shard` or without.
 """
 
 from __future__ import annotations
@@ -249,8 +248,7 @@ def newest(work: Path, steps: int) -> Path | None:
     """Return the checkpoint from which a run of this many steps resumes; None if there is none.
 
     It is the newest whole one before the last step: from the last step's checkpoint the Trainer would take one more
-    step,
-    since it checks whether it is done only after a step.
+    step, since it checks whether it is done only after a step.
     https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer_callback.py#L590-L593
     """
     return max((folder for folder in work.glob("checkpoint-*") if _is_usable(folder, steps)), key=step_of, default=None)

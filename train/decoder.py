@@ -1,8 +1,7 @@
 """ModelOpt's draft decoders, changed to train what engines serve.
 
 ModelOpt 0.47 builds a head from a decoder layer class of its choice. This module corrects four things about that
-choice,
-without changing any weight's name or shape:
+choice, without changing any weight's name or shape:
 
 * `kimik2` downloads a decoder from the Hub, without a revision, and runs it; with transformers 5 it fails to import.
   Here it is transformers' own DeepSeek-V3 layer, which needs no download and accepts any batch.
@@ -57,8 +56,7 @@ class ExactRotary(DeepseekV3RotaryEmbedding):
     """RoPE whose frequencies stay float32, as engines keep them.
 
     ModelOpt casts the whole head to the target's dtype, including buffers. Frequencies in bf16 are off by up to one
-    part
-    in 512, which is several radians at position 4,096.
+    part in 512, which is several radians at position 4,096.
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L399
     """
 

@@ -57,8 +57,7 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
     Args:
         state: of ModelOpt's `eagle_module`, whole.
         model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target; the
-            head
-            uses its device.
+            head uses its device.
         spec: the head's.
     """
     shared = {"embed_tokens": model._base_model_embeddings.weight, "lm_head": model._base_model_lm_head.weight}
@@ -87,9 +86,8 @@ def evaluate(
 
     Returns:
         `loss`: the training loss, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of
-        positions where
-        step k's most likely token is the target's; `acceptance`: sampled acceptance length at K, including the bonus
-        token;
+        positions where step k's most likely token is the target's; `acceptance`: sampled acceptance length at K,
+        including the bonus token;
         `rate_k`: share of drafts accepted up to position k.
     """
     steps = recipe.ttt_steps

@@ -63,14 +63,11 @@ def generate(
     """Let a server answer prompts turn by turn, and write a line for each one when it is done.
 
     When the run ends, the lines are in the order of the prompts, one per prompt, after those of other prompts. So a
-    killed
-    and resumed run leaves the same file as an uninterrupted one, if the server gives the same answers.
+    killed and resumed run leaves the same file as an uninterrupted one, if the server gives the same answers.
 
     A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. Reasoning
-    that
-    the server separated from an answer is stored next to it, as "reasoning_content". Prompts that already have an
-    answer in
-    `out` are skipped, so a stopped run resumes; failed ones are tried again.
+    that the server separated from an answer is stored next to it, as "reasoning_content". Prompts that already have an
+    answer in `out` are skipped, so a stopped run resumes; failed ones are tried again.
 
     Args:
         prompts: the prompts.

@@ -347,8 +347,7 @@ def offline_job(
     """Return a job that reads the target's states from `folder`, written by kconv states.
 
     Captured layers that the recipe does not state come from the states. `ends` are the target's; by default they are in
-    its
-    folder. Other arguments and errors as in `online_job`.
+    its folder. Other arguments and errors as in `online_job`.
 
     Raises:
         StatesInvalid: they come from another target, or lack a layer that the recipe captures.

@@ -1,8 +1,7 @@
 """ModelOpt's Eagle3 loss in memory that grows with the tokens, over rows that may hold several documents.
 
 For each draft step, ModelOpt's forward holds the attention scores of all heads and the logits of all tokens: at
-Kimi-K2's
-dims tens of gigabytes for a row of 4,096 tokens. The replacements here compute the same sums:
+Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. The replacements here compute the same sums:
 
 * attention for a block of queries at a time, by torch's scaled_dot_product_attention; a block gets only the keys of its
   documents and chains, and is recomputed for the gradient;
@@ -101,8 +100,7 @@ def attend(
     """Attend in a draft step like transformers' eager attention under ModelOpt's mask, a block of queries at a time.
 
     A query sees the first step's keys of its document up to `step` tokens before it, and step i's key at `step - i`
-    tokens
-    before it, which belongs to its own chain.
+    tokens before it, which belongs to its own chain.
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L556-L567
 
     Args:

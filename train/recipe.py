@@ -48,8 +48,7 @@ class EagleRecipe:
         accumulate: batches whose gradients are summed into one step.
         seed: random seed of the weights and of the order of the texts.
         dtype: of the trained weights, as safetensors names it. In BF16 a step below 1/256 of a weight is lost: a gain
-            of
-            1.0 stays 1.0 at usual rates.
+            of 1.0 stays 1.0 at usual rates.
         kernel: "eager" computes as ModelOpt does, with the scores of all heads and the logits of all tokens in memory;
             "sdpa" computes the same sums in bounded memory, equal up to the order of additions; see `lean`.
         pack: put several documents into a row, none of which sees another; needs kernel "sdpa".
@@ -160,8 +159,7 @@ def _wrong_at(fault: ValidationError) -> tuple[tuple[str | int, ...], str]:
         tag = max((i + 1 for i, part in enumerate(error["loc"]) if part in CHOICES), default=0)
         choices.setdefault(error["loc"][:tag], []).append(error)
     # A choice (GQA or MLA) reports the errors of each alternative; the one with the fewest was meant. Errors outside of
-    # all
-    # choices hold in any case.
+    # all choices hold in any case.
     errors = choices.get(()) or min(choices.values(), key=len)
     # A misspelled key also leaves the right one missing; the typo is what the user must fix.
     first = next((error for error in errors if error["type"] == "unexpected_keyword_argument"), errors[0])
@@ -296,8 +294,7 @@ def complete(
 
     Args:
         values: from the file; `decoder` ("mla" or "gqa") stands for an attention with the target's dims, and `passes`
-            for
-            the steps of that many passes through the data.
+            for the steps of that many passes through the data.
         target: the target's config.
         rows: rows of training data.
         init_from: the head that training continues from.

@@ -1,8 +1,7 @@
 """Compare a quantized target with its source on held-out text.
 
 Both run in fp32 on dequantized weights, one after the other and layer by layer from disk, so that a target of any size
-can
-run; for every position only a loss and a token are kept. The inputs of NVFP4 linear layers are rounded by their
+can run; for every position only a loss and a token are kept. The inputs of NVFP4 linear layers are rounded by their
 input_scale, as in an engine, so the difference covers everything that the format loses.
 """
 

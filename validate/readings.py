@@ -5,10 +5,9 @@ its weights in another order, drafts over the same text, and the two are compare
 sequences. This needs no source, only the target and some text.
 
 There are two kinds of readings. Some concern facts that files leave open or a user stated: which layers a head reads,
-its
-RoPE base, whether its first residual is normed. Others undo a known mistake of a loader, an exporter or a config that
-keeps names, shapes and dtypes: gate and up swapped, RoPE's pairs as halves or as neighbors, keys and values of a fused
-projection in another order, norms that are off by one (Gemma's).
+its RoPE base, whether its first residual is normed. Others undo a known mistake of a loader, an exporter or a config
+that keeps names, shapes and dtypes: gate and up swapped, RoPE's pairs as halves or as neighbors, keys and values of a
+fused projection in another order, norms that are off by one (Gemma's).
 """
 
 from __future__ import annotations
@@ -427,8 +426,7 @@ def measure_mistakes(
 
     Returns:
         The gains of the best ones, and of those from the target's config, the greatest first; nothing if there is too
-        little
-        text.
+        little text.
     """
 
     def gains(count: int, mistakes: Callable[[], Iterable[Mistake]], least: int) -> list[Gain]:
@@ -462,8 +460,7 @@ def judge_mistakes(gains: Sequence[Gain]) -> Iterator[Finding]:
     """Yield a finding if undoing a mistake raises the head's acceptance; the greatest gain names the error."""
     clear = [gain for gain in gains if gain.is_clear]
     # The target's statement needs no guess, though another reading may gain the same by coming close to it. And a scale
-    # that
-    # compensates half of an error elsewhere is not the error, nor is a swap that does.
+    # that compensates half of an error elsewhere is not the error, nor is a swap that does.
     certain = [gain for gain in clear if gain.kind != "scale" and 2 * gain.gained > clear[0].gained]
     own = [gain for gain in certain if gain.kind == "target's" and gain.gained > certain[0].gained - certain[0].error]
     for gain in (own or certain or clear)[:1]:

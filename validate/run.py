@@ -130,8 +130,7 @@ class Checks:
         target: a head's target, if known.
         headers_only: whether to read and download no values.
         lent: finds requested slots among the target's embedding and lm_head; called only if a rule needs one, since it
-            may
-            download. None without a target.
+            may download. None without a target.
     """
 
     engines: tuple[str, ...] | None = None
@@ -167,8 +166,7 @@ def validate(
 
     Returns:
         The report. Errors of the checkpoint are findings in it, even if it cannot be read; errors in the user's other
-        inputs
-        are raised.
+        inputs are raised.
 
     Raises:
         ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.

@@ -34,8 +34,7 @@ class Floor(BaseModel):
             "sampled" or "greedy".
         category: of the suite; the whole suite if empty.
         target: the target, with its revision, as named in the figure's own file. A report covers only one target, so
-            for
-            a kind of text it may be omitted.
+            for a kind of text it may be omitted.
         temperature: of the answers, 0 for greedy ones; None for a kind of text.
         draft_tokens: K; a figure at another K is a different figure.
         prompts: minimum N, since one prompt shows nothing; for a validation report, its sequences.

@@ -203,8 +203,7 @@ def _acceptance_says(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
     # A card's prose belongs to its owner. The parts that kconv wrote from the manifest, the report and acceptance.json
-    # are
-    # rendered again and must match, so that no figure was edited by hand or is left from an earlier head.
+    # are rendered again and must match, so that no figure was edited by hand or is left from an earlier head.
     if not candidate.card:
         yield CARD, "there is no card"
         return

@@ -53,8 +53,7 @@ IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
 
 
 # Weight files up to this size are held in memory like every other file: the Hub may treat them as small ones, whose
-# bytes
-# are read again at the commit. Larger ones are stored under the sha256 that was checked.
+# bytes are read again at the commit. Larger ones are stored under the sha256 that was checked.
 HELD = 16 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -93,8 +92,7 @@ class Candidate:
     """A folder to be published, as it was when opened, with everything that the checks need.
 
     Exactly what the checks read is uploaded: `folder` is a copy that nobody else writes to, and only large weight files
-    are
-    linked to their originals; those are uploaded under the sha256 that was checked.
+    are linked to their originals; those are uploaded under the sha256 that was checked.
 
     Attributes:
         folder: the copy.

@@ -1,9 +1,8 @@
 """A publication from end to end.
 
 The checks; the repository, private if it is new; one commit; every byte read back; then the tag; and last, if
-requested,
-the repository becomes public. So the tag never points to anything that was not read back. Each step first checks
-whether it was done before: a repeated call does nothing, and an interrupted one resumes.
+requested, the repository becomes public. So the tag never points to anything that was not read back. Each step first
+checks whether it was done before: a repeated call does nothing, and an interrupted one resumes.
 """
 
 from __future__ import annotations

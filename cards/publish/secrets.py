@@ -1,8 +1,7 @@
 """Find what looks like a token, a key or a password, in any file.
 
 The patterns are detect-secrets' own, for the services that it knows; without its detectors that guess by entropy or by
-a
-nearby word, which would match every digest of a manifest. Missing services are added here.
+a nearby word, which would match every digest of a manifest. Missing services are added here.
 https://github.com/Yelp/detect-secrets/tree/v1.5.0/detect_secrets/plugins
 """
 

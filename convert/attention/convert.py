@@ -1,8 +1,7 @@
 """Convert a head's attention, from end to end.
 
 `convert_attention` writes the head; `fit_attention` computes it; `change_attention` passes it to the planner as a
-change
-like any other: unconverted tensors keep their bytes, and each source tensor is accounted for.
+change like any other: unconverted tensors keep their bytes, and each source tensor is accounted for.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ The converted head drafts K steps on the calibration text, on its own hidden sta
 original drafts there (`distance_by_piece`). The target plays no part: the goal is the head that was trained.
 
 Steps of equal size in every entry, like Adam's, add up along the directions that all tokens share, and ruin a good
-start
-within fifty steps. So matrices use Muon, whose steps have equal size in every direction, in coordinates where their
-inputs are white (`to_white`). Each tensor's learning rate is relative to the size of its output, so that the arbitrary
-gauge of a latent does not decide how fast it moves; and it is smaller for a nearer start.
+start within fifty steps. So matrices use Muon, whose steps have equal size in every direction, in coordinates where
+their inputs are white (`to_white`). Each tensor's learning rate is relative to the size of its output, so that the
+arbitrary gauge of a latent does not decide how fast it moves; and it is smaller for a nearer start.
 
 The result is the nearer of the two, start or healed, on texts that healing did not see: those that chose ridges and
 ladders, and gave no gradient.
@@ -23,8 +22,7 @@ A head's inputs are far from isotropic: all tokens share a mean, and a few direc
 equal size in every direction of a matrix then changes the output mostly along those directions, which were right
 before. With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the same from white inputs
 `L^-1 x`, and steps of V affect the output evenly. (Natural gradient with K-FAC's factor of the inputs, arXiv
-1503.05671,
-is the same change of coordinates.)
+1503.05671, is the same change of coordinates.)
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ def distance_by_piece(original: DraftHead, student: DraftHead, batch: Batch) -> 
     """Yield the terms that the pieces of a batch (`in_pieces`) add to a head's distance from the original.
 
     Each is a scalar with a separate graph: if its backward is called before the next is requested, only one piece's
-    logits
-    are in memory, and the gradients add up to those of the whole batch.
+    logits are in memory, and the gradients add up to those of the whole batch.
 
     Returns:
         Parts of the distance in nats, mean over positions and draft steps; their sum is that of the batch.
@@ -99,8 +96,7 @@ class Spread:
     Attributes:
         factor: L, lower triangular `[n, n]`.
         size: root mean square of an entry of V: the output of W, divided by the square root of n. Entries of W that
-            cancel on
-            all inputs, such as those after a latent with too many entries, do not count.
+            cancel on all inputs, such as those after a latent with too many entries, do not count.
     """
 
     factor: Tensor

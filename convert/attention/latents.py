@@ -9,8 +9,7 @@ The cost of an error in a key or a value.
 A small latent must choose what to keep of keys and values, which have no common unit: an error in a key changes where a
 head looks, one in a value what it sees. Both change the drafted distribution, and the Fisher information says by how
 much: with g the gradient of `log q(y)`, y drawn from q itself, an error e costs about `e^T E[g g^T] e / 2` nats. It
-also
-knows which directions of a value the rest of the head does not use, which o_proj alone does not tell.
+also knows which directions of a value the rest of the head does not use, which o_proj alone does not tell.
 
 A latent shared by many rows.
 
@@ -25,11 +24,10 @@ distribution; from there, minimizing `E(|T c|^2 / r - 1)^2` does so for this one
 latent after the norm.
 
 Such a T is nearly singular: it makes directions that few tokens use hundreds of times smaller than others (15 of 128
-more
-than tenfold, in the queries of a small trained head), and B T^-1 makes them large again. So the bf16 rounding of one
-entry of the latent must not leak into another. |T c| determines T only up to a rotation. In the rotation where T is a
-diagonal after a rotation of the white latent, each direction is an entry, rounded relative to its own size, and T costs
-nothing. Without that rotation T can cost a tenth of the acceptance ("In bf16" in docs/attention.md).
+more than tenfold, in the queries of a small trained head), and B T^-1 makes them large again. So the bf16 rounding of
+one entry of the latent must not leak into another. |T c| determines T only up to a rotation. In the rotation where T is
+a diagonal after a rotation of the white latent, each direction is an entry, rounded relative to its own size, and T
+costs nothing. Without that rotation T can cost a tenth of the acceptance ("In bf16" in docs/attention.md).
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ def root(matrix: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return the square root of Hermitian matrices `[..., n, n]` and its inverse.
 
     Eigenvalues below `floor` times the largest are raised to it: a direction that no query uses has no weight, and must
-    not
-    get an infinite one on the way back.
+    not get an infinite one on the way back.
     """
     values, vectors = torch.linalg.eigh(matrix)
     values = values.clamp(min=(floor * values[..., -1:]).clamp(min=torch.finfo(values.dtype).tiny)).sqrt()

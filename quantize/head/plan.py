@@ -1,8 +1,7 @@
 """Quantize a head's linear layers, from end to end.
 
 For the planner this is a change like any other: unquantized tensors keep their bytes, and each source tensor is
-accounted
-for.
+accounted for.
 """
 
 from __future__ import annotations

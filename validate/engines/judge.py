@@ -9,8 +9,7 @@ from ..report import Finding
 
 OUTPUT, COUNTS, UNREACHED = "K701", "K702", "K703"
 # How far near ties, decided differently in another dtype, may change an acceptance length: by this share, or by this
-# many
-# standard errors of the difference of two texts' lengths if few drafts make that larger.
+# many standard errors of the difference of two texts' lengths if few drafts make that larger.
 SHARE, ERRORS = 0.1, 3.0
 SHOWN = 8
 

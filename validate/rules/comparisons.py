@@ -13,8 +13,8 @@ AGAIN = "Convert the source again. Do not serve this output."
 MAKE_AGAIN = "Fetch the folder again, or create it again with kconv. Do not serve it as it is."
 QUANTIZE_AGAIN = "Quantize the target again, and compare it with the target that it was made from."
 # Minimum signal over noise of NVFP4, dB. The worst case for sixteen values and their scale: all but the largest are at
-# 5/6
-# of it, the middle of the widest step, and lose a fifth each, which is 14 dB. Anything below was changed, not rounded.
+# 5/6 of it, the middle of the widest step, and lose a fifth each, which is 14 dB. Anything below was changed, not
+# rounded.
 FLOOR = 13.5
 AS_THE_SOURCE = "State what the source's config.json does. The weights belong to that model."
 RULES: tuple[Rule[Any], ...] = (

@@ -88,8 +88,7 @@ class Rule(Generic[S]):
         id: e.g. "K101"; never reused.
         name: e.g. "lm-head-missing".
         severity: "error" if a requested engine would fail or serve wrong numbers; "warning" if only the target or a
-            user
-            could decide; "note" for what a launch flag must supply.
+            user could decide; "note" for what a launch flag must supply.
         sentence: what goes wrong.
         fix: what to do.
         check: yields each place where it applies; None if a comparison, or reading the head, makes the finding: such

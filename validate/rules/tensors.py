@@ -1,8 +1,7 @@
 """Names, shapes and dtypes.
 
 `head.contract` and the layouts state what a head must hold, and reading the head checks it; here it is also compared
-with
-the tables of the engines.
+with the tables of the engines.
 """
 
 from __future__ import annotations
