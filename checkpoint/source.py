@@ -90,19 +90,19 @@ class Folder:
         return True
 
     def open_headers(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its faults."""
+        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path)
 
     def open_weights(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its faults."""
+        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some tensors of the folder; see `locate` for its faults."""
+        """Find some tensors of the folder; see `locate` for its errors."""
         return locate(names, (file.name for file in self.path.iterdir()), lambda name: self.path / name)
 
     def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some tensors of the folder; see `locate` for its faults."""
+        """Find some tensors of the folder; see `locate` for its errors."""
         return self.open_tensors(names)
 
     def fetch_config(self) -> Path:
