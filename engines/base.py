@@ -65,7 +65,7 @@ class NullKey:
 
     Attributes:
         path: dotted, in config.json.
-        becomes: what follows.
+        becomes: the consequence, without the engine's name: engines with the same text are reported together.
         heads: the heads concerned: "" for all, "gqa", "mla", "deep" for more than one layer, "normed" for a norm
             before fc.
         runner: the engine's runner concerned; "" for all.

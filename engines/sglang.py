@@ -484,9 +484,9 @@ ENGINE = Engine(
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L151
         NullKey("target_hidden_size", FC_WIDTH, "gqa"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L2166
-        NullKey("rope_interleave", "SGLang treats the rotary dims as half-split", "mla"),
+        NullKey("rope_interleave", "the rotary dims are assumed to be half-split", "mla"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L199-L200
-        NullKey("partial_rotary_factor", "SGLang computes the number of rotary dims from it", "gqa"),
+        NullKey("partial_rotary_factor", "the number of rotary dims is computed from it", "gqa"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L173-L175
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),

@@ -291,7 +291,7 @@ ENGINE = Engine(
     null_keys=(
         # Lines 707 to 710, 695 to 704, and 596 to 598, of the file that `MODEL` links to.
         NullKey("target_hidden_size", FC_WIDTH),
-        NullKey("eagle_config", "TensorRT-LLM looks for keys in it"),
-        NullKey("eagle_config.next_layer_regular", "TensorRT-LLM builds later layers as wide as layer 0", "deep"),
+        NullKey("eagle_config", "keys are looked up in it"),
+        NullKey("eagle_config.next_layer_regular", "later layers are built as wide as layer 0", "deep"),
     ),
 )

@@ -275,7 +275,7 @@ def _has_mla(folder: Path) -> bool:
 # Read as transformers' Llama or DeepSeek-V3, whose fields are type-checked; SGLang does so too:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/configuration_llama.py#L71-L83
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L92-L115
-REFUSED = "vLLM refuses the config"
+REFUSED = "the config is refused"
 TYPED = (
     NullKey("attention_bias", REFUSED),
     NullKey("initializer_range", REFUSED),
@@ -285,7 +285,7 @@ TYPED = (
     NullKey("tie_word_embeddings", REFUSED),
     NullKey("use_cache", REFUSED),
 )
-FC_WIDTH, NO_NORM = "vLLM computes fc's width from it", "vLLM omits the norm before fc"
+FC_WIDTH, NO_NORM = "fc's width is computed from it", "the norm before fc is left out"
 
 ENGINE = Engine(
     name="vllm",
@@ -354,15 +354,15 @@ ENGINE = Engine(
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L218-L221
         NullKey("target_hidden_size", FC_WIDTH),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/logits_processor.py#L213
-        NullKey("logit_scale", "vLLM scales the logits by it"),
+        NullKey("logit_scale", "logits are scaled by it"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138
-        NullKey("index_topk", "vLLM assumes DeepSeek-V3.2's sparse attention", "mla"),
+        NullKey("index_topk", "DeepSeek-V3.2's sparse attention is assumed", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L180-L181
-        NullKey("eagle_config.use_aux_hidden_state", "vLLM omits fc", "gqa"),
+        NullKey("eagle_config.use_aux_hidden_state", "fc is left out", "gqa"),
         # In the V2 runner from 0.33 on:
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1683-L1685
         # https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22
-        NullKey("eagle_config.use_aux_hidden_state", "vLLM captures no layers", "mla"),
+        NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L184-L188
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),

@@ -4,7 +4,7 @@ The arithmetic is ModelOpt's own, bit for bit: FP8 has one scale per tensor, NVF
 of a row and one for the tensor. Each scale is a multiplier: a value is the stored number times the scale.
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/quant_utils.py#L869-L881
 
-Only layers that every engine reading the head builds quantized are quantized. Unquantized stay:
+Only layers that every engine reading the head builds quantized are quantized. These stay unquantized:
 
 - `fc`: SGLang and older TensorRT-LLM build it plain, and would silently read packed bytes as weights. It reads the
   target's raw states, whose few large values would set the scale for all; and it runs once per draft, not per token.
