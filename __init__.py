@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class _OperationPackage(ModuleType):
-    """A package that bears the name of an operation: `kconv.convert(...)` and `kconv.convert.plan` are both meant."""
+    """A package that shares its name with an operation: both `kconv.convert(...)` and `kconv.convert.plan` work."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return _function(self.__name__.rpartition(".")[2])(*args, **options)
@@ -57,12 +57,12 @@ class _OperationPackage(ModuleType):
 
 
 def _callable(name: str) -> None:
-    """Let a package be called as the operation of its name."""
+    """Let a package be called as the operation of the same name."""
     sys.modules[name].__class__ = _OperationPackage
 
 
 def _operations(module: str = "") -> Any:
-    """Import the operations when one is asked for; by its name, as every package of kconv imports this one."""
+    """Import the operations on first use, by name: every package of kconv imports this one."""
     return import_module(f".operations{module}", __name__)
 
 
@@ -71,7 +71,7 @@ def _function(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return an operation, when it is asked for: `import kconv` imports nothing heavy."""
+    """Return an operation on first access, so that `import kconv` imports nothing heavy."""
     from importlib.util import find_spec
 
     if name not in _operations().OPERATIONS:

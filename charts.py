@@ -1,7 +1,7 @@
 """How charts look.
 
-Charts are shown on white and on black: on a model's page, in a report, in these docs. So they are transparent, and
-ink and colours are neither light nor dark.
+Charts are shown on white and on black: on a model's page, in a report, in these docs. So their background is
+transparent, and their text and colors are neither light nor dark.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A contrast of 3 and more on white and on black alike, which is what WCAG 2.2 asks of graphics (1.4.11). The colours
-# are near those of Okabe and Ito, which those who see few colours tell apart.
+# A contrast of at least 3 on both white and black, which WCAG 2.2 asks of graphics (1.4.11). The colors are close to
+# those of Okabe and Ito, which people with color blindness can tell apart.
 INK = "#808080"
 COLOURS = ("#0082C8", "#C77700", "#009E73", "#CC79A7", "#8C7AE6", "#808080")
 STYLE = {
@@ -46,26 +46,26 @@ DPI = 120
 def chart(
     file: Path, *, panels: int = 1, width: float = 6.0, height: float = 3.4, same_y: bool = False
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Give a figure and its panels, side by side, to draw into; the file is written when all is drawn.
+    """Yield a figure and its panels, side by side, to draw into; write the file at the end.
 
     Args:
         file: the PNG to write.
-        panels: how many.
+        panels: the number of panels.
         width, height: of the figure, in inches.
-        same_y: whether the panels have one scale.
+        same_y: whether all panels share one y scale.
 
     Raises:
-        ImportError: matplotlib, of kconv[plots], is not installed.
+        ImportError: matplotlib is not installed; it comes with kconv[plots].
         OSError: the file cannot be written.
     """
     import matplotlib
     from cycler import cycler
     from matplotlib.figure import Figure
 
-    # Settings of the user's own matplotlibrc would make another picture on each machine.
+    # The user's own matplotlibrc would change the picture from machine to machine.
     settings: dict[Any, Any] = {**matplotlib.rcParamsDefault, **STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         yield figure, list(figure.subplots(1, panels, squeeze=False, sharey=same_y)[0])
-        # Neither the date nor the version: the same figures make the same file.
+        # No date and no version: the same figures make the same file.
         figure.savefig(file, metadata={"Software": None})

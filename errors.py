@@ -1,4 +1,4 @@
-"""The errors that kconv raises, and the problems that it finds. Nothing here imports anything of kconv's."""
+"""The errors that kconv raises, and the problems that it finds. Nothing here imports the rest of kconv."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
-# Who an address is asked as, and by which password: shown to nobody.
+# The user and password of a URL: shown to nobody.
 PASSWORD = re.compile(r"://[^/\s@'\"]+@")
 
 
 class KconvError(Exception):
-    """An error that kconv names: what is wrong, where it is, and what to do about it.
+    """An error with a code: what is wrong, where it is, and what to do about it.
 
     Args:
         what: one sentence that says what is wrong, with the figures that show it.
         where: the file, tensor or key concerned; empty where `what` already says it.
-        fix: what the user should do next, an imperative sentence.
-        see: a link to the line of code or the thread that decides it; empty for none.
-        code: the rule's id where the error is a finding about a head, e.g. "K101"; the error's kind otherwise, e.g.
-            "output-exists" of `OutputExists`.
+        fix: what the user should do next, as an imperative sentence.
+        see: a link to the line of code or the thread that decides it; empty if there is none.
+        code: the rule's id if the error is a finding about a head, e.g. "K101"; otherwise the error's kind, e.g.
+        "output-exists" for `OutputExists`.
     """
 
     def __init__(self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "") -> None:
@@ -53,8 +53,8 @@ class Problem:
         severity: "error", "warning" or "note".
         where: the file, tensor or key concerned.
         what: one sentence that says what was found, with its figures.
-        fix: what the user should do next, an imperative sentence.
-        kind: the class of the error that it is raised as.
+        fix: what the user should do next, as an imperative sentence.
+        kind: the error class that the problem is raised as.
     """
 
     code: str
@@ -65,7 +65,7 @@ class Problem:
     kind: type[KconvError] = KconvError
 
     def error(self) -> KconvError:
-        """Return the problem as an error to raise."""
+        """Return the problem as an error that can be raised."""
         return self.kind(self.what, where=self.where, fix=self.fix, code=self.code)
 
 
@@ -110,7 +110,7 @@ class EngineUnknown(KconvError):
 
 
 class PluginInvalid(KconvError):
-    """An engine or layout of another package cannot be loaded, or its name is taken."""
+    """An engine or layout from another package cannot be loaded, or its name is taken."""
 
 
 class ConfigInvalid(KconvError):
@@ -122,7 +122,7 @@ class ConfigUnsupported(KconvError):
 
 
 class CapturedUndecided(KconvError):
-    """The captured layers are absent, or could be read in two ways."""
+    """The captured layers are unknown, or could be read in two ways."""
 
 
 class TensorMissing(KconvError):
@@ -154,7 +154,7 @@ class ManifestMismatch(KconvError):
 
 
 class TargetInvalid(KconvError):
-    """The target model cannot be read, or does not belong to this head."""
+    """The target model cannot be read, or is not this head's target."""
 
 
 class TargetTooLarge(KconvError):
@@ -162,7 +162,7 @@ class TargetTooLarge(KconvError):
 
 
 class PromptsInvalid(KconvError):
-    """Prompts cannot be read, or overlap with text that they must be held out from."""
+    """Prompts cannot be read, or overlap with text that must stay held out."""
 
 
 class RecipeInvalid(KconvError):
@@ -178,7 +178,7 @@ class MissingExtra(KconvError):
 
 
 class ReportInvalid(KconvError):
-    """A validation report does not match its schema, or belongs to other files."""
+    """A validation report does not match its schema, or describes other files."""
 
 
 class EngineFailed(KconvError):
@@ -194,7 +194,7 @@ class CountersReset(KconvError):
 
 
 class StatesInvalid(KconvError):
-    """Stored hidden states are unreadable or damaged, or belong to another target, capture or prompts."""
+    """Stored hidden states are unreadable or damaged, or come from another target, capture or prompts."""
 
 
 class AcceptanceInvalid(KconvError):
@@ -238,11 +238,11 @@ class HubMoved(KconvError):
 
 
 class ReadBackFailed(KconvError):
-    """The Hub returns other bytes than were uploaded."""
+    """The Hub returns different bytes than were uploaded."""
 
 
 class CalibrationInvalid(KconvError):
-    """States cannot be used for calibration: they belong to another target, or are too few."""
+    """States cannot be used for calibration: they come from another target, or are too few."""
 
 
 class ConversionInaccurate(KconvError):
@@ -270,7 +270,7 @@ class InputScalesInvalid(KconvError):
 
 
 class AcceptanceForged(KconvError):
-    """A server accepts a fixed number of drafts, so it measures no head."""
+    """A server accepts a fixed number of drafts, so it does not measure the head."""
 
 
 class CountersDisturbed(KconvError):
@@ -286,7 +286,7 @@ class RequestInvalid(KconvError):
 
 
 class EngineInvalid(KconvError):
-    """An engine of another package cannot be loaded, or its name is taken."""
+    """An engine from another package cannot be loaded, or its name is taken."""
 
 
 class StepFailed(KconvError):

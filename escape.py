@@ -1,8 +1,8 @@
-"""Text of strangers, made fit for where it is shown or run: one function for each place. Imports nothing of kconv's.
+"""Escape untrusted text for the place where it is shown or run: one function per place. Imports nothing from kconv.
 
-Names of tensors, files and data sets, keys and values of a config, answers of a server: any of them may hold what a
-terminal obeys, what Markdown takes for a heading or a link, what ends a YAML value, or what a shell runs.
-`tests/test_escape.py` holds that nothing is printed, rendered or quoted around these.
+Names of tensors, files and datasets, keys and values of a config, answers of a server: any of them may hold terminal
+control codes, Markdown headings or links, characters that end a YAML value, or shell commands.
+`tests/test_escape.py` checks that nothing is printed, rendered or quoted without these functions.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from __future__ import annotations
 import re
 import shlex
 
-# Control characters but for the line break and the tab, of both sets; what turns the direction of a line; and half a
-# surrogate pair, which no terminal's encoding has.
+# Control characters of both sets, except the line break and the tab; characters that change the text direction; and
+# unpaired surrogates, which no terminal encoding has.
 OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-# What YAML reads as the text itself, where it stands alone.
+# A plain YAML scalar of this form is read as the text itself.
 PLAIN_YAML = re.compile(r"[A-Za-z_/][A-Za-z0-9_./@+-]*")
-# What YAML reads as something else than a text.
+# YAML reads these as something other than text.
 YAML_WORDS = re.compile(r"(?i:y|n|yes|no|on|off|true|false|null|none)")
 
 
 def terminal(text: object) -> str:
-    r"""Return a text that a terminal shows and does not obey: what it would obey is written as \u001b."""
+    r"""Return a text with terminal control characters written as \u001b and the like, so that terminals ignore them."""
     return OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", str(text))
 
 
 class Markdown(str):
-    """A text that is fit for Markdown already."""
+    """A text that is already escaped for Markdown."""
 
     __slots__ = ()
 
 
 def markdown(text: object) -> Markdown:
-    """Return a text as one line of Markdown that is no heading, cell, link, picture or HTML of its own."""
+    """Return a text as one line of Markdown that cannot become a heading, cell, link, picture or HTML."""
     if isinstance(text, Markdown):
         return text
     line = " ".join(_in_a_cell(terminal(text)).split())
     line = line.replace("](", "]\\(").replace("][", "]\\[").replace("<", "&lt;").replace("![", "!\\[")
-    # What begins a block: a heading, quote, fence, rule, reference's definition, or list, whose item may be one.
+    # What starts a block: a heading, quote, fence, rule, link reference or list item.
     line = re.sub(r"^(\d{1,9})([.)] )", r"\1\\\2", line)
     return Markdown(re.sub(r"^(#|>|```|~~~|---|===|[-+*] |(?:[*_] ?){3}|\[[^\]]*\]:)", r"\\\1", line))
 
 
 def _in_a_cell(text: str) -> str:
-    """Return a text whose bars end no cell: to some readers a backslash before one would escape its escape."""
+    """Escape the bars of a table cell; a backslash before a bar would break the escape for some readers."""
     return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1] * 2}\|", text)
 
 
 def code(text: object) -> Markdown:
-    """Return a text as one line of code in Markdown, between more backticks than it holds."""
+    """Return a text as one line of Markdown code, in more backticks than it contains."""
     line = " ".join(_in_a_cell(terminal(text)).split())
     longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
     fence = "`" * (longest + 1)
@@ -58,25 +58,25 @@ def code(text: object) -> Markdown:
 
 
 def link(text: object, url: str) -> Markdown:
-    """Return a text that links to a page whose address is kconv's own, e.g. a rule's source."""
+    """Return a Markdown link to an address that kconv itself provides, e.g. a rule's source."""
     return Markdown(f"[{markdown(text)}]({url})")
 
 
 def yaml(text: str) -> str:
-    """Return a text as a value that YAML reads as this very text."""
+    """Return a text as a value that YAML reads back as exactly this text."""
     if PLAIN_YAML.fullmatch(text) and not YAML_WORDS.fullmatch(text):
         return text
-    # JSON's own quotes would not do: YAML joins no surrogate pairs.
+    # JSON's quoting would not do: YAML does not join surrogate pairs.
     from yaml import safe_dump
 
     return safe_dump(text, default_style='"', width=1 << 30).rstrip("\n")
 
 
 def shell(text: str) -> str:
-    """Return a text as one word of a shell."""
+    """Return a text quoted as one shell word."""
     return shlex.quote(text)
 
 
 def command(words: list[str] | tuple[str, ...]) -> str:
-    """Return words as a command of a shell."""
+    """Return words quoted as one shell command."""
     return shlex.join(words)

@@ -1,4 +1,4 @@
-"""How kconv was installed: versions of its libraries, and the command that brings an extra. Imports none of them."""
+"""How kconv was installed: versions of its libraries, and the command that adds an extra. Imports none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.request import url2pathname
 
 from .escape import shell
 
-# Libraries that a result depends on, and the extra that brings each; empty for those that are always there.
+# Libraries that a result depends on, with the extra that installs each; empty for core dependencies.
 LIBRARIES = {
     "torch": "",
     "safetensors": "",
@@ -34,7 +34,7 @@ def install_command(extra: str) -> str:
 
     pip records where kconv came from, in direct_url.json, unless it came from a package index
     (https://packaging.python.org/en/latest/specifications/direct-url/). So the command names the clone, the file or the
-    index that is known to hold kconv.
+    index that kconv was installed from.
     """
     try:
         found = distribution("kconv")

@@ -1,4 +1,4 @@
-"""Measuring acceptance: on servers, by kconv's own forward, and what was measured as a file."""
+"""Measure acceptance: on servers or with kconv's own forward, and record it in a file."""
 
 from .. import _callable
 

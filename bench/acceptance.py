@@ -1,9 +1,9 @@
-"""acceptance.json: acceptance figures, each with what it was measured on.
+"""acceptance.json: acceptance figures, each with its measuring conditions.
 
-Published acceptance lengths cannot be compared, as they do not say what they are: with or without the bonus token,
-a mean over requests or over verify steps, by which engine, on which target. Here a figure travels with all of it.
-Figures whose `method` differs never share a column, and what a source does not say stands as None, which is equal
-to nothing, not even to another None.
+Published acceptance lengths cannot be compared, since they do not state their conditions: with or without the bonus
+token, mean over requests or over verify steps, by which engine, on which target. Here a figure carries all of this.
+Figures with different `method` never share a column, and an unstated condition is None, which equals nothing, not even
+another None.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Metric = Literal["al_incl_bonus", "draft_accept_rate", "teacher_forced_accuracy"
 Averaging = Literal["micro_steps", "macro_request", "macro_category", "micro_positions"]
 MeasuredBy = Literal["self", "quoted"]
 
-# What must be equal for two figures to stand in one column; date, file and URL may differ.
+# What must be equal for two figures to share a column; date, file and URL may differ.
 METHOD = (
     "metric", "draft_tokens", "tree", "averaging", "engine", "engine_version", "target", "precision", "temperature",
     "reasoning", "max_tokens", "draft_sample_method", "rejection_sample_method", "measured_by",
 )  # fmt: skip
-# What must be equal for two figures to stand in one line.
+# What must be equal for two figures to share a line.
 LINE = ("dataset", "revision", "category", "prompts", "prompts_sha256")
-# What kconv knows of what it measures itself.
+# What kconv knows about its own measurements.
 SAID_BY_SELF = ("draft_tokens", "averaging", "engine", "engine_version", "prompts", "date")
-# One suite, however a card spells it.
+# One name per suite, however a card spells it.
 SPELLINGS = {"mtbench": "MT-Bench", "speedbench": "SPEED-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K",
              "math500": "MATH500", "ceval": "CEval", "livecodebench": "LiveCodeBench", "mmstar": "MMStar"}  # fmt: skip
-# Not every dataset has the one, and not every target the other.
+# Not every dataset has the first, and not every target the second.
 MAY_BE_UNSAID = {"prompts_sha256", "reasoning", "draft_sample_method", "rejection_sample_method"}
 
 
 def suite_name(dataset: str) -> str:
-    """Return one name for a suite that is spelled in several ways, e.g. "MT-Bench" for "MTBench" and "mt_bench"."""
+    """Return one name for a suite with several spellings, e.g. "MT-Bench" for "MTBench" and "mt_bench"."""
     return SPELLINGS.get(re.sub(r"[-_ ]", "", dataset).lower(), dataset)
 
 
@@ -56,8 +56,8 @@ class Interval(_AcceptancePart):
     Attributes:
         low, high: its ends, in the figure's unit.
         level: e.g. 0.95.
-        over: what the bootstrap draws: "prompts", or "groups of N prompts" where N ran side by side.
-        units: how many of them there are.
+        over: what the bootstrap samples: "prompts", or "groups of N prompts" if N ran in parallel.
+        units: their number.
     """
 
     low: float
@@ -72,7 +72,7 @@ class Sanity(_AcceptancePart):
 
     Attributes:
         distinct_4grams: share of distinct 4-grams of words within an answer, mean over answers.
-        mean_tokens: tokens of an answer.
+        mean_tokens: tokens per answer.
         cut: share of answers that ended at `max_tokens`.
     """
 
@@ -87,7 +87,7 @@ class Speed(_AcceptancePart):
     Attributes:
         tokens_per_second, baseline_tokens_per_second: of all requests together.
         speedup: the first over the second.
-        same_answers: share of the answers that were the same text; greedy decoding should give nearly all.
+        same_answers: share of answers with identical text; greedy decoding should give nearly all.
     """
 
     tokens_per_second: float
@@ -97,25 +97,25 @@ class Speed(_AcceptancePart):
 
 
 class SpeedFigure(_AcceptancePart):
-    """A figure of speed, with its interval where there are two prompts or more."""
+    """A figure of speed, with its interval if there are two or more prompts."""
 
     value: float
     interval: Interval | None = None
 
 
 class SpeedRow(_AcceptancePart):
-    """Speed at one concurrency, with and without the draft; a speed-up is of that concurrency alone.
+    """Speed at one concurrency, with and without the draft; a speed-up applies only to that concurrency.
 
     Attributes:
-        concurrency: dialogues that were always under way.
-        tokens_per_second: output tokens of all of them by the wall clock.
+        concurrency: dialogues in flight.
+        tokens_per_second: output tokens of all of them by wall clock.
         ttft: seconds to the first token, mean over prompts.
-        tpot: seconds for each further token.
-        baseline_tokens_per_second, baseline_ttft, baseline_tpot: the same without a draft; None where not measured.
+        tpot: seconds per further token.
+        baseline_tokens_per_second, baseline_ttft, baseline_tpot: the same without a draft; None if not measured.
         speedup: of tokens per second.
-        same_answers: share of the answers that were the same text; greedy decoding should give nearly all.
+        same_answers: share of answers with identical text; greedy decoding should give nearly all.
         draft_tokens, tree, engine, engine_version, target, precision, temperature, max_tokens, dataset, revision,
-            prompts, prompts_sha256, date: as of `AcceptanceRow`.
+            prompts, prompts_sha256, date: as in `AcceptanceRow`.
     """
 
     concurrency: int = Field(ge=1)
@@ -148,28 +148,28 @@ class AcceptanceRow(_AcceptancePart):
     Attributes:
         metric: "al_incl_bonus" is the acceptance length, tokens per verify step with the bonus token.
         value: in tokens, or a share for the other metrics.
-        decimals: digits behind the point to show; of a quoted figure, those its source prints.
+        decimals: digits to show after the point; for a quoted figure, those in its source.
         draft_tokens: K.
         tree: "chain", or how drafts branch.
         averaging: over verify steps, requests, categories, or all positions of a text.
         engine, engine_version: what ran it; "kconv" for its own forward.
-        target, precision: what was served, and in which number format.
-        temperature, reasoning: how it was sampled; `reasoning` e.g. "medium", where the target has such modes.
-        draft_sample_method, rejection_sample_method: as vLLM names them, e.g. "greedy" and "standard", where a server
-            shows them; curves of one head differ by them.
+        target, precision: the served target, and its number format.
+        temperature, reasoning: how it was sampled; `reasoning` e.g. "medium", if the target has such modes.
+        draft_sample_method, rejection_sample_method: in vLLM's terms, e.g. "greedy" and "standard", if a server shows
+            them; curves of one head differ by them.
         dataset, revision: e.g. "MT-Bench" and a commit or a file's sha256.
-        prompts_sha256: `target.prompts.digest_prompts` of what was asked, where that is known.
+        prompts_sha256: `target.prompts.digest_prompts` of the prompts, if known.
         category: of the dataset; "" for the whole.
-        domain: what a table groups the dataset under, e.g. "Math".
-        prompts: how many (N).
+        domain: the table group of the dataset, e.g. "Math".
+        prompts: their number (N).
         max_tokens: an answer's limit.
-        date: ISO, of the measurement, or of the publication that is quoted.
+        date: ISO, of the measurement, or of the quoted publication.
         measured_by: "self", or "quoted" with its `url`.
-        published_as: what the quoted source calls the figure.
-        rates: share of verify steps in which the draft was accepted up to each place.
-        drafts: verify steps that the figure is over.
-        interval, sanity, speed: where measured.
-        note: how the figure was measured, if its key does not say.
+        published_as: the quoted source's name for the figure.
+        rates: share of verify steps in which the draft was accepted up to each position.
+        drafts: the number of verify steps.
+        interval, sanity, speed: if measured.
+        note: how the figure was measured, if its key does not state that.
     """
 
     metric: Metric
@@ -206,12 +206,12 @@ class AcceptanceRow(_AcceptancePart):
 
     @property
     def method(self) -> dict[str, Any]:
-        """What it shares with every figure of its column."""
+        """The fields that all figures of its column share."""
         return {name: getattr(self, name) for name in METHOD}
 
     @property
     def line(self) -> dict[str, Any]:
-        """What it shares with every figure of its line; of a suite, by the one name for it."""
+        """The fields that all figures of its line share; a suite has only one name here."""
         return {name: getattr(self, name) for name in LINE} | {"dataset": suite_name(self.dataset)}
 
     @property
@@ -226,7 +226,7 @@ class AcceptanceRow(_AcceptancePart):
         if self.measured_by == "self":
             unsaid = [name for name in SAID_BY_SELF if not self[name]]
             if unsaid:
-                raise ValueError(f"{self.dataset} {self.category} was measured, and does not say {', '.join(unsaid)}")
+                raise ValueError(f"{self.dataset} {self.category} was measured, but does not state {', '.join(unsaid)}")
         low, high = (1.0, (self.draft_tokens or float("inf")) + 1.0) if self.metric == "al_incl_bonus" else (0.0, 1.0)
         if not low <= self.value <= high:
             raise ValueError(
@@ -239,14 +239,14 @@ class AcceptanceRow(_AcceptancePart):
 
 
 class SuiteRecord(_AcceptancePart):
-    """What a dataset consists of, so that a table shows what is missing from it.
+    """The parts of a dataset, so that a table can show what is missing.
 
     Attributes:
-        dataset: as its rows name it.
-        categories: all that are shown.
-        whole: whether every prompt of it was asked; None where a quoted source does not say.
-        source: how much of a quoted source was read. Of a whole one, a category that is not there is not published; of
-            an excerpt, and where nothing is said, it is unknown.
+        dataset: as named in its rows.
+        categories: all categories shown.
+        whole: whether every prompt was used; None if a quoted source does not state it.
+        source: how much of a quoted source was read. In a complete one, a missing category counts as not published; in
+            an excerpt, or if nothing is stated, it is unknown.
     """
 
     dataset: str
@@ -260,13 +260,14 @@ class AcceptanceFile(_AcceptancePart):
 
     Attributes:
         head: hub id or folder name.
-        weights: sha256 of each weight file, if the head was on this machine.
-        config: sha256 of its config.json; the same weights under another, e.g. other captured layers, are another head.
-        suites: what the datasets consist of.
-        rows: no two of one key.
+        weights: sha256 of each weight file, if the head was available.
+        config: sha256 of its config.json; the same weights with another one, e.g. other captured layers, are another
+            head.
+        suites: the parts of the datasets.
+        rows: no two with the same key.
         speeds: at each concurrency, if requested.
-        kconv: the version that measured; None where all is quoted.
-        provenance: what else is known: the server's model name, the requests' extra fields, seconds taken.
+        kconv: the version that measured; None if everything is quoted.
+        provenance: further facts: the server's model name, the requests' extra fields, seconds taken.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -291,11 +292,11 @@ class AcceptanceFile(_AcceptancePart):
 
     @property
     def measured(self) -> bool:
-        """Whether it holds a figure that was measured, not quoted; such a file is about weights, and names them."""
+        """Whether it has a measured figure, not only quoted ones; such a file names the weights that it is about."""
         return any(row.measured_by == "self" for row in self.rows)
 
     def is_whole(self, dataset: str) -> bool:
-        """Say whether every prompt of a dataset was asked."""
+        """Return whether every prompt of a dataset was used."""
         return any(suite_name(suite.dataset) == suite_name(dataset) and suite.whole for suite in self.suites)
 
     def to_json(self) -> str:
@@ -304,10 +305,10 @@ class AcceptanceFile(_AcceptancePart):
 
 
 def join(files: Sequence[AcceptanceFile]) -> AcceptanceFile:
-    """Return the figures of several runs about one head as one file; what else is known of each stays by its run.
+    """Return the figures of several runs with one head as one file; other facts are kept by run.
 
     Raises:
-        AcceptanceInvalid: they are about several heads, or two have a row of one key.
+        AcceptanceInvalid: they are about several heads, or two have a row with the same key.
     """
     first = files[0]
     if len(files) == 1:
@@ -331,7 +332,7 @@ def join(files: Sequence[AcceptanceFile]) -> AcceptanceFile:
         )
     except ValidationError as fault:
         raise AcceptanceInvalid(
-            f"the files cannot be joined: {first_wrong(fault)}", where=first.head, fix="Leave one of the two out."
+            f"the files cannot be joined: {first_wrong(fault)}", where=first.head, fix="Remove one of the two."
         ) from fault
 
 
@@ -340,20 +341,20 @@ def read_acceptance(file: Path) -> AcceptanceFile:
 
     Raises:
         NotACheckpoint: the file is missing.
-        AcceptanceInvalid: it is not of the schema, repeats a row, or holds a figure that cannot be.
+        AcceptanceInvalid: it does not match the schema, repeats a row, or has an impossible figure.
     """
     return load_json(
         AcceptanceFile,
         file,
         AcceptanceInvalid,
         what="acceptance.json",
-        fix="Give the acceptance.json that kconv bench wrote.",
+        fix="Pass the acceptance.json that kconv bench wrote.",
         missing=NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first."),
     )
 
 
 def differences(one: AcceptanceRow, other: AcceptanceRow) -> Mapping[str, tuple[Any, Any]]:
-    """Return the key fields that keep two figures apart; those that neither states keep them apart too."""
+    """Return the key fields in which two figures differ, including those that neither states."""
     own, theirs = ({**row.method, **row.line} for row in (one, other))
     pairs = {name: (own[name], theirs[name]) for name in (*METHOD, *LINE)}
     return {

@@ -1,4 +1,4 @@
-"""Heads side by side."""
+"""Compare heads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ComparedFigures:
     """Figures of one method.
 
     Attributes:
-        method: what they were measured with, in a sentence.
-        lines: what each line is about, and a row for each head, None where it has none.
+        method: how they were measured, as a sentence.
+        lines: the subject of each line, and a row for each head, None if it has none.
     """
 
     method: str
@@ -27,7 +27,7 @@ class ComparedFigures:
 
 @dataclass(frozen=True)
 class Incomparable:
-    """A figure that stands in no table: whose it is, what it is about, and why."""
+    """A figure outside the tables: its head, its subject, and the reason."""
 
     head: str
     about: str
@@ -37,12 +37,12 @@ class Incomparable:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of comparing.
+    """The result of a comparison.
 
     Attributes:
         heads: in the order of the files; columns of each table.
-        tables: one for each method that two heads or more share.
-        apart: the rest.
+        tables: one for each method that two or more heads share.
+        apart: the other figures.
     """
 
     heads: tuple[str, ...]
@@ -67,16 +67,16 @@ class Comparison:
 
 
 def compare(files: Sequence[AcceptanceFile]) -> Comparison:
-    """Put the figures of several heads side by side where their keys are equal.
+    """Compare the figures of several heads with equal keys.
 
     Raises:
-        AcceptanceInvalid: fewer than two files, or two about one head.
+        AcceptanceInvalid: there are fewer than two files, or two are about the same head.
     """
     heads = tuple(file.head for file in files)
     if len(set(heads)) < max(2, len(heads)):
         raise AcceptanceInvalid(
-            f"the files are of {', '.join(heads)}, but a comparison takes at least two heads, each once",
-            fix="Give one acceptance.json for each of at least two heads.",
+            f"the files are about {', '.join(heads)}, but a comparison needs at least two heads, each once",
+            fix="Pass one acceptance.json for each of at least two heads.",
         )
     groups: dict[tuple, dict[Benchmark, list[AcceptanceRow | None]]] = {}
     apart: list[Incomparable] = []
@@ -86,11 +86,11 @@ def compare(files: Sequence[AcceptanceFile]) -> Comparison:
             if all(differences(row, other) for other in others):
                 apart.append(Incomparable(file.head, Benchmark.of(row).name, row.shown, _reason(row, others)))
                 continue
-            # Nothing of its key is unsaid here; and domains are a card's, not a key's.
+            # Every field of its key is stated here; domains belong to cards, not to keys.
             about = Benchmark(**row.line)
             figures = groups.setdefault(tuple(row.method.values()), {}).setdefault(about, [None] * len(files))
             if first := figures[place]:
-                told = f"the table has {first.shown}, of the same key, from {first.url}; this one is from {row.url}"
+                told = f"the table has {first.shown} with the same key from {first.url}; this one is from {row.url}"
                 apart.append(Incomparable(file.head, about.name, row.shown, told))
             else:
                 figures[place] = row
@@ -109,7 +109,7 @@ def draw(comparison: Comparison, file: Path) -> None:
     """Draw the first table's figures as bars.
 
     Raises:
-        AcceptanceInvalid: there is nothing comparable.
+        AcceptanceInvalid: nothing is comparable.
         MissingExtra: matplotlib is not installed.
     """
     if not comparison.tables:
@@ -125,7 +125,7 @@ def draw(comparison: Comparison, file: Path) -> None:
 
 
 def _reason(row: AcceptanceRow, others: Sequence[AcceptanceRow]) -> str:
-    """Say what keeps a figure from the nearest of another head's."""
+    """Return what separates a figure from the nearest one of another head."""
     about = (suite_name(row.dataset), row.category)
     same = [other for other in others if (suite_name(other.dataset), other.category) == about]
     if not same:

@@ -1,7 +1,7 @@
-"""Acceptance figures of other programs' result files, as rows that say where they are from.
+"""Acceptance figures from other programs' result files, as rows with their origin.
 
-A row holds what its file says and what the user says beside it; what neither says stands as unsaid, and keeps the
-figure from being compared. Nothing that a file says is overruled.
+A row has what its file and the user state; what neither states is missing, and keeps the figure from being compared.
+Nothing in a file is overruled.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .golden import CODING, SPEED_BENCH, read_curve
 
 LARGEST = 64 << 20  # bytes; with --save-detailed a result holds all answers
 Fields = dict[str, Any]
-FIX = "Give a result of vllm bench serve, AIPerf or sglang.bench_serving with speculation, or a golden curve."
+FIX = "Pass a result of vllm bench serve, AIPerf or sglang.bench_serving with speculation, or a golden curve."
 
 
 @dataclass(frozen=True)
 class Format:
-    """A program's results.
+    """The form of a program's results.
 
     Attributes:
         title: the program.
         marks: keys that all of its results have.
-        read: from a result to the fields of a row.
+        read: returns the fields of a row from a result.
     """
 
     title: str
@@ -44,13 +44,13 @@ def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]
 
     Args:
         file: its result, or a golden curve.
-        head: hub id or folder name of the head; that of the file if None.
-        url: where the file is published; its name and digest stand for it if None, unless the file says it.
+        head: hub id or folder name of the head; the one in the file if None.
+        url: where the file is published; if None, its name and digest, unless the file states a URL.
         said: fields of `AcceptanceRow` that the file leaves open.
 
     Raises:
-        AcceptanceInvalid: the file cannot be read, has no acceptance, or not enough is said of it.
-        DefinitionsMixed: the file says otherwise than `said`.
+        AcceptanceInvalid: the file cannot be read, has no acceptance, or too little is stated about it.
+        DefinitionsMixed: the file contradicts `said`.
     """
     text = read_text(file, AcceptanceInvalid, limit=LARGEST, fix=FIX)
     if file.suffix in (".yaml", ".yml"):
@@ -60,9 +60,9 @@ def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]
         title, rows = _results(text, file)
     origin = url or source or f"{file.name}, sha256 {file_digest(file)}"
     if not (head or named):
-        raise AcceptanceInvalid("the file does not say which head it is about", where=file, fix="Give --head.")
+        raise AcceptanceInvalid("the file does not say which head it is about", where=file, fix="Pass --head.")
     if head and named and head != named:
-        raise DefinitionsMixed(f"the file is about {named}, not {head}", where=file, fix=f"Give --head {named}.")
+        raise DefinitionsMixed(f"the file is about {named}, not {head}", where=file, fix=f"Pass --head {named}.")
     made = [_complete(row, said, file, origin, title) for row in rows]
     try:
         return AcceptanceFile(
@@ -72,7 +72,7 @@ def quote(file: Path, head: str | None, url: str | None, said: Mapping[str, Any]
         )
     except ValidationError as fault:
         raise AcceptanceInvalid(
-            f"the figures cannot be: {first_wrong(fault)}", where=file, fix="Say what the file leaves open."
+            f"the figures are invalid: {first_wrong(fault)}", where=file, fix="State what the file leaves open."
         ) from fault
 
 
@@ -80,11 +80,13 @@ def _complete(row: Fields, said: Mapping[str, Any], file: Path, origin: str, tit
     given = {name: value for name, value in said.items() if value is not None}
     apart = {name: value for name, value in given.items() if row.get(name) not in (None, value)}
     if apart:
-        told = "; ".join(f"{name} is {row[name]} there, and {value} was said" for name, value in apart.items())
-        raise DefinitionsMixed(f"the file says otherwise: {told}", where=file, fix="Leave the option out.")
+        told = "; ".join(
+            f"{name} is {row[name]} in the file, but {value} in the options" for name, value in apart.items()
+        )
+        raise DefinitionsMixed(f"the file contradicts an option: {told}", where=file, fix="Remove the option.")
     made = given | {name: value for name, value in row.items() if value is not None}
     if not made.get("dataset"):
-        raise AcceptanceInvalid("the file does not say what was asked", where=file, fix="Give --dataset.")
+        raise AcceptanceInvalid("the file does not state its dataset", where=file, fix="Pass --dataset.")
     note = "; ".join(filter(None, (f"from a result of {title}", made.get("note"))))
     return made | {"measured_by": "quoted", "url": origin, "note": note}
 
@@ -96,20 +98,20 @@ def _results(text: str, file: Path) -> tuple[str, list[Fields]]:
         try:  # one on each line, where a program appends
             found = [parse_json(line) for line in text.splitlines() if line.strip()]
         except ValueError as fault:
-            raise AcceptanceInvalid(f"{file.name} is no JSON", where=file, fix=FIX) from fault
+            raise AcceptanceInvalid(f"{file.name} is not valid JSON", where=file, fix=FIX) from fault
     if not found:
         raise AcceptanceInvalid(f"{file.name} is empty", where=file, fix=FIX)
     rows, titles = [], []
     for result in found:
         form = next((form for form in FORMATS if isinstance(result, dict) and result.keys() >= set(form.marks)), None)
         if form is None:
-            raise AcceptanceInvalid(f"{file.name} is a result of no program that kconv knows", where=file, fix=FIX)
+            raise AcceptanceInvalid(f"{file.name} is not a result of a program that kconv knows", where=file, fix=FIX)
         titles.append(form.title)
         try:
             rows.append(form.read(result, file))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as fault:
             raise AcceptanceInvalid(
-                f"{file.name} is no result of {form.title} as kconv knows it", where=file, fix=FIX
+                f"{file.name} is not a result of {form.title} in a form that kconv knows", where=file, fix=FIX
             ) from fault
     return titles[0], rows
 
@@ -121,14 +123,14 @@ def _vllm(result: Mapping[str, Any], where: object) -> Fields:
     if not drafts or accepted is None:
         raise _no_drafts(where, "Run it against a server that speculates and shows its counters.")
     if result.get("failed"):
-        raise AcceptanceInvalid(f"{result['failed']} requests of it failed", where=where, fix="Measure again.")
+        raise AcceptanceInvalid(f"{result['failed']} requests failed", where=where, fix="Measure again.")
     date = str(result["date"])
     return {
         "metric": "al_incl_bonus", "averaging": "micro_steps", "value": round(1 + accepted / drafts, 6),
         "drafts": drafts, "rates": rates, "draft_tokens": len(rates) if rates else None, "engine": "vllm",
         "target": result["model_id"], "prompts": result["completed"], "date": f"{date[:4]}-{date[4:6]}-{date[6:8]}",
         "published_as": "spec_decode_acceptance_length",
-        "note": "by the server's counters, whoever else used it meanwhile",
+        "note": "from the server's counters, which include any other use of it",
     }  # fmt: skip
 
 
@@ -136,12 +138,12 @@ def _aiperf(result: Mapping[str, Any], where: object) -> Fields:
     """The pooled histogram of AIPerf 0.13's profile_export_aiperf.json, `JsonExportData` in
     aiperf/common/models/export_models.py of https://pypi.org/project/aiperf/0.13.0/"""
     if result.get("is_complete") is False or result.get("was_cancelled"):
-        raise AcceptanceInvalid("the run did not end", where=where, fix="Measure again.")
+        raise AcceptanceInvalid("the run was not finished", where=where, fix="Measure again.")
     pooled = result.get("pooled_spec_decode_acceptance_histogram") or {}
     histogram = {int(accepted): int(steps) for accepted, steps in pooled.items()}
     if min([*histogram, *histogram.values()], default=0) < 0:
         raise ValueError("a histogram counts steps by accepted drafts, and neither is below zero")
-    # The histogram alone tells no K: its last places may never have been reached.
+    # The histogram alone does not tell K: its last positions may never have been reached.
     drafts, accepted = sum(histogram.values()), sum(place * steps for place, steps in histogram.items())
     if not drafts:
         raise _no_drafts(where, "Start vLLM with --per-request-spec-decode-metrics, which AIPerf reads.")
@@ -158,7 +160,7 @@ def _aiperf(result: Mapping[str, Any], where: object) -> Fields:
 
 
 def _asked(selector: str) -> Fields:
-    """Return data set and category by AIPerf's name, e.g. speed_bench_coding or spec_al_mtbench."""
+    """Return dataset and category from AIPerf's name, e.g. speed_bench_coding or spec_al_mtbench."""
     if selector.startswith("speed_bench_"):
         return {"dataset": SPEED_BENCH, "category": selector.removeprefix("speed_bench_") or CODING}
     return {"dataset": selector.removeprefix("spec_al_")} if selector.startswith("spec_al_") else {}
@@ -181,12 +183,12 @@ def _sglang(result: Mapping[str, Any], where: object) -> Fields:
         "engine_version": server.get("version"), "target": server.get("model_path"), "dataset": result["dataset_name"],
         "tree": None if topk is None else "chain" if topk == 1 else f"topk={topk},nodes={nodes}",
         "published_as": "accept_length",
-        "note": "a mean over all that the server did since it was started, up to its last line of log",
+        "note": "a mean over everything the server did since it started, up to its last log line",
     }  # fmt: skip
 
 
 def _no_drafts(where: object, fix: str) -> AcceptanceInvalid:
-    return AcceptanceInvalid("the result says nothing of drafts", where=where, fix=fix)
+    return AcceptanceInvalid("the result has no draft figures", where=where, fix=fix)
 
 
 FORMATS = (

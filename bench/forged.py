@@ -1,10 +1,10 @@
-"""Servers that forge acceptance: they accept a set number of drafts whatever the target says, to measure speed alone.
+"""Servers that forge acceptance: they accept a fixed number of drafts whatever the target says, to measure speed only.
 
 vLLM calls it synthetic rejection sampling (https://github.com/vllm-project/vllm/pull/40662), SGLang
 SGLANG_SIMULATE_ACC_LEN, TensorRT-LLM TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS
 (https://github.com/NVIDIA/TensorRT-LLM/blob/2cbdaa0ffa36fbef7960a0ad9f0458373025fa9f/tensorrt_llm/_torch/speculative/interface.py#L1065-L1078).
-All three accept the whole part of the length always, and one token more with the probability of the rest. So a server
-that does not show the setting shows it by its counts: every place is accepted always or never, but for one.
+All three always accept the whole part of the length, and one token more with the probability of the remainder. So the
+counts reveal a setting that the server does not show: every position but one is accepted always or never.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import AcceptanceForged
 # Where servers show their settings: SGLang always, vLLM with VLLM_SERVER_DEV_MODE.
 # https://github.com/vllm-project/vllm/blob/09cb327f1183534adbdf9eee3e438688e75fbe2b/vllm/entrypoints/serve/instrumentator/server_info.py
 SETTINGS = ("/server_info?config_format=json", "/server_info")
-# A setting and its value, in JSON and in Python's words for a config.
+# A setting and its value, in JSON and in Python's notation for a config.
 _VALUE = r"""["']?\s*[:=]\s*["']?(?P<value>[^\s"',}\])]+)"""
 FORGING = {
     "rejection_sample_method": ("synthetic",),
@@ -29,23 +29,23 @@ FORGING = {
     "simulate_acc_len": (),
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": (),
 }
-# Values by which these are off.
+# Values that turn these settings off.
 OFF = {"null", "None", "false", "False", "0", "0.0", "-1", "-1.0", ""}
-# Accepts what is near enough, so that the answers are not the target's own.
+# Accepts close matches, so the answers are not the target's own.
 LOSSY = {"fly"}
 # So few drafts may all be alike by chance.
 FEWEST = 64
-FIX = "Measure speed with it if you like; for acceptance start the server without that setting."
+FIX = "To measure acceptance, start the server without that setting; it is only for measuring speed."
 
 
 def check_settings(server: Client) -> dict[str, str]:
-    """Refuse a server whose settings say that it forges acceptance.
+    """Refuse a server whose settings show that it forges acceptance.
 
     Returns:
-        The sampling methods that it shows, by the names of `AcceptanceRow`.
+        The sampling methods that it shows, under the names of `AcceptanceRow`.
 
     Raises:
-        AcceptanceForged: it says so.
+        AcceptanceForged: its settings say so.
     """
     found: dict[str, str] = {}
     for page in dict.fromkeys(server.page(path) for path in SETTINGS):
@@ -63,19 +63,19 @@ def check_settings(server: Client) -> dict[str, str]:
 
 
 def check_counts(groups: Sequence[Counts], draft_tokens: int, requests: int, where: str) -> None:
-    """Refuse counts that no drafting gives, and that a set acceptance length gives.
+    """Refuse counts that no real drafting gives but a fixed acceptance length does.
 
-    What accepts nothing, and what accepts everything, is left alone: a broken head does the one, and a target that
-    repeats itself the other.
+    Accepting nothing and accepting everything are tolerated: a broken head does the former, and a target that repeats
+    itself the latter.
 
     Args:
         groups: of prompts.
         draft_tokens: K.
-        requests: how many were answered; the last draft of each may be cut off.
+        requests: the number answered; the last draft of each may be cut off.
         where: the server.
 
     Raises:
-        AcceptanceForged: they are such.
+        AcceptanceForged: the counts are of this kind.
     """
     drafts, accepted = sum(group.drafts for group in groups), sum(group.accepted for group in groups)
     if drafts < FEWEST:
@@ -84,7 +84,7 @@ def check_counts(groups: Sequence[Counts], draft_tokens: int, requests: int, whe
     if all(group.per_position is not None for group in groups):
         places = [sum(group.per_position[at] for group in groups if group.per_position) for at in range(draft_tokens)]
         never = sum(count == 0 for count in places)
-        # Where a place is never reached, an answer's end may have cut some of the drafts before it.
+        # If a position is never reached, an answer's end may have cut some of the drafts before it.
         always = sum(count >= drafts - (requests if never else 0) for count in places)
         forged = 0 < always < draft_tokens and always + never >= draft_tokens - 1
     else:

@@ -1,10 +1,10 @@
 """InferenceX's golden curves: acceptance lengths by thinking mode and K, as YAML.
 
-Its referees pin acceptance to such a curve, and measure it as kconv does: 1 + accepted drafts / verify steps over a
-category of SPEED-Bench, to two decimals.
+Its referees require such a curve, and measure it as kconv does: 1 + accepted drafts / verify steps over a category of
+SPEED-Bench, to two decimals.
 https://github.com/SemiAnalysisAI/InferenceX/blob/0c66e113c6397a3f413cccc5f30fc7f6761de1a8/golden_al_distribution/README.md
-What a curve was measured with stands in its comments, as its collectors write them. Its reader there takes a file of
-one model only, so what is written has one key; a draft's name in `_metadata`, as some curves have it, is read.
+The conditions of a curve are in its comments, in the form of its collectors. The reader there accepts only one model
+per file, so kconv writes one key; a draft's name in `_metadata`, which some curves have, is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .acceptance import LINE, METHOD, AcceptanceFile, AcceptanceRow, suite_name
 SPEED_BENCH, CODING = "SPEED-Bench", "coding"
 MODES = {"on": "thinking_on", "off": "thinking_off", "thinking_on": "thinking_on", "thinking_off": "thinking_off"}
 METADATA = "_metadata"
-# What must be equal in all of a curve, and what in each thinking mode of it.
+# What must be equal in all of a curve, and what in each thinking mode.
 CURVE = (*LINE, "engine", "engine_version", "target", "precision", "tree", "averaging", "metric", "measured_by",
          "draft_sample_method", "rejection_sample_method")  # fmt: skip
 MODE = tuple(dict.fromkeys((*CURVE, *(name for name in METHOD if name != "draft_tokens"))))
@@ -41,14 +41,14 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
     """Return the golden curve of measured figures.
 
     Args:
-        files: about one head, e.g. one with thinking on and one with it off; each row says K and its mode
+        files: about one head, e.g. one with thinking on and one with it off; each row states K and its mode
             (`reasoning`).
-        category: of the data set; "coding" of SPEED-Bench if None, and all of another one.
-        model: the key of the curve; the target's name without its owner, in lower case, if None.
+        category: of the dataset; if None, "coding" for SPEED-Bench, and everything for another one.
+        model: the key of the curve; if None, the target's name without its owner, in lower case.
 
     Raises:
-        AcceptanceInvalid: there is no such figure, two have one K and mode, or one says no mode.
-        DefinitionsMixed: the figures were not measured alike, or are not of a chain.
+        AcceptanceInvalid: there is no such figure, two have the same K and mode, or one states no mode.
+        DefinitionsMixed: the figures were measured differently, or not with a chain.
     """
     first = files[0]
     for file in files[1:]:
@@ -61,15 +61,15 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
     if not rows:
         said = f"of category {category!r}" if category is not None else "of SPEED-Bench's coding, or of all of a suite"
         raise AcceptanceInvalid(
-            f"there is no mean over verify steps {said}", where=first.head, fix="Give --category, or measure it."
+            f"there is no mean over verify steps {said}", where=first.head, fix="Pass --category, or measure it."
         )
     modes: dict[str, dict[int, AcceptanceRow]] = {}
     for row in rows:
         mode = MODES.get(row.reasoning or "")
         if mode is None:
             raise AcceptanceInvalid(
-                f"the figure of K = {row.draft_tokens} says {row.reasoning or 'nothing'} of thinking, and a curve is "
-                "of thinking on or off",
+                f"the figure for K = {row.draft_tokens} has reasoning {row.reasoning or 'unstated'}, but a curve needs "
+                "thinking on or off",
                 where=first.head,
                 fix="Measure with --reasoning on or --reasoning off; for a target without such modes, off.",
             )
@@ -79,7 +79,7 @@ def write_curve(files: Sequence[AcceptanceFile], category: str | None = None, mo
             _refuse_apart(next(iter(own.values())), row, MODE)
         if row.draft_tokens in own or row.draft_tokens is None:
             raise AcceptanceInvalid(
-                f"two figures are of {mode} and K = {row.draft_tokens}", where=first.head, fix="Leave one out."
+                f"two figures have mode {mode} and K = {row.draft_tokens}", where=first.head, fix="Remove one."
             )
         own[row.draft_tokens] = row
     some = rows[0]
@@ -105,7 +105,7 @@ def _refuse_apart(one: AcceptanceRow, other: AcceptanceRow, names: Sequence[str]
     if apart := [name for name in names if one[name] != other[name]]:
         told = "; ".join(f"{name} {one[name]} and {other[name]}" for name in apart)
         raise DefinitionsMixed(
-            f"K = {one.draft_tokens} and K = {other.draft_tokens} were not measured alike: {told}",
+            f"K = {one.draft_tokens} and K = {other.draft_tokens} were measured differently: {told}",
             fix="Measure all K of a mode with the same options.",
         )
 
@@ -137,13 +137,13 @@ def read_curve(text: str, where: object) -> tuple[str | None, str | None, list[d
     """Read a golden curve.
 
     Returns:
-        The draft's name and the source's address, None where the file does not say them; and for each figure the
-        fields of an `AcceptanceRow` that it says.
+        The draft's name and the source's address, None if the file does not state them; and for each figure the fields
+        of an `AcceptanceRow` that it states.
 
     Raises:
-        AcceptanceInvalid: it is none.
+        AcceptanceInvalid: it is not a golden curve.
     """
-    fix = "Give a YAML file as InferenceX's golden_al_distribution has them."
+    fix = "Pass a YAML file from InferenceX's golden_al_distribution."
     values = parse_yaml(text, AcceptanceInvalid, where=where, what="golden curve", fix=fix)
     values = dict(values) if isinstance(values, dict) else {}
     metadata = values.pop(METADATA, None)
@@ -164,7 +164,7 @@ def read_curve(text: str, where: object) -> tuple[str | None, str | None, list[d
     rows = []
     for mode, own in modes.items():
         if mode not in MODES.values() or not isinstance(own, dict):
-            raise AcceptanceInvalid(f"{mode!r} is no thinking mode of a curve", where=where, fix=fix)
+            raise AcceptanceInvalid(f"{mode!r} is not a thinking mode of a curve", where=where, fix=fix)
         # A mode's own line, or the one for all.
         lines = (rf"^# {mode} ?:.*?{TEMPERATURE}", rf"^# dataset:.*?{TEMPERATURE}")
         said = next((found for line in lines if (found := re.search(line, text, re.M))), None)

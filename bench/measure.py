@@ -1,7 +1,7 @@
 """Acceptance on a running server.
 
-Categories run one after the other, and within one, groups of as many prompts as run side by side. With one at a
-time each prompt has counters of its own, and a mean over requests can be told beside the one over steps.
+Categories run one after the other, and within each, groups of as many prompts as run in parallel. With one at a time,
+each prompt has its own counters, and a mean over requests can be given in addition to the one over steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 CONFIG = "config.json"
 LOSSY_NOTE = "the rejection sampling is lossy, so the answers are not the target's own"
 PER_REQUEST = "counted by the engine for each request"
-# What a row of speed shares with the rows of acceptance.
+# Fields that a row of speed shares with the rows of acceptance.
 SPEED_OF = ("draft_tokens", "tree", "engine", "engine_version", "target", "precision", "temperature", "max_tokens",
             "dataset", "revision", "date")  # fmt: skip
 AS_TOLD = "stated by the user: no engine reports which weights it serves"
@@ -39,29 +39,29 @@ AS_TOLD = "stated by the user: no engine reports which weights it serves"
 
 @dataclass(frozen=True)
 class ServerRun:
-    """How a server is measured, and what it cannot say of itself.
+    """How to measure a server, and facts that it cannot report.
 
     Attributes:
         draft_tokens: K, as the server was started with.
-        concurrency: prompts side by side.
+        concurrency: prompts in parallel.
         max_tokens: an answer's limit.
         temperature: 0 is greedy.
-        head: hub id or folder name of what is measured.
-        target, precision: what is served; the server's model name where `target` is None.
-        reasoning: the target's mode, where it has one.
-        model: the server's name for the target, where it serves several.
-        engine_version: where the server does not say it.
+        head: hub id or folder name of the measured head.
+        target, precision: the served target; the server's model name if `target` is None.
+        reasoning: the target's mode, if it has any.
+        model: the server's name for the target, if it serves several.
+        engine_version: if the server does not report it.
         tree: "chain", unless the server drafts branches.
         baseline_url: the same target served without speculation.
-        extra: more fields of each request.
+        extra: additional fields of each request.
         timeout: seconds that one answer may take.
-        weights: sha256 of the head's weight files, where they are at hand.
-        config: sha256 of its config.json, where that is.
+        weights: sha256 of the head's weight files, if available.
+        config: sha256 of its config.json, if available.
         methods: `draft_sample_method` and `rejection_sample_method`, as the server was started with.
-        speed_at: concurrencies at which speed is measured too.
-        loads: what the server without a draft gave at each; measured at `baseline_url` where there is one.
-        kernels: what the engine's figures rest on besides the engine itself; "" for nothing.
-        folder: the head's, where it is at hand: what its manifest says that it was trained on is not measured on.
+        speed_at: concurrencies at which to measure speed too.
+        loads: results of the server without a draft at each; measured at `baseline_url` if there is one.
+        kernels: what the engine's figures depend on besides the engine itself; "" for nothing.
+        folder: the head's, if available: prompts that it was trained on according to its manifest are refused.
     """
 
     draft_tokens: int
@@ -89,13 +89,13 @@ class ServerRun:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """What came of a group of prompts.
+    """The result of a group of prompts.
 
     Attributes:
         counts: of all its verify steps.
         answers, seconds: with speculation.
-        per_request: whether the answers say the counts themselves, and not the server's counters.
-        beside: what the server's counters say of the same; None where they do not tell.
+        per_request: whether the counts come from the answers rather than the server's counters.
+        beside: the server's counters for the same requests; None if inconclusive.
         baseline, baseline_seconds: without speculation.
     """
 
@@ -111,19 +111,19 @@ class PromptGroup:
 def measure_served(
     url: str, suite: Suite, head: Source, run: ServerRun, *, fetch: bool = False, say: Say = lambda _: None
 ) -> AcceptanceFile:
-    """Measure a head that a server drafts with, and record which weights and config it is.
+    """Measure a head with which a server drafts, and record its weights and config.
 
     Args:
         url: the engine's own address.
-        suite: what to ask.
-        head: what is served.
+        suite: the prompts.
+        head: the served head.
         run: how to measure; its `head`, `weights`, `config` and `folder` are filled in from `head`.
-        fetch: whether a hub id's weights are downloaded, so that the figures name their digests. Otherwise only the
-            commit in its name tells them.
-        say: receives progress messages.
+        fetch: whether to download a hub id's weights, so that the figures name their digests. Otherwise only the
+            commit in its name identifies them.
+        say: called with progress messages.
 
     Raises:
-        KconvError: see `measure_server`; or the head's files cannot be read or fetched.
+        KconvError: see `measure_server`; or the head's files cannot be read or downloaded.
     """
     folder = head.open_weights().folder if fetch else Path(head.name)
     run = replace(run, head=head.name)
@@ -139,26 +139,27 @@ def measure_served(
 
 
 def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: None) -> AcceptanceFile:
-    """Drive a server through a suite.
+    """Run a suite on a server.
 
     Args:
         url: the engine's own address.
-        suite: what to ask.
-        run: how.
-        say: told what is going on.
+        suite: the prompts.
+        run: how to measure.
+        say: called with progress messages.
 
     Returns:
-        A row for each category and for all, over verify steps, and over requests where one ran at a time; for all,
+        A row for each category and for all, over verify steps, and also over requests if one ran at a time; for all,
         also the mean of the categories.
 
     Raises:
         EngineFailed: the server cannot be reached or answers with an error.
-        CountersMissing: it serves without speculation, or does not count.
+        CountersMissing: it does not speculate, or does not count.
         CountersReset: its counters went backwards.
-        CountersDisturbed: they count what was not asked here.
-        DefinitionsMixed: it counts in two ways, drafts or samples otherwise than is said, or the baseline speculates.
+        CountersDisturbed: they count requests from elsewhere.
+        DefinitionsMixed: it counts in two ways, drafts or samples differently from what is stated, or the baseline
+            speculates.
         AcceptanceInvalid: it counts more than K drafted tokens allow.
-        AcceptanceForged: it accepts a set number of drafts, by its settings or by its counts.
+        AcceptanceForged: it accepts a fixed number of drafts, by its settings or by its counts.
         PromptsInvalid: the head was trained on one of the prompts.
     """
     if run.folder is not None:
@@ -220,17 +221,17 @@ def measure_server(url: str, suite: Suite, run: ServerRun, say: Say = lambda _: 
 
 
 def _methods(shown: Mapping[str, str], said: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return how the server samples, by what it shows and by what was said of it."""
+    """Return how the server samples, from its own report and from the options."""
     if apart := [name for name in shown.keys() & said.keys() if shown[name] != said[name]]:
-        told = "; ".join(f"{name} is {shown[name]}, and said to be {said[name]}" for name in sorted(apart))
-        raise DefinitionsMixed(f"the server samples otherwise: {told}", where=where, fix="Leave the option out.")
+        told = "; ".join(f"{name} is {shown[name]}, but {said[name]} in the options" for name in sorted(apart))
+        raise DefinitionsMixed(f"the server samples differently: {told}", where=where, fix="Remove the option.")
     return {**said, **shown}
 
 
 def _both(groups: Sequence[PromptGroup], counters: Counters) -> dict[str, Any]:
-    """Return the totals by requests and by counters, where both were had; they differ where others use the server.
+    """Return the totals by requests and by counters, if both exist; they differ if others use the server.
 
-    Counters of some engines leave out what was accepted past an answer's limit, and so do the totals then.
+    Counters of some engines omit tokens accepted past an answer's limit, and so do these totals.
     """
     both = [(group, group.beside) for group in groups if group.per_request and group.beside is not None]
     if not both or len(both) < len(groups):
@@ -245,13 +246,13 @@ def _both(groups: Sequence[PromptGroup], counters: Counters) -> dict[str, Any]:
 
 
 def _rows(groups: Sequence[PromptGroup], shared: Mapping[str, Any]) -> Iterator[AcceptanceRow]:
-    # An answer of one token leaves nothing to draft: it has no length, and is none to average.
+    # An answer of one token leaves nothing to draft: it has no length to average.
     counts = [group.counts for group in groups if group.counts.drafts]
     if not counts:
         raise CountersMissing(
             "nothing was drafted, because no answer has more than one token",
             where=shared["category"] or shared["dataset"],
-            fix="Raise --max-tokens, or leave the category out.",
+            fix="Raise --max-tokens, or remove the category.",
         )
     answers = [(answer.text, answer.tokens, answer.cut) for group in groups for answer in group.answers]
     return make_rows(counts, answers, shared, speed=_speed(groups))
@@ -282,7 +283,7 @@ def _ask(
         counts = Counts.pool([Counts.of_histogram(histogram or (), run.draft_tokens) for histogram in told])
         counts = replace(counts, prompts=len(prompts))
         check_possible(counts, run.draft_tokens, where)
-        # Read for what they say beside it, and as the next group may have no answer that says anything.
+        # Read for their other content, and because the next group may have no conclusive answer.
         after = server.rest(counters)
         try:
             beside = counters.count(after.since(before, server.url), run.draft_tokens, asked, len(prompts))
@@ -294,7 +295,8 @@ def _ask(
         return counters.count(totals.since(before, server.url), run.draft_tokens, asked, len(prompts))
 
     def enough(totals: Totals) -> bool:
-        # All but each request's first token come from verify steps, unless the context's end leaves no room to draft.
+        # All but each request's first token come from verify steps, unless the end of the context leaves no room to
+        # draft.
         try:
             counts = count(totals)
         except (CountersMissing, CountersDisturbed, DefinitionsMixed):
@@ -310,7 +312,7 @@ def _ask(
         raise CountersDisturbed(
             f"the server counts {emitted:g} tokens of verify steps, but {received} answered ones allow at most {most}",
             where=where,
-            fix="Let nobody else use the server meanwhile, and give the --draft-tokens that it was started with.",
+            fix="Make sure that nobody else uses the server, and pass the --draft-tokens that it was started with.",
         )
     return PromptGroup(counts, answers, seconds), after
 

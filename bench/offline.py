@@ -1,7 +1,7 @@
-"""Acceptance without a server.
+"""Measure acceptance without a server.
 
-The target continues each dialogue a little beyond the answer's end, as the last drafts of an engine look there too;
-so greedy figures are those of an engine's counters.
+The target continues each dialogue slightly beyond the answer's end, since an engine's last drafts look there too; so
+greedy figures equal those of an engine's counters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .acceptance import OVERALL, AcceptanceFile, AcceptanceRow, Averaging, Suite
 from .stats import Counts, make_rows, mean_of_categories
 
 Say = Callable[[str], None]
-# How a sampled text is measured is no mean over verify steps: every position counts.
+# A sampled text is not measured as a mean over verify steps: every position counts.
 KINDS: dict[float, tuple[TextKind, Averaging]] = {
     0.0: ("greedy", "micro_steps"),
     1.0: ("sampled", "micro_positions"),
@@ -54,25 +54,25 @@ def measure_head(
     trust_remote_code: bool = False,
     say: Say = lambda _: None,
 ) -> AcceptanceFile:
-    """Measure a head on a suite by kconv's own forward.
+    """Measure a head on a suite with kconv's own forward.
 
     Args:
         head: the head.
         target: the target's folder.
-        suite: what to ask.
+        suite: the prompts.
         draft_tokens: K, or several; each answer is generated once for all of them.
         max_tokens: an answer's limit.
         temperature: 0 for simulated greedy decoding, 1 for the probability that sampling accepts.
-        reasoning: the target's mode, where it has one.
+        reasoning: the target's mode, if it has any.
         precision: of the target's and the head's weights in memory.
         name, target_name: for acceptance.json; what the user gave if None.
-        trust_remote_code: whether the target's tokenizer may run code of its own.
-        say: told what is going on.
+        trust_remote_code: whether the target's tokenizer may run its own Python code.
+        say: called with progress messages.
 
     Raises:
         TargetInvalid: the target cannot be read, or has no chat template.
-        PromptsInvalid: a dialogue does not fit the target, the head was trained on one, or another temperature is asked
-            for.
+        PromptsInvalid: a dialogue does not fit the target, the head was trained on one, or another temperature is
+            requested.
     """
     if temperature not in KINDS:
         raise PromptsInvalid(
@@ -126,7 +126,7 @@ def _of_length(
     averaging: Averaging,
     shared: Mapping[str, object],
 ) -> list[AcceptanceRow]:
-    """Return the rows of one K: of each category, of all, and the mean of the categories."""
+    """Return the rows of one K: for each category, for all, and the mean of the categories."""
     rows: list[AcceptanceRow] = []
     for category, prompts in suite.groups:
         own = {**shared, "category": category}
@@ -149,13 +149,13 @@ def _rows(
     shared: Mapping[str, object],
     prompts: Sequence[Prompt],
 ) -> Iterator[AcceptanceRow]:
-    # An answer of one token leaves nothing to draft: it has no length, and is none to average.
+    # An answer of one token leaves nothing to draft: it has no length to average.
     counts = [group for group in counts if group.drafts]
     if not counts:
         raise PromptsInvalid(
             "nothing is drafted, because no answer has more than one token",
             where=shared["category"] or shared["dataset"],
-            fix="Raise --max-tokens, or leave the category out.",
+            fix="Raise --max-tokens, or remove the category.",
         )
     digest = {"prompts_sha256": digest_prompts(tuple(prompts))}
     return make_rows(counts, answers, dict(shared) | digest, averaging=averaging)
@@ -171,7 +171,7 @@ def _dialogue(
     kind: TextKind,
     temperature: float,
 ) -> tuple[dict[int, Counts], list[tuple[str, int, bool]]]:
-    """Return what each K accepts of one dialogue, and its answers, which hang on no K."""
+    """Return what each K accepts of one dialogue, and its answers, which do not depend on K."""
     turns: list[str] = []
     accepted = {steps: [0.0] * steps for steps in drafters}
     drafts = dict.fromkeys(drafters, 0.0)

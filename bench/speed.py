@@ -1,8 +1,8 @@
 """Speed under load: output tokens per second, time to the first token and time per further token, at a concurrency.
 
-As many dialogues as the concurrency says are always under way, so a slow one holds up no other. The same is put on the
-server without a draft, so that a speed-up is of one concurrency and of the same prompts. Each server answers all of
-them once before, as a prefix cache would flatter whichever is asked second.
+As many dialogues as the concurrency are always in flight, so a slow one delays no other. The server without a draft
+gets the same load, so that a speed-up applies to one concurrency and the same prompts. Each server first answers all of
+them once, since a prefix cache would favor whichever is asked second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .stats import DRAWS, LEVEL
 
 @dataclass(frozen=True)
 class Dialogue:
-    """What a dialogue took: its answers' tokens, their seconds, and seconds to the first token of each turn."""
+    """The timing of a dialogue: its answers' tokens, their seconds, and seconds to the first token of each turn."""
 
     texts: tuple[str, ...]
     tokens: int
@@ -33,20 +33,20 @@ class Dialogue:
 
     @property
     def further(self) -> tuple[int, float]:
-        """Tokens behind the first of each turn, and their seconds."""
+        """Tokens after the first of each turn, and their seconds."""
         return self.tokens - len(self.firsts), self.seconds - sum(self.firsts)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What came of a load: each dialogue, in the order of the prompts, and the wall clock in all."""
+    """The result of a load: each dialogue, in the order of the prompts, and the total wall clock."""
 
     dialogues: tuple[Dialogue, ...]
     seconds: float
 
 
 def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_tokens: int, temperature: float) -> Load:
-    """Hold all dialogues, `concurrency` of them side by side.
+    """Run all dialogues, `concurrency` of them in parallel.
 
     Raises:
         EngineFailed: the server cannot be reached, answers with an error, or does not stream.
@@ -73,16 +73,16 @@ def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_to
 def measure_loads(
     server: Client, prompts: Sequence[Prompt], concurrencies: Sequence[int], max_tokens: int, temperature: float
 ) -> dict[int, Load]:
-    """Return the load of each concurrency, after one that only warms the server up.
+    """Return the load of each concurrency, after one that only warms up the server.
 
     Raises:
-        EngineFailed: see `put_load`; or there are fewer prompts than a concurrency asks for.
+        EngineFailed: see `put_load`; or there are fewer prompts than the concurrency.
     """
     if len(prompts) < max(concurrencies):
         raise EngineFailed(
-            f"{len(prompts)} prompts are no load of {max(concurrencies)} side by side",
+            f"{len(prompts)} prompts are too few for a concurrency of {max(concurrencies)}",
             where=server.url,
-            fix="Give a suite of more prompts, or lower concurrencies.",
+            fix="Use a suite with more prompts, or lower concurrencies.",
         )
     put_load(server, prompts, max(concurrencies), max_tokens, temperature)
     return {each: put_load(server, prompts, each, max_tokens, temperature) for each in concurrencies}
@@ -95,7 +95,7 @@ def speed_rows(
 
     Args:
         loads: with the draft.
-        baseline: without, of the same prompts; empty where that was not measured.
+        baseline: without it, for the same prompts; empty if not measured.
         shared: the fields of `SpeedRow` that are the same in all.
     """
     return tuple(_row(each, load, baseline.get(each), shared) for each, load in loads.items())
@@ -103,7 +103,7 @@ def speed_rows(
 
 def _row(concurrency: int, load: Load, other: Load | None, shared: Mapping[str, Any]) -> SpeedRow:
     count = len(load.dialogues)
-    # The first draw is the prompts themselves; the others are drawn alike for both servers, as they are paired.
+    # The first sample is the prompts themselves; the others are the same for both servers, since they are paired.
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
     drawn = np.vstack([np.arange(count), drawn])
     own = _drawn(load, drawn)
@@ -120,9 +120,9 @@ def _row(concurrency: int, load: Load, other: Load | None, shared: Mapping[str, 
 
 
 def _drawn(load: Load, drawn: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each figure for each draw of dialogues.
+    """Return each figure for each sample of dialogues.
 
-    A draw has no wall clock of its own: tokens per second are those of one dialogue, times how many were under way.
+    A sample has no wall clock: tokens per second are those of one dialogue, times the number in flight.
     """
     tokens = np.array([d.tokens for d in load.dialogues], float)[drawn].sum(1)
     each = np.array([d.seconds for d in load.dialogues])

@@ -1,7 +1,7 @@
 """From counts to acceptance figures.
 
-A group is what ran between two readings of a server's counters: one prompt with all its turns, or several side by
-side. Steps of one prompt depend on each other, so intervals draw whole groups.
+A group is what ran between two readings of a server's counters: one prompt with all its turns, or several in parallel.
+Steps of one prompt depend on each other, so intervals sample whole groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRAWS = 2000
 LEVEL = 0.95
 NGRAM = 4
 TOKENS_A_WORD = 4  # more than any language takes
-# Words, and every sign of a script that has no spaces by itself.
+# Words, and every character of a script without spaces.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
 
 
@@ -28,7 +28,7 @@ def add_up(groups: Sequence[Counts]) -> Counts:
     """Add counts up.
 
     Raises:
-        DefinitionsMixed: some groups count places and others do not.
+        DefinitionsMixed: some groups count positions and others do not.
     """
     kinds = {None if group.per_position is None else len(group.per_position) for group in groups}
     if len(kinds) != 1:
@@ -48,23 +48,23 @@ def micro(groups: Sequence[Counts]) -> float:
 
 
 def macro(groups: Sequence[Counts]) -> float | None:
-    """Return the mean over prompts of each one's own length; None where groups hold more prompts than one."""
+    """Return the mean over prompts of each one's own length; None if groups have more than one prompt."""
     if any(group.prompts != 1 for group in groups):
         return None
     return sum(1 + g.accepted / g.drafts for g in groups) / len(groups)
 
 
 def rates(groups: Sequence[Counts]) -> tuple[float, ...] | None:
-    """Return the share of verify steps in which the draft was accepted up to each place."""
+    """Return the share of verify steps in which the draft was accepted up to each position."""
     total = add_up(groups)
     return None if total.per_position is None else tuple(count / total.drafts for count in total.per_position)
 
 
 def mean_of_categories(rows: Iterable[AcceptanceRow], categories: Iterable[str]) -> float:
-    """Return the mean over the categories of one dataset, each weighing the same.
+    """Return the mean over the categories of one dataset, with equal weights.
 
     Raises:
-        DefinitionsMixed: the rows are not of one method, dataset and revision.
+        DefinitionsMixed: the rows differ in method, dataset or revision.
         AcceptanceInvalid: a category has no row, or two.
     """
     rows = list(rows)
@@ -74,13 +74,13 @@ def mean_of_categories(rows: Iterable[AcceptanceRow], categories: Iterable[str])
             raise DefinitionsMixed(
                 f"{rows[0].category!r} and {row.category!r} differ in {', '.join(apart)}; no mean is taken over both",
                 where=row.dataset,
-                fix="Take the mean over rows of one key.",
+                fix="Take the mean over rows with one key.",
             )
     by_category = {row.category: row for row in rows}
     missing = [name for name in categories if name not in by_category]
     if missing or len(by_category) != len(rows):
         raise AcceptanceInvalid(
-            f"the mean needs one row for each category, and {', '.join(missing) or 'some'} "
+            f"the mean needs one row for each category, but {', '.join(missing) or 'some'} "
             f"{'has none' if missing else 'have two'}",
             where=rows[0].dataset if rows else "",
             fix="Measure the missing categories. kconv does not fill gaps.",
@@ -96,14 +96,14 @@ def make_rows(
     averaging: Averaging = "micro_steps",
     speed: Speed | None = None,
 ) -> Iterator[AcceptanceRow]:
-    """Yield the figures of some groups: one over `averaging`, and one over requests where each group is one prompt.
+    """Yield the figures of some groups: one over `averaging`, and one over requests if each group is one prompt.
 
     Args:
-        counts: of groups in which something was drafted; one at least.
-        answers: as of `sanity`.
+        counts: of groups in which something was drafted; at least one.
+        answers: as in `sanity`.
         shared: the fields that are the same in all rows.
         averaging: what the first figure is a mean over.
-        speed: where it was measured.
+        speed: if it was measured.
     """
     means: dict[Averaging, float | None] = {averaging: micro(counts), "macro_request": macro(counts)}
     for way, value in means.items():
@@ -124,12 +124,12 @@ def make_rows(
 
 
 def interval(groups: Sequence[Counts], averaging: str, seed: int = 0) -> Interval | None:
-    """Return the bootstrap interval of a mean, drawing groups with replacement; None of fewer than two groups.
+    """Return the bootstrap interval of a mean, sampling groups with replacement; None for fewer than two groups.
 
     Args:
         groups: of one category, or of all.
         averaging: "micro_steps" or "macro_request".
-        seed: of the draws.
+        seed: of the sampling.
     """
     if len(groups) < 2:
         return None
@@ -150,7 +150,7 @@ def sanity(answers: Sequence[tuple[str, int, bool]]) -> Sanity:
     """Describe answers.
 
     Args:
-        answers: text, tokens, and whether it was cut at the limit, of each.
+        answers: for each, its text, tokens, and whether it was cut at the limit.
     """
     return Sanity(
         distinct_4grams=sum(distinct_ngrams(text, tokens) for text, tokens, _ in answers) / len(answers),
@@ -160,9 +160,9 @@ def sanity(answers: Sequence[tuple[str, int, bool]]) -> Sanity:
 
 
 def distinct_ngrams(text: str, tokens: int) -> float:
-    """Return the share of distinct 4-grams of words in a text; 1 where it is too short to have two.
+    """Return the share of distinct 4-grams of words in a text; 1 if it is too short for two.
 
-    A text that loops within a word has few words for its tokens; its signs stand for words then.
+    A text that loops within a word has few words for its tokens; then its characters count as words.
     """
     words = WORD.findall(text)
     words = words if TOKENS_A_WORD * len(words) >= tokens else list(text)

@@ -1,7 +1,7 @@
 """Acceptance figures as tables.
 
-A column holds figures of one method and one source, a line those about the same prompts (`Benchmark`); what nobody
-published or measured stands in its line as that.
+A column holds figures of one method and one source, a line those for the same prompts (`Benchmark`); what nobody
+published or measured is marked as such.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ WAYS = {
 }
 NOT_PUBLISHED, NOT_MEASURED, UNKNOWN = "not published", "not measured", "unknown"
 LEGEND = {
-    UNKNOWN: "*unknown*: only a part of the source was read, and the rest may have the figure.",
+    UNKNOWN: "*unknown*: only a part of the source was read; the rest may have the figure.",
 }
 
-# What tells lines apart that read alike, in this order.
+# What distinguishes lines that read alike, in this order.
 FURTHER = {"prompts": "N = {}", "revision": "revision {}", "prompts_sha256": "prompts' sha256 {}", "source": "of {}"}
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What figures of one line are about.
+    """The subject of one line's figures.
 
     Attributes:
-        dataset, category, revision, prompts, prompts_sha256, domain: as of `AcceptanceRow`.
-        source: URL and date of the figures, where their source leaves the revision or the number of prompts unsaid;
-            None where it says both.
+        dataset, category, revision, prompts, prompts_sha256, domain: as in `AcceptanceRow`.
+        source: URL and date of the figures, if their source omits the revision or the number of prompts; None if it
+            states both.
     """
 
     dataset: str
@@ -64,14 +64,14 @@ class Benchmark:
 
     @classmethod
     def of(cls, row: AcceptanceRow) -> Self:
-        """Return what a figure is about."""
+        """Return a figure's subject."""
         unsaid = any(row[name] is None for name in LINE if name not in MAY_BE_UNSAID)
         source = ", ".join(filter(None, (row.url, row.date))) if unsaid else None
         return cls(**row.line, domain=row.domain, source=source)
 
     @property
     def name(self) -> str:
-        """Data set and category, e.g. "MT-Bench (math)"."""
+        """Dataset and category, e.g. "MT-Bench (math)"."""
         return f"{self.dataset} ({self.category})" if self.category else self.dataset
 
 
@@ -80,10 +80,10 @@ class Line:
     """One line of a table.
 
     Attributes:
-        about: what it is about.
-        category, benchmark, prompts: the same as it is shown.
-        rows: a figure for each column, None where there is none.
-        cells: the same as it is shown.
+        about: its subject.
+        category, benchmark, prompts: the text shown for it.
+        rows: a figure for each column, None if there is none.
+        cells: the text shown for them.
     """
 
     about: Benchmark
@@ -99,8 +99,8 @@ class Table:
     """A table of figures.
 
     Attributes:
-        columns: heads of the figures' columns.
-        keys: for each column, what its figures were measured with.
+        columns: headings of the figures' columns.
+        keys: for each column, how its figures were measured.
         lines: in the order of the rows.
     """
 
@@ -110,12 +110,12 @@ class Table:
 
     @property
     def counted(self) -> bool:
-        """Whether a line says how many prompts it is over."""
+        """Whether a line states its number of prompts."""
         return any(line.prompts for line in self.lines)
 
     @property
     def legend(self) -> list[str]:
-        """What its cells mean, where they do not say so themselves."""
+        """The meaning of its cells, where they do not state it themselves."""
         intervals = {row.interval.level: row.interval.over for line in self.lines for row in line.rows
                      if row and row.interval}  # fmt: skip
         cells = {cell for line in self.lines for cell in line.cells}
@@ -125,7 +125,7 @@ class Table:
 
     @property
     def bars(self) -> dict[str, dict[str, float]]:
-        """What a chart shows: of each column of acceptance lengths, the figures by what they are about."""
+        """The content of a chart: for each column of acceptance lengths, the figures by subject."""
         held = [line for line in self.lines if any(line.rows)]
         shown = [line.about for line in held]
         several = len({about.dataset for about in shown}) > 1
@@ -140,20 +140,20 @@ class Table:
 
 
 def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Sequence[str]]) -> Table | None:
-    """Lay out all figures about one head.
+    """Arrange all figures about one head in a table.
 
     Args:
         acceptances: files about it.
-        expected: categories of data sets that were looked for, beside those that the files name.
+        expected: categories of datasets that were expected, in addition to those in the files.
 
     Returns:
-        The table, None where there is nothing to show, nor anything that is missing.
+        The table, None if there is nothing to show and nothing missing.
     """
     files = tuple(acceptances)
     rows = [row for file in files for row in file.rows]
     wanted = {suite_name(suite.dataset): tuple(suite.categories) for file in files for suite in file.suites}
     wanted |= {suite_name(dataset): tuple(categories) for dataset, categories in expected.items()}
-    # Only of what was read whole it is known that something does not stand there.
+    # Only for a completely read source is it known that something is missing.
     whole = (suite.dataset for file in files for suite in file.suites if suite.source == "whole")
     read = {suite_name(dataset) for dataset in (*whole, *expected)}
     columns = _columns(rows)
@@ -161,7 +161,7 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
     for dataset, categories in wanted.items():
         held = {about.category for about in benchmarks if about.dataset == dataset}
         lacking = [c for c in (*categories, *([] if held or categories else [OVERALL])) if c not in held]
-        # Beside their like, and the whole of a data set behind its parts.
+        # Next to similar lines, and the whole of a dataset after its parts.
         overall = (i for i, b in enumerate(benchmarks) if (b.dataset, b.category) == (dataset, OVERALL))
         at = next(overall, len(benchmarks))
         benchmarks[at:at] = [Benchmark(dataset, category) for category in lacking]
@@ -196,7 +196,7 @@ def table_of(acceptances: Iterable[AcceptanceFile], expected: Mapping[str, Seque
 
 
 def _columns(rows: Iterable[AcceptanceRow]) -> list[dict[Benchmark, AcceptanceRow]]:
-    """Return the figures of each column by what they are about; one measured again has a column of its own."""
+    """Return the figures of each column by subject; a repeated measurement gets its own column."""
     columns: dict[tuple, dict[Benchmark, AcceptanceRow]] = {}
     often: Counter[tuple] = Counter()
     for row in dict.fromkeys(rows):
@@ -207,7 +207,7 @@ def _columns(rows: Iterable[AcceptanceRow]) -> list[dict[Benchmark, AcceptanceRo
 
 
 def describe(*rows: AcceptanceRow) -> str:
-    """Return what figures of one column were measured with and by whom; what is not known stands as that."""
+    """Return how and by whom one column's figures were measured; unknown conditions are marked."""
     row = rows[0]
     source = (
         f"quoted from {row.url}, date {_or(row.date)}"
@@ -220,7 +220,7 @@ def describe(*rows: AcceptanceRow) -> str:
 
 
 def _called(rows: Sequence[AcceptanceRow]) -> str:
-    """Say what the source calls the figures, and of which it says it where it has several names."""
+    """Return the source's name for the figures, and which figures have it if there are several names."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.published_as:
@@ -233,8 +233,8 @@ def _called(rows: Sequence[AcceptanceRow]) -> str:
 
 
 def describe_method(*rows: AcceptanceRow) -> str:
-    """Return what figures of one method were measured with, and at which revision each data set; then what is not
-    stated of it."""
+    """Return how figures of one method were measured, with each dataset's revision; then the conditions that are not
+    stated."""
     row = rows[0]
     revisions = dict.fromkeys((each.dataset, _or(each.revision)) for each in rows)
     one = len({revision for _, revision in revisions}) == 1
@@ -255,7 +255,7 @@ def describe_method(*rows: AcceptanceRow) -> str:
         if one
         else f"revisions: {', '.join(map(' '.join, revisions))}",
     }
-    # What stands beside another part has no words of its own.
+    # Details of another part have no words of their own.
     stated = [str(part) for name, part in parts.items() if part]
     unsaid = [name for name, part in parts.items() if part is None and name not in MAY_BE_UNSAID]
     said = "; ".join([METRICS[row.metric], *stated])
@@ -267,7 +267,7 @@ def _or(value: object, form: str = "{}") -> str:
 
 
 def _heads(firsts: Sequence[AcceptanceRow]) -> Iterator[str]:
-    """Yield the heads of columns by their first figures: what tells each from the others, and only that."""
+    """Yield the headings of columns by their first figures: only what distinguishes each from the others."""
     apart = [n for n in METHOD if n != "metric" and len({str(row[n]) for row in firsts}) > 1]
     sources = {(row.url, row.date) for row in firsts}
     dates = {date for _, date in sources}
@@ -288,7 +288,7 @@ def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapp
         interval = row.interval
         return row.shown + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
     prompts = (about.dataset, about.category)
-    # On other prompts there may be one, in a line of its own.
+    # For other prompts there may be one, in a separate line.
     lacks = prompts in absent and prompts not in {(held.dataset, held.category) for held in own}
     if not lacks:
         return ""
@@ -296,14 +296,14 @@ def _cell(own: Mapping[Benchmark, AcceptanceRow], about: Benchmark, absent: Mapp
 
 
 def tell_apart(names: Sequence[Hashable], benchmarks: Sequence[Benchmark]) -> list[str]:
-    """Return what to add to names of lines, so that no two read alike.
+    """Return what to add to the names of lines so that no two read alike.
 
     Args:
-        names: what is shown of each line.
-        benchmarks: what each is about; no two are equal.
+        names: the text shown for each line.
+        benchmarks: the subject of each; no two are equal.
 
     Returns:
-        For each line e.g. ", revision main", and "" where its name is its own.
+        For each line e.g. ", revision main", and "" if its name is unique.
     """
     told = [""] * len(names)
     for field, words in FURTHER.items():
@@ -331,10 +331,10 @@ def draw_bars(
 
     Args:
         file: the PNG to write.
-        title: what is shown.
+        title: the chart's title.
         labels: of the groups.
-        series: a name and a value for each label, None where there is none.
-        top: where the axis ends; K + 1 for acceptance lengths.
+        series: a name and a value for each label, None if there is none.
+        top: the end of the axis; K + 1 for acceptance lengths.
 
     Raises:
         MissingExtra: matplotlib is not installed.

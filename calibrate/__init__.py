@@ -1,4 +1,4 @@
-"""What is fitted or scaled on text: its batches, the part held out, and what a head keeps on it."""
+"""Calibration text: its batches, the part held out, and the acceptance that a head retains on it."""
 
 from .. import _callable
 

@@ -1,8 +1,8 @@
-"""What a conversion is calibrated and measured on.
+"""The text that a conversion is calibrated and measured on.
 
-A batch is some texts of one length with the target's states over them. Every pass of a conversion goes over the
-batches anew, so they may be read from disk one by one: nothing here holds more than one of them. Within a batch a pass
-goes by pieces of whole texts, so that logits over a large vocabulary are held for a few texts at a time.
+A batch is some texts of one length with the target's states for them. Every pass of a conversion reads the batches
+again, so they may come from disk one by one: nothing here holds more than one of them. Within a batch a pass works on
+pieces of whole texts, so that logits over a large vocabulary are in memory for only a few texts at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..head.chain import count_chains
 from ..head.spec import HeadSpec
 
 STEPS = 3
-"""Draft steps that are calibrated on and measured: the K that heads are mostly served with."""
-# Chains that must stand behind each input dim of the attention. Least squares through fewer follow their noise:
-# at 7 rows a dim held-out acceptance was 0.5 points below that at 80 (experiments on small heads).
+"""Draft steps for calibration and measurement: the K that heads are mostly served with."""
+# Chains required per input dim of the attention. Least squares through fewer fits their noise: at 7 rows per dim
+# held-out acceptance was 0.5 points below that at 80 (experiments on small heads).
 ROWS_PER_DIM = 4
-# Logits of one draft step over one piece of a batch; a step of healing holds 14 tensors of their size at once.
+# Bytes of one draft step's logits over one piece of a batch; a healing step holds 14 tensors of this size at once.
 PIECE_BYTES = 2**28
 Part = Literal["fit", "choose", "held-out"]
 # Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.
@@ -35,11 +35,11 @@ KEPT_BACK: dict[int, Part] = {4: "choose", 9: "held-out"}
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one length, and the target's states over them.
+    """Sequences of one length, and the target's states for them.
 
     Attributes:
         tokens: ids `[B, T]`.
-        captured: outputs of the captured layers side by side, in ascending order: `[B, T, A * target_hidden]`.
+        captured: outputs of the captured layers, concatenated in ascending order: `[B, T, A * target_hidden]`.
         hidden: the target's state after its final norm, which its lm_head reads: `[B, T, target_hidden]`.
     """
 
@@ -48,21 +48,21 @@ class Batch:
     hidden: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device; itself where it is there."""
+        """Return the batch on a device; the same object if it is already there."""
         return Batch(self.tokens.to(device), self.captured.to(device), self.hidden.to(device))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A text's batches, and what turns the target's final states into its logits.
+    """A text's batches, and the lm_head that turns the target's final states into its logits.
 
     Attributes:
-        batches: re-iterable; each pass must give the same batches in the same order. They are computed with on the
-            device of `lm_head`, wherever they lie.
+        batches: re-iterable; each pass must give the same batches in the same order. Computation runs on the device of
+            `lm_head`, wherever they are stored.
         lm_head: the target's, `[vocab, target_hidden]`, on the head's device.
-        name: what the text is, for the manifest.
-        prompts: the digest of each prompt that the text is made of, for the manifest.
-        parts: which part each batch is of; by its place where it is not said.
+        name: a description of the text, for the manifest.
+        prompts: the digest of each prompt in the text, for the manifest.
+        parts: which part each batch belongs to; by position if not given.
     """
 
     batches: Sequence[Batch]
@@ -72,16 +72,16 @@ class Calibration:
     parts: Sequence[Part] = ()
 
     def part(self, part: Part) -> Iterator[Batch]:
-        """Yield the batches of one part: no batch is in two."""
+        """Yield the batches of one part; the parts do not overlap."""
         for index in self.indices(part):
             yield self.batch(index)
 
     def batch(self, index: int) -> Batch:
-        """Return one batch, on the device that is computed on."""
+        """Return one batch, on the device for computation."""
         return self.batches[index].to(self.lm_head.device)
 
     def indices(self, part: Part) -> list[int]:
-        """Return which batches a part consists of."""
+        """Return which batches belong to a part."""
         return [index for index, own in enumerate(self.part_of_each()) if own == part]
 
     def part_of_each(self) -> Sequence[Part]:
@@ -89,14 +89,14 @@ class Calibration:
         return self.parts or [part_of(place) for place in range(len(self.batches))]
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return the target's logits over a batch, `[B, T, vocab]`."""
+        """Return the target's logits for a batch, `[B, T, vocab]`."""
         return F.linear(batch.hidden, self.lm_head)
 
 
 def in_pieces(batches: Iterable[Batch], vocab: int) -> Iterator[Batch]:
     """Yield batches in pieces of whole texts, whose fp32 logits `[b, T, vocab]` take at most `PIECE_BYTES`.
 
-    A text alone that takes more is a piece; a batch that takes no more is one, as it is.
+    A single text that takes more is a piece by itself; a batch that takes no more is one piece.
     """
     for batch in batches:
         texts, length = batch.tokens.shape
@@ -109,32 +109,31 @@ def in_pieces(batches: Iterable[Batch], vocab: int) -> Iterator[Batch]:
 
 
 def part_of(place: int) -> Part:
-    """Return the part of the batch, or the prompt, at a place."""
+    """Return the part of the batch, or the prompt, at a position."""
     return KEPT_BACK.get(place % PARTS, "fit")
 
 
 def check_calibration(calibration: Calibration, spec: HeadSpec) -> int:
-    """Refuse a calibration that does not belong to a head, is damaged, or is too small for it: one pass over it.
+    """Refuse a calibration that does not belong to a head, is damaged, or is too small for it; takes one pass.
 
     Returns:
-        Rows that are fitted on: chains times draft steps.
+        Rows for the fit: chains times draft steps.
 
     Raises:
-        CalibrationInvalid: it is of another target than the head's, has values that are no numbers, or as
-            `check_amount`.
+        CalibrationInvalid: it comes from another target than the head's, contains NaN or Inf, or see `check_amount`.
     """
     shapes = check_batches(calibration, spec)
     return check_amount(shapes, calibration.part_of_each(), spec, calibration.name)
 
 
 def check_batches(calibration: Calibration, spec: HeadSpec) -> list[tuple[int, int]]:
-    """Refuse a calibration that does not belong to a head, or is damaged: one pass over it.
+    """Refuse a calibration that does not belong to a head, or is damaged; takes one pass.
 
     Returns:
-        Of each batch, texts and tokens of each.
+        For each batch, the number of texts and of tokens in each.
 
     Raises:
-        CalibrationInvalid: it is of another target than the head's, or has values that are no numbers.
+        CalibrationInvalid: it comes from another target than the head's, or contains NaN or Inf.
     """
     shapes: list[tuple[int, int]] = []
     for index, batch in enumerate(calibration.batches):
@@ -145,16 +144,16 @@ def check_batches(calibration: Calibration, spec: HeadSpec) -> list[tuple[int, i
 
 
 def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec: HeadSpec, name: str) -> int:
-    """Refuse a calibration that is too small for a head, by its sizes alone: before its states are made.
+    """Refuse a calibration that is too small for a head, from its sizes alone, before its states are created.
 
     Args:
-        shapes: of each batch, texts and tokens of each.
-        parts: of each batch.
-        spec: the head that is converted.
-        name: what the text is.
+        shapes: for each batch, the number of texts and of tokens in each.
+        parts: for each batch, its part.
+        spec: the head to convert.
+        name: a description of the text.
 
     Returns:
-        Rows that are fitted on: chains times draft steps.
+        Rows for the fit: chains times draft steps.
 
     Raises:
         CalibrationInvalid: it has texts too short for a draft, too few rows, or no part to choose or measure on.
@@ -164,7 +163,7 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
             raise CalibrationInvalid(
                 f"{texts} texts of {length} tokens are too short for {STEPS} draft steps",
                 where=name,
-                fix=f"Leave texts of fewer than {STEPS + 2} tokens out.",
+                fix=f"Remove texts of fewer than {STEPS + 2} tokens.",
             )
     rows = sum(
         texts * count_chains(length, STEPS) * STEPS
@@ -176,7 +175,7 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
         raise CalibrationInvalid(
             f"{rows:,} rows are too few to fit {2 * spec.hidden:,} attention inputs; {needed:,} are needed",
             where=name,
-            fix=f"Give more text: at least {-(-needed * PARTS // ((PARTS - 2) * STEPS)):,} tokens, better ten times "
+            fix=f"Use more text: at least {-(-needed * PARTS // ((PARTS - 2) * STEPS)):,} tokens, better ten times "
             "that.",
         )
     if not {"choose", "held-out"} <= set(parts):
@@ -184,13 +183,13 @@ def check_amount(shapes: Sequence[tuple[int, int]], parts: Sequence[Part], spec:
             f"the text makes {len(shapes)} batches, too few to hold one out for measuring: at least {PARTS} batches, "
             f"or {PARTS} prompts of --states, are needed",
             where=name,
-            fix="Give more text: with --states of more prompts, with --prompts also cut shorter (--context).",
+            fix="Use more text: --states of more prompts, or more --prompts, or a shorter --context.",
         )
     return rows
 
 
 def _check_target(calibration: Calibration, batch: Batch, spec: HeadSpec) -> None:
-    """Refuse states that are not as wide as a head of this spec reads, or a lm_head of another target."""
+    """Refuse states of a different width than a head of this spec reads, or the lm_head of another target."""
     width = len(spec.captured) * spec.target_hidden
     found = (batch.captured.shape[-1], batch.hidden.shape[-1], tuple(calibration.lm_head.shape))
     wanted = (width, spec.target_hidden, (spec.vocab, spec.target_hidden))
@@ -199,19 +198,19 @@ def _check_target(calibration: Calibration, batch: Batch, spec: HeadSpec) -> Non
             f"the states have width {found[0]} and an lm_head of {list(found[2])}, but the head reads "
             f"{len(spec.captured)} layers of {spec.target_hidden}, {width} in all, with {list(wanted[2])}",
             where=calibration.name,
-            fix=f"Give states of the head's target, captured from layers {list(spec.captured)} (as outputs).",
+            fix=f"Use states of the head's target, captured from layers {list(spec.captured)} (as outputs).",
         )
     if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= spec.vocab:
         raise CalibrationInvalid(
-            f"the text has token ids from {int(batch.tokens.min())} to {int(batch.tokens.max())}, and the head's "
-            f"vocabulary {spec.vocab:,} tokens",
+            f"the text has token ids from {int(batch.tokens.min())} to {int(batch.tokens.max())}, but the head's "
+            f"vocabulary has {spec.vocab:,} tokens",
             where=calibration.name,
-            fix="Give states of the head's target, over text in its tokens.",
+            fix="Use states of the head's target, over text encoded with its tokenizer.",
         )
 
 
 def _check_batch(calibration: Calibration, batch: Batch, index: int) -> None:
-    """Refuse states that are no numbers, before hours of work end in them."""
+    """Refuse states with NaN or Inf, before hours of work fail on them."""
     for name, states in (("captured states", batch.captured), ("final states", batch.hidden)):
         if not bool(states.isfinite().all()):
             raise CalibrationInvalid(
@@ -222,7 +221,7 @@ def _check_batch(calibration: Calibration, batch: Batch, index: int) -> None:
 
 
 def digest_rows(calibration: Calibration) -> str:
-    """Return one sha256 over the token ids of every batch, in order: what a conversion was calibrated on."""
+    """Return one sha256 over the token ids of every batch, in order, to identify the calibration text."""
     digest = hashlib.sha256()
     for batch in calibration.batches:
         digest.update(str(tuple(batch.tokens.shape)).encode())

@@ -1,15 +1,15 @@
-"""Two heads side by side along the drafting chain: what their attention reads and gives, and what each is accepted.
+"""Compare two heads along the drafting chain: the inputs and outputs of their attention, and their acceptance.
 
-What a head's attention reads and gives along the drafting chain.
+The inputs and outputs of a head's attention along the drafting chain.
 
-An Eagle3 head reads its own output from the second draft step on, so its attention's input is another one there
-than at the first. Each step of a conversion is fitted on all of them.
+An Eagle3 head reads its own output from the second draft step on, so its attention's input differs from the first
+step's. Each step of a conversion is fitted on all draft steps.
 
-A converted head beside the original, on text that neither the fit nor the healing saw.
+A converted head compared with the original, on text that neither the fit nor healing saw.
 
-Sampled acceptance is the sum of min(p, q), in expectation over every position (`head.chain`); the two heads are
-compared position by position, and the standard error is that of the mean over sequences, as neighbouring positions
-share their text.
+Sampled acceptance is the sum of min(p, q), in expectation over every position (`head.chain`). The two heads are
+compared position by position, and the standard error is that of the mean over sequences, since adjacent positions share
+their text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .retention import Retention
 
 
 class WatchedInputs(TorchFunctionMode):
-    """Calls a function with what each of some weights is multiplied with, and computes with what it returns.
+    """Calls a function with the input of each of some weights, and computes with what it returns.
 
     Args:
-        weights: by slot; the very tensors that are multiplied with.
-        see: slot and input `[..., in]` to the input that takes its place.
+        weights: by slot; exactly the tensors that are multiplied.
+        see: called with a slot and its input `[..., in]`; returns the input to use instead.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Tensor], Tensor]) -> None:
@@ -56,7 +56,7 @@ class Traced:
     Attributes:
         x: its input `[B, T', attn_in]`, normed.
         positions: `[T']`.
-        is_first: whether it is the first step, whose entries all later ones see.
+        is_first: whether it is the first step, whose entries all later steps see.
     """
 
     x: Tensor
@@ -79,7 +79,7 @@ def trace(head: DraftHead, batches: Iterable[Batch]) -> Iterator[Traced]:
 
 
 class Watched:
-    """A chain's context that keeps what the heads gave at the last step, before o_proj: `[B, T', heads * v_dim]`."""
+    """A chain's context that keeps the heads' outputs of the last step, before o_proj: `[B, T', heads * v_dim]`."""
 
     def __init__(self) -> None:
         self._inner = ChainContext()
@@ -94,7 +94,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Pair:
-    """What two attentions made of the same input: outputs `[N, hidden]`, and of the second's heads `[N, attn_out]`."""
+    """Outputs of two attentions for the same input: `[N, hidden]` each, and of the second's heads `[N, attn_out]`."""
 
     original: Tensor
     output: Tensor
@@ -103,7 +103,7 @@ class Pair:
 
 @torch.no_grad()
 def run_both(original: DraftHead, other: DraftHead, batches: Iterable[Batch]) -> Iterator[Pair]:
-    """Yield the attention outputs of a head and of its conversion, on the inputs that the first one sees."""
+    """Yield the attention outputs of a head and of its conversion, on the first one's inputs."""
     contexts: tuple[Context, Watched] = ChainContext(), Watched()
     for step in trace(original, batches):
         if step.is_first:
@@ -117,7 +117,7 @@ def run_both(original: DraftHead, other: DraftHead, batches: Iterable[Batch]) ->
 def compare(
     original: DraftHead, converted: DraftHead, calibration: Calibration, batches: Iterable[Batch] | None = None
 ) -> Retention:
-    """Measure both heads on the held-out part of a calibration, or on given batches of it."""
+    """Measure both heads on the held-out part of a calibration, or on the given batches."""
     batches = calibration.part("held-out") if batches is None else batches
     context, lost, whole = 0, 0.0, 0.0
     one, two, greedy_one, greedy_two = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
@@ -132,7 +132,7 @@ def compare(
         ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
         our_hits, their_hits = list[Tensor](), list[Tensor]()
         drafts = (unroll(head, piece.tokens, piece.captured, STEPS) for head in (original, converted))
-        # Step by step: over a large vocabulary the logits of one are gigabytes.
+        # Step by step: over a large vocabulary one step's logits take gigabytes.
         for k, (own, other) in enumerate(zip(*drafts, strict=True)):
             ours.append(overlap(own.logits[None], served[:, k:], original.target_ids))
             theirs.append(overlap(other.logits[None], served[:, k:], converted.target_ids))
@@ -167,10 +167,10 @@ def compare(
 
 
 def _ratio(one: list[Tensor], two: list[Tensor]) -> tuple[float, float, float]:
-    """Return the mean of each over all places of all sequences, and the paired standard error of their ratio."""
+    """Return both means over all positions of all sequences, and the paired standard error of their ratio."""
     places = sum(len(row) for row in one)
     before, after = (float(torch.cat(rows).mean()) for rows in (one, two))
-    # A ratio of means: its error is that of the mean of what the sequences are off by it.
+    # For a ratio of means, the error is that of the mean of the sequences' deviations from it.
     off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
     error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
     return before, after, error

@@ -1,4 +1,4 @@
-"""How much of its acceptance length a head keeps, how much it must, and what the manifest says of it."""
+"""How much of its acceptance length a head retains, how much it must retain, and the manifest's record of it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from .batches import Calibration
 
 MIN_RETENTION = 0.97
-"""Share of the acceptance length that must be left of a head, given another attention or quantized."""
-# Greedy acceptance is yes or no at each place, so its share is known less well: what so many standard errors leave open
-# is no loss.
+"""Share of the acceptance length that a head must retain after its attention is converted or it is quantized."""
+# Greedy acceptance is yes or no at each position, so its share is known less exactly: a loss within this many standard
+# errors does not count.
 GREEDY_SIGMAS = 2.0
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How a head that was converted or quantized compares with the original.
+    """A converted or quantized head compared with the original.
 
     Attributes:
-        sequences, positions: how much was measured on.
+        sequences, positions: how much text was measured.
         context: tokens of the longest sequence.
         steps: K.
-        before, after: sampled acceptance lengths, the bonus token included.
+        before, after: sampled acceptance lengths, including the bonus token.
         kept: after / before.
         kept_error: its paired standard error.
-        greedy_before, greedy_after: lengths where a draft counts that is the target's own likeliest token, at every
-            place of the same text.
-        greedy_kept, greedy_kept_error: of these, as above.
+        greedy_before, greedy_after: lengths where a draft counts if it is the target's own most likely token, at every
+            position of the same text.
+        greedy_kept, greedy_kept_error: the same ratio and error for these.
         kl: mean KL(original || converted) per draft step, nats.
         attention_error: relative error of the attention's output, root mean square.
     """
@@ -55,19 +55,19 @@ class Retention:
 
 
 def check_retention(figures: Retention, least: float, instead: str = "") -> None:
-    """Refuse a head that keeps less of the acceptance length than was asked for.
+    """Refuse a head that retains less of the acceptance length than required.
 
-    Sampled acceptance is judged by its mean, and greedy acceptance where it is clearly below.
+    Sampled acceptance is judged by its mean, and greedy acceptance only if it is clearly below.
 
     Args:
-        figures: of the head beside its original.
-        least: share that was asked for.
-        instead: a sentence that says what would keep more; empty where nothing is known to.
+        figures: of the head and its original.
+        least: the required share.
+        instead: a sentence about what would retain more; empty if nothing is known to.
 
     Raises:
-        ConversionInaccurate: it keeps less.
+        ConversionInaccurate: it retains less.
     """
-    # In this order, as NaN is not less either.
+    # In this order, since NaN does not compare as less either.
     if not figures.kept >= least:
         raise _keeps_too_little(figures, "", figures.kept, figures.kept_error, least, instead)
     if figures.greedy_kept + GREEDY_SIGMAS * figures.greedy_kept_error < least:
@@ -78,12 +78,12 @@ def check_retention(figures: Retention, least: float, instead: str = "") -> None
 def _keeps_too_little(
     figures: Retention, kind: str, kept: float, error: float, least: float, instead: str
 ) -> ConversionInaccurate:
-    accept = f" To accept the loss, give --min-retention {kept - 0.005:.2f}." if kept > 0.01 else ""
+    accept = f" To accept the loss, pass --min-retention {kept - 0.005:.2f}." if kept > 0.01 else ""
     return ConversionInaccurate(
         f"the head retains {kept:.2%} ± {error:.2%} of the original's {kind}acceptance length on "
         f"{figures.sequences} held-out sequences ({figures.after:.3f} of {figures.before:.3f} at K={figures.steps}), "
         f"but {least:.2%} is required",
-        fix=f"{instead} Calibrating on more text of the kind that is served may help.{accept}".lstrip(),
+        fix=f"{instead} Calibrating on more text like your traffic may help.{accept}".lstrip(),
     )
 
 
@@ -97,16 +97,16 @@ def conversion_record(
     heal_steps: int = 0,
     fingerprint: tuple[float, ...] = (),
 ) -> ConversionRecord:
-    """Return what the manifest says of an approximation: what was done, on what, and what that kept.
+    """Return the manifest's record of an approximation: what was done, on what text, and what it retained.
 
     Args:
-        calibration: what it was fitted or scaled on.
+        calibration: the text used for the fit or the scales.
         held_out: figures on text that neither saw.
-        method: the steps, one sentence.
-        rows: what was fitted on, chains times draft steps.
+        method: the steps, in one sentence.
+        rows: rows in the fit, chains times draft steps.
         details: choices that the fit made.
-        heal_steps: steps towards the original.
-        fingerprint: of the head that the figures are of; see `head.fingerprint`.
+        heal_steps: healing steps.
+        fingerprint: of the measured head; see `head.fingerprint`.
     """
     from ..checkpoint.manifest import ConversionRecord
     from .batches import digest_rows

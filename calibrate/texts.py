@@ -1,4 +1,4 @@
-"""Texts with a target's states: read from a folder of states, or made by running the target over prompts."""
+"""Texts with a target's states: read from a folder of states, or created by running the target over prompts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..targets.prompts import read_prompts
 from ..targets.states import StoredStates, open_states
 from .batches import Batch, Calibration, Part, check_amount, part_of
 
-# Sequences side by side in a step of healing.
+# Sequences per healing step.
 ROWS = 8
 
 
 @dataclass(frozen=True)
 class CalibrationTexts:
-    """What a head is calibrated on, its states not yet in memory.
+    """The calibration text of a head, with its states not yet in memory.
 
     Attributes:
         name: of the file or folder.
         prompts: the digest of each prompt.
-        parts: which part each batch is of.
-        gather: returns the batches; runs the target where their states are not stored.
+        parts: which part each batch belongs to.
+        gather: returns the batches; runs the target if their states are not stored.
     """
 
     name: str
@@ -43,20 +43,20 @@ class CalibrationTexts:
         """Gather the states.
 
         Args:
-            lm_head: the target's, fp32 `[vocab, target_hidden]`, on the device that is computed on.
+            lm_head: the target's, fp32 `[vocab, target_hidden]`, on the device for computation.
         """
         return Calibration(self.gather(), lm_head, self.name, self.prompts, self.parts)
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Which texts a head is calibrated on: stored states, or prompts for the target to run over.
+    """Which texts to calibrate a head on: stored states, or prompts for the target to run over.
 
     Attributes:
         states: folder of stored states; None to run the target.
-        prompts: file of prompts, where there are no stored states.
+        prompts: file of prompts, if there are no stored states.
         context: tokens of the texts cut from prompts.
-        trust_remote_code: whether the target's tokenizer may run code of its own.
+        trust_remote_code: whether the target's tokenizer may run its own Python code.
     """
 
     states: Path | None = None
@@ -65,31 +65,31 @@ class TextOptions:
     trust_remote_code: bool = False
 
     def open(self, spec: HeadSpec, target: Source) -> CalibrationTexts:
-        """Open the texts for a head, to fit an attention on.
+        """Open the texts for a head, to fit an attention on them.
 
         Raises:
-            CalibrationInvalid: neither states nor prompts are given, or they are too few.
-            StatesInvalid, PromptsInvalid: they cannot be read, or are of another target.
+            CalibrationInvalid: there are neither states nor prompts, or they are too few.
+            StatesInvalid, PromptsInvalid: they cannot be read, or come from another target.
         """
         if self.states is not None:
             return stored_texts(self.states, spec, read_target_config(target.fetch_config()))
         if self.prompts is None:
-            raise CalibrationInvalid("there is no text for calibration", fix="Give --states or --prompts.")
+            raise CalibrationInvalid("there is no text for calibration", fix="Pass --states or --prompts.")
         return prompted_texts(self.prompts, self.context, spec, target, trust_remote_code=self.trust_remote_code)
 
 
 def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitted: bool = True) -> CalibrationTexts:
-    """Open what `kconv states` wrote.
+    """Open a folder that `kconv states` wrote.
 
     Args:
         folder: of the states.
         spec: the head's.
         config: the target's.
-        is_fitted: whether an attention is fitted on them, which takes more of them than scales do.
+        is_fitted: whether an attention is fitted on them, which needs more of them than scales do.
 
     Raises:
-        StatesInvalid: they cannot be read, are of another target, or lack one of the head's layers.
-        CalibrationInvalid: they are too few to fit on.
+        StatesInvalid: they cannot be read, come from another target, or lack one of the head's layers.
+        CalibrationInvalid: they are too few for a fit.
     """
     states = open_states(folder, config=config, captured=spec.captured)
     batches = StoredBatches(states)
@@ -102,14 +102,14 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitte
 def prompted_texts(
     file: Path, context: int, spec: HeadSpec, target: Source, *, trust_remote_code: bool = False
 ) -> CalibrationTexts:
-    """Cut prompts, joined, into texts of one length for a target to run over.
+    """Join prompts and cut them into texts of one length, for a target to run over.
 
     Args:
         file: the prompts.
         context: tokens of a text.
         spec: the head's.
-        target: whose tokenizer cuts, and which is run later.
-        trust_remote_code: whether the tokenizer may run code of its own.
+        target: provides the tokenizer, and runs later.
+        trust_remote_code: whether the tokenizer may run its own Python code.
 
     Raises:
         PromptsInvalid: they cannot be read.
@@ -125,11 +125,11 @@ def prompted_texts(
         raise CalibrationInvalid(
             f"{file.name} has {len(ids):,} tokens, but one text needs {context:,}",
             where=file,
-            fix="Give more prompts, or a shorter --context.",
+            fix="Use more prompts, or a shorter --context.",
         )
     groups = torch.tensor(ids[: count * context]).view(count, context).split(ROWS)
     parts: list[Part] = [part_of(place) for place in range(len(groups))]
-    # Before hours of running the target.
+    # Checked before running the target for hours.
     check_amount([(len(tokens), context) for tokens in groups], parts, spec, file.name)
     digests = tuple(prompt.digest for prompt in prompts)
     return CalibrationTexts(file.name, digests, parts, lambda: _run_target(target.open_weights().folder, groups, spec))
@@ -144,11 +144,12 @@ def _run_target(folder: Path, groups: Sequence[Tensor], spec: HeadSpec) -> list[
 
 
 class StoredBatches(Sequence[Batch]):
-    """Stored states as batches of one length, read when they are asked for.
+    """Stored states as batches of one length, read on request.
 
     Attributes:
-        parts: of each batch. All sequences of a prompt are in one: its text and its answers begin alike.
-        shapes: of each batch, sequences and tokens.
+        parts: for each batch, its part. All sequences of a prompt are in one part: its text and its answers begin
+            alike.
+        shapes: for each batch, the number of sequences and of tokens.
     """
 
     def __init__(self, states: StoredStates) -> None:

@@ -25,9 +25,9 @@ from .quickstart import starts
 from .sections import CHART, attribution, changed, figures, known, render, subcards
 from .target_card import TEMPLATE, is_target
 
-# A card has no other name; what a person wrote into it is not kconv's to replace.
-REWRITE = "Keep it (kconv card --check says whether it still holds), or pass --force to write it again."
-# A folder that holds nothing, and never will.
+# A card has no other name, and kconv must not replace what a person wrote into it.
+REWRITE = "Keep it (kconv card --check shows whether it is still correct), or pass --force to write it again."
+# A folder that is empty and stays empty.
 NOWHERE = Path("/dev/null")
 STYLES = ("short", "compact", "nvidia")
 
@@ -39,8 +39,8 @@ class RenderedCard:
     Attributes:
         text: of README.md.
         files: texts of the files that go with it, by name: licenses and a notice.
-        missing: what it asked for and nobody said: dotted name, and the question.
-        table: its acceptance figures, None where there are none.
+        missing: facts that it needs and nobody stated: dotted name, and the question.
+        table: its acceptance figures, None if there are none.
     """
 
     text: str
@@ -58,23 +58,23 @@ def gather(
     target: Path | None = None,
     source: Path | None = None,
 ) -> Evidence:
-    """Put together what is known about a head.
+    """Collect what is known about a head.
 
     Args:
-        folder: an output of kconv, or any folder where facts name the head.
+        folder: an output of kconv, or any folder if facts name the head.
         report: its validation report.
-        facts: what the user adds.
+        facts: the user's additions.
         acceptance: figures about it.
-        license_files: license texts, beside those of the source's and the target's folder.
+        license_files: license texts, in addition to those in the source's and the target's folder.
         target: a folder with the target's license.
-        source: a folder with the source's; the one that the manifest names if None.
+        source: a folder with the source's license; the one that the manifest names if None.
 
     Raises:
-        NotACheckpoint: kconv did not make the folder, and no facts name the head.
+        NotACheckpoint: kconv did not write the folder, and no facts name the head.
         LayoutCannot: the head is in a trainer's layout, which no engine serves.
-        ReportInvalid: the report, or a figure that names weights, is not of exactly the folder's weights and
-            config.json; or it is not clean.
-        LicenseUnknown: a license file is none that kconv knows.
+        ReportInvalid: the report, or a figure that names weights, does not belong to exactly the folder's weights and
+            config.json; or the report has errors.
+        LicenseUnknown: kconv does not know the license in a file.
     """
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
@@ -95,7 +95,7 @@ def gather(
             _refuse_foreign(evidence, head)
     targets = find_texts([target]) if target else ()
     if targets and not facts.license.target:
-        # What lies in the target's folder says under which license it stands.
+        # The target's folder shows which license it has.
         own = facts.license.model_copy(update={"target": targets[0].license.id})
         facts = facts.model_copy(update={"license": own})
     source = source or (_stated_source(manifest) if manifest else folder)
@@ -105,7 +105,7 @@ def gather(
 
 
 def _stated_source(manifest: Manifest) -> Path:
-    """Return the folder that a manifest names as its source, if it is that, and not what a stranger had it name."""
+    """Return the folder that a manifest names as its source, if it really is that, since the manifest is untrusted."""
     config = Path(manifest.source) / CONFIG
     is_source = config.is_file() and file_digest(config) == manifest.source_config
     return Path(manifest.source) if is_source else NOWHERE
@@ -121,18 +121,18 @@ def gather_files(
     target: Source | None = None,
     source: Source | None = None,
 ) -> Evidence:
-    """Read what is known about a head, from the files that hold it.
+    """Read what is known about a head from its files.
 
     Args:
-        folder: as of `gather`.
+        folder: as in `gather`.
         report: report.json, or its folder.
         acceptance: acceptance.json files.
-        facts: what the user adds.
-        license_files: license texts, beside those of the source's and the target's.
-        target, source: folders or hub ids that hold licenses; of a hub id only these files are fetched.
+        facts: the user's additions.
+        license_files: license texts, in addition to those of the source and the target.
+        target, source: folders or hub ids with licenses; from a hub id only these files are downloaded.
 
     Raises:
-        KconvError: see `gather`; or a file cannot be read, is not of its schema, or cannot be fetched.
+        KconvError: see `gather`; or a file cannot be read or downloaded, or does not match its schema.
     """
     return gather(
         folder,
@@ -148,13 +148,13 @@ def gather_files(
 def make_card(
     evidence: Evidence, style: str = "short", *, model_index: bool = False, chart: bool = True
 ) -> RenderedCard:
-    """Make a card, and write nothing.
+    """Create a card without writing it.
 
     Args:
         evidence: about the head.
         style: one of `STYLES`.
-        model_index: whether figures go into the front matter too.
-        chart: whether a chart goes with the figures.
+        model_index: whether figures also go into the front matter.
+        chart: whether the figures get a chart.
     """
     facts, manifest, said = evidence.facts, evidence.manifest, Said(evidence.facts, known(evidence.manifest))
     files = dict(
@@ -184,7 +184,7 @@ def make_card(
         "files": list(files),
         "starts": () if is_target(manifest) else starts(evidence),
         "noted": said.noted,
-        # Only one style has them, and only that one asks for them.
+        # Only one style has them, and only that one needs them.
         "subcards": lambda: subcards(said),
         **repeated,
     }
@@ -202,21 +202,21 @@ def write_card(
     style: str = "short",
     acceptance: Sequence[AcceptanceFile] = (),
 ) -> Path:
-    """Write a head's README.md with what is known; see `gather` and `write` for what can go wrong."""
+    """Write a head's README.md from what is known; see `gather` and `write` for the errors."""
     evidence = gather(folder, report, facts, acceptance)
     return write(folder, make_card(evidence, style, chart=bool(acceptance)))
 
 
 def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
-    """Write a card and what goes with it into a folder; over what is there only with `force`.
+    """Write a card and its files into a folder; overwrite existing files only with `force`.
 
     Returns:
         The card's file.
 
     Raises:
-        OutputExists: there is a README.md already, or a license or notice of another text, and no `force`.
+        OutputExists: there is already a README.md, or a license or notice with another text, and no `force`.
         OutputFailed: the folder cannot be written to, or its disk is full.
-        MissingExtra: its chart takes matplotlib, which is not installed.
+        MissingExtra: its chart needs matplotlib, which is not installed.
     """
     charted = f"]({CHART})" in card.text and card.table is not None
     if not force:
@@ -224,7 +224,7 @@ def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
         for name, text in card.files.items():
             file = folder / name
             if os.path.lexists(file) and read_text(file, OutputExists, fix="Delete it.") != text:
-                raise OutputExists(f"{file} already exists with other text", fix="Give --force to overwrite it.")
+                raise OutputExists(f"{file} already exists with other text", fix="Pass --force to overwrite it.")
         if charted:
             refuse_existing(folder / CHART, fix=REWRITE)
     if charted and card.table:
@@ -235,11 +235,11 @@ def write(folder: Path, card: RenderedCard, *, force: bool = False) -> Path:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Write a text whole or not at all, as half a license on a full disk would be in the way of the next call."""
+    """Write a text atomically: half a license on a full disk would block the next call."""
     beside = file.with_name(f"{PARTIAL}{file.name}")
     with writing(file):
         try:
-            # A call that was killed may have left it.
+            # A killed call may have left it.
             beside.unlink(missing_ok=True)
             with beside.open("x", encoding="utf-8") as out:
                 out.write(text)
@@ -262,11 +262,11 @@ def _refuse_unfit(report: Report) -> None:
         raise ReportInvalid(
             "the report names no weights, because kconv validate --headers-only reads none",
             where=report.subject,
-            fix="Run kconv validate on this folder without --headers-only, and give its report.",
+            fix="Run kconv validate on this folder without --headers-only, and pass its report.",
         )
     if not report.clean:
         raise ReportInvalid(
-            "the report holds errors", where=report.subject, fix="Fix what kconv validate found, then write the card."
+            "the report has errors", where=report.subject, fix="Fix what kconv validate found, then write the card."
         )
 
 
@@ -276,10 +276,10 @@ def _refuse_foreign(evidence: Report | AcceptanceFile, head: HeadIdentity) -> No
         raise ReportInvalid(
             f"the {what} belongs to {other}",
             where=of,
-            fix="Run kconv validate or kconv bench on this folder, and give its output.",
+            fix="Run kconv validate or kconv bench on this folder, and pass its output.",
         )
 
 
 def _single(lines: Sequence[str]) -> list[str]:
-    """Keep one of several empty lines that follow each other."""
+    """Collapse consecutive empty lines into one."""
     return [line for at, line in enumerate(lines) if line.strip() or not at or lines[at - 1].strip()]

@@ -1,4 +1,4 @@
-"""What a card is made from, and which head that evidence is about."""
+"""The evidence from which a card is made, and the head that it describes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .facts import SUBCARDS, Facts, question
 from .licenses import LICENSES, UNNAMED, License, LicenseText
 
 CONFIG = "config.json"
-# What the files of a converted head tell better than its publisher, who spoke of the head before.
+# Facts that a converted head's files know better than its publisher, who described the head before.
 MEASURED = {"architecture.attention", "architecture.parameters", "architecture.tensor_type", "runtime.engines"}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that is known about a head.
+    """Everything known about a head.
 
     Attributes:
-        folder: where it lies; None where there are facts alone.
-        facts: what the user adds.
-        manifest: how kconv made it; None of a head that kconv did not make.
+        folder: its path; None if there are only facts.
+        facts: the user's additions.
+        manifest: kconv's record; None for a head that kconv did not write.
         report: its validation report.
         acceptance: measured and quoted figures.
-        texts: license texts at hand.
-        source_license: the text of the source's license, where it is not one that is stated; "" otherwise.
+        texts: available license texts.
+        source_license: the text of the source's license, if it is not one of those stated; "" otherwise.
     """
 
     folder: Path | None = None
@@ -45,12 +45,12 @@ class Evidence:
 
     @property
     def name(self) -> str:
-        """What the card is headed with."""
+        """The card's heading."""
         return self.facts.name or (self.folder.resolve().name if self.folder else NOT_STATED)
 
     @property
     def licenses(self) -> tuple[License, ...]:
-        """The head's own license and the target's, as far as they are stated."""
+        """The head's own license and the target's, as far as stated."""
         stated = (self.facts.license.id, self.facts.license.target)
         return tuple(dict.fromkeys(LICENSES[name] for name in stated if name))
 
@@ -62,12 +62,12 @@ class Evidence:
 
 @dataclass
 class Said:
-    """Looks facts up for a template, and keeps a list of those that nobody said.
+    """Looks up facts for a template, and lists those that are missing.
 
     Attributes:
         facts: where to look.
-        known: what is known beside them, by the same dotted names.
-        missing: dotted names of what a card asked for and did not find, in the order it asked.
+        known: further known values, by the same dotted names.
+        missing: dotted names that a card needed and did not find, in order.
     """
 
     facts: Facts
@@ -75,7 +75,7 @@ class Said:
     missing: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, path: str) -> str:
-        """Return a fact as text, or what else is known of it; "" where nobody said it."""
+        """Return a fact as text, or another known value for it; "" if there is none."""
         stated, known = self._find(path), self.known.get(path) or ""
         if stated in (None, "", ()):
             if not known:
@@ -86,7 +86,7 @@ class Said:
         return cell(stated)
 
     def listed(self, path: str) -> Sequence[Any]:
-        """Return the entries of a list, none where nobody gave one."""
+        """Return the entries of a list, none if there are none."""
         value = self._find(path)
         if not value:
             self.missing.setdefault(path, question(Facts, path))
@@ -94,11 +94,11 @@ class Said:
         return value
 
     def noted(self, section: str) -> str:
-        """Return the publisher's own paragraphs of a section, "" where there are none."""
+        """Return the publisher's own paragraphs for a section, "" if there are none."""
         return "\n\n".join(self.facts.notes.get(section, ()))
 
     def subcard(self, card: str, row: str) -> str:
-        """Return a subcard's row, "" where nobody filled it."""
+        """Return a subcard's row, "" if nobody filled it in."""
         value = self.facts.subcards.get(card, {}).get(row)
         if value is None:
             self.missing.setdefault(f"subcards.{card}.{row}", SUBCARDS[card][row])
@@ -113,20 +113,20 @@ class Said:
 
 
 def cell(value: object) -> str:
-    """Return a text as one line that neither ends a table's cell nor its line; see `escape.markdown`."""
+    """Return a text as one line that ends neither a table's cell nor its line; see `escape.markdown`."""
     return markdown(value)
 
 
 @dataclass(frozen=True)
 class HeadIdentity:
-    """What names a head: the sha256 of each weight file by name, and of its config.json ("" where it has none)."""
+    """A head's identity: the sha256 of each weight file by name, and of its config.json ("" without one)."""
 
     weights: Mapping[str, str]
     config: str
 
 
 def identify(folder: Path, manifest: Manifest | None) -> HeadIdentity:
-    """Return what names a folder's head: as the manifest has it, or, where kconv did not make it, by its bytes."""
+    """Return the identity of a folder's head: from the manifest, or from its bytes if kconv did not write it."""
     if manifest is not None:
         return HeadIdentity(manifest.weight_files, {file.name: file.sha256 for file in manifest.files}.get(CONFIG, ""))
     weights = {file.name: file_digest(file) for file in sorted(folder.glob("*.safetensors"))}
@@ -134,8 +134,8 @@ def identify(folder: Path, manifest: Manifest | None) -> HeadIdentity:
 
 
 def foreign(evidence: Report | AcceptanceFile, head: HeadIdentity) -> str:
-    """Say what evidence is of that a head is not, e.g. "other weights than this folder's"; "" where it is of it."""
+    """Return how evidence differs from a head, e.g. "other weights than this folder's"; "" if it belongs to it."""
     if evidence.weights != head.weights:
         return "other weights than this folder's"
-    # The same weights under another config, e.g. of other captured layers, draft otherwise.
+    # The same weights with another config, e.g. other captured layers, draft differently.
     return "" if evidence.config == head.config else "another config.json than this folder's"

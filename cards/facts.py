@@ -1,6 +1,6 @@
-"""What no file of a head says.
+"""Facts that no file of a head states.
 
-Every field may be left out; a card then says so, and `kconv card --missing` asks for it. Nothing is filled in.
+Every field is optional; without it a card says so, and `kconv card --missing` asks for it. Nothing is made up.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .licenses import LICENSES
 def _known_engine(value: str) -> str:
     known = [engine.name for engine in engines()]
     if value not in known:
-        raise ValueError(f"no engine is called {value!r}; there are {', '.join(known)}")
+        raise ValueError(f"there is no engine {value!r}; choose one of {', '.join(known)}")
     return value
 
 
 EngineName = Annotated[str, AfterValidator(_known_engine)]
-# YAML reads 2.0 and 2026-06-03 as a number and a date; on a card they are what was written, as text.
+# YAML reads 2.0 and 2026-06-03 as a number and a date; on a card they keep the text as written.
 Words = Annotated[str, BeforeValidator(lambda value: value if isinstance(value, str | None) else str(value))]
 
 EXPLAINABILITY = {
@@ -60,9 +60,9 @@ PRIVACY = {
     "policy": "Applicable NVIDIA Privacy Policy",
 }
 SUBCARDS = {"explainability": EXPLAINABILITY, "bias": BIAS, "safety": SAFETY, "privacy": PRIVACY}
-# What NVIDIA alone can say of a head, whoever writes the card.
+# Statements that only NVIDIA can make about a head, whoever writes the card.
 NOT_OURS = {"quality_standards"}
-# The sections that a publisher's own paragraphs may be added to.
+# The sections to which a publisher can add paragraphs.
 NOTED = ("overview", "license", "input", "output", "software", "training", "inference", "usage", "performance",
          "ethics")  # fmt: skip
 
@@ -72,41 +72,45 @@ class _FactsPart(BaseModel):
 
 
 class Link(_FactsPart):
-    """A title and where it leads, where it leads anywhere."""
+    """A title and an optional URL."""
 
     title: Words
     url: Words | None = None
 
 
 class LicenseFacts(_FactsPart):
-    """Under which terms the head stands."""
+    """The head's license terms."""
 
     id: Words | None = Field(default=None, description="its license, by kconv's id for it")
-    target: Words | None = Field(default=None, description="the target's license, whose weights a head may hold")
-    attribution: Words | None = Field(default=None, description="the name that the target's license asks to show")
-    as_published: Words | None = Field(default=None, description="how the publisher states it")
-    acknowledged: bool = Field(default=False, description="whether an unnamed license is taken knowingly")
+    target: Words | None = Field(
+        default=None, description="the target's license, since a head may contain the target's weights"
+    )
+    attribution: Words | None = Field(
+        default=None, description="the name that the target's license requires products to show"
+    )
+    as_published: Words | None = Field(default=None, description="the license as the publisher states it")
+    acknowledged: bool = Field(default=False, description="whether you accept a license without a name")
 
     @field_validator("id", "target")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
         if value is not None and value not in LICENSES:
-            raise ValueError(f"{value!r} is not a license that kconv knows; it knows {', '.join(LICENSES)}")
+            raise ValueError(f"{value!r} is not a license that kconv knows; choose one of {', '.join(LICENSES)}")
         return value
 
 
 class Architecture(_FactsPart):
-    """What the head is, as far as its files are not at hand."""
+    """What the head is, if its files are not available."""
 
     type: Words | None = Field(default=None, description="e.g. Transformers")
     network: Words | None = Field(default=None, description="whose decoder layer it is, e.g. DeepSeek V3")
     attention: Words | None = Field(default=None, description="MLA, GQA or MHA")
-    parameters: Words | None = Field(default=None, description="their number, as published")
+    parameters: Words | None = Field(default=None, description="the number of parameters, as published")
     tensor_type: Words | None = Field(default=None, description="e.g. BF16")
 
 
 class Channel(_FactsPart):
-    """What goes in, or comes out."""
+    """An input or output of the head."""
 
     types: Words | None = Field(default=None, description="e.g. Text")
     formats: Words | None = Field(default=None, description="e.g. String")
@@ -124,7 +128,7 @@ class Runtime(_FactsPart):
 
 
 class Dataset(_FactsPart):
-    """A data set, for training or for evaluation."""
+    """A dataset, for training or for evaluation."""
 
     name: Words
     id: Words | None = Field(default=None, description="hub id")
@@ -139,30 +143,30 @@ class Dataset(_FactsPart):
 class Training(_FactsPart):
     """How it was trained."""
 
-    framework: Words | None = Field(default=None, description="what trained it, with its version")
+    framework: Words | None = Field(default=None, description="the training framework, with its version")
     method: Words | None = Field(default=None, description="in a sentence")
-    datasets: tuple[Dataset, ...] = Field(default=(), description="what it was trained on")
+    datasets: tuple[Dataset, ...] = Field(default=(), description="its training data")
     samples: Words | None = Field(default=None, description="how many")
     tokens: Words | None = Field(default=None, description="how many")
     partition: Words | None = Field(default=None, description="e.g. training 100 %")
-    context: Words | None = Field(default=None, description="longest sequence it was trained on")
+    context: Words | None = Field(default=None, description="longest training sequence")
     cluster: Words | None = Field(default=None, description="machines in all")
     trainer: Words | None = Field(default=None, description="machines that trained")
     inference: Words | None = Field(default=None, description="machines that ran the target")
-    initialized_from: Words | None = Field(default=None, description="the checkpoint it began from")
+    initialized_from: Words | None = Field(default=None, description="the checkpoint that training started from")
     iterations: Words | None = Field(default=None, description="steps")
     learning_rate: Words | None = Field(default=None, description="with its schedule")
     duration: Words | None = Field(default=None, description="how long")
 
 
 class Serve(_FactsPart):
-    """How an engine is told about it, beside what every head needs."""
+    """How to serve it in an engine, besides what every head needs."""
 
     requires: Words | None = Field(default=None, description="the engine's version, e.g. vLLM >= 0.32")
     target: Words | None = Field(default=None, description="the checkpoint to serve, if it is not base_model itself")
-    arguments: tuple[Words, ...] = Field(default=(), description="more of its command line, e.g. --tp_size 4")
-    config: Words | None = Field(default=None, description="the YAML of its command, where no file of the head has it")
-    note: Words | None = Field(default=None, description="what else to know")
+    arguments: tuple[Words, ...] = Field(default=(), description="further command line arguments, e.g. --tp_size 4")
+    config: Words | None = Field(default=None, description="the YAML for its command, if no file of the head has it")
+    note: Words | None = Field(default=None, description="anything else to know")
     unsupported: Words | None = Field(default=None, description="why it cannot be served there")
 
 
@@ -171,9 +175,9 @@ class Facts(_FactsPart):
 
     Attributes:
         sources: where these facts were read.
-        expected: what tables of acceptance were looked for in a whole source; what is not there is "not published".
+        expected: tables of acceptance expected in a complete source; a missing one counts as "not published".
         subcards: keys as in `SUBCARDS`.
-        notes: the publisher's own paragraphs, by the section of `NOTED` that they are added to.
+        notes: the publisher's own paragraphs, by their section in `NOTED`.
     """
 
     name: Words | None = Field(default=None, description="hub id of the head")
@@ -184,7 +188,7 @@ class Facts(_FactsPart):
     use: Words | None = Field(default=None, description="whether commercial use is allowed, as published")
     license: LicenseFacts = Field(default=LicenseFacts(), description="its terms")
     geography: Words | None = Field(default=None, description="where it may be deployed")
-    use_case: Words | None = Field(default=None, description="who would use it for what")
+    use_case: Words | None = Field(default=None, description="who would use it, and for what")
     released: Words | None = Field(default=None, description="when and where")
     references: tuple[Link, ...] = Field(default=(), description="what to read about it")
     architecture: Architecture = Architecture()
@@ -193,19 +197,21 @@ class Facts(_FactsPart):
     runtime: Runtime = Runtime()
     version: Words | None = Field(default=None, description="its version")
     training: Training = Training()
-    evaluation: tuple[Dataset, ...] = Field(default=(), description="what it was evaluated on")
+    evaluation: tuple[Dataset, ...] = Field(default=(), description="its evaluation data")
     why: tuple[Words, ...] = Field(default=(), description="why this kind of head for this target")
-    performance_note: Words | None = Field(default=None, description="how its published figures were made")
-    requirements: tuple[Words, ...] = Field(default=(), description="what serving it takes")
-    serve: dict[EngineName, Serve] = Field(default={}, description="how an engine is started, by the engine's name")
+    performance_note: Words | None = Field(default=None, description="how its published figures were measured")
+    requirements: tuple[Words, ...] = Field(default=(), description="what serving it requires")
+    serve: dict[EngineName, Serve] = Field(default={}, description="how to start an engine, by the engine's name")
     benchmark_command: Words | None = Field(default=None, description="how to repeat its benchmark")
     ethics: Words | None = Field(default=None, description="your own ethical considerations")
     citation: Words | None = Field(default=None, description="BibTeX")
     languages: tuple[Words, ...] = Field(default=(), description="for the Hub, e.g. [en, zh]")
-    tags: tuple[Words, ...] = Field(default=(), description="for the Hub, beside kconv's own")
-    library: Words | None = Field(default=None, description="the library that loads it, for the Hub; it has its list")
+    tags: tuple[Words, ...] = Field(default=(), description="for the Hub, in addition to kconv's own")
+    library: Words | None = Field(default=None, description="the library that loads it, from the Hub's list")
     pipeline_tag: Words = Field(default="text-generation", description="the Hub's task")
-    expected: dict[str, tuple[Words, ...]] = Field(default={}, description="categories that a whole source should have")
+    expected: dict[str, tuple[Words, ...]] = Field(
+        default={}, description="categories that a complete source should have"
+    )
     subcards: dict[str, dict[str, Words]] = Field(default={}, description="NVIDIA's four tables, row by row")
     notes: dict[str, tuple[Words, ...]] = Field(default={}, description="your own paragraphs, by section")
     sources: tuple[Link, ...] = Field(default=(), description="where these facts were read")
@@ -214,7 +220,7 @@ class Facts(_FactsPart):
     @classmethod
     def _sections_exist(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         if unknown := value.keys() - set(NOTED):
-            raise ValueError(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(NOTED)}")
+            raise ValueError(f"there is no section {', '.join(sorted(unknown))}; the sections are {', '.join(NOTED)}")
         return value
 
     @field_validator("subcards")
@@ -222,7 +228,7 @@ class Facts(_FactsPart):
     def _rows_exist(cls, value: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
         for card, rows in value.items():
             if card not in SUBCARDS:
-                raise ValueError(f"there is no subcard {card!r}; there are {', '.join(SUBCARDS)}")
+                raise ValueError(f"there is no subcard {card!r}; the subcards are {', '.join(SUBCARDS)}")
             unknown = rows.keys() - SUBCARDS[card].keys()
             if unknown:
                 raise ValueError(f"{card} has no {', '.join(sorted(unknown))}; it has {', '.join(SUBCARDS[card])}")
@@ -233,13 +239,13 @@ def read_facts(file: Path) -> Facts:
     """Read a facts file in YAML.
 
     Raises:
-        FactsInvalid: it is missing, no YAML, or has a key that does not exist or a value that cannot be.
+        FactsInvalid: it is missing, not YAML, or has an unknown key or an invalid value.
     """
-    return load_yaml(Facts, file, FactsInvalid, what="facts file", fix="Correct this key of it, in UTF-8.")
+    return load_yaml(Facts, file, FactsInvalid, what="facts file", fix="Correct this key, in UTF-8.")
 
 
 def question(facts: type[BaseModel], path: str) -> str:
-    """Return what a field asks for, by its dotted name, "" of one that has no words of its own."""
+    """Return the question that a field answers, by its dotted name, "" for a field without one."""
     model: Any = facts
     words = ""
     for name in path.split("."):

@@ -1,4 +1,4 @@
-"""A facts file to fill in: every key of `Facts`, with what it asks for as a comment."""
+"""A facts file to fill in: every key of `Facts`, with its question as a comment."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .licenses import LICENSES
 from .sections import known
 
 HEADING = """\
-# What no file of the head says. Fill in what is known and leave the rest: an empty key is left out of the card.
-# {known}kconv card HEAD --facts {file} --missing lists what a style of card still asks for.
+# Facts that no file of the head states. Fill in what you know and leave the rest: the card omits empty keys.
+# {known}kconv card HEAD --facts {file} --missing lists what a style of card still needs.
 """
-# Keys whose entries have names of their own, with an example of one.
+# Keys whose entries have names of their own, with an example.
 EXAMPLES = {
     "references": ['- {title: "EAGLE-3", url: "https://arxiv.org/abs/2503.01840"}'],
     "training.datasets": ["- {name: , id: , url: , size: , modality: , collection: , labeling: , properties: }"],
@@ -38,24 +38,24 @@ def write_facts(file: Path, facts: Facts, head: Path, *, force: bool = False) ->
     """Write a facts file to fill in.
 
     Args:
-        file: where.
-        facts: what is known already, e.g. by options; it stands filled in.
-        head: a head's folder, whose manifest may know some of it; that stands in comments.
-        force: write over a file that is there.
+        file: the file to write.
+        facts: what is already known, e.g. from options; it is filled in.
+        head: a head's folder, whose manifest may know some facts; these go into comments.
+        force: whether to overwrite an existing file.
 
     Raises:
-        OutputExists: the file is there.
+        OutputExists: the file exists.
         OutputFailed: it cannot be written.
-        ManifestMismatch: the head's kconv.json is not of the schema.
+        ManifestMismatch: the head's kconv.json does not match the schema.
     """
     if not force:
-        refuse_existing(file, fix="Give --init another name, or pass --force to write over it.")
+        refuse_existing(file, fix="Choose another name for --init, or pass --force to overwrite it.")
     found = known(read_manifest(head)) if (head / MANIFEST).is_file() else {}
     try:
         file.write_text(facts_text(facts, found, file.name), encoding="utf-8")
     except OSError as fault:
         raise OutputFailed(
-            f"the facts file cannot be written: {fault.strerror}", where=file, fix="Give --init another name."
+            f"the facts file cannot be written: {fault.strerror}", where=file, fix="Choose another name for --init."
         ) from fault
     return file
 
@@ -64,12 +64,12 @@ def facts_text(facts: Facts, found: dict[str, str], name: str) -> str:
     """Return the text of a facts file.
 
     Args:
-        facts: what is known already.
-        found: what the manifest says, by dotted name.
+        facts: what is already known.
+        found: the manifest's statements, by dotted name.
         name: the file's, for its heading.
     """
     heading = HEADING.format(
-        file=name, known=f"What {MANIFEST} says of it stands behind the keys.\n# " if found else ""
+        file=name, known=f"Comments after the keys show what {MANIFEST} says.\n# " if found else ""
     )
     return heading + "\n" + "\n".join(_lines(facts, found, "")) + "\n"
 
@@ -90,7 +90,7 @@ def _lines(model: BaseModel, found: dict[str, str], prefix: str) -> Iterator[str
             plain = model.model_dump(mode="json", include={key}, exclude_none=True)
             yield from (depth + line for line in yaml.safe_dump(plain, sort_keys=False).splitlines())
         else:
-            # A list or a mapping that is empty is no value of its key.
+            # An empty list or mapping is not a value of its key.
             yield f"{depth}# {key}:{comment}"
             yield from (f"{depth}#   {line}" for line in _example(path))
 
@@ -111,7 +111,7 @@ def _choices(path: str) -> str:
 
 
 def _is_plain(info: FieldInfo) -> bool:
-    """Say whether a field holds one text or truth."""
+    """Return whether a field holds a single text or truth value."""
     kinds = get_args(info.annotation) if get_origin(info.annotation) in (Union, types.UnionType) else (info.annotation,)
     return not any(get_origin(kind) in (tuple, dict) for kind in kinds)
 

@@ -1,4 +1,4 @@
-"""The YAML at a card's top, written and read with huggingface_hub's own ModelCard.
+"""The YAML at the top of a card, written and read with huggingface_hub's own ModelCard.
 
 https://github.com/huggingface/hub-docs/blob/242f4a1eeb867daf4ac3f44026a5df4a68908a3d/modelcard.md
 """
@@ -21,7 +21,7 @@ from .evidence import Evidence
 from .target_card import TAGS as TARGET_TAGS
 from .target_card import is_target
 
-# Imported where it is needed: it loads a client of HTTP, and files that cannot be read are refused without one.
+# Imported where needed: it loads an HTTP client, and unreadable files are refused without one.
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
@@ -36,11 +36,11 @@ ORDER = (
 
 @dataclass(frozen=True)
 class FrontMatter:
-    """What kconv reads of a card's front matter; "" or empty where it does not say.
+    """The parts of a card's front matter that kconv reads; "" or empty if missing.
 
     Attributes:
         results: the figures of its model index.
-        problem: why it cannot be read, one sentence; "" where it can.
+        problem: why it cannot be read, in one sentence; "" if it can.
     """
 
     license: str = ""
@@ -54,29 +54,29 @@ class FrontMatter:
 
 
 def read_card(folder: Path) -> str:
-    """Return README.md's text, "" where there is none.
+    """Return README.md's text, "" if there is none.
 
     Raises:
-        KconvError: it is no regular file of text.
+        KconvError: it is not a regular text file.
     """
     file = folder / CARD
     return read_text(file, KconvError, fix="Put the text itself there, in UTF-8.") if os.path.lexists(file) else ""
 
 
 def read_front_matter(card: str) -> FrontMatter:
-    """Read a card's front matter; of one that cannot be read only `problem` is filled in.
+    """Read a card's front matter; if it cannot be read, only `problem` is filled in.
 
     Args:
-        card: README.md's text, whoever wrote it.
+        card: README.md's text, which is untrusted.
     """
     from huggingface_hub import ModelCard
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    # Of such a card huggingface_hub logs a warning and reads nothing.
+    # For such a card huggingface_hub logs a warning and reads nothing.
     if not card.lstrip().startswith("---"):
         return FrontMatter(problem="the card has no front matter")
     try:
-        # As bounded as any YAML, and before huggingface_hub reads it: what grows by its aliases would never end there.
+        # Bounded like any YAML, before huggingface_hub reads it: expanding aliases would never end there.
         if block := REGEX_YAML_BLOCK.search(card):
             parse_yaml(block[2], KconvError, where=CARD, what="card's front matter", fix="Write it with kconv card.")
         # A key of the front matter becomes an attribute of `data`, and may hide its methods.
@@ -87,7 +87,7 @@ def read_front_matter(card: str) -> FrontMatter:
             **{key: _text(held, key) for key in ("license", "license_name", "license_link", "library_name")},
             pipeline_tag=_text(held, "pipeline_tag"),
         )
-    # A hostile card makes PyYAML raise what is no YAMLError (a date that cannot be: ValueError; nesting:
+    # A hostile card makes PyYAML raise errors other than YAMLError (an impossible date: ValueError; nesting:
     # RecursionError; a number too large: OverflowError), and huggingface_hub KeyError, TypeError and AttributeError.
     except KconvError as fault:
         return FrontMatter(problem=fault.what[:200])
@@ -99,7 +99,7 @@ def read_front_matter(card: str) -> FrontMatter:
 def _text(held: Mapping[str, Any], key: str) -> str:
     value = held.get(key)
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{key} is a {type(value).__name__}, not a text")
+        raise TypeError(f"{key} is a {type(value).__name__}, not text")
     return value or ""
 
 
@@ -116,8 +116,8 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
 
     Args:
         evidence: about the head.
-        link: where the license's text stands: a file of the folder or a URL, "" if nowhere.
-        model_index: whether figures go in as evaluation results too.
+        link: where the license's text is: a file of the folder or a URL, "" if nowhere.
+        model_index: whether figures also go in as evaluation results.
     """
     from huggingface_hub import ModelCardData
     from huggingface_hub.repocard_data import eval_results_to_model_index
@@ -127,20 +127,20 @@ def front_matter(evidence: Evidence, *, link: str, model_index: bool) -> str:
     quantized = is_target(evidence.manifest)
     data = ModelCardData(
         language=list(facts.languages) or None,
-        # The Hub offers to load a model with the library that it is told, and no library of its list loads a head.
+        # The Hub offers to load a model with the stated library, and no library on its list loads a head.
         # https://github.com/huggingface/huggingface.js/blob/00142be70773c00449b42eb1acb4cef3db6e0e17/packages/tasks/src/model-libraries.ts
         library_name=facts.library,
         pipeline_tag=facts.pipeline_tag,
         base_model=bases or None,
-        # Neither a draft head nor a conversion is one of adapter, merge, quantized and finetune; what is quantized is.
+        # A draft head or a conversion is none of adapter, merge, quantized and finetune; a quantized one is quantized.
         base_model_relation="quantized" if bases and (quantized or _is_quantized(evidence)) else None,
         datasets=[dataset.id for dataset in facts.training.datasets if dataset.id] or None,
         tags=list(dict.fromkeys([*(TARGET_TAGS if quantized else TAGS), *_engines(evidence), *facts.tags])),
         **_license(evidence, link),
     )
     if model_index and (figures := results(evidence)):
-        # Each by itself: of several figures on one data set the library would keep one name and one source, and so
-        # show one category's figure, or one publisher's, under another's name.
+        # One by one: for several figures on one dataset the library would keep one name and one source, and so show one
+        # category's figure, or one publisher's, under another's name.
         single = [eval_results_to_model_index(evidence.name, [figure])[0]["results"][0] for figure in figures]
         data[INDEX] = [{"name": evidence.name, "results": single}]
     return data.to_yaml(original_order=list(ORDER)) + "\n"
@@ -156,11 +156,11 @@ def _is_quantized(evidence: Evidence) -> bool:
 
 
 def source_head(evidence: Evidence) -> str | None:
-    """Return the hub id of the head that this one was made from, None where it is no repository."""
+    """Return the hub id of the head that this one was made from, None if it is not a repository."""
     if evidence.facts.source_head:
         return evidence.facts.source_head
     found = HUB_ID.fullmatch(evidence.manifest.source) if evidence.manifest else None
-    # A path may look like a hub id; the commit behind the @ is what only a repository has.
+    # A path may look like a hub id; only a repository has a commit after the @.
     return found["repo"] if found and found["revision"] else None
 
 

@@ -1,6 +1,6 @@
-"""What a head's folder owes to those whose work is in it.
+"""What a head's folder owes to the owners of the work in it.
 
-An engineering reading of the licenses, no legal advice.
+An engineering reading of the licenses, not legal advice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .licenses import (
 
 NVIDIA_HEAD = re.compile(r"nvidia/.+-eagle3(-v\d+)?", re.IGNORECASE)
 MOONSHOT = re.compile(r"moonshotai/.+", re.IGNORECASE)
-# Data sets whose prompts are another's, and the files that prompts come in.
+# Datasets whose prompts belong to others, and the files that contain prompts.
 PROMPT_FILES = (".jsonl", ".parquet")
 KEPT_PROMPTS = "SPEED-Bench"
 ENDORSED = (
@@ -53,14 +53,14 @@ class LicensedFolder:
     """A folder as the checks see it.
 
     Attributes:
-        path: where it lies.
-        card: README.md's text, "" where there is none.
+        path: its path.
+        card: README.md's text, "" if there is none.
         front: its front matter.
         notice: NOTICE's text.
         texts: license texts in it.
-        source_license: the source's, where it went along as one that was not stated.
-        manifest: how kconv made it; None where it did not.
-        facts: what its owner says.
+        source_license: the source's text, included if that license was not stated.
+        manifest: kconv's record; None if kconv did not write the folder.
+        facts: the owner's statements.
     """
 
     path: Path
@@ -74,31 +74,31 @@ class LicensedFolder:
 
     @property
     def source(self) -> str:
-        """The hub id of the head it was made from, or is; "" where none is known."""
+        """The hub id of the head it was made from, or is; "" if unknown."""
         evidence = Evidence(self.path, self.facts, self.manifest)
         return source_head(evidence) or ("" if self.manifest else self.facts.name or "")
 
     @property
     def license(self) -> str:
-        """The head's license by kconv's id, as its owner or its card states it; "" where neither does."""
+        """The head's license by kconv's id, as its owner or its card states it; "" if neither does."""
         stated = self.facts.license.id or self.front.license_name or self.front.license
         return stated if stated in LICENSES else ""
 
     @property
     def target(self) -> str:
-        """The hub id of the target, "" where none is known."""
+        """The hub id of the target, "" if unknown."""
         return self.facts.base_model or next((base for base in self.front.base_models if base != self.source), "")
 
     def text_of(self, license: License) -> LicenseText | None:
-        """Return the text of a license that lies in the folder."""
+        """Return the text of a license in the folder."""
         return next((text for text in self.texts if text.license.id == license.id), None)
 
 
 def read_folder(path: Path, facts: Facts) -> LicensedFolder:
-    """Read what a folder says.
+    """Read a folder's statements.
 
     Raises:
-        ManifestMismatch: kconv.json is there and not of the schema.
+        ManifestMismatch: kconv.json exists and does not match the schema.
     """
     card = read_card(path)
     return LicensedFolder(
@@ -114,7 +114,7 @@ def read_folder(path: Path, facts: Facts) -> LicensedFolder:
 
 
 def _read(file: Path) -> str:
-    fix = "Put the text itself there, in UTF-8."
+    fix = "Replace it with the text itself, in UTF-8."
     return read_text(file, KconvError, fix=fix) if os.path.lexists(file) else ""
 
 
@@ -125,9 +125,9 @@ def _nvidia(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     text = folder.text_of(license)
     fix = f"Put a copy of {license.url} into the folder: kconv card DIR --license-file FILE."
     if text is None:
-        yield "error", license.file, f"a head under the {license.title} goes with a copy of the agreement", fix
+        yield "error", license.file, f"a head under the {license.title} must include a copy of the agreement", fix
     elif digest_text(text.text) not in license.digests:
-        message = "the agreement is another edition than those that kconv knows, or was changed"
+        message = "the agreement is an edition that kconv does not know, or was changed"
         yield "warning", text.origin.name, message, f"Compare it with {license.url}."
     if license.notice not in folder.notice.splitlines():
         yield "error", NOTICE, f'it lacks the line "{license.notice}"', "Write it with kconv card."
@@ -142,10 +142,10 @@ def _front(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     elif front.license == "other":
         for key in ("license_name", "license_link"):
             if not getattr(front, key):
-                yield "error", CARD, f"license: other without {key}", "Name the license and give its text."
+                yield "error", CARD, f"license: other without {key}", "Name the license and add its text."
     link = front.license_link
     if link and "://" not in link and not (folder.path / link).is_file():
-        yield "error", CARD, f"license_link leads to {link}, which is not there", "Put the license's text there."
+        yield "error", CARD, f"license_link points to {link}, which does not exist", "Put the license's text there."
 
 
 def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
@@ -161,14 +161,14 @@ def _target(folder: LicensedFolder) -> Iterator[LicenseFinding]:
         yield (
             severity,
             license.file,
-            f"the head {why}, and the target's license is not in the folder",
-            "Give it: kconv card DIR --target TARGET, or --license-file FILE.",
+            f"the head {why}, but the target's license is not in the folder",
+            "Add it: kconv card DIR --target TARGET, or --license-file FILE.",
         )
     elif copyright_in(text.text) is None:
         yield severity, text.origin.name, "the target's license lacks its copyright line", "Copy the complete file."
     name = attribution_in(text.text) if text else folder.facts.license.attribution
     if license.attribution and (not name or f'"{name}"' not in folder.notice):
-        said = f'"{name}"' if name else "the name that the target's license asks for"
+        said = f'"{name}"' if name else "the name that the target's license requires"
         yield severity, NOTICE, f"it does not say that large products show {said}", "Write it with kconv card."
 
 
@@ -177,8 +177,8 @@ def _unnamed(folder: LicensedFolder) -> Iterator[LicenseFinding]:
         yield (
             "error",
             CARD,
-            "the head's publisher names no license, so what may be done with it is not known",
-            "Ask the publisher and give the text with --license-file, or say so in the facts: license.acknowledged.",
+            "the head's publisher names no license, so its terms of use are unknown",
+            "Ask the publisher and pass the text with --license-file, or accept it in the facts: license.acknowledged.",
         )
 
 
@@ -191,8 +191,8 @@ def _notice_kept(folder: LicensedFolder) -> Iterator[LicenseFinding]:
         yield (
             "error",
             license.file,
-            f"the {license.title} asks that its text goes along",
-            "Give it with --license-file.",
+            f"the {license.title} requires a copy of its text",
+            "Pass it with --license-file.",
         )
     elif license.id == "mit" and copyright_in(text.text) is None:
         yield "error", text.origin.name, "the license lacks its copyright line", "Copy the complete file."
@@ -221,12 +221,12 @@ def _prompts(folder: LicensedFolder) -> Iterator[LicenseFinding]:
                 "error",
                 str(file.relative_to(folder.path)),
                 f"{KEPT_PROMPTS}'s license keeps prompts in",
-                "Take the file out of the folder.",
+                "Remove the file from the folder.",
             )
 
 
 def _bases(folder: LicensedFolder) -> Iterator[LicenseFinding]:
-    # A head that kconv did not make has no source but itself.
+    # A head that kconv did not write has no source but itself.
     for what, name in (("target", folder.facts.base_model), ("source", folder.source if folder.manifest else None)):
         if name and name not in folder.front.base_models:
             yield "error", CARD, f"base_model does not list the {what}, {name}", "Write it with kconv card."
@@ -238,7 +238,7 @@ def _endorsement(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     for pattern in ENDORSED:
         found = re.search(pattern, folder.card, re.IGNORECASE)
         if found:
-            yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Say what you did yourself."
+            yield "warning", CARD, f"it may be read as an endorsement: {found[0]!r}", "Describe what you did yourself."
 
 
 def _source_license(folder: LicensedFolder) -> Iterator[LicenseFinding]:
@@ -251,9 +251,9 @@ def _source_license(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     yield (
         "error",
         SOURCE_LICENSE,
-        f"what the head was made from stands under {title}, and the head is stated under {folder.license or 'none'}",
-        "State it: kconv card DIR --license ID, or as the target's in the facts. Where another may be stated, leave "
-        "the file, then let it pass: --allow L10 --why.",
+        f"what the head was made from is under {title}, but the head is stated to be under {folder.license or 'none'}",
+        "State it: kconv card DIR --license ID, or as the target's in the facts. If another license is right, keep "
+        "the file and allow the check: --allow L10 --why.",
     )
 
 
@@ -264,17 +264,17 @@ CHECKS: Mapping[str, Callable[[LicensedFolder], Iterator[LicenseFinding]]] = {
 
 
 def check_folder(path: Path, facts: Facts | None = None) -> tuple[Finding, ...]:
-    """Check what a folder says of licenses and origins.
+    """Check what a folder states about licenses and origins.
 
     Args:
         path: a head's folder with its card.
-        facts: what its owner says beside it.
+        facts: further statements of its owner.
 
     Returns:
-        Findings, worst first; none where all is in order.
+        Findings, worst first; none if everything is in order.
 
     Raises:
-        ManifestMismatch: kconv.json is there and not of the schema.
+        ManifestMismatch: kconv.json exists and does not match the schema.
     """
     folder = read_folder(path, facts or Facts())
     found = [

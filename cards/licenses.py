@@ -1,6 +1,6 @@
 """The licenses of this field as data, their texts, and the LICENSE and NOTICE files of a head.
 
-An engineering reading, no legal advice. No license's text is here: texts are copied from where the weights come from.
+An engineering reading, not legal advice. No license's text is here: texts are copied from where the weights come from.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ..errors import LicenseUnknown
 
 UNNAMED = "other"
 NOTICE = "NOTICE"
-# What the source stands under, where that is not what is stated of the head.
+# The source's license, if it is not the one stated for the head.
 SOURCE_LICENSE = "LICENSE-SOURCE"
-LARGEST = 200_000  # bytes; what is larger is no license
+LARGEST = 200_000  # bytes; a larger file is not a license
 
 
 @dataclass(frozen=True)
 class License:
-    """A license, and what it asks of whoever passes a head on, changed or not.
+    """A license, and what it requires of anyone who redistributes a head, changed or not.
 
     Attributes:
-        id: kconv's name for it; the Hub's identifier where there is one.
-        title: as it calls itself.
-        identifier: the Hub's value of `license`; "other" asks for a name and a link beside it
+        id: kconv's name for it; the Hub's identifier if there is one.
+        title: its own title.
+        identifier: the Hub's value of `license`; "other" requires a name and a link
             (https://huggingface.co/docs/hub/repositories-licenses).
-        url: where its text stands; "" where it comes with each model.
-        file: under which name its text goes into a folder.
-        marks: regular expressions, all of which its text holds once white space is made equal.
-        digests: sha256 of texts that are known to be it, see `digest_text`.
-        text: whether a copy of its text must go along.
+        url: where its text is; "" if it comes with each model.
+        file: the file name for its text in a folder.
+        marks: regular expressions that all match its text, once white space is normalized.
+        digests: sha256 of texts known to be this license, see `digest_text`.
+        text: whether a copy of its text must be included.
         notice: a line that it prescribes for a notice file.
-        attribution: whether it asks large products to show a name, which its text says.
+        attribution: whether it requires large products to show a name, which its text states.
     """
 
     id: str
@@ -56,7 +56,7 @@ class License:
 
 
 PERMISSION = r"permission is hereby granted, free of charge"
-# The clause of Modified MIT names a product, and each of Moonshot's models another one.
+# The clause of Modified MIT names a product, a different one for each of Moonshot's models.
 DISPLAY = re.compile(r"prominently display \"(?P<name>[^\"]+)\" on the user interface")
 HOLDER = re.compile(r"copyright \(c\) (?P<year>\d{4}) (?P<holder>[^\n]+)", re.IGNORECASE)
 QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})
@@ -117,21 +117,21 @@ def by_id(name: str) -> License:
     """Return a license by its id.
 
     Raises:
-        LicenseUnknown: there is no data about it.
+        LicenseUnknown: kconv has no data about it.
     """
     if name not in LICENSES:
         raise LicenseUnknown(
             f"kconv has no data about a license {name!r}",
-            fix=f"Name one of {', '.join(LICENSES)}; {UNNAMED!r} stands for a license without a name.",
+            fix=f"Use one of {', '.join(LICENSES)}; {UNNAMED!r} stands for a license without a name.",
         )
     return LICENSES[name]
 
 
 def recognise(text: str) -> License | None:
-    """Return the license that a text is, None where it is none that kconv knows."""
+    """Return the license that a text is, None if kconv does not know it."""
     plain = normalise(text)
     found = [x for x in _ALL if x.marks and all(re.search(mark, plain) for mark in x.marks)]
-    # Modified MIT holds all of MIT's marks too, and comes first.
+    # Modified MIT also has all of MIT's marks, so it comes first.
     return found[0] if found else None
 
 
@@ -141,12 +141,12 @@ def normalise(text: str) -> str:
 
 
 def digest_text(text: str) -> str:
-    """Return the sha256 of a normalised text, so that line breaks and quotes of another shape do not matter."""
+    """Return the sha256 of a normalized text, so that line breaks and quote styles do not matter."""
     return sha256(normalise(text).encode()).hexdigest()
 
 
 def attribution_in(text: str) -> str | None:
-    """Return the name that a Modified MIT text asks large products to show, e.g. "Kimi K2.6"."""
+    """Return the name that a Modified MIT text requires large products to show, e.g. "Kimi K2.6"."""
     found = DISPLAY.search(" ".join(text.translate(QUOTES).split()))
     return found["name"] if found else None
 
@@ -159,7 +159,7 @@ def copyright_in(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class LicenseText:
-    """A license's text: which it is, what it says, and the file it was copied from."""
+    """A license's text: which license, its content, and the file it was copied from."""
 
     license: License
     text: str
@@ -167,15 +167,15 @@ class LicenseText:
 
 
 def find_texts(folders: Iterable[Path], files: Iterable[Path] = ()) -> tuple[LicenseText, ...]:
-    """Read the license texts that lie in folders, and those that the user names.
+    """Read the license texts in folders, and those that the user names.
 
     Args:
-        folders: the source's and the target's; those that are not there hold none.
+        folders: the source's and the target's; a missing one holds none.
         files: named by the user; the first text of a license wins, and these come first.
 
     Raises:
-        LicenseUnknown: a named file cannot be read, or is no license that kconv knows; or a link leads out of its
-            folder.
+        LicenseUnknown: a named file cannot be read, or kconv does not know its license; or a link leads out of its
+        folder.
     """
     texts = [_read_named(file) for file in files]
     for folder in folders:
@@ -190,12 +190,12 @@ def find_texts(folders: Iterable[Path], files: Iterable[Path] = ()) -> tuple[Lic
 
 
 def unstated_text(source: Path, stated: Collection[str | None]) -> str:
-    """Return the first license text in a source's folder that is of none that is stated, "" where each is.
+    """Return the first license text in a source's folder that is not a stated license, "" if there is none.
 
-    A source that carries its own source's text is judged by that alone: it says what the weights came under.
+    If a source includes its own source's text, only that counts: it states the license of the weights.
 
     Args:
-        source: the folder; one that is not there holds none.
+        source: the folder; a missing one holds none.
         stated: ids of licenses, of the head and of its target.
     """
     texts = {file.name: text for text, file in _texts(source)}
@@ -210,14 +210,14 @@ def unstated_text(source: Path, stated: Collection[str | None]) -> str:
 def license_files(
     licenses: Sequence[License], texts: Sequence[LicenseText], *, about: str, attribution: str | None, changed: str
 ) -> Mapping[str, str]:
-    """Return the files, by name, that go along with a head.
+    """Return the files, by name, that must accompany a head.
 
     Args:
         licenses: the head's own first, then the target's.
-        texts: those at hand; a license without its text has no file, and `checks` says so.
-        about: what the notice is about: the head's name.
-        attribution: the name that the target's license asks for, where no text says it.
-        changed: a sentence that says what was changed; "" where nothing was.
+        texts: the available texts; a license without its text has no file, and `checks` reports it.
+        about: the subject of the notice: the head's name.
+        attribution: the name that the target's license requires, if no text states it.
+        changed: a sentence that says what was changed; "" if nothing was.
     """
     at_hand = {text.license.id: text for text in texts}
     files: dict[str, str] = {}
@@ -225,7 +225,7 @@ def license_files(
     for license in licenses:
         found = at_hand.get(license.id)
         if found:
-            # A second license of the same file name keeps its own.
+            # A second license with the same file name keeps its own.
             name = license.file if license.file not in files else f"{license.file}-{license.id}"
             files[name] = found.text
         if license.notice:
@@ -246,23 +246,23 @@ def _attribution(license: License, found: LicenseText | None, said: str | None) 
     name = (attribution_in(found.text) if found else None) or said
     lines = [f"{holder or 'The target model'}, {license.title}"]
     if name:
-        lines.append(f'Its license asks large products to show "{name}" on their user interface.')
+        lines.append(f'Its license requires large products to show "{name}" on their user interface.')
     return [*lines, ""]
 
 
 def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield what may be licenses in a folder."""
+    """Yield files in a folder that may be licenses."""
     held = {f for pattern in in_any_case(LICENSE_TEXTS) for f in folder.glob(pattern)} if folder.is_dir() else ()
     root = folder.resolve()
-    # The Hub's local cache links a repository's files to what it stores beside its snapshots.
+    # The Hub's local cache links a repository's files to its storage next to the snapshots.
     root = root.parents[1] if root.parent.name == "snapshots" else root
     for file in sorted(held):
-        # Not Path.resolve, which raises where links lead in a circle.
+        # Not Path.resolve, which raises for circular links.
         if not Path(os.path.realpath(file)).is_relative_to(root):
             raise LicenseUnknown(
                 f"{file.name} is a link that leads out of its folder",
                 where=file,
-                fix="Put the text itself there, or give it with --license-file.",
+                fix="Replace it with the text itself, or pass the text with --license-file.",
             )
         if text := _read(file):
             yield text, file
@@ -277,7 +277,7 @@ def _read_named(file: Path) -> LicenseText:
             if text
             else f"{file.name} cannot be read as text",
             where=file,
-            fix="Give the text of the NVIDIA Open Model License, Modified MIT, MIT or Apache-2.0.",
+            fix="Pass the text of the NVIDIA Open Model License, Modified MIT, MIT or Apache-2.0.",
         )
     return LicenseText(license, text, file)
 

@@ -15,14 +15,14 @@ from .evidence import Evidence
 
 @dataclass(frozen=True)
 class Start:
-    """How one engine is started.
+    """How to start one engine.
 
     Attributes:
         engine: its title.
-        command: for a shell; "" where it cannot be served there.
-        config: the YAML that goes with it, "" where there is none.
-        file: what the command calls that YAML.
-        notes: what else to know.
+        command: for a shell; "" if the head cannot be served there.
+        config: the YAML that goes with it, "" if there is none.
+        file: the command's name for that YAML.
+        notes: anything else to know.
     """
 
     engine: str
@@ -33,7 +33,7 @@ class Start:
 
 
 def starts(evidence: Evidence) -> tuple[Start, ...]:
-    """Return how each engine that a head is for is started."""
+    """Return how to start each engine that a head is for."""
     named = engines_of(evidence.manifest.layout) if evidence.manifest else map(engine, evidence.facts.serve)
     return tuple(_start(one.name, one.title, one.launch, evidence) for one in named if one.launch)
 
@@ -46,7 +46,7 @@ def _start(name: str, title: str, launch: Launch, evidence: Evidence) -> Start:
     config, notes = "", []
     if said and said.requires:
         notes.append(f"Requires {said.requires}.")
-    # What a conversion writes beside the weights.
+    # The file that a conversion writes next to the weights.
     written = evidence.folder / launch.file if evidence.folder else None
     if written is not None and written.is_file():
         lines = read_text(written, KconvError, fix="Convert the head again.").splitlines()

@@ -1,4 +1,4 @@
-"""A card's sections: what the evidence says, and the templates that say it."""
+"""A card's sections: the values from the evidence, and their templates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CHART = "acceptance.png"
 SUBCARD_TITLES = {
     "explainability": "Explainability", "bias": "Bias", "safety": "Safety & Security", "privacy": "Privacy",
 }  # fmt: skip
-# Who drafted, as a reader would say it.
+# Readable names of the drafters.
 DRAFTERS = {"output": "this head", "source": "the head it came from"}
-# What every style says of manifest, report and acceptance.json, in these very words.
+# The parts about manifest, report and acceptance.json that are the same in every style.
 REPEATED = ("made.jinja", "measured.jinja", "performance.jinja")
 
 
 def known(manifest: Manifest | None) -> dict[str, str]:
-    """Return what a manifest says that a facts file would, by the facts' dotted names."""
+    """Return a manifest's values for a facts file, by the facts' dotted names."""
     if manifest is None or target_card.is_target(manifest):
         return {}
     found = {
@@ -54,7 +54,7 @@ def known(manifest: Manifest | None) -> dict[str, str]:
 
 
 def conversion(manifest: Manifest | None) -> dict[str, Any]:
-    """Return what a manifest says, for the templates."""
+    """Return a manifest's values for the templates."""
     if manifest is None:
         empty = dict.fromkeys(("kind", "dtype", "engine", "exactness", "ships", "copied", "approximation"), "")
         return empty | {"captured": (), "parameters": ""}
@@ -78,12 +78,12 @@ def conversion(manifest: Manifest | None) -> dict[str, Any]:
 
 
 def measured(report: Report | None) -> dict[str, Any]:
-    """Return what a validation report says, for the templates."""
+    """Return a validation report's values for the templates."""
     if report is None:
         return {"verified": "", "texts": (), "rows": (), "steps": 0, "precision": ""}
     figures = report.figures
     whole = [row for row in figures.acceptance if not row.category]
-    # Of the same bytes the figures are the same, and one row says so.
+    # If the bytes are the same, so are the figures, and one row says so.
     shown = [row for row in whole if not (figures.identical and row.drafter == "source")]
     titles = DRAFTERS | ({"output": "this head, and the one it came from"} if len(shown) < len(whole) else {})
     return {
@@ -96,7 +96,7 @@ def measured(report: Report | None) -> dict[str, Any]:
 
 
 def _approximation(record: ConversionRecord) -> str:
-    """Say how an attention was turned into the other kind, and what it measured on texts that were held out."""
+    """Describe how an attention was converted, and the figures on held-out texts."""
     numbers = {name: value for name, value in record.held_out.items() if isinstance(value, int | float)}
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in numbers.items())
     healed = f", healed for {record.heal_steps} steps" if record.heal_steps else ""
@@ -105,20 +105,20 @@ def _approximation(record: ConversionRecord) -> str:
 
 
 def _exactness(manifest: Manifest) -> str:
-    """Say what became of the weights' bytes: kept, but for the tensors that were added or computed."""
+    """Describe what happened to the weights' bytes: kept, except for tensors that were added or computed."""
     changes = [f"{step.output.name} {step.action}" for step in manifest.tensors if step.reason]
     if not changes:
-        return "exact: every weight has the source's bytes"
-    return f"{'exact' if manifest.exact else '**not exact**'}; all have the source's bytes but {', '.join(changes)}"
+        return "exact: every weight is byte-identical to the source"
+    return f"{'exact' if manifest.exact else '**not exact**'}; byte-identical to the source except {', '.join(changes)}"
 
 
 def ships(manifest: Manifest) -> str:
-    """Say whether a head is the draft that it came from, or another one."""
+    """Return whether a head is the draft that it started from."""
     return DRAFTS[manifest.as_it_ships].replace("another draft", "**another draft**")
 
 
 def changed(manifest: Manifest | None) -> str:
-    """Say that the files were changed, "" of a head that kconv did not make."""
+    """Return the statement that the files were changed, "" for a head that kconv did not write."""
     if manifest is None:
         return ""
     return (
@@ -128,7 +128,7 @@ def changed(manifest: Manifest | None) -> str:
 
 
 def attribution(evidence: Evidence) -> str:
-    """Return the name that the target's license asks to show, in quotes; "" where neither text nor facts say it."""
+    """Return the name that the target's license requires products to show, in quotes; "" if unknown."""
     names = [attribution_in(text.text) for text in evidence.texts if text.license.attribution]
     return next((f'"{name}"' for name in (*names, evidence.facts.license.attribution) if name), "")
 
@@ -140,7 +140,7 @@ def subcards(said: Said) -> list[tuple[str, list[tuple[str, str]]]]:
         asked = {row: label for row, label in SUBCARDS[card].items() if row not in NOT_OURS}
         answers = {row: said.subcard(card, row) for row in asked}
         if said.facts.subcards.get(card):
-            # Whoever writes a card with kconv is not NVIDIA's quality assurance.
+            # The author of a card is not NVIDIA's quality assurance.
             answers |= dict.fromkeys(NOT_OURS & SUBCARDS[card].keys(), "Not evaluated by kconv")
         rows = [(label, answers[row]) for row, label in SUBCARDS[card].items() if answers.get(row)]
         if rows:
@@ -149,7 +149,7 @@ def subcards(said: Said) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def sanity(rows: Sequence[AcceptanceRow]) -> list[str]:
-    """Say what the answers were like that figures were measured on."""
+    """Describe the answers on which figures were measured."""
     for row in rows:
         if row.sanity and not row.category:
             return [
@@ -178,11 +178,11 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
-    """Return what manifest, report and acceptance.json say, for the templates.
+    """Return the text from manifest, report and acceptance.json, for the templates.
 
     Args:
         evidence: about the head.
-        chart: whether a chart goes with the figures.
+        chart: whether the figures get a chart.
     """
     if target_card.is_target(evidence.manifest):
         return target_card.figures(evidence)
@@ -200,7 +200,7 @@ def figures(evidence: Evidence, *, chart: bool) -> dict[str, Any]:
 
 
 def unverified(evidence: Evidence) -> list[str]:
-    """Return what the head is read as by a user's word or by a default, but for what its report measured to be so."""
+    """Return facts that rest on the user's word or on a default, except those that the report measured."""
     records = evidence.manifest.unverified if evidence.manifest else ()
     told = {one.where for one in evidence.report.findings if one.rule == "K313"} if evidence.report else set()
     return [
@@ -211,10 +211,10 @@ def unverified(evidence: Evidence) -> list[str]:
 
 
 def not_repeated(evidence: Evidence, card: str) -> list[str]:
-    """Return what a card should repeat of its evidence and does not: of each part, the first line that differs.
+    """Return what a card should repeat of its evidence but does not: the first different line of each part.
 
     Args:
-        evidence: what it was made from.
+        evidence: the evidence.
         card: README.md's text.
     """
     held, values = _lines(card), figures(evidence, chart=f"]({CHART})" in card)
@@ -222,14 +222,14 @@ def not_repeated(evidence: Evidence, card: str) -> list[str]:
     for part in target_card.REPEATED if target_card.is_target(evidence.manifest) else REPEATED:
         wanted = _lines(render(part, values))
         places = [at for at, line in enumerate(held) if wanted and line == wanted[0]] or [0]
-        # Where the part begins more than once, the place where most of it stands.
+        # If the part begins more than once, the place with most of it counts.
         same = max(_common(wanted, held[at:]) for at in places)
         lost += wanted[same : same + 1]
     return lost
 
 
 def _common(one: list[str], other: list[str]) -> int:
-    """Return how many lines two texts begin with alike."""
+    """Return with how many equal lines two texts begin."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""The card of a quantized target: what it was made from and how, what that cost, and how to serve it."""
+"""The card of a quantized target: its origin, the quantization, its cost, and how to serve it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .evidence import Evidence
 
 TARGET = "target"
 TAGS = ("nvfp4", "quantized", "modelopt")
-# What a card says of manifest and report, in these very words.
+# The parts of a card about manifest and report that are always the same.
 REPEATED = ("target_made.jinja", "target_measured.jinja")
 TEMPLATE = "target.md.jinja"
-# How much perplexity may grow, beyond its standard error, for a target to be published without a reason.
+# How much perplexity may grow, beyond its standard error, before publishing needs a reason.
 MAX_GROWTH = 0.01
-# How engines are told of the format: they read config.json's quantization_config, and need no flag for it.
+# How engines learn the format: from config.json's quantization_config, without a flag.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L725
 COMMANDS = (
     ("vLLM", "vllm serve {name} --tensor-parallel-size 8 --trust-remote-code"),
@@ -28,12 +28,12 @@ COMMANDS = (
 
 
 def is_target(manifest: Manifest | None) -> bool:
-    """Say whether a manifest is of a quantized target, and of no head."""
+    """Return whether a manifest is of a quantized target, not a head."""
     return manifest is not None and manifest.spec.get("kind") == TARGET
 
 
 def base_model(evidence: Evidence) -> str:
-    """Return the hub id of what a target was quantized from; "" where nobody says it."""
+    """Return the hub id of the target before quantization; "" if unknown."""
     if evidence.facts.base_model:
         return evidence.facts.base_model
     found = HUB_ID.fullmatch(evidence.manifest.source) if evidence.manifest else None
@@ -41,7 +41,7 @@ def base_model(evidence: Evidence) -> str:
 
 
 def figures(evidence: Evidence) -> dict[str, Any]:
-    """Return what a target's manifest and report say, for the templates."""
+    """Return the values of a target's manifest and report, for the templates."""
     manifest = evidence.manifest
     spec = manifest.spec if manifest else {}
     recipe = spec.get("recipe", {})
@@ -52,7 +52,7 @@ def figures(evidence: Evidence) -> dict[str, Any]:
         "recipe": recipe.get("name", ""),
         "about": recipe.get("about", ""),
         "patterns": recipe.get("quantize", ()),
-        "activations": "left as they are" if recipe.get("weight_only") else "NVFP4, rounded by input_scale",
+        "activations": "unquantized" if recipe.get("weight_only") else "NVFP4, rounded by input_scale",
         "input_scale": spec.get("input_scale", ""),
         "kv_cache": recipe.get("kv_cache", ""),
         "modules": f"{spec.get('quantized_modules', 0):,}",
@@ -77,19 +77,19 @@ def _rows(report: Report | None) -> list[tuple[str, str]]:
         found += [
             ("perplexity on held-out text", f"{text.output:.4f}, the source's {text.source:.4f}"),
             ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
-            ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
+            ("same most likely token", f"{text.top1:.2%} of {text.tokens:,} positions in {text.prompts} texts"),
         ]
     return found
 
 
 def lost(report: Report) -> list[str]:
-    """Return what a report on a target leaves open of how far it is from its source, or finds too far."""
+    """Return what a report on a target leaves open about its difference from the source, or finds too large."""
     noise, text = report.figures.noise, report.figures.perplexity
     if noise is None or noise.median is None:
-        return ["the weights are not the source's, and their noise was not measured"]
+        return ["the weights differ from the source's, and their noise was not measured"]
     if text is None:
-        return ["its perplexity beside the source's was not measured"]
+        return ["its perplexity was not compared with the source's"]
     growth = math.expm1(text.log_ratio)
     if not growth - 2 * (text.log_ratio_se or 0.0) <= MAX_GROWTH:
-        return [f"its perplexity is {growth:+.2%} above the source's, and {MAX_GROWTH:.0%} may be"]
+        return [f"its perplexity is {growth:+.2%} above the source's, but at most {MAX_GROWTH:.0%} is allowed"]
     return []

@@ -1,1 +1,1 @@
-"""A folder of safetensors: headers, the streaming reader and writer, the manifest, a path or a hub id."""
+"""Safetensors folders: headers, the streaming reader and writer, the manifest, local paths and Hub ids."""

@@ -1,9 +1,9 @@
-"""Tensors as bytes: streaming them out of files and into a new one, and reading files once for all that is asked.
+"""Tensors as bytes: stream them out of files and into a new one, and read each file once for everything needed.
 
-A file is written in one pass by two threads, as hashing lets go of the interpreter's lock: one reads, hashes each
-tensor, looks at its values and writes; the other hashes the file, which alone takes as long as all of these.
-A file is read in the same way, and several files, or the tensors of one whose sha256 is not wanted, at once.
-A tensor's digest is blake3, three times as fast as sha256, as a second sha256 would double the time of a copy.
+Two threads write a file in one pass, since hashing releases the interpreter's lock: one reads, hashes each tensor,
+checks its values and writes; the other hashes the whole file, which takes as long as everything else together.
+Reading works the same way. Several files are read in parallel, and so are the tensors of a file whose sha256 is not
+needed. A tensor's digest is blake3, three times as fast as sha256: a second sha256 would double the time of a copy.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 CHUNK = 1 << 20
-# Chunks that wait for the hash of the file.
+# Chunks that may wait for the file's hash.
 AHEAD = 4
-# Bytes after which the disk is asked to catch up.
+# Bytes between requests to flush to disk.
 WINDOW = 16 << 20
-# Bytes of tensors that one thread reads in a row, where a file is read by several.
+# Bytes of tensors that one thread reads in a row when several threads read one file.
 SHARE = 64 << 20
 METADATA = {"format": "pt"}
-# Of what a plan promised and its own steps did not keep.
-REPORT = "This is a fault of kconv's own; report it with the head's config."
+# For errors in kconv's own plan.
+REPORT = "This is a bug in kconv; report it with the head's config."
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Entry:
     """A tensor to be written.
 
     Attributes:
-        name, dtype, shape: as they will stand in the header.
-        chunks: called once, when its turn comes; yields the tensor's bytes in order, whole elements at a time.
-            What it yields must stay as it is while the next `AHEAD` are asked for.
+        name, dtype, shape: as in the header.
+        chunks: called once, when the tensor's turn comes; yields its bytes in order, in whole elements. Each chunk must
+        stay unchanged while the next `AHEAD` are requested.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Written:
 
     Attributes:
         file: its name.
-        size: its bytes.
+        size: in bytes.
         sha256: of the whole file, as the Hub shows it.
         digests: each tensor's blake3.
-        values: what each tensor's values are like.
+        values: a summary of each tensor's values.
     """
 
     file: str
@@ -80,13 +80,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted of one file, whose bytes are read once.
+    """What to compute from one file, whose bytes are read once.
 
     Attributes:
         file: the file.
-        whole: whether its sha256 is.
-        digests: the tensors, or parts of tensors, of which the blake3 is.
-        values: the tensors whose values are looked at.
+        whole: whether to compute the sha256 of the whole file.
+        digests: the tensors, or parts of tensors, to hash with blake3.
+        values: the tensors whose values to check.
     """
 
     file: Path
@@ -96,7 +96,7 @@ class Wanted:
 
 
 def stream(info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in order; each view is valid while the next `AHEAD` are asked for.
+    """Yield a tensor's bytes in order; each view stays valid while the next `AHEAD` are requested.
 
     Raises:
         NotACheckpoint: the file cannot be read.
@@ -121,7 +121,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _exactly(file: FileIO, info: TensorInfo, ring: Iterator[memoryview]) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, read into the views of a ring."""
+    """Yield a tensor's bytes, read into a ring of buffers."""
     left = info.size
     for view in _pieces(file, info.begin, info.begin + info.size, ring):
         left -= len(view)
@@ -130,12 +130,12 @@ def _exactly(file: FileIO, info: TensorInfo, ring: Iterator[memoryview]) -> Iter
         raise CorruptHeader(
             f"{info.file.name} ended {left:,} bytes before the end of {info.name}",
             where=info.file,
-            fix="The file changed while it was read; fetch it again.",
+            fix="The file changed while kconv read it; fetch it again.",
         )
 
 
 def _pieces(file: FileIO, begin: int, end: int, ring: Iterator[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes from `begin` to `end`, or to the end of the file where that comes first."""
+    """Yield the bytes from `begin` to `end`, or to the end of the file if that comes first."""
     file.seek(begin)
     while begin < end:
         view = next(ring)
@@ -155,7 +155,7 @@ def read_floats(info: TensorInfo, rows: Sequence[int] | None = None) -> np.ndarr
 
     Args:
         info: the tensor.
-        rows: of a matrix, those that are read, in this order; all of it if None.
+        rows: the rows of a matrix to read, in this order; None reads all.
     """
     if rows is None:
         return to_floats(b"".join(map(bytes, stream(info))), info.dtype).reshape(info.shape)
@@ -185,7 +185,7 @@ def file_digest(file: Path) -> str:
 
 
 class _Sha256:
-    """The sha256 of a file, taken by a second thread from chunks that stay as they are while the next `AHEAD` come."""
+    """The sha256 of a file, computed by a second thread; chunks must stay unchanged while the next `AHEAD` come."""
 
     def __init__(self) -> None:
         self._hash, self._other = hashlib.sha256(), ThreadPoolExecutor(1)
@@ -198,13 +198,13 @@ class _Sha256:
         self._other.shutdown()
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Take up the next bytes, once no more than `AHEAD` wait."""
+        """Add the next bytes, once no more than `AHEAD` chunks wait."""
         if len(self._waiting) == AHEAD:
             self._waiting.popleft().result()
         self._waiting.append(self._other.submit(self._hash.update, chunk))
 
     def hexdigest(self) -> str:
-        """Return the digest of all that came."""
+        """Return the digest of all bytes added."""
         for one in self._waiting:
             one.result()
         return self._hash.hexdigest()
@@ -216,15 +216,15 @@ def processors() -> int:
 
 
 class _Span:
-    """Consecutive bytes of a file, and what is wanted of them.
+    """Consecutive bytes of a file, and what to compute from them.
 
     Attributes:
-        info: the tensor that they are, by whose name an error speaks of them.
-        place: where they begin, and how many they are.
-        end: where they end.
-        hashed: whether their blake3 is wanted.
-        scanned: the shapes and dtypes in which their values are looked at.
-        parts: spans inside of this one, whose blake3 is wanted.
+        info: the tensor that these bytes belong to; errors name it.
+        place: the offset and the number of bytes.
+        end: the offset after the last byte.
+        hashed: whether to compute the blake3.
+        scanned: the shapes and dtypes for the value check.
+        parts: spans inside this one that are hashed on their own.
     """
 
     def __init__(self, info: TensorInfo) -> None:
@@ -234,13 +234,13 @@ class _Span:
         self.parts: list[_Span] = []
 
     def holds(self, other: _Span) -> bool:
-        """Say whether another one, which begins no earlier, lies inside of this one."""
+        """Return whether another span, which begins no earlier, lies inside this one."""
         return other.end <= self.end and not other.scanned
 
 
 @dataclass
 class _Seen:
-    """What was found of a file: its sha256, the blake3 of spans of it, and the values of tensors."""
+    """Results for a file: its sha256, the blake3 of spans, and the values of tensors."""
 
     sha256: str = ""
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -248,14 +248,14 @@ class _Seen:
 
 
 class Look:
-    """Files whose bytes are read once, in the background, for all that is wanted of them.
+    """Read files once, in the background, and compute everything wanted from them.
 
-    A file whose sha256 is wanted is read by one thread, which looks at its tensors, and hashed by another; the tensors
-    of other files are shared out. As many are read at once as there are processors, each through a few chunks. Errors
-    of reading are raised where one asks for what they keep from being found.
+    A file whose sha256 is wanted is read by one thread, which also checks its tensors, and hashed by another. The
+    tensors of other files are shared out among threads. As many files are read at once as there are processors, each
+    through a few chunks. A read error is raised when a caller asks for a result that it prevented.
 
     Args:
-        wanted: the files; of one that is named twice, all that is said of it is wanted.
+        wanted: the files; requests for the same file are merged.
     """
 
     def __init__(self, wanted: Iterable[Wanted]) -> None:
@@ -266,7 +266,7 @@ class Look:
         self._pool = ThreadPoolExecutor(processors())
         self._files: dict[Path, Future[_Seen]] = {}
         self._spans: dict[Path, dict[tuple[int, int], Future[_Seen]]] = {}
-        # Files of which the whole is hashed take longest.
+        # Files that are hashed whole take longest.
         for file, ones in sorted(together.items(), key=lambda item: not any(one.whole for one in item[1])):
             whole, spans = any(one.whole for one in ones), _spans(ones)
             places = self._spans[file] = {}
@@ -278,12 +278,12 @@ class Look:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading; nobody asks any more."""
+        """Stop reading; no more results are needed."""
         self._left.set()
         self._pool.shutdown(cancel_futures=True)
 
     def sha256(self, file: Path) -> str:
-        """Return the sha256 of a file, once it is read; of one that was not wanted, it is read now.
+        """Return the sha256 of a file when it has been read; a file that was not requested is read now.
 
         Raises:
             NotACheckpoint, CorruptHeader: see `stream`.
@@ -299,7 +299,7 @@ class Look:
         return self._spans[info.file][place].result().digests[place]
 
     def values(self, info: TensorInfo) -> Values:
-        """Return what a tensor's values are like; see `sha256`."""
+        """Return the summary of a tensor's values; see `sha256`."""
         place = info.begin, info.size
         return self._spans[info.file][place].result().values[*place, info.dtype, info.shape]
 
@@ -341,7 +341,7 @@ class Look:
 
 
 def _spans(wanted: Iterable[Wanted]) -> list[_Span]:
-    """Return what is wanted of a file by place, parts inside of what holds them."""
+    """Return what is wanted of a file by position, with parts nested inside the spans that contain them."""
     spans: dict[tuple[int, int], _Span] = {}
     for one in wanted:
         for info in one.digests:
@@ -358,7 +358,7 @@ def _spans(wanted: Iterable[Wanted]) -> list[_Span]:
 
 
 def _shares(spans: Sequence[_Span]) -> list[list[_Span]]:
-    """Cut what is wanted of a file into shares that are read one by one."""
+    """Split what is wanted of a file into shares, each read in one go."""
     shares: list[list[_Span]] = []
     left = 0
     for span in spans:
@@ -377,18 +377,18 @@ def write_safetensors(
     check: Callable[[str, Values], None] = lambda name, values: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Written:
-    """Write one safetensors file in a single pass, digesting on the way.
+    """Write one safetensors file in a single pass, hashing on the way.
 
-    The order is by falling dtype width, then by name, so that every tensor is aligned to its dtype.
+    Tensors are ordered by falling dtype width, then by name, so that each is aligned to its dtype.
 
     Args:
-        file: the file to make; it must not exist.
-        entries: what to write; memory stays at a few chunks whatever their sizes.
-        check: called when a tensor is through, with its name and what its values are like; may raise.
-        advance: called with the number of bytes taken up since the last call.
+        file: the file to create; it must not exist.
+        entries: what to write; memory use is a few chunks, whatever the sizes.
+        check: called after each tensor with its name and the summary of its values; may raise.
+        advance: called with the number of bytes written since the last call.
 
     Raises:
-        CorruptHeader: an entry yields another number of bytes than its dtype and shape say.
+        CorruptHeader: an entry yields a different number of bytes than its dtype and shape need.
         OSError: the file cannot be written.
     """
     ordered = sorted(entries, key=lambda e: (-BITS[e.dtype], e.name))
@@ -416,7 +416,7 @@ def write_safetensors(
                 advance(len(chunk))
             if count != byte_size(entry.dtype, entry.shape):
                 raise CorruptHeader(
-                    f"{entry.name} yielded {count:,} bytes, but its shape needs another number", where=file, fix=REPORT
+                    f"{entry.name} yielded {count:,} bytes, but its shape needs another count", where=file, fix=REPORT
                 )
             digests[entry.name], values[entry.name] = tensor.hexdigest(), scan.result()
             check(entry.name, values[entry.name])
@@ -431,9 +431,10 @@ def _cut(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 class _Sink:
-    """A new file that goes to its disk while it grows, so that little is left to flush at the end.
+    """A new file that is flushed to disk while it grows, so that little is left to flush at the end.
 
-    What has reached the disk is dropped from the page cache: it is not read again here, and would push out what is.
+    Flushed bytes are dropped from the page cache: kconv does not read them again, and they would evict bytes that it
+    does read.
     """
 
     def __init__(self, file: FileIO) -> None:
@@ -449,7 +450,7 @@ class _Sink:
             self.size += count
             view = view[count:]
         if self.size - self._asked >= WINDOW and hasattr(os, "posix_fadvise"):  # macOS has none
-            # DONTNEED starts writing what is dirty, without waiting, and drops what is clean:
+            # DONTNEED starts writing dirty pages, without waiting, and drops clean ones:
             # https://github.com/torvalds/linux/blob/05f6d02521d4c7a656c5135d6d81c345ce531ac0/mm/fadvise.c#L116
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self._asked = self.size

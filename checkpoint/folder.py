@@ -1,4 +1,4 @@
-"""A checkpoint folder: config.json, safetensors, and the license beside them."""
+"""A checkpoint folder: config.json, safetensors, and license files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .schema import parse_object, read_bounded
 from .staging import is_partial
 
 INDEX = "model.safetensors.index.json"
-# The file that holds all of a checkpoint that is not cut into shards.
+# The only weight file of a checkpoint that is not sharded.
 WHOLE = "model.safetensors"
-# What is no checkpoint that kconv reads, by the end of a file's name: what it is, and what to do.
+# File name endings of what kconv cannot read as a checkpoint: what it is, and what to do.
 OTHERS = {
     ".gguf": ("a GGUF file, llama.cpp's format", "Give the checkpoint that it was made from."),
     "adapter_config.json": (
@@ -33,14 +33,14 @@ ReadHeader = Callable[[Path], dict[str, TensorInfo]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder of safetensors, with every header read and no value.
+    """A folder of safetensors, with its headers read but not its weights.
 
     Attributes:
-        folder: where it is.
+        folder: its path.
         config: its config.json.
-        tensors: what its files hold, by tensor name.
+        tensors: its tensors, by name.
         source: how the user named it: a path, or a hub id with its resolved revision.
-        headers_only: the weights are on the Hub; `folder` and the tensors' files are names there, and no paths.
+        headers_only: the weights are on the Hub; `folder` and the tensors' files are names there, not paths.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         ConfigInvalid: config.json is not a JSON object.
         CorruptIndex: the index names a missing file or tensor, or a path outside the folder; or two files hold the
             same tensor.
-        CorruptHeader: a file's header lies.
+        CorruptHeader: a file's header contradicts its data.
     """
     try:
         names = {entry.name for entry in folder.iterdir()}
@@ -93,7 +93,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
         raise _without_config(folder)
     config = read_json(folder / "config.json")
     tensors = gather(folder, names, read_json(folder / INDEX) if INDEX in names else None)
-    # A path need not be UTF-8, the manifest must be.
+    # A path may be other than UTF-8; the manifest must be UTF-8.
     return Checkpoint(folder, config, tensors, source or os.fsencode(folder).decode(errors="replace"))
 
 
@@ -103,13 +103,13 @@ def gather(
     index: Mapping[str, Any] | None,
     read: ReadHeader = read_header,
 ) -> dict[str, TensorInfo]:
-    """Gather the tensors of a folder's safetensors files, those that the index names if there is one.
+    """Gather the tensors of a folder's safetensors files; with an index, only those that it names.
 
     Args:
         folder: where the files are, here or on the Hub.
-        names: of all its files.
-        index: what its index file holds, if it has one.
-        read: reads the header of one of them.
+        names: the names of all its files.
+        index: the contents of its index file, if it has one.
+        read: reads the header of one file.
 
     Raises:
         NotACheckpoint, CorruptIndex, CorruptHeader: see `open_checkpoint`.
@@ -121,8 +121,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        NotACheckpoint: the file is missing, or no regular file.
-        ConfigInvalid: it is too large for a config or an index, or holds something else than one JSON object.
+        NotACheckpoint: the file is missing, or not a regular file.
+        ConfigInvalid: it is too large for a config or an index, or is not exactly one JSON object.
     """
     missing = NotACheckpoint(
         f"{file.parent} has no {file.name}",
@@ -149,7 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _instead(path: Path, fault: OSError) -> str:
-    """Return what to give in place of a path that is no folder."""
+    """Return what to pass instead of a path that is not a folder."""
     if isinstance(fault, NotADirectoryError):
         return f"Give the checkpoint's folder: {path.parent}"
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
@@ -159,16 +159,16 @@ def _instead(path: Path, fault: OSError) -> str:
 
 
 def _without_config(folder: Path) -> NotACheckpoint:
-    """Return the fault of a folder without a config, which may hold something else, or checkpoints in its folders."""
+    """Return the error for a folder without a config; it may hold something else, or checkpoints in subfolders."""
     held = {file.name for file in folder.iterdir()}
     for mark, (what, fix) in OTHERS.items():
         if any(name.endswith(mark) for name in held):
-            return NotACheckpoint(f"{folder.name} holds {what}, and no config.json", where=folder, fix=fix)
-    # Also those of a folder of the Hub's cache.
+            return NotACheckpoint(f"{folder.name} holds {what}, but no config.json", where=folder, fix=fix)
+    # Including the snapshots of a folder in the Hub's cache.
     found = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
     inner = sorted(str(file.parent.relative_to(folder)) for file in found)
     return NotACheckpoint(
-        f"{folder} has no config.json" + (f", and its folders {', '.join(inner[:5])} have one" if inner else ""),
+        f"{folder} has no config.json" + (f", but these subfolders have one: {', '.join(inner[:5])}" if inner else ""),
         where=folder,
         fix=f"Give one of them, e.g. {folder / inner[0]}"
         if inner
@@ -183,10 +183,10 @@ def _from_files(folder: Path, names: set[str], read: ReadHeader) -> dict[str, Te
     if not files:
         for mark, (what, fix) in OTHERS.items():
             if any(name.endswith(mark) for name in names):
-                raise NotACheckpoint(f"{folder.name} holds {what}, and no *.safetensors", where=folder, fix=fix)
+                raise NotACheckpoint(f"{folder.name} holds {what}, but no *.safetensors", where=folder, fix=fix)
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         fix = (
-            f"Save the tensors of {pickles[0]} with safetensors.torch.save_file; kconv reads no such pickle."
+            f"Save the tensors of {pickles[0]} with safetensors.torch.save_file; kconv does not read this pickle."
             if pickles
             else "Check the path; a download may be incomplete."
         )
@@ -218,7 +218,7 @@ def _from_index(
             raise CorruptIndex(
                 f"the index names {name!r}, which is not a *.safetensors file in its folder",
                 where=index,
-                fix="Do not use this checkpoint unless you trust whoever wrote its index.",
+                fix="Do not use this checkpoint unless you trust the author of its index.",
             )
         if name not in names:
             raise CorruptIndex(f"the index names {name}, which is missing", where=index, fix="Fetch the missing shard.")
@@ -229,7 +229,7 @@ def _from_index(
         tensor = absent.args[0]
         what = f"{weight_map[tensor]} does not hold {tensor}"
         raise CorruptIndex(what, where=index, fix="Fetch the shard again.") from absent
-    # As each is where the index says, there are more of them only where one is elsewhere too, or is not in the index.
+    # Every indexed tensor is where the index says, so extra ones are duplicates in another file, or not indexed.
     if sum(map(len, headers.values())) > len(placed):
         held = Counter(chain.from_iterable(headers.values()))
         stray = [name for name in held if name not in weight_map or held[name] > 1]
@@ -239,24 +239,24 @@ def _from_index(
             fix="Export the checkpoint again. Index and shards come from different runs.",
         )
     for name in sorted(names - headers.keys()):
-        # A whole copy in Mistral's format, which TensorRT-LLM passes over by its name (`beside_index` has the lines).
+        # A whole copy in Mistral's format, which TensorRT-LLM skips by its name (`beside_index` links the lines).
         if name.endswith(".safetensors") and "consolidated" not in name and read(folder / name).keys() & placed.keys():
             raise beside_index(name, index)
     return placed
 
 
 def beside_index(name: str, index: Path | str) -> CorruptIndex:
-    """Return the fault of a file that holds what an index places in others, so that readers differ in what they take.
+    """Return the error for a file that holds tensors which the index places elsewhere, so that readers disagree.
 
-    transformers takes model.safetensors before any index, vLLM what the index names, and TensorRT-LLM every file, of
-    two tensors of one name the one that was read last:
+    transformers prefers model.safetensors to any index, vLLM reads what the index names, and TensorRT-LLM reads every
+    file and keeps the last of two tensors with one name:
     https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/modeling_utils.py#L612-L628
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/weight_utils.py#L585-L611
     https://github.com/NVIDIA/TensorRT-LLM/blob/02086d89ee95f725414743a33a436473604202e9/tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py#L66-L75
     """
     return CorruptIndex(
-        f"{name} holds tensors that the index places in other files; TensorRT-LLM reads all files,"
-        f" transformers {WHOLE} first, vLLM what the index names",
+        f"{name} holds tensors that the index places in other files: TensorRT-LLM reads all files,"
+        f" transformers reads {WHOLE} first, vLLM reads only what the index names",
         where=index,
         fix=f"Find out which one is right, and remove {name}, or the index and its shards.",
     )
@@ -273,15 +273,15 @@ def locate(
     Args:
         wanted: tensor names.
         files: names of the checkpoint's files.
-        fetch: gives the path of one of them, which may take a download.
-        read: gives the header of one of them, where that takes no download of the file; None to fetch it.
+        fetch: returns the path of a file, and may download it.
+        read: returns a file's header without downloading the file; None to fetch the file instead.
 
     Returns:
-        Those of the tensors that the checkpoint holds, by name.
+        The tensors that the checkpoint has, by name.
 
     Raises:
-        ConfigInvalid, CorruptIndex, CorruptHeader: the index, or a file that should hold one of them, lies; or two
-            files hold the same.
+        ConfigInvalid, CorruptIndex, CorruptHeader: the index, or a file that should hold one of them, is wrong; or two
+        files hold the same tensor.
     """
     wanted, files = set(wanted), set(files)
     shards = {name for name in files if name.endswith(".safetensors")}
@@ -297,7 +297,7 @@ def locate(
                 where=INDEX,
                 fix="Fetch the missing shard.",
             )
-        # By its name: on the Hub, looking into it would take a download of all of it.
+        # By its name: on the Hub, looking inside would mean downloading the whole file.
         if WHOLE in shards and WHOLE not in placed.values():
             raise beside_index(WHOLE, INDEX)
         shards = named
@@ -314,21 +314,21 @@ def locate(
     return found
 
 
-# Licenses and notices beside weights.
+# Licenses and notices next to the weights.
 #
-# Publishers write them in any case, as GitHub's own finder takes them:
+# Publishers use upper and lower case; GitHub's own finder accepts both:
 # https://github.com/licensee/licensee/blob/v10.1.0/lib/licensee/project_files/license_file.rb#L23-L27
 
-# What may hold a license's text.
+# Files that may hold a license's text.
 LICENSE_TEXTS = ("LICENSE*", "LICENCE*", "COPYING*")
-# What a card must repeat, or a release must carry on.
+# Files that a card must repeat, or a release must include.
 LICENSE_FILES = (*LICENSE_TEXTS, "NOTICE*", "THIRD_PARTY*")
 
 
 def in_any_case(patterns: Iterable[str]) -> tuple[str, ...]:
     """Return glob patterns that take letters of either case, e.g. "[Mm][Ii][Tt]*" for "MIT*".
 
-    huggingface_hub and, before Python 3.12, `Path.glob` match by case and cannot be told otherwise.
+    huggingface_hub and, before Python 3.12, `Path.glob` are case-sensitive, with no option to change that.
     """
     return tuple(
         "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else letter for letter in pattern)

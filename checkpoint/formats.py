@@ -1,6 +1,6 @@
-"""How quantized weights lie on disk: the one description of NVFP4, FP8 and INT4.
+"""How quantized weights are stored: the one description of NVFP4, FP8 and INT4.
 
-A weight `[rows, columns]` of a module is some tensors beside each other, `<module>.<suffix>`: its values, and scales.
+A module's weight `[rows, columns]` is stored as several tensors, `<module>.<suffix>`: its values and its scales.
 Each scale is a multiplier. ModelOpt's names and numbers:
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/quant_utils.py
 compressed-tensors' INT4:
@@ -16,12 +16,12 @@ from typing import Any
 
 Shape = tuple[int, ...]
 
-# Where a config says how to read the scales; ModelOpt's exporter also writes the second, a file.
+# Where a config describes the quantization; ModelOpt's exporter also writes the second one, as a file.
 CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 KV_CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 
-# The largest magnitudes of the two float types.
+# The largest magnitude of each float type.
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 GROUP_SIZE = 16  # columns of an NVFP4 group
 BLOCK = 128  # rows and columns of DeepSeek's FP8 block
@@ -29,12 +29,12 @@ BLOCK = 128  # rows and columns of DeepSeek's FP8 block
 
 @dataclass(frozen=True)
 class FormatTensor:
-    """One of the tensors that a quantized weight consists of.
+    """One of the tensors that make up a quantized weight.
 
     Attributes:
         dtypes: the safetensors dtypes it may have; the first is what kconv writes.
         shapes: the shapes it may have, from the weight's rows and columns; the first is what kconv writes.
-        is_needed: whether the weight cannot be read without it.
+        is_needed: whether reading the weight requires it.
     """
 
     dtypes: tuple[str, ...]
@@ -52,12 +52,12 @@ class StoredFormat:
     """How a quantized weight is stored.
 
     Attributes:
-        name: ModelOpt's `quant_algo` where it has one.
-        tensors: by suffix; the values come first.
-        columns: how many columns share an element of the values.
-        group: how many columns share a scale; 1 where groups do not cut a row.
-        largest: the largest magnitude that scales of 1 hold.
-        numbers: how config.json's `config_groups` describe weights and inputs.
+        name: ModelOpt's `quant_algo`, if it has one.
+        tensors: by suffix; values first.
+        columns: how many columns one stored element holds.
+        group: how many columns share a scale; 1 if rows are not split into groups.
+        largest: the largest magnitude with scales of 1.
+        numbers: the description of weights and inputs in config.json's `config_groups`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class StoredFormat:
 
     @property
     def scales(self) -> dict[str, FormatTensor]:
-        """What is beside the values, by suffix."""
+        """The tensors other than the values, by suffix."""
         return dict(list(self.tensors.items())[1:])
 
 
@@ -87,7 +87,7 @@ _INPUT_SCALE = FormatTensor(("F32",), _scalar, is_needed=False)
 NVFP4 = StoredFormat(
     "NVFP4",
     {
-        # The low nibble of a byte is the even column.
+        # The low nibble of a byte holds the even column.
         "weight": FormatTensor(("U8",), lambda rows, columns: ((rows, columns // 2),)),
         "weight_scale": FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, columns // GROUP_SIZE),)),
         "weight_scale_2": FormatTensor(("F32",), _scalar),
@@ -111,7 +111,7 @@ FP8 = StoredFormat(
 
 
 def fp8_blocks(height: int = BLOCK, width: int = BLOCK) -> StoredFormat:
-    """Return DeepSeek's FP8, of blocks of so many rows and columns that share a scale."""
+    """Return DeepSeek's FP8; one block of this many rows and columns shares a scale."""
     return StoredFormat(
         "FP8, in blocks",
         {
@@ -126,11 +126,11 @@ def fp8_blocks(height: int = BLOCK, width: int = BLOCK) -> StoredFormat:
 
 
 def int4(group: int) -> StoredFormat:
-    """Return compressed-tensors' INT4, of groups of so many columns that share a scale."""
+    """Return compressed-tensors' INT4; one group of this many columns shares a scale."""
     return StoredFormat(
         "INT4",
         {
-            # The lowest four bits are the first of eight columns, each value plus 8.
+            # The lowest four bits hold the first of eight columns; each is stored as its value plus 8.
             "weight_packed": FormatTensor(("I32",), lambda rows, columns: ((rows, ceil(columns / 8)),)),
             "weight_scale": FormatTensor(
                 ("BF16", "F16", "F32"), lambda rows, columns: ((rows, ceil(columns / group)),)
@@ -150,9 +150,9 @@ def quantization_config(
 
     Args:
         format_: NVFP4 or FP8.
-        exclude: names, or patterns of names, of modules that are not quantized.
-        weight_only: whether engines leave the inputs as they are.
-        kv_cache: "fp8" for a KV cache in FP8.
+        exclude: names or name patterns of modules that stay unquantized.
+        weight_only: whether engines leave the inputs unquantized.
+        kv_cache: "fp8" for an FP8 KV cache.
     """
     numbers = dict(format_.numbers)
     group = {"input_activations": None if weight_only else numbers, "weights": numbers, "targets": ["Linear"]}

@@ -1,4 +1,4 @@
-"""Safetensors headers, read as if they lied.
+"""Safetensors headers, read without trusting them.
 
 Format: https://github.com/huggingface/safetensors/blob/v0.6.2/README.md#format
 """
@@ -20,18 +20,18 @@ from .schema import MAX_DIGITS, MAX_JSON_VALUES, parse_object, refuse_many
 
 # https://github.com/huggingface/safetensors/blob/v0.6.2/safetensors/src/tensor.rs#L12
 MAX_HEADER_BYTES = 100_000_000
-# What is sent or saved in the place of a checkpoint's file, by its first bytes.
+# What may be in place of a checkpoint's file, by its first bytes.
 IMPOSTORS = {
-    b"version https://git-lfs": ("a Git LFS pointer, and not the file it points to", "Run: git lfs pull"),
+    b"version https://git-lfs": ("a Git LFS pointer, not the file it points to", "Run: git lfs pull"),
     b"<": (
-        "a web page or XML, and not the file itself",
+        "a web page or XML, not the file itself",
         "Download it again; the server may have asked for a login.",
     ),
     b"PK\x03\x04": ("a zip archive, as torch.save writes it", "Save its tensors with safetensors first."),
     b"GGUF": ("a GGUF file", "Give the checkpoint that it was made from."),
 }
 IMPOSTOR_BYTES = max(map(len, IMPOSTORS))
-# More than any tensor library has; the product of a million dims would take hours.
+# More than any tensor library supports; multiplying a million dims would take hours.
 MAX_DIMS = 64
 
 BITS = {
@@ -39,22 +39,22 @@ BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-# The dtypes of weights that can be computed with, by the names that config.json and options have for them: torch's.
+# The dtypes of weights that kconv can compute with, by torch's names, which config.json and options use.
 FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 TORCH_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
-# A tensor as libraries write it: its keys in this order, and no space or escape anywhere.
+# An entry as libraries write it: its keys in this order, without spaces or escapes.
 ENTRY = re.compile(
     r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]*)","shape":\[((?:(?:0|[1-9][0-9]*)(?:,(?:0|[1-9][0-9]*))*)?)\],'
     r'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\}(?:,(?=")|\}\Z)'
 )
-# Characters of an entry beside what it says, and the one behind it.
+# Characters of an entry besides its values, including the one after it.
 ENTRY_MARKS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 FREE_TEXTS = re.compile(r'\{(?:"__metadata__":(\{[^{}]*\}),)?')
 
 
 class Readable(Protocol):
-    """What gives its bytes in order."""
+    """A source of bytes, read in order."""
 
     def read(self, count: int, /) -> bytes:
         """Return the next `count` bytes, or fewer at the end."""
@@ -97,11 +97,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
     Raises:
         NotACheckpoint: the file cannot be opened.
-        CorruptHeader: the header cannot be true: it overruns the file, repeats a name, or its
+        CorruptHeader: the header is impossible: it overruns the file, repeats a name, or its
             offsets overlap, leave holes, or disagree with dtype and shape.
     """
     try:
-        if not file.is_file():  # a pipe would wait for ever
+        if not file.is_file():  # a pipe would block forever
             raise NotACheckpoint(f"{file.name} is not a file", where=file, fix="Check the path and its links.")
         with file.open("rb") as stream:
             _refuse_impostor(stream.read(IMPOSTOR_BYTES), file)
@@ -114,12 +114,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def parse_header(stream: Readable, file: Path, file_size: int) -> dict[str, TensorInfo]:
-    """Parse the header that stands at the start of a stream.
+    """Parse the header at the start of a stream.
 
     Args:
-        stream: at the file's first byte.
-        file: what the file is called, here or on the Hub.
-        file_size: bytes of the whole file.
+        stream: positioned at the file's first byte.
+        file: the file's name, here or on the Hub.
+        file_size: size of the whole file in bytes.
 
     Raises:
         CorruptHeader: see `read_header`.
@@ -129,7 +129,7 @@ def parse_header(stream: Readable, file: Path, file_size: int) -> dict[str, Tens
         raise _corrupt(file, f"the header claims {length:,} bytes in a file of {file_size:,}")
     text = _exactly(stream, length, file)
     begin, size = 8 + length, file_size - 8 - length
-    # What is written otherwise, or is wrong, is looked at one by one.
+    # Headers written differently, or with errors, are checked entry by entry.
     return _in_bulk(file, text, begin, size) or _check(file, _parse(file, text), data_begin=begin, data_size=size)
 
 
@@ -153,7 +153,7 @@ def build_header(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict
 
 def _refuse_impostor(start: bytes, file: Path) -> None:
     for mark, (what, fix) in IMPOSTORS.items():
-        # Read as the length of a header, each of these is longer than a header may be.
+        # Each of these, read as a header's length, exceeds the longest header allowed.
         if start.startswith(mark) and int.from_bytes(start[:8], "little") > MAX_HEADER_BYTES:
             raise CorruptHeader(f"{file.name} is {what}", where=file, fix=fix)
 
@@ -169,7 +169,7 @@ def _corrupt(file: Path, what: str) -> CorruptHeader:
 def _exactly(stream: Readable, count: int, file: Path) -> bytes:
     data = stream.read(count)
     if len(data) != count:
-        raise _corrupt(file, f"{count:,} bytes were expected and {len(data):,} are there")
+        raise _corrupt(file, f"{count:,} bytes were expected, but {len(data):,} are there")
     return data
 
 
@@ -180,12 +180,12 @@ def _parse(file: Path, text: bytes) -> dict[str, object]:
         raise _corrupt(file, f"its header cannot be read: {fault}") from fault
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _corrupt(file, "its __metadata__ is not a map of texts")
+        raise _corrupt(file, "its __metadata__ is not a map of strings")
     return header
 
 
 def _in_bulk(file: Path, text: bytes, data_begin: int, data_size: int) -> dict[str, TensorInfo] | None:
-    """Return the tensors of a header that is as libraries write it and has nothing wrong; None of any other."""
+    """Return the tensors of a valid header written the usual way; None for any other header."""
     try:
         refuse_many(text, MAX_JSON_VALUES)
         header = text.decode().rstrip(" ")
@@ -242,8 +242,8 @@ def _check(file: Path, header: dict[str, object], *, data_begin: int, data_size:
     at = data_begin
     for info in sorted(infos.values(), key=lambda i: (i.begin, i.size)):
         if info.begin != at:
-            raise _corrupt(file, f"{info.name!r} overlaps its neighbour or leaves a hole")
+            raise _corrupt(file, f"{info.name!r} overlaps its neighbor or leaves a hole")
         at += info.size
     if at != data_begin + data_size:
-        raise _corrupt(file, f"the tensors end at byte {at:,} and the file at {data_begin + data_size:,}")
+        raise _corrupt(file, f"the tensors end at byte {at:,}, but the file ends at {data_begin + data_size:,}")
     return infos

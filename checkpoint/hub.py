@@ -1,10 +1,10 @@
 """A checkpoint on the Hugging Face Hub.
 
-This module alone imports huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports it when a name turns out to
-be a hub id. Downloads are `snapshot_download`'s and `hf_hub_download`'s own, over plain HTTP or through hf_xet where
-that is installed; of the two only plain HTTP is tested, as the stand-in does not speak Xet.
+Only this module imports huggingface_hub, 1.31 and up or 2.x; `checkpoint.source` imports it when a name turns out to
+be a hub id. Downloads use `snapshot_download` and `hf_hub_download` themselves, over plain HTTP or through hf_xet if
+that is installed. Only plain HTTP is tested, since the test server does not speak Xet.
 
-No text of the library's exceptions is repeated: one about a header holds the token, and a redirect's url is signed.
+Messages never repeat the library's exception texts: one contains the token in a header, and redirect URLs are signed.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ from .pickles import PICKLE
 from .schema import MAX_JSON, read_bounded, read_text
 from .staging import cache_root
 
-# Folder of tensors that were downloaded by themselves, and the bytes that one request asks for.
+# The folder of tensors that were downloaded individually, and the bytes that one request asks for.
 KEPT, RANGE = "kconv-tensors", 64 << 20
-# How a large file and a small one are called in the cache, and a commit on the Hub.
+# The names of a large and a small file in the cache, and of a commit on the Hub.
 DIGEST, COMMIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 LICENSES = in_any_case(LICENSE_FILES)
 README = "README.md"
-# What kconv's own outputs record beside the weights: how to serve them.
+# Serving settings that kconv's own outputs record next to the weights.
 LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
 CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENSES)
-# Kimi's tokenizer is a tiktoken.model with Python beside it, which is run only where the user trusts it.
+# Kimi's tokenizer is a tiktoken.model with Python code, which runs only if the user trusts it.
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.txt", "*.py")
-# An engine reads the root alone; what lies deeper is other exports or a trainer's states.
+# Engines read only the root; folders below hold other exports or a trainer's states.
 SUBFOLDERS = "*/*"
 
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository of the Hub at one commit; a branch that moves on is not followed.
+    """A repository of the Hub at one commit; later commits on its branch are ignored.
 
     Attributes:
         repo: org/name.
         commit: 40 hex digits.
-        pinned: whether the user named the commit itself, and no branch that led to it.
+        pinned: whether the user named the commit itself rather than a branch or tag.
     """
 
     repo: str
@@ -87,9 +87,9 @@ class HubRepo:
         return f"{self.repo}@{self.commit}"
 
     def open_headers(self) -> Checkpoint:
-        """Read the config and the headers over the network; offline, the local cache.
+        """Read the config and the headers over the network, or offline from the local cache.
 
-        The weights are nowhere on this machine: each tensor's `file` is a name and no path.
+        The weights are not on this machine: each tensor's `file` is a name, not a path.
 
         Raises:
             HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
@@ -99,7 +99,7 @@ class HubRepo:
             return self.open_weights()
         config = read_json(self._fetch("config.json"))
         sizes = self._list()
-        # What a pickle holds is said at its end, and it is read whole.
+        # A pickle describes its contents at its end, so it is downloaded whole.
         if not fnmatch.filter(sizes, "*.safetensors") and fnmatch.filter(sizes, PICKLE):
             return self.open_weights()
         index = read_json(self._fetch(INDEX)) if INDEX in sizes else None
@@ -140,7 +140,8 @@ class HubRepo:
     def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Download some of its tensors by range requests, or find them in the local cache, and open those.
 
-        They are kept beside the library's own cache, in one file; processes that want the same wait for the first.
+        They are kept next to the library's own cache, in one file. Processes that want the same ones wait for the
+        first.
 
         Raises:
             HubRefused, HubUnreachable, OutputFailed: see `hub_faults`.
@@ -166,7 +167,7 @@ class HubRepo:
             if isinstance(cached, str):
                 check_download(Path(cached))
                 return read_header(Path(cached))
-            # A bare name: the file is nowhere on this machine.
+            # Only a name: the file is not on this machine.
             return parse_header(RangeReader(self.repo, self.commit, shard, sizes[shard]), Path(shard), sizes[shard])
 
         def chunks(info: TensorInfo) -> Iterator[memoryview | bytes]:
@@ -249,12 +250,12 @@ class HubRepo:
                 )
             )
         if not folder.is_dir():
-            # It keeps a commit's listing, and makes no folder where that has no such file:
+            # The library caches a commit's listing, and creates no folder if the listing has no such file:
             # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/_snapshot_download.py#L393
             raise NotACheckpoint(
-                f"the Hub lists no file of a checkpoint in {self.repo}@{self.commit}",
+                f"the Hub lists no checkpoint files in {self.repo}@{self.commit}",
                 where=f"{constants.ENDPOINT}/{self.repo}/tree/{self.commit}",
-                fix=f"If the page shows some, delete {folder.parent.parent / 'trees'}, where the listing is kept.",
+                fix=f"If the page shows some, delete {folder.parent.parent / 'trees'}, the cached listing.",
             )
         for file in sorted(folder.iterdir()):
             if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns):
@@ -263,28 +264,28 @@ class HubRepo:
 
     def _download(self, patterns: tuple[str, ...]) -> Path:
         folder = self._snapshot(patterns)
-        # The config alone, once fetched, passes for a whole snapshot where the cache holds no listing.
+        # Once the config is fetched, it alone passes for a whole snapshot if the cache holds no listing.
         if is_offline_mode() and not any(folder.glob("*.safetensors")):
             raise not_cached(self.repo, self.commit)
         return folder
 
     def _list(self) -> dict[str, int]:
-        """Return the sizes in bytes of the files in the root, by name."""
+        """Return the sizes in bytes of the files in the repository's root, by name."""
         with named(self.repo, self.commit):
             tree = HfApi().list_repo_tree(self.repo, revision=self.commit)
             sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
             if not all(isinstance(size, int) and isinstance(path, str) for path, size in sizes.items()):
-                raise ValueError("a listing without names or sizes")
+                raise ValueError("the listing has no names or sizes")
             return sizes
 
 
 def resolve_repo(repo: str, revision: str | None) -> HubRepo:
-    """Pin a repository to the commit that a revision is on now.
+    """Pin a repository to a revision's current commit.
 
     Args:
         repo: org/name.
-        revision: a branch, a tag, a pull request's ref or a commit; the default branch if None. One that is
-            40 hex digits is taken as it is, without asking.
+        revision: a branch, a tag, a pull request's ref or a commit; the default branch if None. A value of 40 hex
+        digits is used without asking the Hub.
 
     Raises:
         HubRefused, HubUnreachable: see `hub_faults`.
@@ -293,29 +294,29 @@ def resolve_repo(repo: str, revision: str | None) -> HubRepo:
         refuse_garbled(get_token())
         commit = HfApi().resolve_revision(repo, revision=revision).resolved
         if not COMMIT.fullmatch(commit):
-            raise ValueError("a revision that is no commit")
+            raise ValueError("the revision is not a commit")
         return HubRepo(repo, commit, pinned=revision == commit)
 
 
 def refuse_garbled(token: str | None) -> None:
-    """Refuse a token that no header can hold: the HTTP library would say so too, and repeat it, and so would logs."""
+    """Refuse a token that no header can hold; the HTTP library's own error would print it, and so would logs."""
     if token and not (token.isascii() and token.isprintable()):
         raise HubRefused(
-            "the token contains invalid characters", where="HF_TOKEN, or the token's file", fix=f"Run: {LOGIN}"
+            "the token contains invalid characters", where="HF_TOKEN, or the token file", fix=f"Run: {LOGIN}"
         )
 
 
 def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
-    """Download a file of a data set, or find it in the local cache.
+    """Download a file of a dataset, or find it in the local cache.
 
     Args:
-        repo: org/name of the data set.
+        repo: org/name of the dataset.
         file: its path in the repository.
-        revision: a commit of 40 hex digits, or a branch or tag, which is resolved first; offline, to what the cache
-            last saw it at.
+        revision: a commit of 40 hex digits, or a branch or tag, which is resolved first; offline, to the commit that
+        the cache last saw.
 
     Returns:
-        The file, and the commit that it is of.
+        The file, and its commit.
 
     Raises:
         HubRefused, HubUnreachable, OutputFailed, NotACheckpoint: see `hub_faults`.
@@ -328,22 +329,22 @@ def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
 
 
 def check_download(file: Path) -> None:
-    """Hold a file of the local cache against the sha256, or git's id, that the Hub announced for it.
+    """Check a file of the local cache against the sha256, or git's id, that the Hub announced for it.
 
-    The cache calls what it stores by what was announced (its etag), and the client compares sizes alone:
+    The cache names each stored file by its announced digest (its etag), and the client compares only sizes:
     https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py
-    Each stored file is read once; that it was right is noted with its size and time in kconv's own cache.
+    Each stored file is read once; kconv's own cache then notes its size and time as checked.
 
     Raises:
-        DownloadDamaged: its bytes are others, or no digest was announced for it.
+        DownloadDamaged: its bytes differ, or the server announced no digest for it.
     """
     stored = file.resolve()
     name = stored.name
-    if stored.parent.name != "blobs":  # a cache without links names no digest
+    if stored.parent.name != "blobs":  # a cache without links has no digest in its names
         return
     if not (DIGEST.fullmatch(name) or COMMIT.fullmatch(name)):
         raise DownloadDamaged(
-            f"nothing tells whether {file.name} is the Hub's file: its ETag, {name[:16]!r}, is no digest",
+            f"kconv cannot tell whether {file.name} is the Hub's file: its ETag, {name[:16]!r}, is not a digest",
             where=stored,
             fix="Ask whoever runs the mirror or the proxy to pass ETag and X-Linked-Etag on, or unset HF_ENDPOINT.",
         )
@@ -354,17 +355,17 @@ def check_download(file: Path) -> None:
             return
     if _announced(stored, found.st_size, name) != name:
         raise DownloadDamaged(
-            f"{file.name} differs from the file that the Hub announced: its digest is not {name[:16]}",
+            f"{file.name} differs from the file on the Hub: its digest is not {name[:16]}",
             where=stored,
             fix="Delete it, and run the command again. If it happens again, ask whoever runs the mirror or the proxy.",
         )
-    with suppress(OSError):  # without a note it is read again next time
+    with suppress(OSError):  # without a note kconv reads it again next time
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(seen)
 
 
 def _announced(stored: Path, size: int, name: str) -> str:
-    """Return a file's digest of the kind that its name is: sha256 of a large file, git's id of a small one."""
+    """Return a file's digest of the kind in its name: sha256 for a large file, git's id for a small one."""
     if DIGEST.fullmatch(name):
         return file_digest(stored)
     data = read_bounded(stored, DownloadDamaged, limit=MAX_JSON, fix="Delete it, and run the command again.")
@@ -376,12 +377,12 @@ RETRIES = 3
 
 @dataclass
 class RangeReader:
-    """A file on the Hub, read from its start on by range requests, and never whole.
+    """A file on the Hub, read from its start by range requests, never whole.
 
     Attributes:
         repo, commit, file: which file.
-        size: its bytes, as the Hub lists them; nothing is asked for beyond.
-        at: where the next read begins.
+        size: its bytes, as the Hub lists them; nothing beyond is requested.
+        at: the offset of the next read.
     """
 
     repo: str
@@ -391,11 +392,11 @@ class RangeReader:
     at: int = 0
 
     def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, or fewer where the file ends.
+        """Return the next `count` bytes, or fewer at the end of the file.
 
         Raises:
-            HubRefused: the file is not given to this account.
-            HubUnreachable: the connection broke, or the server sends whole files only.
+            HubRefused: this account may not read the file.
+            HubUnreachable: the connection broke, or the server sends only whole files.
         """
         end = min(self.at + count, self.size)
         if end <= self.at:
@@ -408,7 +409,7 @@ class RangeReader:
     def _request(self, begin: int, end: int) -> bytes:
         headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         url = hf_hub_url(self.repo, self.file, revision=self.commit)
-        # Not tried again once bytes flow: http_stream_backoff would yield a second time, as its own caller knows.
+        # Not retried once bytes flow: http_stream_backoff would yield a second time, as its own caller notes.
         # https://github.com/huggingface/huggingface_hub/blob/v1.33.0/src/huggingface_hub/file_download.py#L397
         with http_stream_backoff(
             "GET",
@@ -428,15 +429,15 @@ class RangeReader:
             data = bytearray()
             for chunk in response.iter_bytes():
                 data += chunk
-                if len(data) >= end - begin:  # a server may send more than it was asked for
+                if len(data) >= end - begin:  # a server may send more than requested
                     break
         return bytes(data[: end - begin])
 
 
-# What the library raises: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
+# Exceptions of the library: over HTTP, on disk, in hf_xet (RuntimeError), and about ids and JSON (ValueError).
 RAISED = (httpx.HTTPError, OSError, OIDCError, RevisionResolutionError, RuntimeError, ValueError)
-# And of an answer that is JSON of another shape than the Hub's; NameError where the library names, in a message, what
-# such an answer kept it from setting.
+# And those for JSON answers of an unexpected shape; NameError when the library's message uses a variable that such
+# an answer left unset.
 MISSHAPEN = (TypeError, KeyError, AttributeError, IndexError, AssertionError, NameError)
 LOGIN = "hf auth login"
 
@@ -445,18 +446,18 @@ LOGIN = "hf auth login"
 def library_faults(
     repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False
 ) -> Iterator[None]:
-    """Raise what huggingface_hub raises inside as a fault of kconv's.
+    """Turn huggingface_hub's exceptions inside this context into kconv's errors.
 
     Args:
-        repo, revision: what was asked for; the default branch if None.
-        file: of the repository, which was asked for.
-        dataset: whether the repository is a data set, and no model.
+        repo, revision: what was requested; the default branch if None.
+        file: the file of the repository that was requested, if any.
+        dataset: whether the repository is a dataset rather than a model.
 
     Raises:
-        HubRefused: the repository or the revision is not there, is gated, or not this account's to read, or a data
-            set has no such file.
-        HubUnreachable: offline and not in the cache, no connection, or an answer that is not the Hub's.
-        NotACheckpoint: a model's repository has no such file, or its name cannot be one.
+        HubRefused: the repository or the revision does not exist, is gated, or is closed to this account; or a dataset
+        has no such file.
+        HubUnreachable: offline and not in the cache, no connection, or the server does not answer like the Hub.
+        NotACheckpoint: a model's repository has no such file, or the name is not a valid file name.
         OutputFailed: the local cache cannot be written.
     """
     try:
@@ -467,9 +468,9 @@ def library_faults(
 
 @contextmanager
 def named(repo: str, revision: str | None, file: str = "config.json", *, dataset: bool = False) -> Iterator[None]:
-    """Do as `library_faults`, and take what stumbles over an answer's shape for the answer's fault too.
+    """Like `library_faults`, but also treat exceptions over an answer's shape as the server's error.
 
-    For calls of the library alone: kconv's own code may not stumble.
+    Only for calls into the library: it would hide such exceptions in kconv's own code.
     """
     with library_faults(repo, revision, file, dataset=dataset), shaped():
         yield
@@ -477,26 +478,26 @@ def named(repo: str, revision: str | None, file: str = "config.json", *, dataset
 
 @contextmanager
 def shaped() -> Iterator[None]:
-    """Raise ValueError where the library stumbles over an answer of another shape than the Hub's."""
+    """Raise ValueError if the library fails on an answer of an unexpected shape."""
     try:
         yield
     except MISSHAPEN as fault:
-        raise ValueError("an answer of another shape than the Hub's") from fault
+        raise ValueError("the answer does not have the shape of the Hub's answers") from fault
 
 
 def not_cached(repo: str, revision: str | None, *, dataset: bool = False) -> HubUnreachable:
-    """Return the fault of a repository that is asked for offline, and was never downloaded whole."""
+    """Return the error for a repository that was requested offline and never downloaded whole."""
     at, option = (f"{repo}@{revision}", f" --revision {revision}") if revision else (repo, "")
     kind = " --repo-type dataset" if dataset else ""
     return HubUnreachable(
-        f"there is no folder {repo} here, HF_HUB_OFFLINE is set, and the local cache does not hold all of {at}",
+        f"there is no folder {repo} here, HF_HUB_OFFLINE is set, and the local cache lacks files of {at}",
         where=constants.HF_HUB_CACHE,
-        fix=f"Unset HF_HUB_OFFLINE, or first, with a network, run: hf download {repo}{option}{kind}",
+        fix=f"Unset HF_HUB_OFFLINE, or run this with a network connection first: hf download {repo}{option}{kind}",
     )
 
 
 def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset: bool) -> KconvError:
-    # The library wraps what went wrong where a cached copy could have helped.
+    # The library wraps the original exception if a cached copy could have helped.
     wraps = isinstance(fault, LocalEntryNotFoundError | RevisionResolutionError)
     cause = fault.__cause__ if wraps and fault.__cause__ else fault
     page = f"{constants.ENDPOINT}/{'datasets/' if dataset else ''}{repo}"
@@ -528,7 +529,7 @@ def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset:
                 where=f"{page}/tree/{revision or 'main'}",
                 fix="Check the id. A checkpoint is config.json and *.safetensors.",
             )
-        # To who shows no token the Hub does not say whether a repository exists.
+        # Without a token the Hub does not say whether a repository exists.
         case HfHubHTTPError() if (
             cause.response.status_code == 401 and "authorization" not in cause.response.request.headers
         ):
@@ -583,14 +584,16 @@ def _refused(status: int, at: str, page: str) -> KconvError:
         return HubRefused(
             f"the Hub does not let this token read {at}",
             where=page,
-            fix=f"Give the token read access to the repository, or run with another: {LOGIN}",
+            fix=f"Give the token read access to the repository, or use another token: {LOGIN}",
         )
     if status == 429:
         return HubUnreachable(
-            "the Hub refuses more requests from here for now", where=page, fix=f"Wait some minutes, or run: {LOGIN}"
+            "the Hub is rate-limiting requests from this machine",
+            where=page,
+            fix=f"Wait a few minutes, or run: {LOGIN}",
         )
     return HubUnreachable(
         f"the Hub answered {status} for {at}",
         where=page,
-        fix="Run the command again in some minutes; HF_HUB_OFFLINE=1 reads only the local cache.",
+        fix="Run the command again in a few minutes; HF_HUB_OFFLINE=1 reads only the local cache.",
     )

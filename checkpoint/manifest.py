@@ -1,4 +1,4 @@
-"""`kconv.json`, the record beside every output."""
+"""`kconv.json`, the record in every output folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from .schema import load_json
 
 MANIFEST = "kconv.json"
 AGAIN = "Fetch the folder again, or create it again with kconv."
-ADDED = "Remove the file if it was added; if not, convert the head again."
-# What an engine reads of a folder: config, weights in any container, and how they are quantized.
+ADDED = "If somebody added the file, remove it; otherwise convert the head again."
+# The files that an engine reads: config, weights in any container, and quantization settings.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L893-L898
 READ_BY_ENGINES = (
     "config.json", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*quant_config.json",
     "quantize_config.json",
 )  # fmt: skip
-# What a report and a card say of a head by `Manifest.as_it_ships`.
+# How a report and a card describe a head, by `Manifest.as_it_ships`.
 DRAFTS = {
-    True: "the draft as it ships: byte-identical to the one it came from, and eligible where a reference draft is "
-    "asked for",
-    False: "another draft than the one it came from: not eligible where a reference draft is to be served as it ships",
+    True: "the draft as published: byte-identical to its source, and eligible where a reference draft is required",
+    False: "a changed draft, not the published one: not eligible where a reference draft must be served as published",
 }
 Action = Literal[
     "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",
@@ -38,7 +37,7 @@ Action = Literal[
 
 
 def _bare(name: str) -> str:
-    """Refuse a name that leads out of the manifest's own folder; a manifest may be a stranger's."""
+    """Refuse a name that leads out of the manifest's own folder, since the manifest is untrusted."""
     if name in ("", ".", "..") or any(mark in name for mark in ("/", "\\", "\0")):
         raise ValueError(f"{name!r} is not the bare name of a file")
     return name
@@ -48,13 +47,13 @@ FileName = Annotated[str, AfterValidator(_bare)]
 
 
 class Record(BaseModel):
-    """A part of a file that kconv writes: no key beyond its own, and no change once it is read."""
+    """A part of a file that kconv writes: unknown keys are refused, and values cannot change once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TensorRecord(Record):
-    """A tensor on one side: its name, dtype, shape, and the blake3 of its bytes."""
+    """A tensor of the source or the output: its name, dtype, shape, and the blake3 of its bytes."""
 
     name: str
     dtype: str
@@ -72,13 +71,13 @@ class StepRecord(Record):
 
 
 class DroppedRecord(TensorRecord):
-    """A source tensor that is not in the output, and why."""
+    """A source tensor that is not in the output, and the reason."""
 
     reason: str
 
 
 class HintsRecord(Record):
-    """Options with which the user described the source; see `convert.captured.Hints`."""
+    """Options by which the user described the source; see `convert.captured.Hints`."""
 
     captured: tuple[int, ...] | None = None
     captured_are: Literal["outputs", "inputs"] | None = None
@@ -90,7 +89,7 @@ class HintsRecord(Record):
 
 
 class UnverifiedRecord(Record):
-    """A fact that only the user or a default states; see `convert.config.Unverified`."""
+    """A fact that rests only on the user's word or a default; see `convert.config.Unverified`."""
 
     fact: str
     value: str
@@ -99,7 +98,7 @@ class UnverifiedRecord(Record):
 
 
 class FileRecord(Record):
-    """A file of the output, by its bare name; `sha256` is what the Hub shows for it."""
+    """A file of the output, by its bare name; `sha256` is the digest that the Hub shows."""
 
     name: FileName
     size: int
@@ -107,7 +106,7 @@ class FileRecord(Record):
 
 
 class Parameters(Record):
-    """Numbers of weight elements: trained with the head, copied from its target, or one of the two."""
+    """Numbers of weight elements: trained with the head, copied from its target, or either of the two."""
 
     trained: int
     copied_from_target: int
@@ -120,21 +119,20 @@ class Parameters(Record):
 
 
 class ConversionRecord(Record):
-    """A conversion of the attention: an approximation, calibrated and measured.
+    """An attention conversion: an approximation, calibrated and measured.
 
     Attributes:
-        method: the steps, one sentence.
-        calibration: the text that it was calibrated and measured on.
+        method: the steps, in one sentence.
+        calibration: the text used for calibration and measurement.
         calibration_sha256: over the token ids, in order.
-        prompts: the digest of each prompt that the texts were made of, so that none is measured on as held out.
+        prompts: the digest of each prompt in the texts, so that none is later used as held out.
         sequences, context: how many texts, and tokens of the longest.
-        rows: states that it was fitted to: chains times draft steps.
-        heal_steps: of gradient descent towards the original.
+        rows: states used in the fit: chains times draft steps.
+        heal_steps: gradient descent steps towards the original.
         held_out: figures on text that neither the fit nor healing used; lengths include the bonus token.
         details: choices that the fit made.
-        fingerprint: what the measured head computed on inputs of its own; see `head.fingerprint`. Empty where it was
-            not taken.
-        before: the record of the head that this one was converted from, where that was an approximation itself.
+        fingerprint: outputs of the measured head on fixed inputs; see `head.fingerprint`. Empty if not computed.
+        before: the record of the source head, if that was an approximation itself.
     """
 
     method: str
@@ -156,25 +154,25 @@ class Manifest(Record):
 
     Attributes:
         kconv: the version that wrote it.
-        exact: whether every weight's bytes are the source's, or the target's where one was added from it.
+        exact: whether every weight is byte-identical to the source, or to the target if it was added from there.
         source: the source, as the user named it.
         source_config: sha256 of its config.json.
-        source_pickles: the files of the source that were pickles, read with weights_only; empty for safetensors.
-        source_layout, layout: of the source and of the output.
+        source_pickles: the source's files that were pickles, read with weights_only; empty for safetensors.
+        source_layout, layout: the layouts of the source and of the output.
         hints: the options with which the user described the source.
         spec: the head, as `HeadSpec` names it.
         captured_by: how the captured layers were decided.
         unverified: facts that only the user or a default states, until kconv validate measures them.
         parameters: number of weight elements in the output.
-        parameters_by_origin: the same, trained and copied ones apart.
-        config_copied, config_dropped: the source config's keys that kconv does not interpret.
+        parameters_by_origin: the same number, with trained and copied elements counted separately.
+        config_copied, config_dropped: keys of the source config that kconv does not interpret.
         tensors: every tensor of the output.
         dropped: every source tensor that is not in the output.
-        files: every file of the output but this one.
+        files: every file of the output except this one.
         training: how kconv trained the head, if it did: recipe, data, tokens, figures, libraries.
-        conversion: how its attention was converted, if it was.
-        draft: whether a head is byte for byte the draft that it came from, however many conversions ago, or another
-            one; None of a target, and of a head that an older kconv wrote.
+        conversion: how the attention was converted, if it was.
+        draft: whether the head is byte-identical to the draft that it started from, across all conversions; None for a
+        target, and for a head written by an older kconv.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -202,7 +200,7 @@ class Manifest(Record):
 
     @property
     def as_it_ships(self) -> bool:
-        """Whether the draft is the one it came from, byte for byte, as referees ask of a reference draft.
+        """Whether the draft is byte-identical to its source, as benchmark referees require of a reference draft.
 
         https://github.com/SemiAnalysisAI/InferenceX/pull/3283, and MLPerf Inference's rules, appendix C: a submission
         may not quantize or recast a draft.
@@ -211,7 +209,7 @@ class Manifest(Record):
 
     @property
     def weight_files(self) -> dict[str, str]:
-        """The sha256 of each weight file, by name: what a report or a figure must name to be of these weights."""
+        """The sha256 of each weight file, by name; a report or a figure names these to identify the weights."""
         return {file.name: file.sha256 for file in self.files if file.name.endswith(".safetensors")}
 
 
@@ -223,12 +221,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read a folder's kconv.json.
 
-    Raises:
-        NotACheckpoint: there is none.
-        ManifestMismatch: it is not of the schema.
+    NotACheckpoint: the folder has none.
+    ManifestMismatch: the file does not match the schema.
     """
     file = folder / MANIFEST
-    # os.path says False of a name that is too long; pathlib raises.
+    # os.path returns False for a name that is too long; pathlib raises.
     if not os.path.isfile(file) or not os.access(file, os.R_OK):  # noqa: PTH113
         raise NotACheckpoint(
             f"{folder} has no readable {MANIFEST}, so kconv did not write it",
@@ -239,8 +236,8 @@ def read_manifest(folder: Path) -> Manifest:
         Manifest,
         file,
         ManifestMismatch,
-        what="manifest of kconv's schema",
-        fix="Make it again, or use the kconv that did.",
+        what="kconv manifest",
+        fix="Convert the head again, or use the kconv version that wrote it.",
     )
 
 
@@ -249,16 +246,16 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
 
     Args:
         folder: an output of kconv.
-        source: the checkpoint it was made from.
+        source: the checkpoint that it was made from.
 
     Raises:
-        ManifestMismatch: a file or tensor is missing, unrecorded, or of other bytes.
+        ManifestMismatch: a file or tensor is missing, unrecorded, or has other bytes.
     """
     manifest = read_manifest(folder)
     try:
         output = open_checkpoint(folder)
     except KconvError as fault:
-        # Where its bytes are not those that were written, that is why it cannot be opened.
+        # If its bytes have changed, that is the reason why it cannot be opened.
         with Look([]) as look:
             _check_files(manifest, folder, look)
         raise fault
@@ -268,30 +265,30 @@ def verify(folder: Path, source: Checkpoint | None = None) -> Manifest:
 
 
 def wanted_digests(checkpoint: Checkpoint, *, whole: bool = False) -> list[Wanted]:
-    """Return that the blake3 of each tensor of a checkpoint is wanted, and the sha256 of its files if `whole`."""
+    """Return a request for the blake3 of each tensor of a checkpoint, and the sha256 of its files if `whole`."""
     return [Wanted(file, whole, infos) for file, infos in checkpoint.by_file().items()]
 
 
 def hold(manifest: Manifest, output: Checkpoint, source: Checkpoint | None, look: Look) -> None:
-    """Hold an output against its manifest, and its source's config and tensors if given.
+    """Compare an output with its manifest, and its source's config and tensors if given.
 
     Args:
         manifest: the output's.
-        output: what kconv wrote.
-        source: the checkpoint it was made from.
-        look: what reads them, see `wanted_digests`; the rest is read here.
+        output: the folder that kconv wrote.
+        source: the checkpoint that it was made from.
+        look: the reader with these digests, see `wanted_digests`; others are read here.
 
     Raises:
-        ManifestMismatch: a file or tensor is missing, unrecorded, or of other bytes.
+        ManifestMismatch: a file or tensor is missing, unrecorded, or has other bytes.
     """
     _check_files(manifest, output.folder, look)
     _agrees_with_itself(manifest)
     _same(output, {step.output.name: step.output for step in manifest.tensors}, AGAIN, look)
     if source is not None:
-        fix = f"Give {manifest.source}, as it was when the head was made from it, or convert again."
+        fix = f"Pass {manifest.source} as it was at the conversion, or convert again."
         config = source.folder / "config.json"
         if file_digest(config) != manifest.source_config:
-            raise mismatch(config, "the output was made from another config", fix)
+            raise mismatch(config, "the output was made from a different config", fix)
         held: dict[str, TensorRecord] = {s.name: s for step in manifest.tensors for s in step.sources}
         _same(source, held | {record.name: record for record in manifest.dropped}, fix, look)
 
@@ -299,21 +296,21 @@ def hold(manifest: Manifest, output: Checkpoint, source: Checkpoint | None, look
 def _check_files(manifest: Manifest, folder: Path, look: Look) -> None:
     for record in manifest.files:
         if not _holds(folder / record.name, record, look):
-            raise mismatch(folder / record.name, "its bytes are not the ones that were written", AGAIN)
+            raise mismatch(folder / record.name, "its bytes differ from those that kconv wrote", AGAIN)
     recorded = {record.name for record in manifest.files}
     for file in sorted(folder.iterdir()):
         if file.name not in recorded and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            raise mismatch(file, "engines read this file, and no record of it was written", ADDED)
+            raise mismatch(file, "engines read this file, but the manifest does not record it", ADDED)
 
 
-# What keeps a tensor's bytes, and what keeps its values.
+# Actions that keep a tensor's bytes, and those that keep its values.
 COPIES, EXACT = ("copied", "renamed"), ("copied", "renamed", "repacked", "added", "rebuilt")
-# Maps of a vocabulary, which are no weights: an exact head's may be computed.
+# Vocabulary maps are not weights: those of an exact head may be computed.
 MAPS = ("BOOL", "I64", "I32")
 
 
 def _agrees_with_itself(manifest: Manifest) -> None:
-    """Raise ManifestMismatch for a manifest that says one thing twice and differently."""
+    """Raise ManifestMismatch for a manifest that contradicts itself."""
     for what, records in (("file", manifest.files), ("tensor", [step.output for step in manifest.tensors])):
         names = [record.name for record in records]
         if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
@@ -321,14 +318,14 @@ def _agrees_with_itself(manifest: Manifest) -> None:
     for step in manifest.tensors:
         own = (step.output.dtype, step.output.shape, step.output.blake3)
         if step.action in COPIES and [(s.dtype, s.shape, s.blake3) for s in step.sources] != [own]:
-            raise mismatch(MANIFEST, f"{step.output.name} is said to be {step.action}, of other bytes", AGAIN)
-    # A target's manifest has no step of a head's; it is never exact.
+            raise mismatch(MANIFEST, f"it records {step.output.name} as {step.action}, but with other bytes", AGAIN)
+    # A target's manifest has none of a head's steps, and is never exact.
     changed = [s.output.name for s in manifest.tensors if s.action not in EXACT and s.output.dtype not in MAPS]
     if manifest.spec.get("kind") != "target" and manifest.exact == bool(changed):
-        said = f"exact, and {changed[0]} is not" if changed else "not exact, and every tensor is"
+        said = f"exact, but {changed[0]} is not" if changed else "not exact, but every tensor is"
         raise mismatch(MANIFEST, f"it says that the weights are {said}", AGAIN)
     if manifest.parameters != manifest.parameters_by_origin.total:
-        raise mismatch(MANIFEST, "it counts the parameters twice and differently", AGAIN)
+        raise mismatch(MANIFEST, "its two parameter counts differ", AGAIN)
 
 
 def _holds(file: Path, record: FileRecord, look: Look) -> bool:
@@ -342,15 +339,13 @@ def _same(checkpoint: Checkpoint, records: Mapping[str, TensorRecord], fix: str,
     for name in sorted(records.keys() - checkpoint.tensors.keys()):
         raise mismatch(name, f"{checkpoint.folder.name} does not hold this tensor", fix)
     for name in sorted(checkpoint.tensors.keys() - records.keys()):
-        raise mismatch(
-            name, f"{checkpoint.folder.name} holds this tensor and the manifest does not account for it", fix
-        )
+        raise mismatch(name, f"{checkpoint.folder.name} holds this tensor, but the manifest does not record it", fix)
     for name, record in records.items():
         info = checkpoint.tensors[name]
         if (info.dtype, info.shape) != (record.dtype, record.shape) or look.digest(info) != record.blake3:
-            raise mismatch(name, f"its bytes in {checkpoint.folder.name} are not the recorded ones", fix)
+            raise mismatch(name, f"its bytes in {checkpoint.folder.name} differ from the manifest", fix)
 
 
 def mismatch(where: object, what: str, fix: str) -> ManifestMismatch:
-    """Return the error of a folder that its manifest does not describe."""
+    """Return the error for a folder that does not match its manifest."""
     return ManifestMismatch(f"the folder does not match its manifest: {what}", where=where, fix=fix)

@@ -1,8 +1,8 @@
-"""The one place where small files are read: JSON, YAML and text, read as if they lied.
+"""The only reader of small files: JSON, YAML and text, none of which is trusted.
 
-A file has to be a regular one, as a pipe would wait for ever and a device never end; it is bounded in size, depth and
-number of values, as 99 MB of empty lists are 4 GB once they are parsed; and every failure has the name that the caller
-gives. `tests/checkpoint/test_one_reader.py` holds that nothing reads around it.
+A file must be regular, since a pipe would block forever and a device never end. Its size, depth and number of values
+are bounded, since 99 MB of empty lists take 4 GB once parsed. Every failure raises the error that the caller passes.
+`tests/checkpoint/test_one_reader.py` checks that nothing reads files another way.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_args
 from ..errors import KconvError
 
 if TYPE_CHECKING:
-    # Imported where they are used: to read a safetensors header takes neither.
+    # Imported where used: reading a safetensors header needs neither.
     from pydantic import BaseModel, ValidationError
 
     Model = TypeVar("Model", bound=BaseModel)
 
-# Digits of the largest 64-bit count, and a sign.
+# The digits of the largest 64-bit count, and a sign.
 MAX_DIGITS = 21
-# A manifest of a target of a trillion parameters has half a million tensors, and takes some hundred MB.
+# The manifest of a target with a trillion parameters has half a million tensors, and takes some hundred MB.
 MAX_JSON = 512 << 20
-# Values of one JSON text, each of which takes some hundred bytes: of a header of 306,855 tensors they are 2.5 million,
-# of such a manifest 8 million.
+# Limit on the values of one JSON text; each takes some hundred bytes. A header of 306,855 tensors has 2.5 million
+# values, the manifest above 8 million.
 MAX_JSON_VALUES, MAX_RECORDS_VALUES = 3_000_000, 10_000_000
-# More names than a target of a trillion parameters has tensors; pydantic takes 2 KB for each that a schema lacks.
+# More than the tensors of a trillion-parameter target; pydantic takes 2 KB for each key that a schema lacks.
 MAX_KEYS, KEY = 300_000, re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
 # A YAML file is written by hand.
 MAX_YAML, MAX_DEPTH, MAX_VALUES = 4 << 20, 64, 200_000
-# A text for people: a card, a license, a notice, a launch file.
+# Text for people: a card, a license, a notice, a launch file.
 MAX_TEXT = 8 << 20
-# A file of lines, and one of its lines: a conversation of some million tokens.
+# A file of lines, and one of its lines: a conversation of a few million tokens.
 MAX_LINES, MAX_LINE = 4 << 30, 32 << 20
 
 
@@ -58,13 +58,13 @@ def load_json(
     Args:
         model: the schema.
         file: the file; a link to a regular file is followed.
-        error: the class of the error to raise.
-        what: what the file should be, for the message, e.g. "calibration of kconv's".
-        fix: what the user should do about a file that is none.
-        missing: the error to raise where there is no such file; one of `error` if None.
+        error: the error class to raise.
+        what: what the file should be, for the message, e.g. "kconv calibration".
+        fix: what the user should do about an invalid file.
+        missing: the error to raise if the file does not exist; an `error` if None.
 
     Raises:
-        KconvError: of class `error`: the file cannot be read, is too large or no regular file, or is not of the schema.
+        KconvError: of class `error`: the file cannot be read, is too large, not regular, or does not match the schema.
     """
     from pydantic import ValidationError
 
@@ -88,7 +88,7 @@ def load_yaml(
     fix: str,
     missing: KconvError | None = None,
 ) -> Model:
-    """Read a YAML file by a schema; an empty file has no keys. Arguments and errors as of `load_json`."""
+    """Read a YAML file by a schema; an empty file has no keys. Arguments and errors as in `load_json`."""
     text = read_bounded(file, error, limit=MAX_YAML, fix=fix, missing=missing)
     values = parse_yaml(text, error, where=file, what=what, fix=fix)
     return check_values(model, values, error, where=file, what=what, fix=fix, text=text)
@@ -104,10 +104,10 @@ def check_values(
     fix: str,
     text: str | bytes = "",
 ) -> Model:
-    """Return plain values as a model; None has no keys. Of YAML, `text` is what they were read from, to name the line.
+    """Validate plain values as a model; None has no keys. For YAML, `text` is its source, used to name the line.
 
     Raises:
-        KconvError: of class `error`: they are not of the schema.
+        KconvError: of class `error`: they do not match the schema.
     """
     from pydantic import ValidationError
 
@@ -124,17 +124,17 @@ def check_values(
 
 
 def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, what: str, fix: str) -> Any:
-    """Return the values of a YAML text; None of an empty one.
+    """Return the values of a YAML text; None for an empty one.
 
     Args:
         text: the text; bytes in UTF-8 or UTF-16.
-        error: the class of the error to raise.
+        error: the error class to raise.
         where: the file, for the message.
         what: what the text should be, for the message, e.g. "recipe".
-        fix: what the user should do about a text that is none.
+        fix: what the user should do about an invalid text.
 
     Raises:
-        KconvError: of class `error`: it is no YAML, nested too deeply, or larger than its text by its aliases.
+        KconvError: of class `error`: it is not YAML, is nested too deeply, or its aliases expand beyond the limit.
     """
     import yaml
 
@@ -147,14 +147,14 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
         values = yaml.safe_load(text)
         _count(values)
         return values
-    except Exception as fault:  # PyYAML's constructors let through whatever Python raises: !!int "" an IndexError
+    except Exception as fault:  # PyYAML's constructors raise anything, e.g. IndexError for !!int ""
         why, line = _no_yaml(text, fault)
         where = f"{where or what}:{line}" if line else where
         raise error(f"the {what} is not valid YAML: {why}", where=where, fix=fix) from fault
 
 
 def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
-    """Return why a text is no YAML, and the line of it where that can be told."""
+    """Return why a text is not YAML, and the line if known."""
     import yaml
 
     mark = getattr(fault, "problem_mark", None) or getattr(fault, "context_mark", None)
@@ -162,19 +162,19 @@ def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
         held = text.decode(errors="replace") if isinstance(text, bytes) else text
         own = held.splitlines()[mark.line : mark.line + 1]
         shown = f" ({own[0].strip()[:80]})" if own and own[0].strip() else ""
-        return f"line {mark.line + 1}{shown} breaks off: look at its brackets, quotes, colon and indentation", mark.line + 1  # fmt: skip  # noqa: E501
+        return f"line {mark.line + 1}{shown} cannot be parsed: check its brackets, quotes, colon and indentation", mark.line + 1  # fmt: skip  # noqa: E501
     if isinstance(fault, yaml.reader.ReaderError):
-        return "it holds a sign that no text has", None
+        return "it contains a character that YAML does not allow", None
     if type(fault) is ValueError and fault.args and str(fault).startswith("it "):
         return str(fault), None
     if isinstance(fault, RecursionError):
         return "it is nested too deeply", None
-    # A value that its own type refuses, e.g. the date 2026-13-45.
+    # A value that does not fit its own type, e.g. the date 2026-13-45.
     with suppress(Exception):
         left, seen, one_by_one = [yaml.compose(text, yaml.SafeLoader)], set(), yaml.SafeLoader("")
         while left:
             node = left.pop()
-            # Aliases of aliases name one node more often than there is time for.
+            # Nested aliases name a node more often than there is time for.
             if id(node) in seen:
                 continue
             seen.add(id(node))
@@ -183,18 +183,21 @@ def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
                     one_by_one.construct_object(node)
                 except Exception:
                     line = node.start_mark.line + 1
-                    return f"the value {node.value[:80]!r} in line {line} is none of its type; put it in quotes", line
+                    return (
+                        f"the value {node.value[:80]!r} in line {line} is not valid for its type; put it in quotes",
+                        line,
+                    )
             elif node is not None:
                 pairs = node.value if isinstance(node, yaml.MappingNode) else [(one,) for one in node.value]
                 if node.tag.startswith("tag:yaml.org,2002:python"):
                     line = node.start_mark.line + 1
-                    return f"line {line} asks for a Python object, and a text alone is read", line
+                    return f"line {line} asks for a Python object, but kconv reads only plain values", line
                 left += [part for pair in reversed(pairs) for part in reversed(pair)]
-    return "it holds a value that YAML has no plain type for", None
+    return "it holds a value with no plain YAML type", None
 
 
 def line_of(text: str | bytes, place: Sequence[str | int]) -> int | None:
-    """Return the line of a YAML text at which a key stands, or the nearest above it that is there; None of no text."""
+    """Return the line of a YAML text with a key, or with its nearest parent that exists; None without a text."""
     import yaml
 
     node = yaml.compose(text, yaml.SafeLoader) if text else None
@@ -222,22 +225,22 @@ def read_bounded(
     missing: KconvError | None = None,
     large: type[KconvError] | None = None,
 ) -> bytes:
-    """Return the bytes of a regular file, of which there are at most `limit`.
+    """Return the bytes of a regular file, up to `limit`.
 
     Args:
         file: the file; a link to a regular file is followed.
-        error: the class of the error to raise.
+        error: the error class to raise.
         limit: bytes.
         fix: what the user should do about a file that cannot be read.
-        missing: the error to raise where there is no such file; one of `error` if None.
-        large: the class of the error to raise where there are more bytes; `error` if None.
+        missing: the error to raise if the file does not exist; an `error` if None.
+        large: the error class to raise if the file has more bytes; `error` if None.
 
     Raises:
         KconvError: `missing`, or one of class `error` or `large`.
     """
     try:
         with _opened(file, error, large or error, limit, fix) as (held, size):
-            # Not `limit`: Python makes room for as much as is asked for.
+            # Not `limit`: Python allocates as much as requested.
             return held.read(size)
     except (OSError, ValueError) as fault:  # ValueError: a name with a NUL in it
         if missing is not None and isinstance(fault, FileNotFoundError):
@@ -249,9 +252,9 @@ def read_bounded(
 def _opened(
     file: Path, error: type[KconvError], large: type[KconvError], limit: int, fix: str
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Hold a regular file open, and give it with its size."""
-    # Without waiting, as the other end of a pipe may never come; and looked at once it is held, as what stands at the
-    # name may be another file by then.
+    """Hold a regular file open, and yield it with its size."""
+    # Nonblocking, since the other end of a pipe may never come; checked once open, since the name may point to another
+    # file by then.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -268,7 +271,7 @@ def _opened(
 def read_text(
     file: Path, error: type[KconvError], *, fix: str, limit: int = MAX_TEXT, missing: KconvError | None = None
 ) -> str:
-    """Return the text of a regular file in UTF-8; arguments and errors as of `read_bounded`."""
+    """Return the text of a regular UTF-8 file; arguments and errors as in `read_bounded`."""
     return decode(read_bounded(file, error, limit=limit, fix=fix, missing=missing), error, where=file, fix=fix)
 
 
@@ -276,7 +279,7 @@ def decode(data: bytes, error: type[KconvError], *, where: Path, fix: str) -> st
     """Return bytes as text.
 
     Raises:
-        KconvError: of class `error`: they are no UTF-8.
+        KconvError: of class `error`: they are not UTF-8.
     """
     try:
         return data.decode("utf-8-sig")
@@ -285,12 +288,12 @@ def decode(data: bytes, error: type[KconvError], *, where: Path, fix: str) -> st
 
 
 def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a regular file in UTF-8 with their numbers from 1 on, blank ones left out.
+    """Yield the lines of a regular UTF-8 file with their numbers from 1, skipping blank ones.
 
-    One line is in memory at a time.
+    Only one line is in memory at a time.
 
     Raises:
-        KconvError: of class `error`: it cannot be read, is no UTF-8, or it or a line of it is too large.
+        KconvError: of class `error`: it cannot be read, is not UTF-8, or it or one of its lines is too large.
     """
     number = 0
     try:
@@ -309,10 +312,10 @@ def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tup
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the values of a JSON text of a stranger's, of any type.
+    """Return the values of an untrusted JSON text, of any type.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, holds more than `MAX_JSON_VALUES`, or half a surrogate pair.
+        ValueError: it is not JSON, nested too deeply, has more than `MAX_JSON_VALUES`, or half a surrogate pair.
     """
     refuse_many(text if isinstance(text, bytes) else text.encode(errors="replace"), MAX_JSON_VALUES)
     try:
@@ -323,11 +326,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from fault
 
 
-HALF = "it holds half a surrogate pair, which no text has"
+HALF = "it holds half a surrogate pair, which is not valid text"
 
 
 def _refuse_halves(text: str | bytes, value: Any) -> None:
-    """Raise ValueError for a value with half a surrogate pair, smuggled in as an escape: it has no bytes."""
+    """Raise ValueError for half a surrogate pair, smuggled in as an escape: it cannot be encoded."""
     if b"\\u" in text if isinstance(text, bytes) else "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -336,14 +339,14 @@ def _refuse_halves(text: str | bytes, value: Any) -> None:
 
 
 def refuse_many(text: bytes, most: int) -> None:
-    """Raise ValueError for a JSON text that holds more values than `most`, before it is parsed."""
-    # Each value but the first of a list or an object has a comma before it, and the first one a bracket.
+    """Raise ValueError for a JSON text with more values than `most`, before it is parsed."""
+    # In a list or an object each value but the first follows a comma, and the first one follows a bracket.
     if len(text) > most and text.count(b",") + text.count(b"[") + text.count(b"{") > most:
         raise ValueError(f"it holds more than {most:,} values")
 
 
 def _refuse_many_keys(text: bytes) -> None:
-    """Raise ValueError for a JSON text of more distinct keys than `MAX_KEYS`: pydantic describes each unknown one."""
+    """Raise ValueError for a JSON text with more than `MAX_KEYS` distinct keys: pydantic reports each unknown one."""
     if len(text) < MAX_KEYS * len(b'"":0,'):
         return
     seen: set[bytes] = set()
@@ -358,10 +361,10 @@ def _why(fault: Exception) -> object:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parse one JSON object as strangers send it.
+    """Parse one untrusted JSON object.
 
-    The standard parser takes a name that stands twice, NaN, half a surrogate pair and numbers of any length; each of
-    these is read differently by different engines, or can be neither printed nor written again.
+    The standard parser accepts repeated names, NaN, half a surrogate pair and numbers of any length. Engines read these
+    differently, or they can be neither printed nor written again.
 
     Raises:
         ValueError: it is something else; the message is a phrase that says what.
@@ -380,14 +383,14 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def first_wrong(fault: ValidationError) -> str:
-    """Return the first thing that is wrong and its place, e.g. "draft_tokens is missing"."""
+    """Return the first error and its place, e.g. "draft_tokens is missing"."""
     parts, what = wrong_at(fault)
     place = ".".join(map(str, parts))
     return f"{place}{'' if what.startswith('is ') else ':'} {what}" if place else what
 
 
 class WrongValue(ValueError):
-    """Raised by a validator for a part of its value: the keys that lead there, and what is wrong."""
+    """Raised by a validator for a part of its value: the keys that lead there, and the error."""
 
     def __init__(self, what: str, place: Sequence[str | int]) -> None:
         self.what, self.place = what, tuple(place)
@@ -395,9 +398,9 @@ class WrongValue(ValueError):
 
 
 def wrong_at(fault: ValidationError, model: type[BaseModel] | None = None) -> tuple[tuple[str | int, ...], str]:
-    """Return the keys that lead to the first thing that is wrong, and what is wrong, with the nearest right key."""
+    """Return the keys that lead to the first error, and the error, with the nearest valid key."""
     errors = fault.errors()
-    # A key with a typo is missing under its own name too, and the typo is what to mend.
+    # A misspelled key also leaves the right one missing; the typo is what the user must fix.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     place = tuple(first["loc"])
     inner = (first.get("ctx") or {}).get("error")
@@ -409,20 +412,20 @@ def wrong_at(fault: ValidationError, model: type[BaseModel] | None = None) -> tu
 
 
 def no_such_key(key: str, known: Sequence[str]) -> str:
-    """Say that there is no such key, and which is the nearest, or which there are."""
+    """Return a message that the key is unknown, with the nearest key or all keys."""
     near = get_close_matches(key, known, n=1)
     if near:
         return f"is not a known key; did you mean {near[0]}?"
     return "is not a known key" + (f"; the keys are {', '.join(known)}" if known else "")
 
 
-# What pydantic calls what is wrong, and how it is said here; its own words are about Python.
+# Plain wording for pydantic's error types; its own messages are about Python.
 WHOLE, NUMBER, TRUTH = "it must be a whole number", "it must be a number", "it must be true or false"
 LIST, MAPPING = "it must be a list", "it must be a mapping of keys to values"
 WORDS = {
     "missing": "is missing",
-    "json_invalid": "it is no JSON",
-    "string_type": "it must be a text",
+    "json_invalid": "it is not valid JSON",
+    "string_type": "it must be text",
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), WHOLE),
     **dict.fromkeys(("float_type", "float_parsing"), NUMBER),
     "finite_number": "it must be a finite number",
@@ -441,30 +444,30 @@ WORDS = {
 
 
 def in_words(first: Mapping[str, Any]) -> str:
-    """Return what is wrong with a value in kconv's words, of one of pydantic's errors."""
+    """Return the message for one of pydantic's errors."""
     if first["type"] in ("value_error", "assertion_error"):
-        # What pydantic puts before the words of a validator of kconv's.
+        # The prefix that pydantic puts before the message of kconv's own validators.
         return first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     said = WORDS.get(first["type"], "it cannot be").format_map(first.get("ctx") or {})
     value = first.get("input")
     plain = isinstance(value, (str, int, float, bool, type(None))) and first["type"] != "missing"
-    return f"{said}, and is {str(value)[:80]!r}" if plain and value is not None else said
+    return f"{said}, but is {str(value)[:80]!r}" if plain and value is not None else said
 
 
 def _keys_at(model: Any, place: Sequence[str | int]) -> list[str]:
-    """Return the keys of the model that stands at a place of another; none where no model does."""
+    """Return the keys of the model at a place inside another model; none if there is no model."""
     for part in place:
         fields = getattr(model, "model_fields", {})
         info = next((info for name, info in fields.items() if part in (name, info.alias)), None)
         model = info.annotation if info is not None else model
         while not hasattr(model, "model_fields") and get_args(model):
-            # The last of `X | None` without the None, of a list or a mapping: its value.
+            # `X | None` without None; for a list or a mapping, the type of its values.
             model = [one for one in get_args(model) if one not in (type(None), Ellipsis)][-1]
     return [info.alias or name for name, info in getattr(model, "model_fields", {}).items()]
 
 
 def _count(values: Any) -> None:
-    """Raise ValueError for values that hold themselves, half a sign, or too many where each alias stands for a copy."""
+    """Raise ValueError for values that contain themselves or half a surrogate pair, or expand to too many."""
     left, count = [values], 0
     while left:
         value = left.pop()

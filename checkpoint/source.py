@@ -1,4 +1,4 @@
-"""What a user names: a folder or a hub id."""
+"""A checkpoint that the user names: a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .header import TensorInfo
 # A segment starts with a letter or a digit, so that ./head and ../head are paths.
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\S+))?", re.ASCII)
 
-# What people paste: the page of a repository, of its files at a revision, or of one file; and hf://.
+# URLs that people paste: a repository's page, its files at a revision, or one file; and hf://.
 HUB_URL = re.compile(
     r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?P<repo>[^/?#@]+/[^/?#@]+)"
     r"(?:@(?P<at>[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>[^/?#]+))?(?:[/?#].*)?",
@@ -24,7 +24,7 @@ HUB_URL = re.compile(
 
 
 class Source(Protocol):
-    """A checkpoint as the user named it; a hub id is pinned to one commit for as long as this lives."""
+    """A checkpoint as the user named it; a hub id stays pinned to one commit."""
 
     @property
     def name(self) -> str:
@@ -33,43 +33,43 @@ class Source(Protocol):
 
     @property
     def pinned(self) -> bool:
-        """Whether the user named what is read, byte for byte: a folder, or a repository's commit."""
+        """Whether the name fixes the exact bytes: a folder, or a repository at a commit."""
         ...
 
     def open_headers(self) -> Checkpoint:
-        """Open it for its config and headers; no weight is downloaded, and none may be there to be read."""
+        """Open it for its config and headers, without downloading weights; the weights may not be readable."""
         ...
 
     def open_weights(self) -> Checkpoint:
-        """Open it for its weights too, which are downloaded first if need be."""
+        """Open it with its weights, downloading them first if needed."""
         ...
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some of its tensors, of which only the files that hold them are downloaded."""
+        """Find some of its tensors, downloading only the files that hold them."""
         ...
 
     def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some of its tensors, of whose files nothing but headers and these tensors' bytes is downloaded."""
+        """Find some of its tensors, downloading only headers and the bytes of these tensors."""
         ...
 
     def fetch_config(self) -> Path:
-        """Return a folder that holds its config.json, and maybe nothing else."""
+        """Return a folder with its config.json, and possibly nothing else."""
         ...
 
     def fetch_tokenizer(self) -> Path:
-        """Return a folder that holds its config and its tokenizer, and maybe nothing else."""
+        """Return a folder with its config and tokenizer, and possibly nothing else."""
         ...
 
     def fetch_license(self) -> Path:
-        """Return a folder that holds its license texts and notices, if it has any, and maybe nothing else."""
+        """Return a folder with its license texts and notices, if any, and possibly nothing else."""
         ...
 
     def fetch_readme(self) -> Path:
-        """Return a folder that holds its README.md, if it has one, and maybe nothing else."""
+        """Return a folder with its README.md, if any, and possibly nothing else."""
         ...
 
     def fetch_model(self) -> Path:
-        """Return a folder that holds all it takes to run it: config, weights and tokenizer."""
+        """Return a folder with everything needed to run it: config, weights and tokenizer."""
         ...
 
 
@@ -81,28 +81,28 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The path as it was given; it need not be UTF-8, and what is written or printed must be."""
+        """The path as given; its non-UTF-8 bytes are replaced, since written and printed text must be UTF-8."""
         return os.fsencode(self.path).decode(errors="replace")
 
     @property
     def pinned(self) -> bool:
-        """True: what is in the folder is what the user named."""
+        """True: the user named the folder's own content."""
         return True
 
     def open_headers(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its faults."""
+        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path)
 
     def open_weights(self) -> Checkpoint:
-        """Open the folder; see `open_checkpoint` for its faults."""
+        """Open the folder; see `open_checkpoint` for its errors."""
         return open_checkpoint(self.path)
 
     def open_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some tensors of the folder; see `locate` for its faults."""
+        """Find some tensors of the folder; see `locate` for its errors."""
         return locate(names, (file.name for file in self.path.iterdir()), lambda name: self.path / name)
 
     def fetch_tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Find some tensors of the folder; see `locate` for its faults."""
+        """Find some tensors of the folder; see `locate` for its errors."""
         return self.open_tensors(names)
 
     def fetch_config(self) -> Path:
@@ -127,7 +127,7 @@ class Folder:
 
 
 def hub_id_of(name: str) -> str:
-    """Return the hub id that a URL of the Hub means; any other name as it is."""
+    """Return the hub id that a Hub URL stands for; any other name unchanged."""
     found = HUB_URL.fullmatch(name)
     if found is None:
         return name
@@ -136,14 +136,14 @@ def hub_id_of(name: str) -> str:
 
 
 def resolve(name: str) -> Source:
-    """Find out what a user's name means, and pin it.
+    """Resolve a name that the user gave, and pin it.
 
     Args:
         name: a path, or a hub id org/name or org/name@revision, also as the URL of its page; a path that exists wins.
 
     Returns:
-        A folder, or a repository at the commit that the revision is on now. A name that is neither an existing
-        path nor formed like a hub id is a folder, whose opening says that it is not there.
+        A folder, or a repository at the revision's current commit. A name that is neither an existing
+        path nor formed like a hub id becomes a folder; opening it raises the error.
 
     Raises:
         HubRefused: the Hub has no such repository or revision, or does not show it to this account.
@@ -152,7 +152,7 @@ def resolve(name: str) -> Source:
     hub_id = HUB_ID.fullmatch(name if os.path.lexists(name) else hub_id_of(name))
     if hub_id is None or os.path.lexists(name):
         return Folder(Path(name))
-    # Here, as importing huggingface_hub takes some tenths of a second, which a local path must not pay.
+    # Imported here: huggingface_hub takes some tenths of a second, which a local path should not cost.
     from .hub import resolve_repo
 
     return resolve_repo(hub_id["repo"], hub_id["revision"])

@@ -18,36 +18,36 @@ from pathlib import Path
 from ..errors import KconvError, OutputExists, OutputFailed
 
 PARTIAL = ".kconv-partial-"
-# What `staged` calls its folder behind that; a long job's, which may be gone on with, ends in a longer key.
+# The suffix of `staged`'s folder. The folder of a long job, which can be resumed, ends in a longer key.
 OWN, KEY = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{16}")
-# The folder in an unfinished output where a job notes how far it is.
+# The folder in an unfinished output where a job records its progress.
 PROGRESS = f"{PARTIAL}progress"
 
 
 def cache_root() -> Path:
-    """Return the folder for what can be made again: $KCONV_CACHE, else ~/.cache/kconv."""
+    """Return the cache folder: $KCONV_CACHE, else ~/.cache/kconv. Its contents can be rebuilt."""
     return Path(os.environ.get("KCONV_CACHE") or Path.home() / ".cache" / "kconv")
 
 
 def is_partial(folder: Path) -> bool:
-    """Say whether a folder is one that an interrupted run left behind."""
+    """Return whether a folder was left behind by an interrupted run."""
     return folder.resolve().name.startswith(PARTIAL)
 
 
 def refuse_existing(out: Path, *, fix: str = "Choose another name, or delete it if you no longer need it.") -> None:
-    """Raise OutputExists if there is anything at `out`; `fix` says what to do."""
+    """Raise OutputExists if anything exists at `out`; `fix` says what to do."""
     if os.path.lexists(out):
         _clear_finished(out)
         raise OutputExists(f"{out} already exists", fix=fix)
 
 
 def _clear_finished(out: Path) -> None:
-    """Remove what a long job left that was killed right behind the rename which made its output."""
+    """Remove the remains of a long job that was killed right after the rename of its output."""
     prefix = f"{PARTIAL}{out.name[:40]}-"
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
     with suppress(OSError):
         for left in out.parent.iterdir():
-            # What became the output is gone from it, so there is nothing in it to go on with.
+            # Its files became the output, so there is nothing left to resume.
             own = left.name.startswith(prefix) and KEY.fullmatch(left.name.removeprefix(prefix))
             if own and not files_of(left).exists():
                 shutil.rmtree(left, ignore_errors=True)
@@ -55,26 +55,26 @@ def _clear_finished(out: Path) -> None:
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """Give a temporary sibling of `out` to write in; on leaving without a fault, flush and rename it.
+    """Yield a temporary sibling of `out` to write in; on success, flush and rename it.
 
-    After a kill at any moment `out` is absent or whole. On a fault the sibling is removed; what a killed run left of
-    the same output is removed by the next one.
+    After a kill at any moment `out` is absent or whole. An exception removes the sibling; the next run removes the
+    remains of a killed run for the same output.
 
     Args:
-        out: the folder to make; its parents are made too.
+        out: the folder to create, with its parents.
 
     Yields:
         The temporary folder, on the same file system as `out`.
 
     Raises:
-        OutputExists: there is something at `out`.
+        OutputExists: something exists at `out`.
         OutputFailed: the disk is full or not writable.
     """
     refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Not mkdtemp, whose 0700 would follow the folder to its users whatever their umask is. Cut, as a
-        # name that is legal for `out` may be too long with a prefix.
+        # Not mkdtemp: its mode 0700 would stay with the folder whatever the user's umask is. Cut, since a name that is
+        # legal for `out` may be too long with a prefix.
         prefix = f"{PARTIAL}{out.name[:40]}-"
         _clear(out.parent, prefix)
         temporary, held = _make(out.parent, prefix)
@@ -86,14 +86,14 @@ def staged(out: Path) -> Iterator[Path]:
     except OSError as fault:
         raise _failed(out, fault) from fault
     finally:
-        # After the rename there is nothing left at this name.
+        # After the rename nothing is left at this name.
         shutil.rmtree(temporary, ignore_errors=True)
         if held is not None:
             os.close(held)
 
 
 def _make(parent: Path, prefix: str) -> tuple[Path, int | None]:
-    """Make a folder that is locked for as long as this process lives, by which the next one knows who works in it."""
+    """Create a folder and lock it while this process lives, so that other runs can tell that it is in use."""
     while True:
         temporary = parent / f"{prefix}{secrets.token_hex(4)}"
         temporary.mkdir()
@@ -102,9 +102,9 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int | None]:
             if temporary.exists():
                 return temporary, held
             os.close(held)
-        except (BlockingIOError, FileNotFoundError):  # another process took it for one that nobody works in
+        except (BlockingIOError, FileNotFoundError):  # another process took it for an abandoned one
             continue
-        except OSError:  # a disk without locks, where nothing is cleared either
+        except OSError:  # a disk without locks, where nothing is removed either
             return temporary, None
 
 
@@ -119,21 +119,21 @@ def _lock(folder: Path) -> int:
 
 
 def _clear(parent: Path, prefix: str) -> None:
-    """Remove what runs that were killed left of an output."""
-    with suppress(OSError):  # of a folder that may be written and not listed
+    """Remove what killed runs left behind for an output."""
+    with suppress(OSError):  # for a folder that is writable but not listable
         for left in parent.iterdir():
             if left.name.startswith(prefix) and OWN.fullmatch(left.name.removeprefix(prefix)) and not left.is_symlink():
-                with suppress(OSError):  # somebody works in it, or has cleared it
+                with suppress(OSError):  # another run uses it, or has removed it
                     held = _lock(left)
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(held)
 
 
 def write_new(file: Path, text: str | bytes) -> None:
-    """Write a new file, whole or not at all; its folder is made.
+    """Write a new file, whole or not at all, and create its folder.
 
     Raises:
-        OutputExists: there is something at `file`, which two runs at once find too.
+        OutputExists: something exists at `file`; if two runs race, the second gets this too.
         OutputFailed: the disk is full or not writable.
     """
     beside = file.parent / f"{PARTIAL}{file.name[:40]}-{secrets.token_hex(4)}"
@@ -147,7 +147,7 @@ def write_new(file: Path, text: str | bytes) -> None:
             os.link(beside, file)
         except FileExistsError as fault:
             raise OutputExists(f"{file} is already there", fix="Choose another name.") from fault
-        except OSError:  # a disk without second names
+        except OSError:  # a disk without hard links
             refuse_existing(file)
             beside.rename(file)
     except OSError as fault:
@@ -158,18 +158,18 @@ def write_new(file: Path, text: str | bytes) -> None:
 
 
 def finish(temporary: Path, out: Path) -> None:
-    """Flush a folder to its disk and give it its name, which must be free.
+    """Flush a folder to disk and rename it; the new name must be free.
 
     Raises:
-        OutputExists: there is something at `out`.
-        OSError: the disk is full, or the name cannot be given.
+        OutputExists: something exists at `out`.
+        OSError: the disk is full, or the rename failed.
     """
     _flush(temporary)
     _rename(temporary, out)
 
 
 def _flush(folder: Path) -> None:
-    """Put every file of a folder on its disk, so that the rename cannot outlive the data."""
+    """Flush every file of a folder to disk, so that the rename cannot outlive the data."""
     for path in [*(p for p in folder.rglob("*") if not p.is_symlink()), folder]:
         _sync(path)
 
@@ -180,9 +180,11 @@ def _rename(temporary: Path, out: Path) -> None:
         temporary.rename(out)
     except OSError as fault:
         if fault.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise OutputExists(f"{out} was created by something else meanwhile", fix="Choose another name.") from fault
+            raise OutputExists(
+                f"{out} was created by another program in the meantime", fix="Choose another name."
+            ) from fault
         raise
-    with suppress(OSError):  # the output is whole by now, whatever this flush says
+    with suppress(OSError):  # the output is already whole, even if this flush fails
         _sync(out.parent)
 
 
@@ -207,10 +209,10 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
 
 @contextmanager
 def alone(folder: Path, busy: KconvError) -> Iterator[None]:
-    """Hold a folder that outlives a run against other processes; on a disk without locks it is not held.
+    """Lock a folder that outlives a run; on a disk without locks it stays unlocked.
 
     Raises:
-        KconvError: `busy`, where another process holds it.
+        KconvError: `busy`, if another process holds the lock.
     """
     try:
         held = _lock(folder)
@@ -226,19 +228,19 @@ def alone(folder: Path, busy: KconvError) -> Iterator[None]:
 
 
 def keep_staging(out: Path, key: str) -> Path:
-    """Make the workplace of a long job, or find the one that an interrupted run of the same job left.
+    """Create the workplace of a long job, or find the one left by an interrupted run of the same job.
 
-    Unlike `staged` it outlives a fault. Several processes may make it at once.
+    Unlike `staged` it survives an exception. Several processes may create it at once.
 
     Args:
-        out: the folder to make; nothing may be there.
-        key: names the job; another job of the same output has a workplace of its own.
+        out: the folder to create; nothing may exist there.
+        key: identifies the job; another job for the same output has its own workplace.
 
     Returns:
-        A sibling of `out`. What shall become `out` goes into `files_of` it; the rest of it is the job's own.
+        A sibling of `out`. Files for `out` go into its `files_of`; the rest of it is the job's own.
 
     Raises:
-        OutputExists: there is something at `out`.
+        OutputExists: something exists at `out`.
         OutputFailed: the disk is full or not writable.
     """
     refuse_existing(out)
@@ -261,7 +263,7 @@ def files_of(place: Path) -> Path:
 
 
 def publish(place: Path, out: Path) -> None:
-    """Flush what is in a workplace, make it the output by one rename, and remove the rest.
+    """Flush a workplace, turn it into the output with one rename, and remove the rest.
 
     Raises:
         OutputExists: something appeared at `out`.
@@ -276,7 +278,7 @@ def publish(place: Path, out: Path) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Turn the system's faults while writing towards `out` into OutputFailed."""
+    """Turn OS errors while writing `out` into OutputFailed."""
     try:
         yield
     except OSError as fault:
@@ -285,7 +287,7 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def heed_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, through what there is to stop or take away; else it just dies."""
+    """Let SIGTERM end this process as Ctrl-C does, so that cleanup runs; by default it just dies."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -297,23 +299,23 @@ def heed_sigterm() -> Iterator[None]:
 
 
 def free_bytes(out: Path) -> int:
-    """Return the bytes that are free where an output is or will be."""
+    """Return the free bytes on the disk of an output that may not exist yet."""
     at = out.absolute()
     return shutil.disk_usage(next(place for place in (at, *at.parents) if place.exists())).free
 
 
-def check_disk(out: Path, needed: int, *, what: str = "the output takes {} more") -> None:
-    """Raise OutputFailed if a disk has no room for what is still to be written.
+def check_disk(out: Path, needed: int, *, what: str = "the output needs {} more") -> None:
+    """Raise OutputFailed if a disk has too little room for what is still to be written.
 
     Args:
-        out: where it will be.
+        out: the output's path.
         needed: bytes.
-        what: what takes them, for the message; {} stands for their number.
+        what: what needs them, for the message; {} stands for their number.
     """
     free = free_bytes(out)
     if needed > free:
         raise OutputFailed(
-            f"{what.format(f'{needed / 1e9:.2f} GB')}, but {free / 1e9:.2f} GB are free",
+            f"{what.format(f'{needed / 1e9:.2f} GB')}, but only {free / 1e9:.2f} GB are free",
             where=out.absolute().parent,
             fix="Free some space, or choose an output on another disk.",
         )

@@ -1,4 +1,4 @@
-"""Tensors as torch sees them, whole or by rows, in and out of their bytes."""
+"""Convert between torch tensors and their bytes, whole or by rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROWS = 1024
 
 
 def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
-    """Read some rows of a matrix into memory of their own; the rest of it is not read.
+    """Read some rows of a matrix into memory of their own, without reading the rest.
 
     Args:
         info: a tensor of two dims.
@@ -79,7 +79,7 @@ def read_rows(info: TensorInfo, ids: torch.Tensor) -> torch.Tensor:
 
 
 def read_span(info: TensorInfo, begin: int, end: int) -> torch.Tensor:
-    """Read consecutive rows of a matrix into memory of their own, through no mapping that would stay resident.
+    """Read consecutive rows of a matrix into memory of their own, without a memory map that would stay resident.
 
     Args:
         info: a tensor of two dims.

@@ -1,26 +1,26 @@
-"""Values judged by their bits: NaN, Inf and zero."""
+"""Detect NaN, Inf and zero values from their bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-# Imported where it is needed: what looks at no value is done in as long as loading it takes.
+# Imported where needed: for work that checks no values, the import would take most of the time.
 if TYPE_CHECKING:
     import numpy as np
 
-# Elements looked at in one go: small enough to stay in a core's cache between the mask and the maximum.
+# Elements checked in one go: few enough to stay in a core's cache between the mask and the maximum.
 SLICE = 1 << 16
 
 
 @dataclass(frozen=True)
 class FloatBits:
-    """A float format, seen as unsigned integers.
+    """A float format, viewed as unsigned integers.
 
     Attributes:
         unsigned: numpy's name of the unsigned integer of the same width, little-endian.
-        magnitude: every bit but the sign.
-        largest: the magnitude bits of the largest finite value; Inf and NaN are all above it.
+        magnitude: every bit except the sign.
+        largest: the magnitude bits of the largest finite value; Inf and NaN are above it.
     """
 
     unsigned: str
@@ -43,12 +43,12 @@ FLOAT_BITS = {
 
 @dataclass(frozen=True)
 class Values:
-    """What a tensor's values are like; a dtype that is no float format has none of these properties.
+    """A summary of a tensor's values; for a dtype that is not a float format, nothing is counted.
 
     Attributes:
         not_finite: how many are NaN or Inf.
-        zero: whether there are any, and every bit but the signs is 0.
-        zero_rows: how many rows of a matrix hold nothing but zeros.
+        zero: whether there are values, and all of them are 0.
+        zero_rows: how many rows of a matrix are all zeros.
     """
 
     not_finite: int = 0
@@ -66,11 +66,11 @@ def to_floats(data: bytes | memoryview, dtype: str) -> np.ndarray:
 
 
 class Scan:
-    """Looks at a tensor's bytes chunk by chunk, as a hash does.
+    """Checks a tensor's values chunk by chunk, the way a hash takes its input.
 
     Args:
-        dtype: safetensors dtype; one without an entry in `FLOAT_BITS` is not looked at.
-        shape: of the tensor; rows are looked at where these are two dims.
+        dtype: safetensors dtype; one without an entry in `FLOAT_BITS` is not checked.
+        shape: of the tensor; rows are checked only if it has two dims.
     """
 
     def __init__(self, dtype: str, shape: tuple[int, ...] = ()) -> None:
@@ -81,12 +81,12 @@ class Scan:
         self._not_finite = 0
         self._largest = -1
         self._columns = shape[1] if len(shape) == 2 else 0
-        # Of the row that has begun: how many values are still to come, and the largest magnitude so far.
+        # For the current row: how many values are left, and the largest magnitude so far.
         self._left, self._row = self._columns, 0
         self._zero_rows = 0
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Look at the next bytes, a whole number of elements."""
+        """Check the next bytes, a whole number of elements."""
         import numpy as np
 
         if self._bits is None or self._scratch is None:
@@ -101,11 +101,11 @@ class Scan:
                 self._not_finite += int(np.count_nonzero(magnitudes > self._bits.largest))
 
     def result(self) -> Values:
-        """Return what the bytes so far are like."""
+        """Return the summary of the bytes so far."""
         return Values(self._not_finite, self._largest == 0, self._zero_rows)
 
     def _by_rows(self, magnitudes: np.ndarray) -> int:
-        """Count the rows of zeros that end in the next values; return the largest of these."""
+        """Count the all-zero rows that end within the next values; return the largest magnitude among these values."""
         import numpy as np
 
         begun = min(self._left, len(magnitudes))

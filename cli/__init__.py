@@ -1,4 +1,4 @@
-"""The command line: commands made of operations, and how their results are printed.
+"""The command line: commands generated from operations, and how their results are printed.
 
 Modules of this package import nothing heavy at their top, so that `kconv --help` answers at once.
 """

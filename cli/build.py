@@ -1,4 +1,4 @@
-"""Commands made of operations: an option for each field, and nothing that the operation does not say itself."""
+"""Commands generated from operations: an option for each field, with nothing that the operation does not declare."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _explain(context: click.Context, _: click.Parameter, wanted: str | None) -> 
     context.exit()
 
 
-# What a command has beside its operation.
+# Options of a command in addition to its operation's.
 EXTRA: dict[str, tuple[click.Parameter, ...]] = {
     "validate": (
         click.Option(
@@ -38,12 +38,12 @@ EXTRA: dict[str, tuple[click.Parameter, ...]] = {
             callback=_explain,
             is_eager=True,
             expose_value=False,
-            help="Say what a rule is about, e.g. K101, and exit; all lists them.",
+            help="Explain a rule, e.g. K101, and exit; all lists the rules.",
         ),
-        click.Option(["-v", "--verbose"], is_flag=True, help="Show the notes too, which are counted otherwise."),
+        click.Option(["-v", "--verbose"], is_flag=True, help="Show the notes too; by default they are only counted."),
     )
 }
-# Fields of these kinds are paths, or names that stand for one.
+# Fields of these kinds are paths, or names that stand for paths.
 PATHS = ("checkpoint", "file", "output")
 
 
@@ -51,10 +51,10 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
     """Return the command of an operation.
 
     Args:
-        name: of the command.
+        name: the command's name.
         cls: the operation.
-        summary: what it does, in a line.
-        fixed: fields that the command's name states.
+        summary: its summary, one line.
+        fixed: fields that the command's name determines.
     """
     fields = {field: info for field, info in _in_order(cls) if field not in fixed}
     params: list[click.Parameter] = [_parameter(field, info) for field, info in fields.items()]
@@ -66,7 +66,7 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
     def call(**values: Any) -> None:
         context = click.get_current_context()
         as_json, dry_run = values.pop("as_json"), values.pop("dry_run", False)
-        # Read by what prints a report.
+        # Used when a report is printed.
         context.meta[VERBOSE] = values.pop("verbose", False)
         given = {
             field: values[field]
@@ -82,12 +82,12 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
 
 
 def _described(name: str) -> str:
-    """Return whose layout a command writes."""
+    """Return the layout that a command writes."""
     return registry.describe(name[3:]) if name.startswith("to-") else ""
 
 
 def _in_order(cls: type[Operation]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield an operation's fields: its own first, then those that it shares."""
+    """Yield an operation's fields: its own first, then shared ones."""
     own = [name for name in cls.model_fields if name in vars(cls).get("__annotations__", {})]
     for name in (*own, *(name for name in cls.model_fields if name not in own)):
         yield name, cls.model_fields[name]
@@ -152,7 +152,7 @@ def _parameter(name: str, info: FieldInfo) -> click.Parameter:
 
 
 def _type(info: FieldInfo) -> tuple[Any, bool]:
-    """Return click's type for a field, and whether it may be given several times."""
+    """Return click's type for a field, and whether the option is repeatable."""
     said = marks(info)
     inner, bounds = _unwrap(info.annotation, list(info.metadata))
     if said.kind in ("ids", "list", "json", "yes-or-no"):
@@ -172,7 +172,7 @@ def _type(info: FieldInfo) -> tuple[Any, bool]:
 
 
 def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the type inside of `X | None` and `Annotated[X, ...]`, and what stands beside it."""
+    """Return the type inside `X | None` and `Annotated[X, ...]`, and its annotations."""
     while True:
         if get_origin(annotation) is Annotated:
             annotation, *beside = get_args(annotation)
@@ -198,7 +198,7 @@ def _range(number: type, bounds: list[Any]) -> click.ParamType:
 
 
 class Words(click.ParamType):
-    """Text that the operation reads itself."""
+    """Text that the operation parses itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name

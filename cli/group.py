@@ -1,4 +1,4 @@
-"""The group of commands: which job each does, how it is found, and where a named fault becomes a message."""
+"""The group of commands: their jobs, how they are found, and where an error becomes a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import KconvError, OutputFailed
 from ..operations import OPERATIONS, load
 from .terminal import echo
 
-# The headings of help, in the order in which one meets them, each with the commands that are no single operation.
+# The headings of help, in the order of use, each with the commands that are not a single operation.
 JOBS: dict[str, tuple[str, ...]] = {
     "Try it": ("demo",),
     "Look": (),
@@ -27,7 +27,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "Shell": ("completion",),
 }
 REST = "More"
-# What `kconv` alone is answered with.
+# The answer to a bare `kconv`.
 FIRST = """\
 kconv: Eagle3 draft heads, from the trainer to the engines.
 
@@ -37,7 +37,7 @@ kconv: Eagle3 draft heads, from the trainer to the engines.
   kconv demo                         try it on a tiny Kimi-K2
 
 kconv --help lists every command. kconv COMMAND --help has examples."""
-# What the same thing is called elsewhere.
+# Names that other tools use for the same thing.
 OTHER_WORDS = {
     "convert": ("to-vllm", "to-trtllm", "to-sglang", "to-portable"),
     "check": ("validate", "verify"),
@@ -51,29 +51,29 @@ OTHER_WORDS = {
     "export": ("to-trtllm", "to-vllm"),
 }
 
-# What a disk says that has no room, or no room for this user or this file.
+# OS errors of a full disk, or of one without room for this user or this file.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Kconv(click.Group):
-    """The group, with the one place where a named fault becomes a message and exit code 1."""
+    """The group, with the one place where an error becomes a message and exit code 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            # A name that the terminal's encoding lacks is shown escaped; nothing that was made is lost by it.
+            # A name that the terminal's encoding lacks is shown escaped, which affects no file.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
             with heed_sigterm():
                 return super().main(*args, **kwargs)
-        except OSError as fault:  # click itself ends where a pipe was closed
+        except OSError as fault:  # click itself handles a closed pipe
             if fault.errno not in FULL:
                 raise
             _forget_stdout()
             _end_with(_full(fault))
 
     def invoke(self, ctx: click.Context) -> Any:
-        if os.environ.get("NO_COLOR"):  # rich looks by itself, click does not: https://no-color.org
+        if os.environ.get("NO_COLOR"):  # rich checks it, click does not: https://no-color.org
             ctx.color = False
         try:
             return super().invoke(ctx)
@@ -88,7 +88,7 @@ class Kconv(click.Group):
         return [*operation_commands(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, made of its operation when it is asked for."""
+        """Return a command, built from its operation on first use."""
         if (own := super().get_command(ctx, cmd_name)) is not None:
             return own
         operation = operation_commands().get(cmd_name)
@@ -111,7 +111,7 @@ class Kconv(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = (ctx.max_content_width or 80) * 2
-        # Of operations as the table has them: help imports none.
+        # From the table of operations: help imports none.
         shown = {name: summary(name, operation) for name, operation in operation_commands().items()}
         shown |= {name: command.get_short_help_str(limit) for name, command in self.commands.items()}
         column = max((len(name) for name in shown), default=0)
@@ -121,7 +121,7 @@ class Kconv(click.Group):
 
 
 def operation_commands() -> dict[str, str]:
-    """Return the operation behind each command; `convert` is a command for each layout that can be written."""
+    """Return the operation behind each command; `convert` is one command per layout that kconv writes."""
     from ..engines.registry import writable
 
     found: dict[str, str] = {}
@@ -132,7 +132,7 @@ def operation_commands() -> dict[str, str]:
 
 
 def summary(name: str, operation: str) -> str:
-    """Return what a command does, in a line."""
+    """Return a command's summary, one line."""
     from ..engines.registry import describe
 
     text = OPERATIONS[operation].summary
@@ -147,7 +147,7 @@ def _end_with(fault: KconvError) -> NoReturn:
 
 
 def _forget_stdout() -> None:
-    """Have what stdout could not take go nowhere, or Python would try once more as it ends, and say so."""
+    """Send what stdout could not take to nowhere; otherwise Python would try again at exit, and report it."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -163,7 +163,7 @@ def _full(fault: OSError) -> KconvError:
 
 
 def sections(names: list[str]) -> dict[str, list[str]]:
-    """Return the commands by the job they do, in the order of `JOBS`; those of no job come last."""
+    """Return the commands by job, in the order of `JOBS`; those without a job come last."""
     jobs = {name: job for job, members in JOBS.items() for name in members}
     jobs |= {name: OPERATIONS[operation].job for name, operation in operation_commands().items()}
     found: dict[str, list[str]] = {job: [] for job in (*JOBS, REST)}
@@ -173,7 +173,7 @@ def sections(names: list[str]) -> dict[str, list[str]]:
 
 
 def likely(name: str, known: list[str]) -> list[str]:
-    """Return the commands that a name which is none may stand for, the likeliest first."""
+    """Return the commands that an unknown name may stand for, the most likely first."""
     close = get_close_matches(name.lower(), [*known, *OTHER_WORDS], n=3, cutoff=0.6)
     meant = [word for one in close for word in OTHER_WORDS.get(one, (one,)) if word in known]
     return list(dict.fromkeys(meant))

@@ -1,4 +1,4 @@
-"""`kconv demo`, `kconv run` and `kconv completion`, which are no single operation."""
+"""`kconv demo`, `kconv run` and `kconv completion`, which are not single operations."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one
 def demo(out: Path, real: bool, as_json: bool) -> None:
     """Make a tiny Kimi-K2 and two Eagle3 heads in the new folder OUT, convert them, and compare both sides.
 
-    The target is trained on Python's documentation, the heads with ModelOpt. This takes some minutes on two cores,
-    once: they are kept in $KCONV_CACHE or ~/.cache/kconv. Then the heads are converted from TensorRT-LLM's layout to
-    vLLM's and back, and ModelOpt's own module is compared with kconv's forward over the converted files.
+    The target is trained on Python's documentation, the heads with ModelOpt. This takes a few minutes on two cores,
+    once: the results are kept in $KCONV_CACHE or ~/.cache/kconv. Then kconv converts the heads from TensorRT-LLM's
+    layout to vLLM's and back, and compares ModelOpt's own module with its own forward over the converted files.
 
     --real runs scripts/real --quick: it fetches a real model, lets it answer prompts (in vLLM, if scripts/engine-env
     was run), trains a head on the answers and measures it. The same command resumes a stopped run.
@@ -57,30 +57,30 @@ def demo(out: Path, real: bool, as_json: bool) -> None:
         from ..pipeline.demo import run_demo
         from ..tiny.recipe import cache_root
 
-        logging.disable_progress_bar()  # it would stand among the demo's own
+        logging.disable_progress_bar()  # it would mix with the demo's own bars
         with _bars() as stage:
             made = run_demo(out, cache_root(), stage)
     _show_demo(out, made, as_json=as_json)
 
 
-# Beside the package in a clone; an installed package has none.
+# In a clone it is next to the package; an installed package has none.
 REAL = Path(__file__).parent.parent / "scripts" / "real"
 
 
 def run_real(out: Path, *, as_json: bool) -> None:
-    """Run the quick form of scripts/real, and end as it does.
+    """Run the quick form of scripts/real, and exit like it.
 
     Raises:
-        click.UsageError: JSON is asked for.
-        MissingExtra: this is no clone.
+        click.UsageError: JSON is requested.
+        MissingExtra: this is not a clone.
     """
     if as_json:
-        raise click.UsageError("--json is not for --real, which prints what each command prints")
+        raise click.UsageError("--json does not apply to --real, which prints each command's own output")
     if not REAL.exists():
         raise MissingExtra(
             "the real demo is a script of kconv's repository, which an installed kconv does not have",
             where=REAL,
-            fix="Run it in a clone: scripts/setup, and then .venv/bin/kconv demo OUT --real.",
+            fix="Run it in a clone: scripts/setup, then .venv/bin/kconv demo OUT --real.",
         )
     raise SystemExit(subprocess.run([sys.executable, REAL, "--quick", "--work", out]).returncode)
 
@@ -102,7 +102,7 @@ def _bars() -> Iterator[Callable]:
         @contextmanager
         def stage(title: str) -> Iterator[Callable[[int, int, float], None]]:
             if not bars.console.is_terminal:
-                # A bar that is written to a log is seen when all is over.
+                # In a log, a bar appears only when all is over.
                 echo(title, err=True)
             task = bars.add_task(title, total=None, note="")
 
@@ -157,7 +157,7 @@ def _size(folder: Path) -> str:
 @click.command(short_help="Run a recipe, from training to the Hub; resumes where it stopped.")
 @click.argument("recipe", metavar="RELEASE.yaml", type=FOLDER)
 @click.option("--out", type=FOLDER, help="The release's folder; by default the recipe's name.")
-@click.option("--start-at", "first", default="", metavar="STEP", help="Begin at this step; earlier outputs stay.")
+@click.option("--start-at", "first", default="", metavar="STEP", help="Start at this step; earlier outputs stay.")
 @click.option("--only", default="", metavar="STEP", help="Run only this step.")
 @click.option("--without", multiple=True, metavar="STEP|KIND", help="Skip a step, or all steps of a kind; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the steps that would run, sizes, disk and license findings.")

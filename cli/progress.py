@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, a line now and then in a log."""
+"""Progress on stderr: bars on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ..operations.base import Context
 from .terminal import echo, make_console
 
-# Seconds between two lines where there is no terminal to draw a bar on.
+# Seconds between two lines without a terminal for a bar.
 EVERY = 30.0
 
 
@@ -23,7 +23,7 @@ class Terminal(Context):
 
     @contextmanager
     def status(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Show a spinner with what is going on."""
+        """Show a spinner with a message."""
         from rich.markup import escape
 
         with make_console(stderr=True).status(title) as shown:
@@ -68,7 +68,7 @@ class Terminal(Context):
 
 
 class _Lines:
-    """Counts bytes, and says now and then how far it is."""
+    """Counts bytes, and prints the progress now and then."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total, self._done = title, total, 0
@@ -91,7 +91,7 @@ class _Lines:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a person says them."""
+    """Return seconds in readable form."""
     if seconds != seconds:
         return "unknown"
     minutes, rest = divmod(int(seconds + 0.5), 60)

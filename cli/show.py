@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from ..validate.report import Report, Verdict
     from ..validate.rules.rule import Rule
 
-# Columns of a line that goes to a file or a pipe; longer than any of kconv's.
+# Line width for files and pipes; longer than any of kconv's lines.
 UNFOLDED = 400
-# How severities are shown, worst first.
+# Colors of severities, worst first.
 SEVERITIES = {"error": "red", "warning": "yellow", "note": "blue"}
-# Readings of a head that are shown; report.json has all.
+# Number of readings of a head to show; report.json has all.
 READINGS = 8
-# Kinds of means, as a table heads them.
+# Kinds of means, as table headings.
 WAYS = {
     "micro_steps": "steps",
     "macro_request": "requests",
@@ -57,7 +57,7 @@ WAYS = {
 
 
 def show(request: Operation, result: Any, *, as_json: bool) -> None:
-    """Print what an operation came to."""
+    """Print an operation's result."""
     if as_json:
         print_json(_plain(request, result))
         return
@@ -65,7 +65,7 @@ def show(request: Operation, result: Any, *, as_json: bool) -> None:
 
 
 def show_plan(request: Operation, plan: Any, *, as_json: bool) -> None:
-    """Print what an operation would do."""
+    """Print an operation's preview."""
     text, plain = PLANNED[type(request).__name__]
     if as_json:
         print_json(plain(request, plan))
@@ -79,12 +79,12 @@ def print_json(value: Any) -> None:
 
 
 def print_next(*words: str | Path) -> None:
-    """Print the kconv command to go on with, quoted for a shell."""
+    """Print the next kconv command, quoted for a shell."""
     echo(f"next: kconv {command([click.format_filename(word) for word in words])}")
 
 
 def wide_console() -> Console:
-    """Return a console on stdout whose lines are not folded where no terminal limits them, so that grep finds names."""
+    """Return a console on stdout that does not fold lines without a terminal, so that grep finds names."""
     console = make_console()
     return console if console.is_terminal else make_console(width=UNFOLDED)
 
@@ -122,7 +122,7 @@ def _show_head(_: Operation, found: Inspected) -> None:
 
 
 def _head_facts(found: Inspected) -> dict[str, str]:
-    """Return the lines that say what a checkpoint is, with markup; what its files leave open stands in its line."""
+    """Return the lines that describe a checkpoint, with markup; undecided facts are marked in their line."""
     reading, spec, config = found.reading, found.reading.spec, found.reading.config
     opened = {one.fact: one for one in reading.undecided}
     facts = {"source": reading.checkpoint.source, "what": found.kind}
@@ -161,7 +161,7 @@ def _head_facts(found: Inspected) -> dict[str, str]:
     return shown
 
 
-# Which line of `kconv inspect` shows a fact that files leave open, and what it shows of a config that it cannot read.
+# The line of `kconv inspect` for each fact that files may leave open, and its text for a config it cannot read.
 LINES = {"captured": "captured", "rope_theta": "rope", "norm_before_residual": "norms", "num_hidden_layers": "layers"}
 STATED = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -199,7 +199,7 @@ def _show_converted(_: Operation, result: Converted) -> None:
     echo(f"{shown}: {manifest.source_layout} -> {manifest.layout}, {len(actions)} tensors ({counts})")
     _show_changes(manifest)
     if manifest.config_copied:
-        echo(f"config keys copied as they are: {', '.join(manifest.config_copied)}")
+        echo(f"config keys copied unchanged: {', '.join(manifest.config_copied)}")
     echo(f"captured layers: {manifest.captured_by}")
     _show_unverified(manifest)
     owners = "the source" + (" and, where added, to the target" if "added" in actions else "")
@@ -208,7 +208,7 @@ def _show_converted(_: Operation, result: Converted) -> None:
 
 
 def _show_unverified(manifest: Any) -> None:
-    """Print what of a head rests on a user's word or on a default, loudly where its own files say otherwise."""
+    """Print facts about a head that rest on the user's word or on a default, loudly if its files contradict them."""
     console = wide_console()
     for one in manifest.unverified:
         said = escape(f"{one.fact}: {one.value} ({one.word})")
@@ -231,7 +231,7 @@ def _show_conversion(request: Operation, result: Converted) -> None:
 
 
 def _show_kept(result: Converted) -> None:
-    """Print what an approximation keeps of the acceptance length."""
+    """Print how much of the acceptance length an approximation retains."""
     if (figures := result.retention) is None:
         return
     echo(
@@ -296,7 +296,7 @@ def _vocab_lines(report: Any) -> list[str]:
 
 
 def _name(title: str) -> Column:
-    """Return a column of names, which a narrow terminal folds and never cuts."""
+    """Return a column of names, which a narrow terminal folds but never cuts."""
     return Column(title, overflow="fold")
 
 
@@ -354,7 +354,7 @@ def _counted(counts: Mapping[str, int], severity: str) -> str:
 
 
 def _readings_table(rows: Any) -> Table:
-    """Return the acceptance length of each reading of a head, with what it is behind the best."""
+    """Return the acceptance length of each reading of a head, and its distance from the best."""
     first = rows[0]
     title = (
         f"readings of the head: acceptance length, K={first.steps}, {first.sequences} sequences of {first.text} text"
@@ -371,7 +371,7 @@ def _readings_table(rows: Any) -> Table:
 
 
 def _measured(figures: Any) -> list[str]:
-    """Return a line for each thing that was measured."""
+    """Return a line for each measurement."""
     lines = [
         f"{parity.text}: logits differ by {parity.rms_error:.1e} (worst {parity.relative_error:.1e}), "
         f"KL {parity.kl:.1e}, top-1 agreement {parity.top1:.2%}, acceptance {parity.length_difference:+.4f}"
@@ -397,7 +397,7 @@ def _measured(figures: Any) -> list[str]:
 
 
 def show_rule(rule: Rule) -> None:
-    """Print what a rule is about."""
+    """Print a rule."""
     echo(f"{rule.id} {rule.name} ({rule.severity})")
     echo(f"  {rule.sentence}")
     facts = {
@@ -412,7 +412,7 @@ def show_rule(rule: Rule) -> None:
 
 
 def show_rules(rules: Mapping[str, Rule]) -> None:
-    """Print every rule in a line."""
+    """Print every rule on one line."""
     table = Table("rule", "name", "severity", "engines", "what goes wrong", box=None, header_style="bold")
     for rule in rules.values():
         table.add_row(rule.id, rule.name, rule.severity, ", ".join(rule.engines) or "all", escape(rule.sentence))
@@ -420,7 +420,7 @@ def show_rules(rules: Mapping[str, Rule]) -> None:
 
 
 def acceptance_table(report: Report, title: str = "") -> Table:
-    """Return acceptance lengths by drafter and text, with standard errors where there are any."""
+    """Return acceptance lengths by drafter and text, with standard errors if available."""
     rows = report.figures.acceptance
     kinds = list(dict.fromkeys(row.text for row in rows))
     steps = rows[0].steps
@@ -468,7 +468,7 @@ def _show_acceptance(_: Operation, acceptance: AcceptanceFile) -> None:
 
 
 def _show_speeds(acceptance: AcceptanceFile) -> None:
-    """Print a line for each concurrency; a speed-up is of one."""
+    """Print a line for each concurrency; a speed-up applies to one concurrency."""
     table = Table("K", "side by side", "tokens/s", "first token, ms", "further token, ms", "tokens/s without draft",
                   "speed-up", box=None, header_style="bold")  # fmt: skip
     for speed in acceptance.speeds:
@@ -495,7 +495,7 @@ def _figure(row: AcceptanceRow) -> str:
 
 
 def _show_comparison(_: Operation, result: Compared) -> None:
-    """Print tables of what compares, then what does not, with the reason."""
+    """Print tables of comparable figures, then the others with the reason."""
     comparison: Comparison = result.comparison
     console = make_console()
     for shared in comparison.tables:
@@ -548,7 +548,7 @@ def _show_trained(_: Operation, result: Trained) -> None:
 
 
 def _plan_of_training(request: Operation, plan: TrainPlan) -> None:
-    """Print what a training would take."""
+    """Print the estimate of a training run."""
     facts = {
         "parameters": f"{plan.parameters:,}",
         "steps": f"{plan.steps:,} of {plan.tokens // plan.steps:,} tokens on {plan.processes} processes",
@@ -561,15 +561,15 @@ def _plan_of_training(request: Operation, plan: TrainPlan) -> None:
             f"\n- {what}: {size / 1e9:,.3f} GB" for what, size in plan.memory.items()
         )
     else:
-        facts["memory"] = "not reckoned: kernel eager's grows with the square of a row's tokens"
+        facts["memory"] = "not estimated: with kernel eager it grows with the square of a row's tokens"
     if plan.nodes:
         facts["files"] = f"{', '.join(str(len(files)) for files in plan.nodes)} on each node; --json lists them"
-    facts["time"] = "unknown: give --rate" if plan.hours is None else f"about {duration(plan.hours * 3600)}"
+    facts["time"] = "unknown: pass --rate" if plan.hours is None else f"about {duration(plan.hours * 3600)}"
     table = Table(box=None, show_header=False)
     for name, fact in facts.items():
         table.add_row(name, escape(fact))
     make_console().print(table)
-    echo("nothing was trained; leave --dry-run out to train")
+    echo("nothing was trained; remove --dry-run to train")
 
 
 def _show_calibrated(_: Operation, result: Calibrated) -> None:
@@ -593,7 +593,7 @@ def _show_quantized(_: Operation, result: Quantized) -> None:
 
 
 def _plan_of_target(_: Operation, planned: Quantized) -> None:
-    """Print what a quantization would do: what becomes what, sizes, disk and time."""
+    """Print what a quantization would do: tensors by part, sizes, disk and time."""
     from ..checkpoint.staging import free_bytes
     from ..quantize.output import bytes_needed, copied_files
     from ..quantize.stream import estimate
@@ -660,7 +660,7 @@ def _scales(plan: QuantizePlan) -> str:
     return "none, activations are not quantized" if plan.recipe.weight_only else plan.inputs.description
 
 
-# Parts of a model, by what their tensors' names contain.
+# Parts of a model, by parts of their tensors' names.
 PARTS = {
     ".mlp.experts.": "routed experts",
     ".mlp.shared_experts.": "shared experts",
@@ -676,7 +676,7 @@ PARTS = {
 
 
 def _parts(plan: QuantizePlan) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Return, by part of the model and what becomes of it: its tensors, bytes before, bytes after."""
+    """Return, by part of the model and action: its tensors, bytes before, bytes after."""
     from ..checkpoint.header import byte_size
 
     found: dict[tuple[str, str], list[int]] = {}
@@ -763,7 +763,7 @@ def _show_made(_: Operation, result: Any) -> None:
 
 
 def megabytes(count: int) -> str:
-    """Return a number of bytes as a person says it."""
+    """Return a number of bytes in readable form."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

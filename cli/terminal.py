@@ -1,4 +1,4 @@
-"""What is printed: the one place where text goes to a terminal, and where what it would obey is taken out."""
+"""The one place where text is printed to a terminal, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def make_console(**how: Any) -> Console:
-    """Return a rich console that prints no control character of a text; arguments as of rich's own."""
+    """Return a rich console that prints no control character of a text; arguments as in rich."""
     return _console_class()(**how)
 
 
 @cache
 def _console_class() -> type[Console]:
-    # Here, as rich takes a tenth of a second that help must not wait for.
+    # Imported here: rich takes a tenth of a second, for which help should not wait.
     from rich.console import Console
 
     class Printed(Console):
-        """Rich's console, of which every piece of text is shown and none obeyed."""
+        """A rich console that shows every character of a text and obeys none."""
 
         def render(self, *arguments: Any, **more: Any) -> Any:
             for segment in super().render(*arguments, **more):
-                # What moves the cursor is rich's own; so is a style, which is no part of the text.
+                # Cursor movements and styles are rich's own, not part of the text.
                 yield segment if segment.control else segment._replace(text=terminal(segment.text))
 
     return Printed

@@ -1,6 +1,6 @@
 """Captured layers and their two conventions.
 
-kconv holds captured layers as outputs of the 0-based decoder layer i. vLLM counts the layer's *inputs*:
+kconv counts captured layers as outputs of the 0-based decoder layer i. vLLM counts the layer's *inputs*:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py#L1712
 """
 
@@ -15,30 +15,30 @@ from ..errors import CapturedUndecided, ConfigInvalid, KconvError, Problem
 from ..head.contract import Problems
 
 EAGLE = "eagle_config"
-# The rules that speak of captured layers that are not known, and of a user's word against the head's own files.
+# The rules about unknown captured layers, and about user options that contradict the head's own files.
 UNDECIDED, AGAINST_MARKS = "K006", "K155"
 # Above any target's depth, and the largest id that a list may hold.
 MAX_DEPTH = 10_000
 # Keys of eagle_config that ModelOpt's exporter writes and engines do not:
 # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L52-L53
 MODELOPT_MARKS = ("next_layer_regular", "parallel_draft_step")
-# TorchSpec's configs have the first one alone of these keys, and its exporter writes the second one. It counts outputs,
-# of every target; where it renames `midlayer` for vLLM, it adds 1 to the lists of a kimi_k2 head, and of no other:
+# TorchSpec's configs have only the first of these keys, and its exporter writes the second one. It counts outputs, for
+# every target. When it renames `midlayer` for vLLM, it adds 1 to the lists of kimi_k2 heads and of no others:
 # https://github.com/lightseekorg/TorchSpec/blob/6f21829cd0e333c3b54d9d2706a0b0c8dc10de9d/torchspec/inference/engine/vllm_engine.py#L155-L166
 # https://github.com/lightseekorg/TorchSpec/blob/6f21829cd0e333c3b54d9d2706a0b0c8dc10de9d/tools/convert_to_hf.py#L145-L158
 TORCHSPEC_MARK, TORCHSPEC_VERSION = "use_mtp_layernorm", "_torchspec_version"
 
 TRAINER, FOR_VLLM, AS_TRAINED = "trainer", "for vllm", "as trained"
-# Why a list where vLLM looks for inputs may hold outputs.
+# Why a list that vLLM reads as inputs may hold outputs.
 DOUBTS = {
-    TRAINER: "beside the trainer's own tensor names, maybe layer outputs",
-    AS_TRAINED: "of TorchSpec, which counts outputs and adds 1 for vLLM to a kimi_k2 head's list alone",
+    TRAINER: "the tensors have the trainer's own names, so these may be layer outputs",
+    AS_TRAINED: "from TorchSpec, which counts outputs and adds 1 for vLLM only for kimi_k2 heads",
 }
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says where a config is silent or ambiguous.
+    """The user's options where a config is silent or ambiguous.
 
     Attributes:
         captured: layer ids, in `captured_are`'s convention (outputs if that is None too).
@@ -46,8 +46,8 @@ class Hints:
         target_layers: number of decoder layers of the target.
         max_positions: rows of the RoPE table, tokens.
         norm_before_residual: whether the residual of layer 0 is `hidden_norm(h)`.
-        rope_theta: RoPE's base, where the config states none.
-        layers: number of the head's own decoder layers, where num_hidden_layers is the target's.
+        rope_theta: RoPE's base, if the config states none.
+        layers: number of the head's own decoder layers, if num_hidden_layers is the target's.
     """
 
     captured: tuple[int, ...] | None = None
@@ -65,9 +65,9 @@ class Captured:
 
     Attributes:
         ids: 0-based decoder layers.
-        how: the sentence that says how they were decided.
-        word: the options, or the default, that they rest on; "" where the head's own files say them.
-        against: what the head's own files say otherwise; "" where they do not.
+        how: a sentence that says how they were decided.
+        word: the options, or the default, that decided them; "" if the head's own files do.
+        against: the contradicting statement in the head's own files; "" if there is none.
     """
 
     ids: tuple[int, ...]
@@ -87,12 +87,12 @@ def default_inputs(layers: int) -> tuple[int, int, int]:
 
 
 def default_formula() -> str:
-    """Return the sentence that says what engines and ModelOpt take where nothing is listed."""
-    return "outputs of layers 1, N//2-1 and N-4 of a target of N layers: the default of trainers and engines"
+    """Return the sentence about what engines and ModelOpt use if nothing is listed."""
+    return "outputs of layers 1, N//2-1 and N-4 of a target with N layers: the default of trainers and engines"
 
 
 def _default(default: Callable[[int], tuple[int, ...]], least: int, layers: int | None) -> tuple[int, ...]:
-    """Return the default captures of the target, or of the depth that their last one tells where it is not known."""
+    """Return the default captures of the target; if it is unknown, of the depth that their last layer implies."""
     return default(layers if layers is not None else least)
 
 
@@ -101,8 +101,8 @@ def decide(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -
 
     Raises:
         CapturedUndecided: the config does not say, or can be read in two ways, and no hint decides.
-        ConfigInvalid: a list that is no list of ascending layer ids, two that contradict, or a layer that
-            the target does not have.
+        ConfigInvalid: a list is not a list of ascending layer ids, two lists contradict each other, or the target does
+        not have one of the layers.
     """
     problems = Problems()
     decided = read_captured(config, hints, names, problems)
@@ -113,13 +113,13 @@ def decide(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -
 
 
 def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str], problems: Problems) -> Captured | None:
-    """Decide which layers a head reads, as outputs of 0-based layers; None where a problem leaves it open.
+    """Decide which layers a head reads, as outputs of 0-based layers; None if a problem leaves it open.
 
     Args:
         config: in the keys of `engines.keys`.
-        hints: what the user says.
-        names: of its tensors.
-        problems: where what is wrong is added.
+        hints: the user's options.
+        names: the names of its tensors.
+        problems: the list to which problems are added.
     """
     nested = config.get(EAGLE) or {}
     if not isinstance(nested, Mapping):
@@ -145,7 +145,7 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
                 "warning",
                 "config.json",
                 f"{decided.how}; {decided.against}",
-                "Leave --captured and --captured-are out, or let kconv validate measure both readings (--target with"
+                "Remove --captured and --captured-are, or let kconv validate measure both readings (--target with"
                 " --prompts or --states).",
             )
         )
@@ -154,23 +154,24 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
             f"the head reads the output of layer {decided.ids[-1]}, but the target's last layer is"
             f" {hints.target_layers - 1} ({decided.how})",
             where="config.json",
-            fix="Give the target that the head was trained on, or --captured.",
+            fix="Pass the target that the head was trained on, or --captured.",
         )
         problems.append(error.problem("K148"))
     return decided
 
 
 def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ()) -> tuple[Captured, ...]:
-    """Return every way in which a head's captured layers can be read, the one that is decided first.
+    """Return every possible reading of a head's captured layers, the decided one first.
 
     Args:
         config: in the keys of `engines.keys`.
-        hints: what the user says; a target's depth leaves out what it does not have.
-        names: of its tensors.
+        hints: the user's options; the target's depth rules out layers that it does not have.
+        names: the names of its tensors.
 
     Returns:
-        Readings of other layers each: of what is listed, as outputs and as inputs, and where nothing is, the default of
-        the target's depth. Empty where no reading is possible.
+        Distinct readings: of a list, as outputs and as inputs; without a list, the default for the target's depth.
+            Empty if
+        no reading is possible.
     """
     nested = config.get(EAGLE) or {}
     found: list[Captured] = []
@@ -198,7 +199,7 @@ def readings(config: Mapping[str, Any], hints: Hints, names: Iterable[str] = ())
 
 
 def without_lists(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config that lists no captured layers, for a reader to whom it does not matter which they are."""
+    """Return a config without captured layers, for a reader that does not need them."""
     bare = {key: value for key, value in config.items() if key not in (IDS, CONVENTION)}
     if isinstance(nested := bare.get("eagle_config"), Mapping):
         bare["eagle_config"] = {key: value for key, value in nested.items() if key not in (IDS, CONVENTION)}
@@ -218,9 +219,9 @@ def _decide(
     if hints.captured_are is not None and listed:
         if top not in (None, listed):
             raise CapturedUndecided(
-                f"there are two lists, {list(listed)} in eagle_config and {list(top)} beside it",
+                f"there are two lists, {list(listed)} in eagle_config and {list(top)} at the top level",
                 where="config.json",
-                fix="Give --captured, or leave --captured-are out. The top-level list always holds inputs.",
+                fix="Pass --captured, or remove --captured-are. The top-level list always holds inputs.",
             )
         return _by_word(_agreeing(_told(listed, hints.captured_are), config, nested_config), hints)
     saved = saved_by(config, nested_config, names)
@@ -234,15 +235,15 @@ def _decide(
             raise CapturedUndecided(
                 f"the config lists no captured layers, and {hints.target_layers} layers are too few for the default",
                 where=f"config.json: {TOP}",
-                fix="Give --captured: the 0-based layer outputs that the head was trained on.",
+                fix="Pass --captured: the 0-based layer outputs that the head was trained on.",
             )
         word = f"each engine's default for {hints.target_layers} layers"
         return Captured(ids, f"not in the config; {word}", word)
     raise CapturedUndecided(
         "the config does not say which target layers this head reads",
         where=f"config.json: {TOP}",
-        fix="Give --target (only its config is read) or --target-layers N. The depth N decides the default, the outputs"
-        " of 1, N//2-1, N-4. If the head was trained on others, give --captured with their 0-based ids.",
+        fix="Pass --target (only its config is read) or --target-layers N. The depth N decides the default, the outputs"
+        " of 1, N//2-1, N-4. If the head was trained on others, pass --captured with their 0-based ids.",
     )
 
 
@@ -250,7 +251,7 @@ def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> 
     outputs = ids if convention == "outputs" else tuple(i - 1 for i in ids)
     if min(outputs) < 0:
         raise CapturedUndecided(
-            f"{list(ids)} cannot be layer inputs: the input of layer 0 is the embedding, no layer's output",
+            f"{list(ids)} cannot be layer inputs: the input of layer 0 is the embedding, not a layer's output",
             where=where,
             fix="Give --captured-are outputs.",
         )
@@ -258,7 +259,7 @@ def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> 
 
 
 def _by_word(told: Captured, hints: Hints) -> Captured:
-    """Return captured layers that rest on what the user says, with the options that say it."""
+    """Return captured layers that the user stated, with the options that state them."""
     ids = f"--captured {','.join(map(str, hints.captured))}" if hints.captured is not None else ""
     kind = f"--captured-are {hints.captured_are}" if hints.captured_are else ""
     return replace(told, word=f"{ids} {kind}".strip())
@@ -267,28 +268,28 @@ def _by_word(told: Captured, hints: Hints) -> Captured:
 def _against_marks(
     told: Captured, config: Mapping[str, Any], nested: Mapping[str, Any], hints: Hints, names: tuple[str, ...]
 ) -> Captured:
-    """Return captured layers with what the head's own files say otherwise, where the user decided them."""
+    """Return captured layers that the user decided, with what the head's own files say otherwise."""
     if hints.captured is None and hints.captured_are is None:
         return told
     try:
         own = _decide(config, nested, replace(hints, captured=None, captured_are=None), names)
-    except KconvError:  # they leave it open, which is what the user's word is for
+    except KconvError:  # the files leave it open, so the user's option decides
         return told
     if own.ids == told.ids:
         return replace(told, word="")
-    if own.word:  # a default is a guess, and the user's word is better than that
+    if own.word:  # a default is a guess, and the user's option is better
         return told
     return replace(told, against=f"the head's own files say outputs of {list(own.ids)} ({own.how})")
 
 
 def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[str, Any]) -> Captured:
-    """Return what the user says, unless the config states otherwise, or lists what cannot be read so."""
+    """Return the user's layers, unless the config states others, or has a list that cannot mean them."""
     for stated in (_stated(nested_config, "eagle_config"), _stated(config, "the config")):
         if stated is not None and stated.ids != told.ids:
             raise ConfigInvalid(
                 f"{stated.how}, the outputs of {list(stated.ids)}, but --captured says {list(told.ids)}",
                 where="config.json",
-                fix="Leave --captured and --captured-are out, or correct the config if it is wrong.",
+                fix="Remove --captured and --captured-are, or correct the config if it is wrong.",
             )
     places = {TOP: config, NESTED: nested_config}
     found = [list(ids) for name, place in places.items() if (ids := _ids(place.get(IDS), f"config.json: {name}"))]
@@ -296,7 +297,7 @@ def _agreeing(told: Captured, config: Mapping[str, Any], nested_config: Mapping[
         raise ConfigInvalid(
             f"--captured says {list(told.ids)}, but {' and '.join(map(str, found))} in the config cannot mean them",
             where="config.json",
-            fix="Give --captured-are outputs or inputs for the listed layers, or correct the config if it is wrong.",
+            fix="Pass --captured-are outputs or inputs for the listed layers, or correct the config if it is wrong.",
         )
     return told
 
@@ -318,22 +319,22 @@ def _from_top(
             f"captured layers contradict: {TOP} is {list(top)}, in eagle_config {list(nested)}",
             where="config.json",
             fix="Find out which layers the head was trained on and "
-            + ("correct the other list." if beside or stated else "give --captured."),
+            + ("correct the other list." if beside or stated else "pass --captured."),
             code="K146",
         )
     return found
 
 
 def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> None:
-    """Refuse a list where vLLM looks for inputs, if a trainer that counts outputs may have put it there."""
+    """Refuse a list that vLLM reads as inputs, if a trainer that counts outputs may have written it."""
     is_default = top == _default(default_outputs, top[-1] + 4, layers)
     why = "the default as layer outputs" if is_default else DOUBTS.get(saved)
     if why is None:
         return
     raise CapturedUndecided(
-        f"{TOP} lists {list(top)}: {why}, where vLLM looks for inputs",
+        f"{TOP} lists {list(top)}: {why}, but vLLM reads them as inputs",
         where=f"config.json: {TOP}",
-        fix="Give --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+        fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
     )
 
 
@@ -344,7 +345,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
         raise CapturedUndecided(
             f"eagle_config lists {list(nested)}: vLLM's default as layer inputs, but the list may also mean outputs",
             where=f"config.json: {NESTED}",
-            fix="Give --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
+            fix="Pass --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
         )
     if nested == _default(default_outputs, nested[-1] + 4, layers):
         return Captured(nested, f"{list(nested)} in eagle_config is the usual list, counted as layer outputs")
@@ -357,12 +358,12 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
     raise CapturedUndecided(
         f"eagle_config lists {list(nested)} but does not say whether these are layer outputs or inputs",
         where=f"config.json: {NESTED}",
-        fix="Give --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+        fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
     )
 
 
 def _stated(place: Mapping[str, Any], name: str) -> Captured | None:
-    """Return what stands beside a list about its convention: in eagle_config, or at the top level."""
+    """Return the convention stated with a list: in eagle_config, or at the top level."""
     stated = place.get(CONVENTION)
     listed = None if stated is None else _ids(place.get(IDS), f"config.json: {IDS} in {name}")
     if listed is None:
@@ -384,7 +385,7 @@ def _ids(value: object, where: str, code: str = "K145") -> tuple[int, ...] | Non
         raise ConfigInvalid(
             f"{value!r} is not a list of distinct, ascending layer ids",
             where=where,
-            fix="Correct the list. Engines capture in ascending order whatever it says.",
+            fix="Correct the list. Engines always capture in ascending order.",
             code=code,
         )
     return ids
@@ -396,11 +397,11 @@ def saved_by(config: Mapping[str, Any], eagle_config: Mapping[str, Any], names: 
     Args:
         config: in the keys of `engines.keys`.
         eagle_config: the config's own.
-        names: of the head's tensors.
+        names: the names of the head's tensors.
 
     Returns:
-        TRAINER with its own tensor names; where the layer is renamed for vLLM, FOR_VLLM if TorchSpec then shifts the
-        list and AS_TRAINED if it does not; empty for neither.
+        TRAINER if it has the trainer's own tensor names; if the layer is renamed for vLLM, FOR_VLLM if TorchSpec then
+        shifts the list and AS_TRAINED if it does not; otherwise empty.
     """
     if any(name.startswith("midlayer.") for name in names):
         return TRAINER
@@ -413,5 +414,5 @@ def saved_by(config: Mapping[str, Any], eagle_config: Mapping[str, Any], names: 
 
 
 def is_modelopts(eagle_config: Mapping[str, Any]) -> bool:
-    """Say whether ModelOpt's exporter wrote an eagle_config."""
+    """Return whether ModelOpt's exporter wrote an eagle_config."""
     return any(mark in eagle_config for mark in MODELOPT_MARKS)

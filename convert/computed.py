@@ -1,4 +1,4 @@
-"""Tensors of an output that no source holds as they are: computed in blocks, each when its turn comes."""
+"""Tensors of an output that are computed rather than copied: in blocks, each when its turn comes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that is computed.
+    """A computed tensor.
 
     Attributes:
         dtype: its safetensors dtype.
         shape: its dims.
-        reason: what it is and why, one sentence for the manifest.
+        reason: what it is and why, in one sentence for the manifest.
         blocks: computes it, in consecutive blocks along its first dim.
     """
 
@@ -31,14 +31,14 @@ class Computed:
 
 
 def from_values(values: Tensor, reason: str) -> Computed:
-    """Return a small tensor that is at hand."""
+    """Return a small tensor that is in memory."""
     from ..checkpoint.tensors import NAMES
 
     return Computed(NAMES[values.dtype], tuple(values.shape), reason, lambda: [values])
 
 
 def from_target(info: TensorInfo, reason: str) -> Computed:
-    """Return a matrix of the target as it is."""
+    """Return a matrix of the target, unchanged."""
 
     def blocks() -> Iterator[Tensor]:
         from ..checkpoint.tensors import row_blocks
@@ -60,7 +60,7 @@ def chosen_rows(matrix: TensorInfo, ids: Tensor, reason: str) -> Computed:
 
 
 def spread_rows(matrix: TensorInfo, ids: Tensor, vocab: int, filler: Tensor, reason: str) -> Computed:
-    """Return a matrix of `vocab` rows: row k of the stored one at `ids[k]`, the filler at each other place."""
+    """Return a matrix of `vocab` rows: row k of the stored one at `ids[k]`, the filler everywhere else."""
 
     def blocks() -> Iterator[Tensor]:
         import torch
@@ -82,8 +82,8 @@ def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Calla
 
     Args:
         name: of the tensor, for messages.
-        own: safetensors name of the dtype that it has.
-        dtype: of the one that it gets.
+        own: safetensors name of its dtype.
+        dtype: the dtype to round to.
         shape: its dims.
         read: reads it, in consecutive blocks along its first dim.
 
@@ -101,7 +101,7 @@ def rounded(name: str, own: str, dtype: str, shape: tuple[int, ...], read: Calla
             beyond = int((torch.isinf(found) & ~torch.isinf(block)).sum())
             if beyond:
                 raise TensorValue(
-                    f"{beyond} values of {name} exceed the range of {dtype}", where=name, fix="Leave --dtype out."
+                    f"{beyond} values of {name} exceed the range of {dtype}", where=name, fix="Remove --dtype."
                 )
             yield found
 

@@ -1,4 +1,4 @@
-"""config.json to `HeadSpec` and back: every key that is read, and what a config may not say."""
+"""config.json to `HeadSpec` and back: every key that is read, and what a config must not say."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from .captured import EAGLE, Captured, Hints, read_captured
 from .quantized import has_scales
 from .rope import find_rope, stated_places, states_theta
 
-# Of a nested config and its root, the inner ones are the head's.
-# Classes of heads whose attention is Qwen3's; those for Qwen-VL targets are Llama's.
+# In a nested config and its root, the inner keys are the head's.
+# Classes of heads with Qwen3's attention; those for Qwen-VL targets have Llama's.
 QWEN3 = re.compile(r"Eagle3Qwen3ForCausalLM|Qwen3ForCausalLM(Eagle3)?|Qwen3Eagle3Model")
 INNER = BALLAST | {"architectures", "model_type", "torch_dtype", "dtype"}
 ABSENT = object()
-# A decoder layer in a tensor's name: its number, or none where the layout has one layer only.
+# A decoder layer in a tensor's name: its number, or none if the layout has only one layer.
 LAYER = re.compile(r"(?:^|\.)(?:mid)?layers?\.(?:(\d+)\.)?")
-# The rule that speaks of a number of layers that is the target's.
+# The rule about a number of layers that is the target's.
 TARGETS_DEPTH = "K023"
-# Far above any draft head's; what a layer needs is spelled out tensor by tensor, so a billion would never end.
+# Far above any draft head; each layer's tensors are listed one by one, so a billion layers would never end.
 MAX_LAYERS = 1000
-# Keys of `FIXED` that a rule of their own speaks of; K013 speaks of the others.
+# Keys of `FIXED` with a rule of their own; K013 covers the others.
 TIED = "tie_word_embeddings"
 OF_FIXED = {TIED: "K170", CONFIG_KEY: "K198"}
 THETA = (
-    "Give --rope-theta as in the head's training config, or state it in config.json. Where that config was silent too:"
-    " SafeAILab's trainer and transformers' LlamaConfig take 10000."
+    "Pass --rope-theta from the head's training config, or state it in config.json. If that config has none either:"
+    " SafeAILab's trainer and transformers' LlamaConfig default to 10000."
 )
-# A draft head has one decoder layer, and those of several have up to five; more is the number of the target's.
+# Draft heads have one decoder layer, rarely up to five; a larger number is the target's.
 DEEPEST_HEAD = 8
-# What to do about a value of `FIXED` that means something else than a key without effect.
+# What to do about a value of `FIXED` that is more than a key without effect.
 OF_K3 = "This is a Kimi-K3 head, whose attention has no RoPE; kconv does not support these yet."
 FIXES = {"mla_use_nope": OF_K3}
 
 
 @dataclass(frozen=True)
 class Unverified:
-    """A fact of a head that rests on the user's word or on a default, and that nothing has confirmed.
+    """A fact about a head that rests on the user's word or on a default, without confirmation.
 
     Attributes:
         fact: the config key, or "captured".
-        value: what is taken, a phrase.
+        value: the value used, as a phrase.
         word: the options, or the default, that it rests on.
-        against: what the head's own files say otherwise; "" where they do not.
+        against: the contradicting statement in the head's own files; "" if there is none.
     """
 
     fact: str
@@ -61,15 +61,15 @@ class Unverified:
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """What a config says.
+    """The contents of a config.
 
     Attributes:
         spec: the head it describes.
         captured: the captured layers and how they were decided.
-        carried: keys that kconv does not know, by dotted path, carried into the output as they are.
-        dropped: keys that mean nothing for a draft head, not carried.
-        unstated: keys that the config lacks, each of which readers give a value that the head may not be trained with.
-        unverified: what rests on the user's word or on a default.
+        carried: keys that kconv does not know, by dotted path; they are copied to the output unchanged.
+        dropped: keys that mean nothing for a draft head; not copied.
+        unstated: keys that the config lacks, and for which readers use defaults that may differ from training.
+        unverified: facts that rest on the user's word or on a default.
         measured: the facts that a measurement on the target confirmed.
     """
 
@@ -84,12 +84,12 @@ class ReadConfig:
 
 @dataclass(frozen=True)
 class ConfigReading:
-    """A config as far as it can be read.
+    """A config, as far as it can be read.
 
     Attributes:
         keys: the config in the keys of `engines.keys`.
-        read: what it says; None where a problem makes a spec impossible.
-        captured: the captured layers; None where they are not known, and `read` then has as many as fc has room for.
+        read: the contents; None if a problem makes a spec impossible.
+        captured: the captured layers; None if unknown, and `read` then has as many layers as fc has room for.
     """
 
     keys: Mapping[str, Any]
@@ -109,7 +109,7 @@ def read_config(
 
     Raises:
         ConfigInvalid: a key is missing, of a wrong type, or contradicts another.
-        ConfigUnsupported: a key asks for something that kconv cannot carry.
+        ConfigUnsupported: a key asks for something that kconv does not support.
         CapturedUndecided: see `convert.captured`.
     """
     problems = Problems()
@@ -129,15 +129,15 @@ def find_config(
     hints: Hints,
     table: ConfigTable | None = None,
 ) -> ConfigReading:
-    """Read a head's config as far as it can be read.
+    """Read a head's config, as far as it can be read.
 
     Args:
         config: config.json.
-        tensors: the checkpoint's tensors, whose names say who made the head and whether it is quantized;
-            and `d2t`'s rows stand in for the one key that ModelOpt's kimik2 exporter forgets.
-        problems: where what is wrong is added.
+        tensors: the checkpoint's tensors. Their names show who made the head and whether it is quantized, and `d2t`'s
+            rows replace the one key that ModelOpt's kimik2 exporter omits.
+        problems: the list to which problems are added.
         dtype: the weights' dtype, as safetensors names it.
-        hints: what the user says where the config is silent or ambiguous.
+        hints: the user's options where the config is silent or ambiguous.
         table: how the layout's config differs from the common keys.
     """
     table = table or ConfigTable()
@@ -145,7 +145,7 @@ def find_config(
     unverified = _words(keys, config, table, hints)
     keys = _with_words(keys, table, hints, problems) | _own_depth(keys, tensors, hints, problems)
     config = dict(keys)
-    # Copied as it is, beside the scales that it is about.
+    # Copied unchanged, like the scales that it describes.
     quantization = {CONFIG_KEY: config.pop(CONFIG_KEY)} if CONFIG_KEY in config and has_scales(tensors) else {}
     _check_unsupported(config, tensors, problems)
     is_mla = bool(config.get("kv_lora_rank"))
@@ -165,7 +165,7 @@ def find_config(
     _check_count(config, captured, problems)
     if rope is None or max_positions is None or any(key.field not in values for key in (*COMMON, *own)):
         return ConfigReading(keys, None, captured)
-    # Not from 0 on: nothing is to be said of layer 0 of a head that may not read it.
+    # Not from 0: nothing should be said about layer 0 of a head that may not read it.
     ids = captured.ids if captured else tuple(range(1, _states(tensors, values) + 1))
     spec = HeadSpec(
         attention=(Mla if is_mla else Gqa)(**_group(values, "attention")),
@@ -195,11 +195,11 @@ def find_config(
 
 
 def refuse_unstated(read: ReadConfig) -> None:
-    """Refuse to write a config that would state what the one that was read does not.
+    """Refuse to write a config that would state what the source config does not.
 
     Raises:
-        ConfigInvalid: engines have a default for a key that the config lacks; written down, it would pass for what the
-            head was trained with.
+        ConfigInvalid: the config lacks a key for which engines have a default; writing the default would make it look
+        like the value used in training.
     """
     for key in read.unstated:
         raise ConfigInvalid(
@@ -210,7 +210,7 @@ def refuse_unstated(read: ReadConfig) -> None:
 
 
 def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a written config with the source's carried keys put where they stood."""
+    """Return a written config with the source's copied keys back in their places."""
     inner = {path.removeprefix(f"{EAGLE}."): v for path, v in carried.items() if path.startswith(f"{EAGLE}.")}
     outer = {path: v for path, v in carried.items() if not path.startswith(f"{EAGLE}.")}
     return config | outer | ({EAGLE: config.get(EAGLE, {}) | inner} if inner else {})
@@ -219,7 +219,7 @@ def carry(config: dict[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
 def _unify(
     config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Bring a layout's config to the common keys; return it, and the keys that were left behind."""
+    """Convert a layout's config to the common keys; return it, and the keys left out."""
     flat = _flatten(config, table.nested, problems) if table.nested else dict(config)
     flat |= table.adapt(flat) if table.adapt else {}
     for key, allowed in table.otherwise.items():
@@ -229,7 +229,7 @@ def _unify(
                 ConfigUnsupported,
                 f"{key} is {flat[key]!r}; kconv supports such heads only with {allowed[0]!r}",
                 f"config.json: {key}",
-                "Name another layout with --from if the key means there what the head does.",
+                "If another layout gives the key the meaning that it has for this head, name that layout with --from.",
             )
     left = tuple(key for key in flat if key in table.ballast or key in table.otherwise)
     flat = {key: value for key, value in flat.items() if key not in left}
@@ -240,9 +240,9 @@ def _unify(
             _add(
                 problems,
                 ConfigInvalid,
-                f"{key} is not in the config, which readers of this layout take for false, but the option says true",
+                f"{key} is not in the config, which means false in this layout, but the option says true",
                 f"config.json: {key}",
-                "Leave the option out; if the config lost the key, state it there, as the head was trained.",
+                "Remove the option. If the config lost the key, add it there with the value used in training.",
             )
         if stated not in (None, told):
             _add(
@@ -250,7 +250,7 @@ def _unify(
                 ConfigInvalid,
                 f"{key} is {stated!r} in the config, but the option says {told!r}",
                 f"config.json: {key}",
-                "Leave the option out, or correct the config.",
+                "Remove the option, or correct the config.",
             )
         flat |= {key: told}
     for name, why in table.must_state.items():
@@ -260,14 +260,14 @@ def _unify(
                 ConfigInvalid,
                 f"the config does not state {name}: {why}",
                 f"config.json: {name}",
-                "Give --norm-before-residual yes or no, as the head was trained.",
+                "Pass --norm-before-residual yes or no, as the head was trained.",
                 "K015",
             )
     return flat, left
 
 
 def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, problems: Problems) -> dict[str, Any]:
-    """Return a config with the base of RoPE that the user says, or the layout's trainer takes, where it states none."""
+    """Return a config with RoPE's base from the user, or from the layout's trainer, if it states none."""
     stated = stated_places(config).get("rope_theta", {})
     if hints.rope_theta is not None and any(value != hints.rope_theta for value in stated.values()):
         _add(
@@ -275,7 +275,7 @@ def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, pro
             ConfigInvalid,
             f"rope_theta is {next(iter(stated.values()))!r} in the config, but --rope-theta is {hints.rope_theta:g}",
             "config.json: rope_theta",
-            "Leave --rope-theta out, or correct the config.",
+            "Remove --rope-theta, or correct the config.",
         )
     theta = hints.rope_theta if hints.rope_theta is not None else table.trained_theta
     return dict(config) | ({} if stated or theta is None else {"rope_theta": theta})
@@ -284,13 +284,13 @@ def _with_words(config: Mapping[str, Any], table: ConfigTable, hints: Hints, pro
 def _words(
     keys: Mapping[str, Any], config: Mapping[str, Any], table: ConfigTable, hints: Hints
 ) -> tuple[Unverified, ...]:
-    """Return what of a config, but for the captured layers, rests on the user's word or on a default.
+    """Return the facts in a config, other than the captured layers, that rest on the user's word or on a default.
 
     Args:
         keys: the config in the common keys.
-        config: as it is.
+        config: the original config.
         table: how the layout's config differs.
-        hints: what the user says.
+        hints: the user's options.
     """
     found = []
     if not states_theta(keys) and (hints.rope_theta or table.trained_theta) is not None:
@@ -306,7 +306,7 @@ def _words(
 
 
 def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, problems: Problems) -> dict[str, Any]:
-    """Return the head's own number of decoder layers, where num_hidden_layers is the target's, or the user says it."""
+    """Return the head's own number of decoder layers if num_hidden_layers is the target's, or the user states it."""
     key, stated, held = "num_hidden_layers", config.get("num_hidden_layers"), stored_layers(tensors)
     if hints.layers is not None:
         if hints.layers != held:
@@ -315,7 +315,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
                 ConfigInvalid,
                 f"{held} decoder layer(s) are stored, but --layers is {hints.layers}",
                 f"config.json: {key}",
-                "Give the number of stored layers, or export all of the head.",
+                "Pass the number of stored layers, or export the whole head.",
                 TARGETS_DEPTH,
             )
         return {key: hints.layers}
@@ -328,7 +328,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
             f"{key} is {stated}, but {held} decoder layer(s) are stored: the number looks copied from the target's"
             " config",
             f"config.json: {key}",
-            f"Give --layers {held}, or correct the config. If the head has {stated} layers, export all of them.",
+            f"Pass --layers {held}, or correct the config. If the head has {stated} layers, export all of them.",
             TARGETS_DEPTH,
         )
         return {key: held}
@@ -336,7 +336,7 @@ def _own_depth(config: Mapping[str, Any], tensors: Iterable[str], hints: Hints, 
 
 
 def stored_layers(names: Iterable[str]) -> int:
-    """Return how many decoder layers a checkpoint stores, by its tensors' names; 0 where none tells."""
+    """Return how many decoder layers a checkpoint stores, from its tensors' names; 0 if unknown."""
     found = {int(number or 0) for name in names for number in LAYER.findall(name)[:1]}
     return len(found)
 
@@ -353,30 +353,30 @@ def _flatten(config: Mapping[str, Any], nested: str, problems: Problems) -> dict
             _add(
                 problems,
                 ConfigInvalid,
-                f"the config contradicts itself: {key} is {outer[key]!r}, and in {nested} {inner[key]!r}",
+                f"the config contradicts itself: {key} is {outer[key]!r}, but {inner[key]!r} in {nested}",
                 f"config.json: {key}",
-                "Leave the one that the head was trained with.",
+                "Keep the one that the head was trained with.",
                 "K016",
             )
     return outer | dict(inner)
 
 
 def _is_untied(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Say whether a head holds an lm_head of other rows than its embedding has, which cannot be tied to it."""
+    """Return whether a head's lm_head has other rows than its embedding, so that the two cannot be tied."""
     lm_head = tensors.get("lm_head.weight")
     return lm_head is not None and lm_head.shape[:1] != (config.get("vocab_size"),)
 
 
 def _check_unsupported(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], problems: Problems) -> None:
-    """Find what a config, in the keys of `engines.keys`, asks for that kconv cannot carry."""
-    # Two of these keys mean what their rules say of some heads alone.
+    """Find keys of a config (`engines.keys`) that ask for something that kconv does not support."""
+    # Two of these keys have their rule's meaning only for some heads.
     codes = OF_FIXED | ({"rope_interleave": "K168"} if config.get("kv_lora_rank") else {})
     codes |= {f"{EAGLE}.use_aux_hidden_state": "K151"} if "fc.weight" in tensors else {}
     for name, allowed in FIXED.items():
         value = find(config, name)
         if value is not ABSENT and value not in allowed:
             if name == TIED and value is True and _is_untied(config, tensors):
-                what = f"{TIED} is true, and lm_head has rows of its own, so it is not; engines may read it"
+                what = f"{TIED} is true, but lm_head has its own rows, so it is not tied; engines may believe the key"
                 problems.append(Problem(OF_FIXED[TIED], "warning", f"config.json: {TIED}", what, "Convert the head."))
                 continue
             only = "without the key" if allowed[0] is None else f"with {allowed[0]!r}"
@@ -386,7 +386,7 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Mapping[str, TensorIn
                 f"{name} is {value!r}; kconv supports only heads {only}",
                 f"config.json: {name}",
                 FIXES.get(name)
-                or "If the key has no effect on this head, remove it; else this head is of a kind kconv cannot prove.",
+                or "If the key has no effect on this head, remove it; otherwise kconv cannot support this head.",
                 codes.get(name, "K013"),
             )
     kinds = config.get("layer_types")
@@ -394,9 +394,9 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Mapping[str, TensorIn
         _add(
             problems,
             ConfigUnsupported,
-            f"layer_types is {kinds!r}; kconv carries full attention only",
+            f"layer_types is {kinds!r}; kconv supports only full attention",
             "config.json: layer_types",
-            "Serve this head with the engine it was made for.",
+            "Serve this head with the engine that it was made for.",
             "K014",
         )
     window = config.get("sliding_window")
@@ -404,7 +404,7 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Mapping[str, TensorIn
         _add(
             problems,
             ConfigUnsupported,
-            f"sliding_window is {window!r}; kconv carries full attention only",
+            f"sliding_window is {window!r}; kconv supports only full attention",
             "config.json: sliding_window",
             "If the head was trained with full attention, set use_sliding_window to false.",
             "K014",
@@ -412,7 +412,7 @@ def _check_unsupported(config: Mapping[str, Any], tensors: Mapping[str, TensorIn
 
 
 def _read_key(config: Mapping[str, Any], key: Key, values: dict[str, Any], problems: Problems) -> None:
-    """Add a key's value to those that were read before it, unless there is something wrong with it."""
+    """Add a key's value to those read before it, unless it has a problem."""
     stated = {name: value for name in key.names + key.also if (value := find(config, name)) not in (ABSENT, None)}
     if len(set(map(repr, stated.values()))) > 1:
         _add(
@@ -420,7 +420,7 @@ def _read_key(config: Mapping[str, Any], key: Key, values: dict[str, Any], probl
             ConfigInvalid,
             "the config contradicts itself: " + ", ".join(f"{n} is {v!r}" for n, v in stated.items()),
             f"config.json: {', '.join(stated)}",
-            "Engines would pick one each; leave the one that the head was trained with.",
+            "Each engine would pick one of them; keep the one that the head was trained with.",
             "K011",
         )
     before = len(problems)
@@ -435,11 +435,11 @@ def _read_key(config: Mapping[str, Any], key: Key, values: dict[str, Any], probl
         try:
             values[key.field] = key.default(values)
         except KeyError:
-            return  # it follows from a key that has a problem itself
+            return  # it depends on a key that has a problem itself
     else:
         what, where = f"the config has no {key.names[0]}", f"config.json: {key.names[0]}"
         code = "K189" if key.field == "attention.q_lora_rank" else "K010"
-        _add(problems, ConfigInvalid, what, where, "Take it from the head's training config.", code)
+        _add(problems, ConfigInvalid, what, where, "Copy it from the head's training config.", code)
 
 
 def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -> int | None:
@@ -454,12 +454,12 @@ def _max_positions(config: Mapping[str, Any], rope: Rope | None, hints: Hints) -
     raise ConfigInvalid(
         "the config has no max_position_embeddings",
         where="config.json: max_position_embeddings",
-        fix="Give --max-positions: the longest context that you will serve.",
+        fix="Pass --max-positions: the longest context that you will serve.",
     )
 
 
 def _check_count(config: Mapping[str, Any], captured: Captured | None, problems: Problems) -> None:
-    """Find a count of captured layers that is not that of the layers."""
+    """Find a count of captured layers that differs from the number of listed layers."""
     count = config.get("num_aux_hidden_states")
     if captured:
         lengths = {"": len(captured.ids)}
@@ -472,17 +472,17 @@ def _check_count(config: Mapping[str, Any], captured: Captured | None, problems:
             _add(
                 problems,
                 ConfigInvalid,
-                f"num_aux_hidden_states is {count!r}, and {length} captured layers are listed{place}",
+                f"num_aux_hidden_states is {count!r}, but {length} captured layers are listed{place}",
                 "config.json: num_aux_hidden_states",
-                "Correct the one that fc.weight's width contradicts.",
+                "Correct whichever contradicts fc.weight's width.",
                 "K149",
             )
 
 
 def _norms_qk(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
-    """Say whether a config asks for norms of queries and keys: by a class of Qwen3's, or by its model_type.
+    """Return whether a config asks for query and key norms: by a class with Qwen3's attention, or by its model_type.
 
-    A model_type alone may stand there because the target is a Qwen3, so of one without such norms it asks for none.
+    The model_type may be there only because the target is a Qwen3, so without such norms it does not ask for them.
     """
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str) and QWEN3.fullmatch(named[0]):
@@ -491,13 +491,13 @@ def _norms_qk(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
 
 
 def _states(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> int:
-    """Return how many captured states fc has room for; 3 where it does not tell."""
+    """Return how many captured states fc has room for; 3 if unknown."""
     fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
     return min(max(fc.shape[1] // values["target_hidden"], 1), MAX_LAYERS) if fc and len(fc.shape) == 2 else 3
 
 
 def _check_dims(spec: HeadSpec, problems: Problems) -> None:
-    """Check dims that no tensor's shape tells: how heads are shared, and what RoPE turns."""
+    """Check dims that no tensor's shape shows: how heads share keys and values, and what RoPE rotates."""
     attention = spec.attention
     if isinstance(attention, Gqa):
         if attention.heads % attention.kv_heads:
@@ -506,7 +506,7 @@ def _check_dims(spec: HeadSpec, problems: Problems) -> None:
                 ConfigInvalid,
                 f"{attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly",
                 "config.json: num_key_value_heads",
-                "Correct the two counts; the one must divide the other.",
+                "Correct the two counts; the second must divide the first.",
             )
         rotary = int(spec.rope.partial_rotary_factor * attention.head_dim)
     else:
@@ -515,15 +515,15 @@ def _check_dims(spec: HeadSpec, problems: Problems) -> None:
             _add(
                 problems,
                 ConfigUnsupported,
-                f"partial_rotary_factor is {spec.rope.partial_rotary_factor}, of an MLA head",
+                f"partial_rotary_factor is {spec.rope.partial_rotary_factor} on an MLA head",
                 "config.json: partial_rotary_factor",
-                "Remove the key if it has no effect on this head: qk_rope_head_dim says what is turned.",
+                "Remove the key if it has no effect on this head: qk_rope_head_dim decides which dims MLA rotates.",
             )
     if rotary < 2 or rotary % 2:
         _add(
             problems,
             ConfigInvalid,
-            f"RoPE would turn {rotary} dims of each head; it turns pairs",
+            f"RoPE would rotate {rotary} dims of each head, but it rotates pairs",
             "config.json: head_dim, qk_rope_head_dim, partial_rotary_factor",
             "Correct head_dim, qk_rope_head_dim or partial_rotary_factor.",
         )
@@ -534,13 +534,13 @@ def _add(problems: Problems, kind: type[KconvError], what: str, where: str, fix:
 
 
 def checked(name: str, value: Any, kind: str, key: str = "") -> Any:
-    """Return a key's value, a list as a tuple.
+    """Return a key's value, with a list as a tuple.
 
     Args:
-        name: the key's, for the message.
-        value: what the config states.
+        name: the key's name, for the message.
+        value: the value in the config.
         kind: see `engines.keys.Key`.
-        key: where it stands, if that is not its name.
+        key: its place, if that differs from its name.
 
     Raises:
         ConfigInvalid: the value is not of its kind.
@@ -560,12 +560,12 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# What no head was ever made with: a value beyond these is a mistake, or somebody's attempt.
+# Limits that no head ever exceeded: a larger value is a mistake or an attack.
 MAX_VOCAB, LEAST_POSITIONS, MAX_EPS = 1 << 24, 8, 0.1
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "count": (lambda v: _is_int(v) and 0 < v < 2**31, "a positive number"),
     "depth": (lambda v: _is_int(v) and 0 < v <= MAX_LAYERS, f"a number of layers up to {MAX_LAYERS}"),
-    # Of the largest target known, 262,208; what is allocated by it is a stranger's word until then.
+    # The largest known target has 262,208; until it is checked, the number that decides an allocation is untrusted.
     "vocabulary": (lambda v: _is_int(v) and 0 < v <= MAX_VOCAB, f"a number of tokens up to {MAX_VOCAB:,}"),
     "positions": (
         lambda v: _is_int(v) and LEAST_POSITIONS <= v < 2**31,
@@ -573,7 +573,7 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "fraction": (lambda v: isinstance(v, (int, float)) and 0 < v <= MAX_EPS, f"a number between 0 and {MAX_EPS}"),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
-    # -1 is what some configs state for none.
+    # Some configs use -1 for none.
     "token": (
         lambda v: all(_is_int(i) and -1 <= i < 2**31 for i in (v if isinstance(v, list) else [v])),
         "a token id or a list of them",
@@ -582,7 +582,7 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def find(config: Mapping[str, Any], path: str) -> Any:
-    """Return what stands at a dotted path, `ABSENT` where nothing does."""
+    """Return the value at a dotted path, `ABSENT` if there is none."""
     place: Any = config
     for part in path.split("."):
         if not isinstance(place, Mapping) or part not in place:

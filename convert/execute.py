@@ -1,4 +1,4 @@
-"""A plan carried out."""
+"""Execute a plan."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ WEIGHTS = "model.safetensors"
 
 
 def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: None) -> Manifest:
-    """Carry out a plan.
+    """Execute a plan.
 
     Args:
-        plan: what to do.
-        out: the folder to make; nothing may be there.
+        plan: the plan.
+        out: the folder to create; nothing may exist there.
         advance: called with the number of bytes written since the last call.
 
     Returns:
-        The manifest, which is also written beside the weights.
+        The manifest, which is also written next to the weights.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
-        TensorValue: a tensor of the output would hold NaN or Inf, or nothing but zeros.
+        TensorValue: a tensor of the output would hold NaN or Inf, or only zeros.
         NotACheckpoint, CorruptHeader: a source cannot be read, or became shorter.
-        ManifestMismatch: the source has a kconv.json that is not of the schema.
+        ManifestMismatch: the source has a kconv.json that does not match the schema.
     """
     with staged(out) as folder:
         return fill(plan, folder, advance)
@@ -65,17 +65,17 @@ def execute(plan: Plan, out: Path, advance: Callable[[int], None] = lambda _: No
 def fill(
     plan: Plan, folder: Path, advance: Callable[[int], None] = lambda _: None, training: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Carry out a plan in a folder that its caller has staged.
+    """Execute a plan in a folder that the caller has staged.
 
-    How a head was trained, and how its attention was converted, is copied from the source's manifest; `training` is
-    for the one who trained it.
+    The record of how a head was trained, and how its attention was converted, is copied from the source's manifest;
+    `training` is for the code that trained it.
     """
     past = read_provenance(plan.source.checkpoint.folder)
     weights = write_safetensors(
         folder / WEIGHTS, [_entry(plan, step) for step in plan.steps], check=_filled(plan), advance=advance
     )
     files = [FileRecord(name=weights.file, size=weights.size, sha256=weights.sha256)]
-    # A layout that is only read is a trainer's, and no engine's.
+    # A layout that is only read belongs to a trainer, not an engine.
     if plan.layout.write_config is not None:
         for name, text in launch_files(plan.spec, plan.layout.name).items():
             files.append(_write_text(folder / name, text))
@@ -83,10 +83,10 @@ def fill(
         copy = folder / plan.source.side_file.name
         copy.write_bytes(read_bounded(plan.source.side_file, ConfigInvalid, limit=MAX_YAML, fix="Export it again."))
         files.append(_record_file(copy))
-    # Last, as without a config no reader takes a folder for a checkpoint.
+    # Written last: without a config no reader mistakes the folder for a checkpoint.
     files.append(_write_text(folder / "config.json", json.dumps(plan.config, indent=2) + "\n"))
     conversion = past.conversion(plan.conversion, exact=_is_exact(plan))
-    # What a training has just made is no other's draft.
+    # A newly trained head is not the draft of anything else.
     same = training is not None or (_is_exact(plan) and conversion is None and not past.altered)
     manifest = _manifest(plan, weights, tuple(files), training or past.training, conversion)
     manifest = manifest.model_copy(update={"draft": "as it ships" if same else "another"})
@@ -113,7 +113,7 @@ def _chunks(name: str, blocks: Iterable[Tensor]) -> Iterator[bytes | memoryview]
 
 
 def _pack(plan: Plan, step: Step) -> Iterator[Tensor]:
-    # Packed when its turn comes, so that one tensor is in memory at a time.
+    # Packed when its turn comes, so that only one tensor is in memory at a time.
     yield step.row.move.pack([read_slot(plan.source, slot) for slot in step.row.slots])
 
 
@@ -121,7 +121,7 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
     sources = {step.name: [source.info for source in step.sources] for step in plan.steps}
 
     def check(name: str, values: Values) -> None:
-        # A bias may be zero throughout; a matrix or a norm that is was never filled.
+        # A bias may be all zeros; an all-zero matrix or norm was never filled.
         never_filled = values.zero and not name.endswith(".bias")
         if not values.not_finite and not never_filled:
             return
@@ -156,7 +156,7 @@ def _dropped(info: TensorInfo, reason: str) -> DroppedRecord:
 
 
 def _is_exact(plan: Plan) -> bool:
-    """Say whether every weight keeps its source's bytes, or its target's where it is added."""
+    """Return whether every weight is byte-identical to the source, or to the target if it was added from there."""
     integers = {name for name, need in needs(plan.spec).items() if need.slot.dtype}
     return all(
         step.computed is None or step.action == "added" or integers.issuperset(step.row.slots) for step in plan.steps
@@ -164,7 +164,7 @@ def _is_exact(plan: Plan) -> bool:
 
 
 def _unverified(head: Head) -> tuple[UnverifiedRecord, ...]:
-    """Return what of a head rests on a user's word or on a default: said now, and of its source when that was made."""
+    """Return the facts about a head that rest on the user's word or on a default, now or at its source's conversion."""
     found = {one.fact: UnverifiedRecord(**asdict(one)) for one in head.read.unverified}
     folder = head.checkpoint.folder
     earlier = read_manifest(folder).unverified if (folder / MANIFEST).is_file() else ()
@@ -188,7 +188,7 @@ def _manifest(
             StepRecord(
                 action=step.action,
                 output=TensorRecord(name=step.name, dtype=step.dtype, shape=step.shape, blake3=blake3),
-                # A copy's source has the very bytes that were hashed on their way.
+                # A copied tensor has exactly the bytes that were hashed while copying.
                 sources=tuple(_record(info, blake3 if step.is_copy else digest(info)) for info in infos),
                 reason=step.computed.reason if step.computed else "",
             )

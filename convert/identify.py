@@ -1,4 +1,4 @@
-"""What a checkpoint is where it is no Eagle3 head, what a head's files leave open, and which target they name."""
+"""What a checkpoint is if not an Eagle3 head, what a head's files leave open, and which target they name."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .rope import DEFAULT_THETA
 
 Config = Mapping[str, Any]
 Names = Mapping[str, TensorInfo]
-# A README of a head is some kilobytes; a front matter, some lines.
+# A head's README takes some kilobytes, its front matter some lines.
 README_BYTES = 1_000_000
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
-# A name that the Hub would give a repository: nothing else of a stranger's file becomes part of a command.
+# A name that the Hub would accept for a repository: nothing else from an untrusted file becomes part of a command.
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of draft model or checkpoint that is no Eagle3 head.
+    """A kind of draft model or checkpoint other than an Eagle3 head.
 
     Attributes:
-        name: as `kconv inspect` calls it.
+        name: its name in `kconv inspect`.
         what: a phrase that says what it is, after "this is".
         fix: what to do with it.
-        marks: whether a config and tensor names bear its marks.
-        is_head: whether its files are read as those of an Eagle3 head all the same, as far as that goes.
+        marks: whether a config and tensor names identify it.
+        is_head: whether its files are still read as far as possible as those of an Eagle3 head.
     """
 
     name: str
@@ -56,7 +56,7 @@ def _has_fc(names: Names) -> bool:
     return _has(names, "fc.weight")
 
 
-# Names that an Eagle3 head has and the drafts of EAGLE-1 and EAGLE-2 have not: the norm of the fed-back state.
+# Names that an Eagle3 head has but the drafts of EAGLE-1 and EAGLE-2 do not: the norm of the fed-back state.
 # https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/model/cnets1.py#L487
 # https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/model/cnets.py#L438
 _IN_LAYER = re.compile(r"(?:^|\.)(?:midlayer|layers)\.(?:\d+\.)?hidden_norm\.weight$")
@@ -75,8 +75,8 @@ def _drafts_blocks(config: Config, word: str) -> bool:
     return word in said or kind == word
 
 
-OTHER_METHOD = "It is served by its own method (vLLM's --speculative-config has it as `method`), and needs no kconv."
-# In order: the first whose marks a checkpoint bears is what it is.
+OTHER_METHOD = "Serve it with its own method (`method` in vLLM's --speculative-config); it does not need kconv."
+# In order: the first kind whose marks fit a checkpoint wins.
 KINDS = (
     Kind(
         "LoRA",
@@ -92,13 +92,13 @@ KINDS = (
     ),
     Kind(
         "DSpark",
-        "a DSpark draft (it drafts blocks), not an Eagle3 head",
+        "a DSpark draft (a block drafter), not an Eagle3 head",
         OTHER_METHOD,
         lambda config, _: _drafts_blocks(config, "dspark"),
     ),
     Kind(
         "DFlash",
-        "a DFlash draft (it drafts blocks), not an Eagle3 head",
+        "a DFlash draft (a block drafter), not an Eagle3 head",
         OTHER_METHOD,
         lambda config, _: _drafts_blocks(config, "dflash"),
     ),
@@ -118,7 +118,7 @@ KINDS = (
     Kind(
         "Kimi-K3 head",
         "an Eagle3 head for Kimi-K3, whose attention has no RoPE",
-        "Serve it with the engine it was made for; kconv does not support Kimi-K3 heads yet.",
+        "Serve it with the engine that it was made for; kconv does not support Kimi-K3 heads yet.",
         lambda config, _: config.get("mla_use_nope") is True,
         is_head=True,
     ),
@@ -131,7 +131,7 @@ KINDS = (
     Kind(
         "target",
         "a whole model, not a draft head",
-        "Give it to kconv validate, or with --target.",
+        "Pass it to kconv validate, or as --target.",
         lambda config, names: (
             not _has_fc(names)
             and "eagle_config" not in config
@@ -142,17 +142,17 @@ KINDS = (
 
 
 def identify(config: Config, names: Names) -> Kind | None:
-    """Return what a checkpoint is, where it is no Eagle3 head by its marks; None where nothing says so."""
+    """Return what a checkpoint is if its marks show something other than an Eagle3 head; None if nothing shows it."""
     return next((kind for kind in KINDS if kind.marks(config, names)), None)
 
 
 def looks_like_eagle3(names: Names) -> bool:
-    """Say whether tensor names are an Eagle3 head's, under any prefix: fc, and a norm in its layer."""
+    """Return whether tensor names are an Eagle3 head's, under any prefix: fc, and a norm in its layer."""
     return _has_fc(names) and any(map(_IN_LAYER.search, names))
 
 
 def not_a_head(kind: Kind, config: Config) -> Problem:
-    """Return the problem of a checkpoint that is something else than a head."""
+    """Return the problem of a checkpoint that is not a head."""
     error = UnknownLayout(
         f"this is {kind.what}: architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where="config.json",
@@ -167,9 +167,9 @@ class Undecided:
 
     Attributes:
         fact: the config key, or "captured".
-        what: one sentence that says what is there.
-        candidates: what it may be, phrases; empty where anything may be.
-        decide: what would decide it, an imperative sentence.
+        what: one sentence that says what the files hold.
+        candidates: the possible values, as phrases; empty if anything is possible.
+        decide: what would decide it, as an imperative sentence.
     """
 
     fact: str
@@ -178,20 +178,20 @@ class Undecided:
     decide: str
 
 
-# Which fact each problem of a reading leaves open, by the rule that speaks of it.
+# Which fact each problem leaves open, by the rule that reports the problem.
 OPEN_FACTS = {
     UNDECIDED: "captured", "K162": "rope_theta", "K015": "norm_before_residual", TARGETS_DEPTH: "num_hidden_layers",
 }  # fmt: skip
 
 
 def find_undecided(problems: Sequence[Problem], config: Config, hints: Hints, names: Names) -> tuple[Undecided, ...]:
-    """Return what a head's files leave open, each fact once.
+    """Return the facts that a head's files leave open, each once.
 
     Args:
-        problems: what its reading found.
+        problems: the problems found while reading.
         config: in the keys of `engines.keys`.
-        hints: what the user says.
-        names: of its tensors.
+        hints: the user's options.
+        names: the names of its tensors.
     """
     found = {OPEN_FACTS[problem.code]: problem for problem in reversed(problems) if problem.code in OPEN_FACTS}
     return tuple(
@@ -209,17 +209,17 @@ CANDIDATES: Mapping[str, Callable[[Config, Hints, Names], list[str]]] = {
     "captured": _captured,
     "rope_theta": lambda config, hints, names: [f"{DEFAULT_THETA:g}: the default of trainers and of LlamaConfig"],
     "norm_before_residual": lambda config, hints, names: ["false: the speculators library", "true: vLLM"],
-    "num_hidden_layers": lambda config, hints, names: [f"{stored_layers(names)}: what is stored"],
+    "num_hidden_layers": lambda config, hints, names: [f"{stored_layers(names)}: the number stored"],
 }
 
 
 def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
-    """Return the targets that a head's files name, as hub ids: its verifier, and its README's base models.
+    """Return the targets that a head's files name, as hub ids: its config's verifier, and its README's base models.
 
-    DeepSpec's configs name theirs too.
+    DeepSpec's configs name their target too.
 
     Args:
-        folder: that holds the head's README.md, if it has one.
+        folder: a folder with the head's README.md, if it has one.
         config: its config.json.
     """
     speculators = config.get("speculators_config")
@@ -230,7 +230,7 @@ def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
 
 
 def _base_models(folder: Path) -> list[Any]:
-    """Return what the front matter of a folder's README calls base_model; nothing where it cannot be read."""
+    """Return base_model from the front matter of a folder's README; nothing if it cannot be read."""
     readme = folder / "README.md"
     try:
         text = read_text(readme, NotACheckpoint, limit=README_BYTES, fix="")

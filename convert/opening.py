@@ -1,4 +1,4 @@
-"""Heads read for their target: by their headers alone, or whole."""
+"""Read heads for their target: from headers alone, or whole."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .read import Head, claim_tensors, read_head
 
 
 def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: Source | None) -> Head:
-    """Read a head for its target, by its headers alone where the checkpoint is of these.
+    """Read a head for its target, from headers alone if the checkpoint has only headers.
 
     Args:
         checkpoint: the head.
-        layout: the layout that it is in, None to go by its marks.
-        hints: what is said where its config is silent; a target's depth stands for `target_layers`.
-        target: the target that it is for, None where that is not known.
+        layout: its layout; None to detect it from its marks.
+        hints: the user's options where its config is silent; a target's depth replaces `target_layers`.
+        target: its target, None if unknown.
 
     Raises:
-        TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
+        TargetInvalid: the head needs hidden states or a vocabulary that the target does not have.
         KconvError: it cannot be read; see `convert.read`.
     """
     config = _config(target)
@@ -36,12 +36,12 @@ def open_head(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, targe
 
 
 def open_origin(checkpoint: Checkpoint, output: Source, target: Source | None) -> Origin:
-    """Read the head that an output was made of: by itself, and as its conversion read it.
+    """Read the head that an output was made from: by itself, and with the options of its conversion.
 
     Args:
-        checkpoint: the head that the output was made of.
-        output: what was made of it; its kconv.json records the options, see `how_source_was_read`.
-        target: whose depth decides default captures, None for what kconv.json says of it.
+        checkpoint: the head that the output was made from.
+        output: the output; its kconv.json records the options, see `how_source_was_read`.
+        target: its depth decides default captures; None to use kconv.json's depth.
 
     Raises:
         KconvError: it cannot be read; see `convert.read`.
@@ -67,7 +67,7 @@ def _read(checkpoint: Checkpoint, layout: Layout | None, hints: Hints, target: T
     try:
         return read(checkpoint, layout=layout, hints=hints)
     except KconvError as error:
-        # What reads a config does not know whose it is, and a command may have two.
+        # The config reader does not know which checkpoint its config belongs to, and a command may have two.
         if error.where == "config.json":
             error.where = f"{checkpoint.source}/config.json"
         raise
@@ -79,12 +79,12 @@ def _check_fit(spec: HeadSpec, target: TargetConfig, name: str) -> None:
 
 
 def find_misfit(spec: HeadSpec, target: TargetConfig, name: str) -> Problem | None:
-    """Return what shows a target to be another than the head's; None where nothing does."""
+    """Return what shows that a target is not this head's; None if nothing does."""
     if (spec.target_hidden, spec.vocab) == (target.hidden, target.vocab):
         return None
     return TargetInvalid(
         f"the head needs hidden states of width {spec.target_hidden} and a vocabulary of {spec.vocab:,}, but the "
         f"target has {target.hidden} and {target.vocab:,}",
         where=name,
-        fix="Give the target that the head was trained on, or state target_hidden_size in the head's config.",
+        fix="Pass the target that the head was trained on, or state target_hidden_size in the head's config.",
     ).problem()

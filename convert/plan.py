@@ -1,8 +1,8 @@
-"""What becomes what, decided before a byte is written.
+"""Plan an output before a byte is written.
 
-One planner for all that is made of a head: another layout, another attention, another vocabulary, quantized linears.
-What an operation computes it gives as a `Change`; every other tensor keeps its bytes, and each source tensor is
-accounted for.
+One planner serves everything made from a head: another layout, another attention, another vocabulary, quantized linear
+layers. An operation passes what it computes as a `Change`; every other tensor keeps its bytes, and each source tensor
+is accounted for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A stored tensor that another one is made of, and the row that says what it holds."""
+    """A stored tensor that another one is made from, and the row that describes it."""
 
     row: Stored
     info: TensorInfo
@@ -42,15 +42,15 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Step:
-    """How one tensor of the output comes to be.
+    """How one tensor of the output is made.
 
     Attributes:
         name: its name in the output.
-        sources: the stored tensors it is made of.
+        sources: the stored tensors that it is made from.
         row: the output's row.
         action: "copied" (same name), "renamed" (same bytes, other name), "repacked" (the slots' bytes, in another
-            arrangement), or what was done to compute it.
-        computed: what is written; None where the bytes or slots of the sources are the output's.
+        arrangement), or how it was computed.
+        computed: the data to write; None if the output has the sources' bytes or slots.
     """
 
     name: str
@@ -76,17 +76,17 @@ class Step:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in the output."""
+        """Its size in bytes in the output."""
         return byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What a user asks for beside the layout.
+    """The user's options besides the layout.
 
     Attributes:
-        target: the target's embedding and lm_head, where they are at hand.
-        drop_shared: leave out what equals the target's, byte for byte, and engines share.
+        target: the target's embedding and lm_head, if available.
+        drop_shared: omit tensors that are byte-identical to the target's and that engines share.
         dtype: safetensors name of the dtype to round the weights to; empty to keep each tensor's own.
     """
 
@@ -97,11 +97,11 @@ class WriteOptions:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A slot's tensor that is computed.
+    """A computed tensor of a slot.
 
     Attributes:
         computed: the slot's tensor.
-        action: what was done, for the manifest.
+        action: how it was computed, for the manifest.
         sources: the stored tensors that it is computed from.
     """
 
@@ -112,14 +112,14 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Change:
-    """What an operation makes of a head, beside writing it in a layout.
+    """The changes that an operation makes to a head, besides its layout.
 
     Attributes:
-        spec: what the output is.
-        replaced: the computed tensors by slot; a slot `<slot>.<suffix>` is a scale beside a quantized weight.
-        config: keys of config.json that it sets.
-        dropped: source tensors that the output has no place for, with the reason.
-        conversion: what was approximated, and what that kept.
+        spec: the spec of the output.
+        replaced: the computed tensors by slot; a slot `<slot>.<suffix>` is a scale of a quantized weight.
+        config: keys of config.json to set.
+        dropped: source tensors that the output does not keep, with the reason.
+        conversion: what was approximated, and how much acceptance it retained.
     """
 
     spec: HeadSpec
@@ -131,17 +131,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion, decided.
+    """A decided conversion.
 
     Attributes:
-        source: the head that is read.
-        layout: the layout that is written.
-        spec: what the output is.
+        source: the head to read.
+        layout: the layout to write.
+        spec: the spec of the output.
         config: the output's config.json.
         steps: one for each tensor of the output.
         dropped: source tensors that are not in the output, with the reason.
-        target: the target's embedding and lm_head, where they are at hand.
-        conversion: what was approximated, where anything was.
+        target: the target's embedding and lm_head, if available.
+        conversion: what was approximated, if anything.
     """
 
     source: Head
@@ -155,20 +155,20 @@ class Plan:
 
 
 def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change: Change | None = None) -> Plan:
-    """Plan a head in a layout.
+    """Plan the output of a head in a layout.
 
     Args:
-        head: the source. One whose weights are still on the Hub drops nothing for being the target's.
+        head: the source. If its weights are still on the Hub, no tensor is dropped for being the target's.
         layout: the layout to write.
-        options: what the user asks for beside it.
-        change: what an operation makes of the head; None for a head as it is.
+        options: the user's options besides the layout.
+        change: the changes that an operation makes; None for an unchanged head.
 
     Raises:
-        LayoutCannot: the layout, or the engine behind it, has no place for something that the output has, or would
-            serve it otherwise beside this target.
+        LayoutCannot: the layout, or an engine that reads it, does not support something in the output, or would serve
+            it differently with this target.
         ConfigInvalid: the head's config does not state what the output's would; see `refuse_unstated`.
-        TargetInvalid: the target does not hold what the layout needs of it.
-        KconvError: the target holds it, and it cannot be had; see `SharedTensors.find`.
+        TargetInvalid: the target lacks a tensor that the layout needs.
+        KconvError: the target has the tensor, but it cannot be read; see `SharedTensors.find`.
     """
     refuse_unstated(head.read)
     options, change = options or WriteOptions(), change or Change(head.spec)
@@ -210,11 +210,11 @@ def plan(head: Head, layout: Layout, options: WriteOptions | None = None, change
 
 
 def plan_in_place(head: Head, change: Change) -> Plan:
-    """Plan a head with the names, the config and the layout that it has, a layout that is only read among them.
+    """Plan the output of a head with its own names, config and layout, even if that layout is only read.
 
     Args:
         head: the source.
-        change: what becomes of it; `config` is set in the source's own.
+        change: the changes; `config` is set in the source's own config.
 
     Raises:
         LayoutCannot: a tensor of the source has no place in the output.
@@ -224,7 +224,7 @@ def plan_in_place(head: Head, change: Change) -> Plan:
     steps: list[Step] = []
     for name, row in after.items():
         if any(slot in change.replaced for slot in row.slots):
-            # A slot that is stored keeps its names; one that is new gets the layout's own.
+            # A stored slot keeps its names; a new one gets the layout's own.
             if name in tensors or not any(slot in head.places for slot in row.slots):
                 steps += _computed(name, row, head, change)
         elif name in tensors:
@@ -239,15 +239,15 @@ def plan_in_place(head: Head, change: Change) -> Plan:
 
 
 def check_layout(spec: HeadSpec, layout: Layout, slots: Iterable[str]) -> Callable[[HeadSpec], dict[str, Any]]:
-    """Return what writes a layout's config, or refuse what it cannot hold: before hours of work.
+    """Return the function that writes a layout's config, or refuse what it does not support, before hours of work.
 
     Args:
-        spec: what the output is.
+        spec: the spec of the output.
         layout: the layout to write.
-        slots: what the output holds, scales among them.
+        slots: the slots of the output, including scales.
 
     Raises:
-        LayoutCannot: kconv does not write the layout, or the engine behind it has no place for something.
+        LayoutCannot: kconv does not write the layout, or an engine that reads it does not support something.
     """
     if layout.write_config is None:
         raise LayoutCannot(
@@ -260,7 +260,7 @@ def check_layout(spec: HeadSpec, layout: Layout, slots: Iterable[str]) -> Callab
 
 
 def _rows_to_write(head: Head, layout: Layout, spec: HeadSpec) -> dict[str, Stored]:
-    """Return the layout's rows, those of quantized linears as the source stores them."""
+    """Return the layout's rows, with quantized linear layers as the source stores them."""
     rows = stored(layout, spec)
     held: dict[str, TensorInfo] = {}
     for name, row in rows.items():
@@ -272,7 +272,7 @@ def _rows_to_write(head: Head, layout: Layout, spec: HeadSpec) -> dict[str, Stor
 
 
 def _exact(name: str, row: Stored, head: Head) -> Step:
-    """Return the step that makes one tensor of the output from the source's slots, bit by bit."""
+    """Return the step that makes one output tensor from the source's slots, bit for bit."""
     sources = tuple(dict.fromkeys(SourceTensor(*head.places[slot]) for slot in row.slots))
     same = len(sources) == 1 and (sources[0].row.slots, sources[0].row.move) == (row.slots, row.move)
     action: Action = ("copied" if sources[0].info.name == name else "renamed") if same else "repacked"
@@ -280,7 +280,7 @@ def _exact(name: str, row: Stored, head: Head) -> Step:
 
 
 def _computed(name: str, row: Stored, head: Head, change: Change) -> list[Step]:
-    """Return the steps of a row that holds a replaced slot: of its tensor, and of the scales beside it."""
+    """Return the steps of a row with a replaced slot: for its tensor, and for that tensor's scales."""
     first = next(change.replaced[slot] for slot in row.slots if slot in change.replaced)
     if len(row.slots) == 1 and isinstance(row.move, Same):
         computed, sources = first.computed, first.sources
@@ -314,7 +314,7 @@ def _whole(slot: str, head: Head, change: Change) -> torch.Tensor:
 
 
 def _cast(step: Step, head: Head, dtype: str) -> Step:
-    """Return a step that rounds too, where it makes a weight of another dtype; scales keep theirs."""
+    """Return a step that also rounds, if it changes a weight's dtype; scales keep theirs."""
     info, is_weight = step.sources[0].info, step.row.slots[0] in needs(head.spec)
     if not dtype or not is_weight or info.dtype not in FLOATS or info.dtype == dtype:
         return step
@@ -335,7 +335,7 @@ def _added(name: str, row: Stored, reasons: Mapping[str, str], spec: HeadSpec, t
         raise LayoutCannot(
             f"the head has no {slot} of its own: {reasons[slot]}",
             where=name,
-            fix="Give --target; the target's tensor is added unchanged.",
+            fix="Pass --target; kconv then adds the target's tensor unchanged.",
         )
     info = target.matching(slot, spec)
     return Step(name, (), row, "added", from_target(info, f"{info.name} of the target {target.name}: {reasons[slot]}"))

@@ -1,4 +1,4 @@
-"""Where a head comes from: what the manifest beside it records, and which of its weights are the target's."""
+"""Where a head comes from: the record in its manifest, and which of its weights are the target's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .shared import SLOTS, count_copies
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a head was trained, and how its attention came to be what it is, as the kconv.json beside it says.
+    """How a head was trained, and how its attention was converted, according to its kconv.json.
 
     Attributes:
         file: the kconv.json, which need not exist.
-        manifest: what it holds; None where there is none, or where it tells of neither.
-        altered: whether it says that the head is another draft than the one that it came from.
+        manifest: its contents; None if there is none, or if it records neither.
+        altered: whether it says that the head differs from the draft that it started from.
     """
 
     file: Path
@@ -42,11 +42,11 @@ class Provenance:
         return self.manifest.training if self.manifest else None
 
     def conversion(self, now: ConversionRecord | None, *, exact: bool) -> ConversionRecord | None:
-        """Return the record of the output's attention: an exact conversion keeps the old one, another stands on it.
+        """Return the record of the output's attention: an exact conversion keeps the old one, another refers to it.
 
         Args:
-            now: the record of this conversion; None where it approximates nothing.
-            exact: whether the weights keep their values; if not, the old fingerprint is of another head.
+            now: the record of this conversion; None if it approximates nothing.
+            exact: whether the weights keep their values; if not, the old fingerprint describes another head.
         """
         before = self.manifest.conversion if self.manifest else None
         if before is not None and not exact:
@@ -57,7 +57,7 @@ class Provenance:
         return now.model_copy(update={"prompts": prompts, "before": before})
 
     def check(self, sources: Iterable[TensorRecord]) -> None:
-        """Raise ManifestMismatch unless the manifest is of these tensors: of others its tale is not true."""
+        """Raise ManifestMismatch unless the manifest describes these tensors; its history is false for others."""
         if self.manifest is None:
             return
         known = {step.output.name: step.output.blake3 for step in self.manifest.tensors}
@@ -66,15 +66,15 @@ class Provenance:
                 raise ManifestMismatch(
                     f"{record.name} differs from {MANIFEST}, which records how the head was made",
                     where=self.file,
-                    fix=f"Give the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
+                    fix=f"Pass the head as kconv wrote it. If you changed it on purpose, remove {MANIFEST}.",
                 )
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """Read what the manifest beside a head tells of its past.
+    """Read the history of a head from its manifest.
 
     Raises:
-        ManifestMismatch: it is not of the schema.
+        ManifestMismatch: it does not match the schema.
     """
     file = folder / MANIFEST
     manifest = read_manifest(folder) if file.is_file() else None
@@ -84,11 +84,11 @@ def read_provenance(folder: Path) -> Provenance:
 
 @dataclass(frozen=True)
 class Origin:
-    """A head that another one was made of.
+    """A head that another one was made from.
 
     Attributes:
-        recorded: as the conversion read it, by the options that its kconv.json records.
-        alone: as it reads by itself; as `recorded` where it cannot be read without these options.
+        recorded: as the conversion read it, with the options that its kconv.json records.
+        alone: as read without options; same as `recorded` if it cannot be read without them.
     """
 
     recorded: Head
@@ -96,15 +96,15 @@ class Origin:
 
     @property
     def overruled(self) -> list[str]:
-        """The fields of the spec that the user's options made other than the head's own files do."""
+        """The fields of the spec that the user's options changed from what the head's own files say."""
         return [name for name, value in vars(self.alone.spec).items() if getattr(self.recorded.spec, name) != value]
 
 
 def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | None, Hints]:
-    """Return the layout and the hints by which an output's source was read when the output was made of it.
+    """Return the layout and the hints with which an output's source was read for its conversion.
 
-    What was said of one config is not true of another: it is returned for the very config.json that it was said of.
-    Where the output, or its kconv.json, cannot be read, nothing was said: that is found when the output is checked.
+    Statements about one config do not apply to another, so they are returned only for the same config.json. If the
+    output or its kconv.json cannot be read, there are none; checking the output reports that.
     """
     try:
         manifest = read_manifest(output.open_weights().folder)
@@ -116,10 +116,10 @@ def how_source_was_read(output: Source, source: Checkpoint) -> tuple[Layout | No
 
 
 def count_parameters(plan: Plan) -> Parameters:
-    """Count an output's weights by where they come from; scales of quantized linears are none.
+    """Count an output's weights by origin; scales of quantized linear layers do not count.
 
-    The embedding and lm_head are the target's as far as their rows are, bit for bit; without a target to compare
-    with, no one can tell.
+    The embedding and lm_head count as the target's if their rows are bit-identical to it; without a target this is
+    unknown.
     """
     known, counted = needs(plan.spec), set[str]()
     trained = copied = unknown = 0
@@ -139,7 +139,7 @@ def count_parameters(plan: Plan) -> Parameters:
 
 
 def _share(plan: Plan, step: Step, slot: str) -> float | None:
-    """Return which part of a tensor's rows is the target's; None where that cannot be told."""
+    """Return which part of a tensor's rows is the target's; None if unknown."""
     if step.action == "added":
         return 1.0
     reference = plan.target.tensors.get(slot) if plan.target else None

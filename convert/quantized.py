@@ -1,7 +1,7 @@
-"""Quantized heads: linears stored with scales beside them.
+"""Quantized heads: linear layers stored with scales.
 
-A quantized linear is copied whole, weight and scales, and never repacked: a scale belongs to the tensor it was
-measured on. `kconv quantize-head` makes such heads. What kconv computes, it computes on unquantized ones.
+A quantized linear layer is copied whole, weight and scales, and never repacked: a scale belongs to the tensor that it
+was measured on. `kconv quantize-head` makes such heads. kconv computes only with unquantized ones.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SUFFIXES = tuple(dict.fromkeys(suffix for format_ in FORMATS for suffix in forma
 
 
 def has_scales(names: Iterable[str]) -> bool:
-    """Say whether tensor names or slots are those of a quantized head."""
+    """Return whether tensor names or slots are those of a quantized head."""
     return any(name.rpartition(".")[2] in SUFFIXES for name in names)
 
 
 def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
-    """Return rows with those of the quantized linears as they are stored, and rows for their scales.
+    """Return rows with the quantized linear layers as stored, and rows for their scales.
 
     Args:
         rows: of an unquantized head, by name.
-        tensors: what there is, by name.
+        tensors: the stored tensors, by name.
 
     Raises:
-        LayoutCannot: a fused tensor is quantized, or in no format that kconv knows.
-        TensorMissing: a scale without which the weight cannot be read is not there.
+        LayoutCannot: a fused tensor is quantized, or has a format that kconv does not know.
+        TensorMissing: a scale that the weight needs is missing.
     """
     problems = Problems()
     found = find_scales(rows, tensors, problems)
@@ -44,7 +44,7 @@ def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) ->
 
 
 def find_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo], problems: Problems) -> dict[str, Stored]:
-    """Do as `add_scales`, and add what is wrong to `problems`; such a linear's row then expects what is stored."""
+    """Like `add_scales`, but add errors to `problems`; the row of such a linear layer then expects what is stored."""
     found: dict[str, Stored] = {}
     for name, row in rows.items():
         base = name.removesuffix(".weight")
@@ -66,7 +66,7 @@ def _quantized(
             f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
             + ("fused before quantizing" if format_ else "a format that kconv does not support"),
             where=row.name,
-            fix="Give the unquantized head, or one whose linears were quantized separately.",
+            fix="Pass the unquantized head, or one whose linear layers were quantized separately.",
         )
         problems.append(error.problem("K200"))
         there = [tensors[f"{base}.{suffix}"] for suffix in suffixes]
@@ -99,28 +99,28 @@ def _quantized(
 
 
 def names_beside(base_slot: str, name: str, slots: Iterable[str]) -> dict[str, str]:
-    """Return the names of a linear's scales, by slot, beside a weight of this name."""
+    """Return the names of a linear layer's scales, by slot, for a weight of this name."""
     held = set(slots)
     found = {f"{base_slot}.{suffix}": f"{name.removesuffix('.weight')}.{suffix}" for suffix in SUFFIXES}
     return {slot: scale for slot, scale in found.items() if slot in held}
 
 
 def refuse_renaming(config: Mapping[str, object], renamed: Mapping[str, str]) -> None:
-    """Refuse to rename modules that a quantization config speaks of by name.
+    """Refuse to rename modules that a quantization config names.
 
     Args:
-        config: the quantization config, and what else says which modules are quantized.
+        config: the quantization config, and anything else that says which modules are quantized.
         renamed: new tensor names by old ones.
 
     Raises:
-        LayoutCannot: a text in it holds a part of an old name that the new names have not.
+        LayoutCannot: a text in it contains a part of an old name that the new names lack.
     """
     text = json.dumps(config)
     old, new = ({part for name in names for part in name.split(".")} for names in (renamed, renamed.values()))
     gone = sorted(part for part in old - new if part in text)
     if gone:
         raise LayoutCannot(
-            f"the quantization config names {', '.join(gone)}, which has another name in this layout",
+            f"the quantization config names {', '.join(gone)}, but this layout names it differently",
             where=CONFIG_KEY,
-            fix="Give the unquantized head, or one that was quantized with the engines' names (layers.0).",
+            fix="Pass the unquantized head, or one that was quantized with the engines' names (layers.0).",
         )

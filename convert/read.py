@@ -1,4 +1,4 @@
-"""A checkpoint read as a head."""
+"""Read a checkpoint as a head."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .quantized import add_scales, find_scales, has_scales
 if TYPE_CHECKING:
     import torch
 
-NO_MAP = "a full vocabulary needs no map, and this one leads each token to itself"
+NO_MAP = "a full vocabulary needs no map, and this one maps each token to itself"
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head on disk, with each tensor claimed by a row of its layout.
+    """A head on disk, with each tensor assigned to a row of its layout.
 
     Attributes:
         checkpoint: the folder.
-        layout: the layout it is in.
-        read: what its config says.
+        layout: its layout.
+        read: the contents of its config.
         places: stored tensor and header entry, by each slot that is present.
-        twins: tensors that repeat what others hold under another name; name and the others' slots.
-        ignored: tensors that carry nothing, with the reason.
-        hints: what the user said where the config is silent or ambiguous.
+        twins: tensors that repeat others under a second name; their name and the others' slots.
+        ignored: tensors that have no effect, with the reason.
+        hints: the user's options where the config is silent or ambiguous.
     """
 
     checkpoint: Checkpoint
@@ -52,38 +52,38 @@ class Head:
 
     @property
     def spec(self) -> HeadSpec:
-        """What the head is."""
+        """The spec of the head."""
         return self.read.spec
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a linear is stored with scales."""
+        """Whether any linear layer is stored with scales."""
         return has_scales(self.places)
 
     @property
     def side_file(self) -> Path | None:
-        """The file beside config.json that says how to read the scales, where there is one."""
+        """The file next to config.json that says how to read the scales, if there is one."""
         file = self.checkpoint.folder / SIDE_FILE
         return file if self.is_quantized and not self.checkpoint.headers_only and file.is_file() else None
 
 
 @dataclass(frozen=True)
 class HeadReading:
-    """A checkpoint read as a head as far as it can be: what is known, and every problem that was found on the way.
+    """A checkpoint read as a head, as far as possible: what is known, and every problem found.
 
     Attributes:
         checkpoint: the folder.
-        hints: what the user said where the config is silent or ambiguous.
+        hints: the user's options where the config is silent or ambiguous.
         problems: in the order in which they were found; `refuse` raises the first error.
-        layout: the layout the head is in; None where that is not known.
-        config: config.json in the keys of `engines.keys`; as it is where the layout is not known.
-        read: what the config says; None where a problem makes a spec impossible.
-        captured: the captured layers; None where they are not known. `read` and `head` then have as many as fc has room
-            for, which is what their tensors follow from.
-        head: the head, with the tensors that were claimed; None without a spec. With errors it may lack tensors.
-        rows: what the layout stores for this head, by name.
-        misfits: those of the problems that are tensors missing, unknown or of another shape or dtype.
-        kind: what the checkpoint is by its marks, where that is no plain Eagle3 head.
+        layout: the head's layout; None if unknown.
+        config: config.json in the keys of `engines.keys`; unchanged if the layout is unknown.
+        read: the contents of the config; None if a problem makes a spec impossible.
+        captured: the captured layers; None if unknown. `read` and `head` then have as many as fc has room for, which
+            determines their tensors.
+        head: the head, with the tensors that were assigned; None without a spec. With errors it may lack tensors.
+        rows: the layout's tensors for this head, by name.
+        misfits: the problems about tensors that are missing, unknown or have another shape or dtype.
+        kind: what the checkpoint is by its marks, if it is not a plain Eagle3 head.
     """
 
     checkpoint: Checkpoint
@@ -105,23 +105,23 @@ class HeadReading:
 
     @property
     def spec(self) -> HeadSpec | None:
-        """What the head is, as far as it is known."""
+        """The head's spec, as far as known."""
         return self.read.spec if self.read else None
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        """The problems for which kconv converts nothing."""
+        """The problems that stop a conversion."""
         return tuple(problem for problem in self.problems if problem.severity == "error")
 
     def sound_head(self) -> Head:
         """Return the head.
 
         Raises:
-            KconvError: the first error of the reading.
+            KconvError: the first error found while reading.
         """
         for problem in self.errors:
             problem = summarize(self.misfits) if problem in self.misfits else problem
-            # What reads a config does not know whose it is, and a command may have two.
+            # The config reader does not know which checkpoint its config belongs to, and a command may have two.
             in_config = problem.where.partition(":")[0] == "config.json"
             where = f"{self.checkpoint.source}/{problem.where}" if in_config else problem.where
             raise replace(problem, where=where).error()
@@ -133,15 +133,15 @@ class HeadReading:
 def read(
     checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None, values: bool = True
 ) -> HeadReading:
-    """Read a checkpoint as a head and collect every problem: converting refuses by it, validating lists them.
+    """Read a checkpoint as a head and collect every problem: conversion stops at them, validation lists them.
 
-    Config and headers are read, and the values of maps and twins alone.
+    Reads config and headers, and the values of only maps and twins.
 
     Args:
-        checkpoint: an opened folder, or one of headers.
-        layout: the layout it is in; found by its marks if None.
-        hints: what the user says where the config is silent or ambiguous.
-        values: whether values may be read; never of a checkpoint of headers.
+        checkpoint: an opened folder, or one with headers only.
+        layout: its layout; detected from its marks if None.
+        hints: the user's options where the config is silent or ambiguous.
+        values: whether values may be read; never for a checkpoint with headers only.
     """
     problems, hints, tensors = Problems(), hints or Hints(), checkpoint.tensors
     kind = identify(checkpoint.config, tensors) if layout is None else None
@@ -178,7 +178,7 @@ def read(
                 error = LayoutCannot(
                     f"{layout.name} has no place for {slot}, which the config requires",
                     where="config.json",
-                    fix="Name the layout that the head is in with --from.",
+                    fix="Name the head's layout with --from.",
                 )
                 problems.append(problem_of(error))
     twins = {name: row for name, row in held.items() if any(places[slot][1].name != name for slot in row.slots)}
@@ -202,32 +202,32 @@ def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hi
 
     Raises:
         UnknownLayout, ConfigInvalid, ConfigUnsupported, CapturedUndecided: the config cannot be read.
-        TensorMissing, TensorUnknown, TensorShape, TensorValue: the tensors are not what it demands.
+        TensorMissing, TensorUnknown, TensorShape, TensorValue: the tensors do not match the config.
         TensorTwins: two tensors hold the same weight, and differ.
     """
     return read(checkpoint, layout=layout, hints=hints).sound_head()
 
 
 def claim_tensors(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hints | None = None) -> Head:
-    """Read a checkpoint as a head like `read_head`, but look at no value: d2t may be no map at all.
+    """Read a checkpoint as a head like `read_head`, but check no values: d2t may not be a valid map.
 
     Raises:
-        As `read_head`, but TensorValue.
+        As `read_head`, except TensorValue.
     """
     return read(checkpoint, layout=layout, hints=hints, values=False).sound_head()
 
 
 def rows_of(layout: Layout, spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
-    """Return each tensor that a head of this spec has or may have, by the names and in the formats that are there.
+    """Return each tensor that a head of this spec has or may have, by the stored names and formats.
 
     Raises:
-        LayoutCannot, TensorMissing: a quantized linear that cannot be read; see `convert.quantized`.
+        LayoutCannot, TensorMissing: a quantized linear layer cannot be read; see `convert.quantized`.
     """
     return add_scales(readable(layout, spec, tensors), tensors)
 
 
 def _idle_maps(spec: HeadSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Return the maps that trainers save with a full vocabulary; vLLM refuses such a head."""
+    """Return the maps that trainers save for a full vocabulary; vLLM refuses such a head."""
     dtypes = {"d2t": INTEGER, "t2d": ("BOOL",)}
     return {
         name: NO_MAP
@@ -248,13 +248,13 @@ def _check_idle_maps(head: Head, problems: Problems) -> None:
                 error = TensorUnknown(
                     f"the vocabulary is full, but {name} does not map each token to itself",
                     where=name,
-                    fix="Correct draft_vocab_size if the head is reduced. Remove the map if it is not.",
+                    fix="If the head has a reduced vocabulary, correct draft_vocab_size. Otherwise remove the map.",
                 )
                 problems.append(error.problem("K182"))
 
 
 def _check_twins(head: Head, unfit: Collection[str], problems: Problems) -> None:
-    """Compare tensors that hold one weight, but for those that are unfit by their shape or dtype."""
+    """Compare tensors that hold the same weight, except those with a wrong shape or dtype."""
     for name, row in head.twins.items():
         if name in unfit or any(head.places[slot][1].name in unfit for slot in row.slots):
             continue
@@ -290,10 +290,10 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read_slot(head: Head, slot: str) -> torch.Tensor:
-    """Read one slot's tensor, unpacked from wherever the layout keeps it.
+    """Read one slot's tensor, unpacked from its place in the layout.
 
     Raises:
-        KeyError: the head does not hold the slot.
+        KeyError: the head does not have the slot.
     """
     row, info = head.places[slot]
     return next(part for s, part in zip(row.slots, _unpack(head, row, info), strict=True) if s == slot)
@@ -303,31 +303,31 @@ def _unpack(head: Head, row: Stored, info: TensorInfo) -> Iterator[torch.Tensor]
     from ..checkpoint.tensors import read_tensor
 
     known, stored = needs(head.spec), read_tensor(info)
-    # A scale is no slot of the spec, and never packed with others.
+    # A scale is not a slot of the spec, and is never packed with others.
     shapes = [known[slot].shape if slot in known else info.shape for slot in row.slots]
     return iter(row.move.unpack(stored, shapes))
 
 
 def read_weights(head: Head) -> dict[str, torch.Tensor]:
-    """Read every slot that the head holds into memory.
+    """Read every slot of the head into memory.
 
     Raises:
-        ConfigUnsupported: the head is quantized, and cannot be computed with.
+        ConfigUnsupported: the head is quantized, and kconv cannot compute with it.
     """
     if head.is_quantized:
         raise ConfigUnsupported(
             "the head is quantized, but this needs unquantized weights",
             where=head.checkpoint.folder,
-            fix="Give the head that it was quantized from.",
+            fix="Pass the head that it was quantized from.",
         )
     return {slot: read_slot(head, slot) for slot in head.places}
 
 
 def weight_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that most of a checkpoint's weight bytes are in.
+    """Return the dtype of most of a checkpoint's weight bytes.
 
     Raises:
-        UnknownLayout: it holds no floating-point weights.
+        UnknownLayout: it has no floating-point weights.
     """
     sizes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
@@ -337,6 +337,6 @@ def weight_dtype(checkpoint: Checkpoint) -> str:
         raise UnknownLayout(
             "the checkpoint holds no BF16, F16 or F32 weights",
             where=checkpoint.folder,
-            fix="Give the unquantized head.",
+            fix="Pass the unquantized head.",
         )
     return sizes.most_common(1)[0][0]

@@ -14,17 +14,16 @@ from ..head.contract import Problems
 from ..head.spec import Rope
 
 PLACES = ("rope_scaling", "rope_parameters")
-# The rule that speaks of what is wrong but for contradictions.
+# The rule for every problem except contradictions.
 INVALID = "K161"
 
-# transformers 4's default, which engines take where neither spelling states a theta:
+# transformers 4's default, which engines use if neither spelling states a theta:
 # https://github.com/huggingface/transformers/blob/v4.57.1/src/transformers/models/llama/configuration_llama.py#L170
 DEFAULT_THETA = 10000.0
 # Engines compute theta and its powers in fp32, which ends at 3.4e38.
 LARGEST_THETA = 1e30
-# Beyond these no head or target was ever made: trained thetas are 10,000 to some 100 million, of which a conversion of
-# the attention makes others (`attention.rotary.lengthen`: the root of the fourth degree, the fourth power and more);
-# factors are up to 64.
+# No head or target exceeds these limits. Trained thetas are 10,000 to about 100 million; attention conversion computes
+# others from them (`attention.rotary.lengthen`: the fourth root, the fourth power and more). Factors are up to 64.
 BOUNDS: Mapping[str, tuple[float, float]] = {"rope_theta": (8.0, LARGEST_THETA)}
 MOST = 1e6
 
@@ -33,8 +32,8 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     """Read a head's RoPE; see `find_rope` for the argument.
 
     Raises:
-        ConfigInvalid: the spellings contradict each other, or a parameter is missing or no number.
-        ConfigUnsupported: a kind of scaling that kconv does not know.
+        ConfigInvalid: the spellings contradict each other, or a parameter is missing or not a number.
+        ConfigUnsupported: kconv does not know the kind of scaling.
     """
     problems = Problems()
     rope = find_rope(config, problems)
@@ -45,12 +44,12 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
 
 
 def find_rope(config: Mapping[str, Any], problems: Problems) -> Rope | None:
-    """Read a head's RoPE; None where a problem leaves it open.
+    """Read a head's RoPE; None if a problem leaves it open.
 
     Args:
         config: config.json, with `rope_theta` and `rope_scaling` (transformers 4) or
             `rope_parameters` (transformers 5), or both.
-        problems: where what is wrong is added.
+        problems: the list to which problems are added.
     """
     before = len(problems)
     merged = _merge(config, problems)
@@ -85,7 +84,7 @@ def _parse(stated: dict[str, Any]) -> Rope:
         raise ConfigUnsupported(
             f"RoPE scaling {kind!r} is not supported ({', '.join(SCALINGS)})",
             where="config.json: rope_scaling",
-            fix="Serve this head with the engine it was made for.",
+            fix="Serve this head with the engine that it was made for.",
             code=INVALID,
         )
     scaling, names = SCALINGS[kind]
@@ -103,27 +102,27 @@ def _parse(stated: dict[str, Any]) -> Rope:
         raise ConfigInvalid(
             f"RoPE scaling {kind} lacks {', '.join(missing)}",
             where="config.json: rope_scaling",
-            fix="State the value that the head was trained with. Engines use different defaults.",
+            fix="Add it with the value that the head was trained with. Engines use different defaults.",
             code=INVALID,
         )
     values = {field: _number(name, stated[name]) for name, field in names.items() if name in stated}
     if values.get("beta_slow", 0.0) > values.get("beta_fast", math.inf):
         raise ConfigInvalid(
-            f"RoPE's beta_slow, {values['beta_slow']}, is above its beta_fast, {values['beta_fast']}",
+            f"RoPE's beta_slow {values['beta_slow']} is above its beta_fast {values['beta_fast']}",
             where="config.json: rope_scaling",
-            fix="Put the keys right; the dims that turn fast are the ones above beta_fast.",
+            fix="Correct the keys; beta_fast must be the larger one.",
             code=INVALID,
         )
     return Rope(theta, scaling(**values), partial)
 
 
 def states_theta(config: Mapping[str, Any]) -> bool:
-    """Say whether a config states RoPE's theta, in any place that `read_rope` reads."""
+    """Return whether a config states RoPE's theta, anywhere that `read_rope` looks."""
     return "rope_theta" in stated_places(config)
 
 
 def stated_places(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the values of each RoPE parameter that a config states, by the key where each stands."""
+    """Return the values of each RoPE parameter in a config, by the key of each place."""
     places: dict[str, dict[str, Any]] = {}
     for place in PLACES:
         value = config.get(place)
@@ -140,12 +139,12 @@ def stated_places(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return each parameter's one value."""
+    """Return each parameter's single value."""
     for place in PLACES:
         value = config.get(place)
         if value is not None and not isinstance(value, Mapping):
             error = ConfigInvalid(
-                f"RoPE is stated as {value!r}, which is not an object",
+                f"the RoPE parameters are {value!r}, not an object",
                 where=f"config.json: {place}",
                 fix="Export it again.",
             )
@@ -165,12 +164,12 @@ def _merge(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a parameter as the number it has to be: a count of tokens whole, mscale from 0, any other above 0."""
+    """Return a parameter as the required number: a whole count of tokens, mscale from 0, any other above 0."""
     is_count = name == "original_max_position_embeddings"
     least, most = BOUNDS.get(name, (0.0, MOST))
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= sys.float_info.max:
         if is_count:
-            # As every count of a config: one of 300 digits could be written and not be read again.
+            # Like every count in a config: one of 300 digits could be written but not read again.
             if 0 < value < 2**31 and value == int(value):
                 return int(value)
         elif least <= value <= most and (value > 0 or name in ("mscale", "mscale_all_dim")):

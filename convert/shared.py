@@ -29,12 +29,12 @@ class SharedTensors:
 
     Attributes:
         name: of the target, as the user gave it.
-        tensors: header entries of those of `SLOTS` that were found, by slot.
-        headers_only: their bytes are on the Hub.
-        layers: number of its decoder layers; None where that is not known.
-        model_type: of its text model, e.g. "kimi_k2"; empty where that is not known.
-        architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty where that is not known.
-        absent: why a slot's tensor cannot be had though the target has one, e.g. as its shard is not there.
+        tensors: header entries of the `SLOTS` that were found, by slot.
+        headers_only: whether their bytes are still on the Hub.
+        layers: number of its decoder layers; None if unknown.
+        model_type: of its text model, e.g. "kimi_k2"; empty if unknown.
+        architecture: of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty if unknown.
+        absent: why a slot's tensor cannot be read though the target has one, e.g. its shard is missing.
     """
 
     name: str
@@ -46,10 +46,10 @@ class SharedTensors:
     absent: Mapping[str, KconvError] = field(default_factory=dict)
 
     def find(self, slot: str) -> TensorInfo | None:
-        """Return the tensor that the target has for a slot; None where it has none.
+        """Return the target's tensor for a slot; None if it has none.
 
         Raises:
-            KconvError: it has one, which cannot be had.
+            KconvError: it has one, but the tensor cannot be read.
         """
         if slot in self.absent:
             raise self.absent[slot]
@@ -68,15 +68,15 @@ class SharedTensors:
             raise TargetInvalid(
                 "the target has no lm_head",
                 where=self.name,
-                fix="Give the target that the head was trained on.",
+                fix="Pass the target that the head was trained on.",
             )
         return info
 
     def matching(self, slot: str, spec: HeadSpec) -> TensorInfo:
-        """Return the tensor that fills a head's slot.
+        """Return the target's tensor for a head's slot.
 
         Raises:
-            TargetInvalid: the target does not hold it, or not in the shape and dtype that the head needs.
+            TargetInvalid: the target lacks it, or has it in another shape or dtype than the head needs.
             KconvError: see `find`.
         """
         info, shape = self.find(slot), needs(spec)[slot].shape
@@ -85,14 +85,14 @@ class SharedTensors:
             raise TargetInvalid(
                 f"the head needs the target's {slot} of shape {list(shape)}, but the target has {found}",
                 where=self.name,
-                fix="Give the unquantized target that the head was trained on.",
+                fix="Pass the unquantized target that the head was trained on.",
             )
         return info
 
     def has_another(self, slot: str, own: TensorInfo, spec: HeadSpec) -> bool:
-        """Say whether the target's tensor would fit a head's slot, and is another than the head's own.
+        """Return whether the target's tensor would fit a head's slot but differs from the head's own.
 
-        Compared row by row, in the head's dtype; a tensor of which the bytes are on the Hub is not said to be another.
+        They are compared row by row, in the head's dtype. If the bytes are still on the Hub, the answer is no.
 
         Raises:
             KconvError: see `find`.
@@ -106,10 +106,10 @@ class SharedTensors:
 
 
 def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: bool) -> SharedTensors:
-    """Find what a conversion adds from the target, compares with it, or leaves to it.
+    """Find the target's tensors that a conversion adds, compares or leaves out.
 
-    Of a folder all that is there is found, which also tells the target's parameters from the head's own; the Hub's
-    copy takes too long to fetch for that alone.
+    In a folder it finds everything present, which also separates the target's parameters from the head's own;
+    downloading from the Hub takes too long for that purpose alone.
     """
     if drop_shared or isinstance(target, Folder):
         return find_shared(target, SLOTS)
@@ -117,9 +117,9 @@ def find_for_layout(target: Source, head: Head, layout: Layout, *, drop_shared: 
 
 
 def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
-    """Find some of what a head may share with its target; of the Hub's copy, the files that hold it are downloaded.
+    """Find tensors that a head may share with its target; from the Hub, the files that hold them are downloaded.
 
-    A tensor whose file is missing, as in a folder that was downloaded in part, is an error only where it is asked for.
+    A missing file, as in an incomplete download, is an error only if its tensor is requested.
     """
     config = read_target_config(target.fetch_config())
     found: dict[str, TensorInfo] = {}
@@ -144,7 +144,7 @@ def find_shared(target: Source, slots: Iterable[str]) -> SharedTensors:
 
 
 def find_shapes(target: Source) -> SharedTensors:
-    """Find what a head may share with its target, of the Hub's copy by name and shape alone."""
+    """Find what a head may share with its target; from the Hub, only names and shapes."""
     if isinstance(target, Folder):
         return find_shared(target, SLOTS)
     config, tensors = read_target_config(target.fetch_config()), target.open_headers().tensors
@@ -156,16 +156,16 @@ def find_shapes(target: Source) -> SharedTensors:
 
 
 def _names(config: TargetConfig) -> dict[str, str]:
-    """Return the names, in a target's files, of what a head may share with it, by slot."""
+    """Return the names, in a target's files, of the tensors that a head may share, by slot."""
     return {"lm_head": config.lm_head, "embed_tokens": config.embed_tokens}
 
 
 def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> None:
-    """Refuse a layout whose engine would serve a head otherwise beside this target.
+    """Refuse a layout whose engine would serve a head differently with this target.
 
     Raises:
-        LayoutCannot: by a captured layer, or by the target's embedding in place of the head's own; where there is no
-            target, by a captured layer that engines read by it.
+        LayoutCannot: because of a captured layer, or because the target's embedding replaces the head's own; without a
+        target, because of a captured layer whose meaning depends on the target.
     """
     for limit in layout.target_limits:
         if limit.hits(head.spec, target):
@@ -175,32 +175,32 @@ def refuse_target(head: Head, layout: Layout, target: SharedTensors | None) -> N
     for slot, why in layout.replaces.items() if not head.checkpoint.headers_only else ():
         if slot in head.places and target.has_another(slot, head.places[slot][1], head.spec):
             raise LayoutCannot(
-                f"the head's {slot} differs from the target's, but the target's would be served: {why}",
+                f"the head's {slot} differs from the target's, but the engine would use the target's: {why}",
                 where=head.places[slot][1].name,
                 fix="Serve this head with vLLM, or train one with the target's embedding.",
             )
 
 
 def slots_from_target(head: Head, layout: Layout) -> set[str]:
-    """Return the slots whose tensor of the target is added to the head, or compared with the head's own."""
+    """Return the slots for which the target's tensor is added to the head, or compared with the head's own."""
     held = head.places.keys()
     return (layout.needs.keys() - held) | (layout.replaces.keys() & held)
 
 
 def omitted_slots(head: Head, layout: Layout, target: SharedTensors | None) -> dict[str, str]:
-    """Return the slots that can be left to the target, with the reason; none where bytes of either are on the Hub.
+    """Return the slots that can be left to the target, with the reason; none if either one's bytes are on the Hub.
 
     Raises:
         TargetInvalid: there is no target.
-        KconvError: the target has a tensor that cannot be had; see `SharedTensors.find`.
+        KconvError: the target has a tensor that cannot be read; see `SharedTensors.find`.
     """
     if target is None:
-        raise TargetInvalid("there is no target to compare with", fix="Give --target, a folder with its weights.")
+        raise TargetInvalid("there is no target to compare with", fix="Pass --target, a folder with its weights.")
     if head.checkpoint.headers_only or target.headers_only:
         return {}
     known = needs(head.spec)
     return {
-        slot: f"equal, byte for byte, to {theirs.name} of the target {target.name}, which engines share"
+        slot: f"byte-identical to {theirs.name} of the target {target.name}, which engines share"
         for slot in SLOTS
         if slot in head.places and slot not in layout.needs and known[slot].slot.absent_when(head.spec)
         if (theirs := target.find(slot)) is not None and same_bytes(head.places[slot][1], theirs)
@@ -209,12 +209,12 @@ def omitted_slots(head: Head, layout: Layout, target: SharedTensors | None) -> d
 
 @dataclass(frozen=True)
 class Copies:
-    """How many rows of lm_head are the target's, bit for bit, after a cast to the head's dtype.
+    """How many rows of lm_head are bit-identical to the target's, after a cast to the head's dtype.
 
     Attributes:
         rows: number of rows.
-        by_offset: rows i that equal the target's row `i + d2t[i]` (row i where there is no map).
-        by_id: rows i that equal the target's row `d2t[i]`; as `by_offset` where there is no map.
+        by_offset: rows i that equal the target's row `i + d2t[i]` (row i if there is no map).
+        by_id: rows i that equal the target's row `d2t[i]`; same as `by_offset` if there is no map.
     """
 
     rows: int
@@ -228,10 +228,10 @@ def count_copies(lm_head: TensorInfo, reference: TensorInfo, d2t: Tensor | None)
     Args:
         lm_head: [draft_vocab, hidden].
         reference: the target's lm_head, [vocab, target_hidden].
-        d2t: [draft_vocab] integers; None where there is no map.
+        d2t: [draft_vocab] integers; None if there is no map.
 
     Returns:
-        None where the widths differ.
+        None if the widths differ.
     """
     rows = lm_head.shape[0]
     if lm_head.shape[1:] != reference.shape[1:] or (d2t is not None and len(d2t) != rows):
@@ -260,7 +260,7 @@ def _count_equal(lm_head: TensorInfo, reference: TensorInfo, ids: Tensor) -> int
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
-    """Say whether two stored tensors are the same, byte by byte."""
+    """Return whether two stored tensors are byte-identical."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(a == b for a, b in zip(stream(one), stream(other), strict=True))

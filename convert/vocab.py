@@ -1,6 +1,6 @@
-"""A head's draft vocabulary: what it is, what is wrong with it, and the same head with another.
+"""A head's draft vocabulary: what it is, what is wrong with it, and how to change it.
 
-Operations keep the layout and the config, but for `draft_vocab_size`, and copy every other tensor as it is.
+Operations keep the layout and the config, except `draft_vocab_size`, and copy every other tensor unchanged.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class VocabReport:
 
     Attributes:
         kind: one of the constants of `head.vocab`.
-        order: "ascending" or "unsorted"; empty where there is no map.
-        vocab, draft_vocab: what the config says.
-        lm_head_rows: rows on disk; None where the head shares the target's lm_head.
-        duplicates, outside: of the map's ids, as `kind` reads them.
-        t2d: "absent", "agrees", or how it does not.
+        order: "ascending" or "unsorted"; empty if there is no map.
+        vocab, draft_vocab: from the config.
+        lm_head_rows: rows on disk; None if the head shares the target's lm_head.
+        duplicates, outside: of the map's ids, read as in `kind`.
+        t2d: "absent", "agrees", or how it disagrees.
         copies: how many rows are the target's; None without a target of the same width.
         kept, lost: names of the special tokens that can and cannot be drafted.
-        coverage: of a text; None where none was given.
-        faults: what no engine would serve rightly.
-        warnings: what only the user can decide.
+        coverage: of a text; None without a text.
+        faults: errors with which no engine would serve the head correctly.
+        warnings: points that only the user can decide.
     """
 
     kind: str
@@ -84,12 +84,12 @@ class VocabReport:
 
 
 def stored_name(layout: Layout, slot: str) -> str:
-    """Return the name under which a layout stores a slot that stands outside the layers."""
+    """Return a layout's name for a slot outside the layers."""
     return next(row.name for row in layout.rows if row.slots == (slot,))
 
 
 def usable_mask(info: TensorInfo | None, vocab: int) -> Tensor | None:
-    """Read `t2d`; None where there is none, or none of the right dtype and shape."""
+    """Read `t2d`; None if there is none with the right dtype and shape."""
     usable = info is not None and (info.dtype, info.shape) == ("BOOL", (vocab,))
     return read_tensor(info) if info is not None and usable else None
 
@@ -102,18 +102,18 @@ def examine(
     specials: Mapping[int, str] | None = None,
     counts: Tensor | None = None,
 ) -> VocabReport:
-    """Examine a head's draft vocabulary; a head that `read_head` refuses for its map is described all the same.
+    """Examine a head's draft vocabulary; this also works on a head that `read_head` refuses for its map.
 
     Args:
         checkpoint: the head.
-        layout: the layout it is in; found by its marks if None.
+        layout: its layout; detected from its marks if None.
         reference: the target's lm_head.
         specials: names of the target's special tokens, by id; the config's own are added.
-        counts: [vocab] int64, how often each token stands in a text.
+        counts: [vocab] int64, how often each token occurs in a text.
 
     Raises:
         UnknownLayout, ConfigInvalid, ConfigUnsupported: the config cannot be read.
-        TargetInvalid: the target has another vocabulary than the head was made for.
+        TargetInvalid: the target's vocabulary differs from the head's.
     """
     layout = layout or detect(checkpoint.config, checkpoint.tensors)
     spec = _read_spec(checkpoint, layout)
@@ -121,7 +121,7 @@ def examine(
         raise TargetInvalid(
             f"the target has {reference.shape[0]} tokens, but the head needs {spec.vocab}",
             where=reference.file,
-            fix="Give the target that the head was trained on.",
+            fix="Pass the target that the head was trained on.",
         )
     held = {slot: checkpoint.tensors.get(stored_name(layout, slot)) for slot in VOCAB_SLOTS}
     faults = _compare(checkpoint, layout, spec)
@@ -164,7 +164,7 @@ def examine(
 
 
 def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
-    """Read a config in which what says nothing of the vocabulary may be undecided."""
+    """Read a config, tolerating undecided facts that do not concern the vocabulary."""
     count = checkpoint.config.get("num_aux_hidden_states")
     captured = tuple(range(count if isinstance(count, int) and 0 < count < 100 else 3))
     before = checkpoint.config.get("norm_before_residual")
@@ -176,7 +176,7 @@ def _read_spec(checkpoint: Checkpoint, layout: Layout) -> HeadSpec:
 
 
 def _compare(checkpoint: Checkpoint, layout: Layout, spec: HeadSpec) -> list[Problem]:
-    """Hold the vocabulary's tensors, and no others, against the contract."""
+    """Check only the vocabulary's tensors against the contract."""
     names = {stored_name(layout, slot) for slot in VOCAB_SLOTS}
     return compare(
         {name: row.expected for name, row in rows_of(layout, spec, checkpoint.tensors).items() if name in names},
@@ -220,14 +220,14 @@ def _wrong_rows(copies: Copies, name: str) -> Problem:
         "error",
         name,
         f"{copies.by_id} of {copies.rows} rows of lm_head equal the target's rows d2t[i], but only {copies.by_offset} "
-        "equal its rows i + d2t[i]: they were chosen by offset instead of by token id",
+        "equal its rows i + d2t[i]: the rows were chosen by offset instead of by token id",
         "Prune the full head again, by token id: kconv vocab FULL --prune N --text FILE --target TARGET OUT.",
         TensorValue,
     )
 
 
 def name_specials(spec: HeadSpec, specials: Mapping[int, str]) -> dict[int, str]:
-    """Return names of the special tokens by id: the tokenizer's where it has one, else the key of the head's config."""
+    """Return the special tokens' names by id: from the tokenizer if there is one, else the key of the head's config."""
     eos = spec.tokens.eos if isinstance(spec.tokens.eos, tuple) else (spec.tokens.eos,)
     stated = [("bos", spec.tokens.bos), *(("eos", i) for i in eos), ("pad", spec.tokens.pad)]
     names = {i: f"{name} ({i})" for name, i in reversed(stated) if i is not None}
@@ -240,14 +240,14 @@ def _say_t2d(info: TensorInfo | None, t2d: Tensor | None, reading: Reading) -> s
     if t2d is None:
         return f"unusable: {info.dtype} {list(info.shape)}"
     if reading.marked_otherwise is None:
-        return "not comparable, as d2t leads outside the vocabulary"
+        return "not comparable, because d2t points outside the vocabulary"
     return "agrees" if reading.marked_otherwise == 0 else f"disagrees on {reading.marked_otherwise} tokens"
 
 
 def _warn(kind: str, lost: list[str]) -> tuple[str, ...]:
     warnings = []
     if kind == IDENTITY:
-        warnings.append("each row stands for the token of its own number: such a map was never filled, as a rule")
+        warnings.append("each row stands for the token of its own number: such a map was usually never filled")
     if kind == EITHER:
         warnings.append("d2t could hold offsets or absolute ids; engines read offsets. --target compares the rows")
     if lost:
@@ -256,17 +256,17 @@ def _warn(kind: str, lost: list[str]) -> tuple[str, ...]:
 
 
 def rebuild_t2d(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
-    """Plan a head with a `t2d` that follows from its `d2t`, whatever `t2d` it has.
+    """Plan a head with a `t2d` rebuilt from its `d2t`, replacing any `t2d` that it has.
 
     Raises:
         LayoutCannot: the head has no map.
-        TensorValue: its d2t is no map; and as `read_head`.
+        TensorValue: its d2t is not a valid map. Also see `read_head`.
     """
     layout = layout or detect(checkpoint.config, checkpoint.tensors)
     head = read_head(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
     _need_map(head)
     ids = target_ids(read_slot(head, "d2t"))
-    marks = from_values(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t leads to")
+    marks = from_values(mask(ids, head.spec.vocab), f"marks the {len(ids)} tokens that d2t maps to")
     return plan_in_place(head, Change(head.spec, {"t2d": _rebuilt(head, checkpoint, "t2d", marks)}))
 
 
@@ -276,12 +276,12 @@ def write_offsets(
     """Plan a head whose `d2t` holds offsets, from one whose `d2t` holds absolute ids.
 
     Args:
-        checkpoint, layout, hints: as for `read_head`.
-        reference: the target's lm_head, of which the head's rows may be copies.
+        checkpoint, layout, hints: as in `read_head`.
+        reference: the target's lm_head, whose rows the head may have copied.
 
     Raises:
         LayoutCannot: the head has no map.
-        TensorValue: d2t cannot hold absolute ids, or t2d or the rows show that it does not; and as `read_head`.
+        TensorValue: d2t cannot hold absolute ids, or t2d or the rows show that it does not. Also see `read_head`.
     """
     layout = layout or detect(checkpoint.config, checkpoint.tensors)
     head = claim_tensors(_without_t2d(checkpoint, layout), layout=layout, hints=hints)
@@ -295,23 +295,23 @@ def write_offsets(
         raise TensorValue(
             f"d2t cannot hold absolute ids: {_why_not_absolute(absolute)}",
             where=head.places["d2t"][0].name,
-            fix="Leave it as it is if kconv vocab finds no error. Give --target if t2d is wrong, because copied rows "
+            fix="Leave it unchanged if kconv vocab finds no error. If t2d is wrong, pass --target: copied rows then "
             "decide it. Otherwise rebuild d2t from the kept tokens.",
         )
     why = "held absolute ids; rewritten as offsets, target id minus draft id"
     replaced = {"d2t": _rebuilt(head, checkpoint, "d2t", from_values(offsets(absolute.ids), why))}
     if stored_name(head.layout, "t2d") in checkpoint.tensors:
-        marks = from_values(mask(absolute.ids, vocab), f"marks the {len(d2t)} tokens that d2t leads to")
+        marks = from_values(mask(absolute.ids, vocab), f"marks the {len(d2t)} tokens that d2t maps to")
         replaced["t2d"] = _rebuilt(head, checkpoint, "t2d", marks)
     return plan_in_place(head, Change(head.spec, replaced))
 
 
 @dataclass(frozen=True)
 class CountedText:
-    """A text that a draft vocabulary is chosen by.
+    """A text from which a draft vocabulary is chosen.
 
     Attributes:
-        counts: [vocab] int64, how often each token stands in it.
+        counts: [vocab] int64, how often each token occurs in it.
         source: its name and digest, for the manifest.
     """
 
@@ -327,20 +327,20 @@ def prune(
     text: CountedText,
     specials: Mapping[int, str],
 ) -> Plan:
-    """Plan a head with the rows of `size` tokens alone, from one with a full vocabulary.
+    """Plan a head with the rows of only `size` tokens, from one with a full vocabulary.
 
-    The special tokens are kept, and the most frequent ones of a text.
+    It keeps the special tokens and the most frequent tokens of a text.
 
     Args:
-        checkpoint, layout, hints: as for `read_head`.
+        checkpoint, layout, hints: as in `read_head`.
         size: rows of the new lm_head.
-        text: what the target will be asked to write, or close to it.
+        text: text that resembles what the target will be asked to write.
         specials: names of the target's special tokens, by id; the config's own are added.
 
     Raises:
-        LayoutCannot: the head has a reduced vocabulary already.
-        TensorMissing: the head has no lm_head of its own; and as `read_head`.
-        TargetInvalid: the text's tokens are of another vocabulary than the head's.
+        LayoutCannot: the head already has a reduced vocabulary.
+        TensorMissing: the head has no lm_head of its own. Also see `read_head`.
+        TargetInvalid: the text's tokens come from another vocabulary than the head's.
         ConfigInvalid: see `head.vocab.keep_most_frequent`.
         ConfigUnsupported: lm_head is quantized.
     """
@@ -355,7 +355,7 @@ def prune(
         f"{text.source}; they are {coverage.share:.2%} of its {coverage.tokens} tokens, and "
         f"{size - coverage.distinct_covered} of them are not in it"
     )
-    leads = from_values(offsets(ids), "leads to the kept tokens, as offsets: target id minus draft id")
+    leads = from_values(offsets(ids), "maps to the kept tokens, as offsets: target id minus draft id")
     replaced = {
         "lm_head": Replaced(chosen_rows(lm_head, ids, why), "pruned", (SourceTensor(row, lm_head),)),
         "d2t": Replaced(leads, "added"),
@@ -381,7 +381,7 @@ def _refuse_unprunable(head: Head, counts: Tensor) -> None:
     if len(counts) != head.spec.vocab:
         raise TargetInvalid(
             f"the target has {len(counts)} tokens, but the head needs {head.spec.vocab}",
-            fix="Give the target that the head was trained on.",
+            fix="Pass the target that the head was trained on.",
         )
 
 
@@ -394,18 +394,18 @@ def _why_not_absolute(reading: Reading) -> str:
 
 
 def refuse_quantized(head: Head) -> None:
-    """Raise ConfigUnsupported if lm_head is stored with scales, which belong to its rows as they are."""
+    """Raise ConfigUnsupported if lm_head has scales, which belong to exactly its rows."""
     info = head.places["lm_head"][1]
     if info.dtype not in FLOATS:
         raise ConfigUnsupported(
             f"{info.name} is quantized to {info.dtype}, so rows cannot be removed or added",
             where=head.checkpoint.folder,
-            fix="Give the head that it was quantized from.",
+            fix="Pass the head that it was quantized from.",
         )
 
 
 def _without_t2d(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Return a checkpoint as if it had no t2d, so that a wrong one does not stand in the way of reading it."""
+    """Return a checkpoint without its t2d, so that a wrong one does not prevent reading it."""
     t2d = stored_name(layout, "t2d")
     return replace(checkpoint, tensors={name: i for name, i in checkpoint.tensors.items() if name != t2d})
 
@@ -415,12 +415,12 @@ def _need_map(head: Head) -> None:
         raise LayoutCannot(
             "the head has a full vocabulary, so it has no map",
             where=head.checkpoint.folder,
-            fix="There is nothing to rebuild; convert it as it is.",
+            fix="There is nothing to rebuild; convert the head directly.",
         )
 
 
 def _rebuilt(head: Head, checkpoint: Checkpoint, slot: str, computed: Computed) -> Replaced:
-    """Return what takes the place of a slot's tensor, which `checkpoint` may hold though `head` was read without."""
+    """Return the replacement of a slot's tensor, which `checkpoint` may hold though `head` was read without it."""
     rows = stored(head.layout, head.spec)
     names = dict.fromkeys(stored_name(head.layout, one) for one in ("d2t", slot))
     sources = tuple(SourceTensor(rows[n], checkpoint.tensors[n]) for n in names if n in checkpoint.tensors)
@@ -428,7 +428,7 @@ def _rebuilt(head: Head, checkpoint: Checkpoint, slot: str, computed: Computed) 
 
 
 def _state_size(head: Head, size: int) -> dict[str, Any]:
-    """Return the source's config with another draft_vocab_size, in each place where it is stated."""
+    """Return the source's config with another draft_vocab_size, in each place that states it."""
     config, key, nested = dict(head.checkpoint.config), "draft_vocab_size", head.layout.config.nested
     if nested and key in config[nested]:
         config[nested] = config[nested] | {key: size}
@@ -437,19 +437,19 @@ def _state_size(head: Head, size: int) -> dict[str, Any]:
     return config | {key: size}
 
 
-STATES = 256  # random states that the margin is measured on
-ROUNDING = 1e-9  # in logits; what fp64 leaves of a distance to the hull that is 0
+STATES = 256  # random states for measuring the margin
+ROUNDING = 1e-9  # in logits; fp64's rounding of a zero distance to the hull
 
 
 def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
     """Plan a head with a row for each token of the target, from one with a reduced vocabulary.
 
-    Tokens that the head could not draft get a row that never is the sole argmax (`head.filler`).
+    Tokens that the head could not draft get a row that is never the only argmax (`head.filler`).
 
     Raises:
         LayoutCannot: the head has a full vocabulary.
         ConfigUnsupported: lm_head is quantized.
-        KconvError: whatever `vocab_report.examine` finds wrong with the map, or `read_head` with the head.
+        KconvError: `vocab_report.examine` finds an error in the map, or `read_head` in the head.
     """
     for fault in examine(checkpoint, layout=layout).faults:
         raise fault.error()
@@ -458,7 +458,7 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
         raise LayoutCannot(
             "the head already has a row for each token of the target",
             where=checkpoint.folder,
-            fix="There is nothing to expand; convert it as it is.",
+            fix="There is nothing to expand; convert the head directly.",
         )
     refuse_quantized(head)
     spec = replace(head.spec, draft_vocab=head.spec.vocab)
@@ -473,7 +473,7 @@ def expand(checkpoint: Checkpoint, layout: Layout | None, hints: Hints) -> Plan:
 
 
 def _choose_filler(head: Head, lm_head: TensorInfo, ids: Tensor) -> tuple[Filler, str]:
-    """Return the filler and what it is made of: one that leans, unless only the mean's place in the hull is proven."""
+    """Return the filler and a description: a leaning one, unless only the mean is proven to lie in the hull."""
 
     def make(unlikely: int | None) -> Filler:
         return make_filler(lambda: row_blocks(lm_head), unlikely)
@@ -490,7 +490,7 @@ def _choose_filler(head: Head, lm_head: TensorInfo, ids: Tensor) -> tuple[Filler
 
 
 def _find_unlikely(head: Head, ids: Tensor) -> int | None:
-    """Return the row of the padding or of the beginning of a text, with which no text goes on; None without one."""
+    """Return the row of the padding or of the start-of-text token, which never continue a text; None without one."""
     tokens = head.spec.tokens
     ends = tokens.eos if isinstance(tokens.eos, tuple) else (tokens.eos,)
     rows = [row for token in (tokens.pad, tokens.bos) if token not in (None, *ends) for row in (ids == token).nonzero()]
@@ -502,12 +502,12 @@ def _say_filler(head: Head, lm_head: TensorInfo, filler: Filler, how: str) -> st
     missing = head.spec.vocab - head.spec.draft_vocab
     margin = measure_margin(lambda: row_blocks(lm_head), filler.row, missing, random_states(gain, STATES))
     bound = filler.bound(gain)
-    proof = f"for any state its logit is at most {bound:.1e} above the greatest of theirs"
+    proof = f"for any state its logit exceeds the greatest of theirs by at most {bound:.1e}"
     if bound < ROUNDING:
-        proof = "a convex combination of them even as rounded, so for no state the sole argmax"
+        proof = "a convex combination of them even after rounding, so it is never the only argmax"
     return (
         f"{head.spec.draft_vocab} rows at their target ids; each of the {missing} others is {how}, "
         f"rounded to {lm_head.dtype}: {proof}. On {margin.states} random states its logit is "
-        f"{margin.worst:.3g} below the greatest at the least, {margin.median:.3g} in the median, and sampling at "
+        f"below the greatest by at least {margin.worst:.3g} and by {margin.median:.3g} in the median, and sampling at "
         f"temperature 1 would give the {missing} tokens {margin.leak:.2g} of the probability."
     )

@@ -1,4 +1,4 @@
-"""Engines and trainers: their layouts of a draft head, and all that kconv knows of each. See `registry`."""
+"""Engines and trainers: their layouts of a draft head, and everything kconv knows about each. See `registry`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BY_NAME", "LAYOUTS", "MODELOPT", "TRTLLM", "by_name", "detect", "wri
 
 
 def __getattr__(name: str) -> Any:
-    """Load kconv's own layouts when they are asked for. Product code asks the registry, which knows others' too."""
+    """Load kconv's own layouts on first use. Product code asks the registry, which knows other packages' too."""
     if name == "LAYOUTS":
         return registry.LAYOUTS
     if name == "BY_NAME":

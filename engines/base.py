@@ -1,6 +1,6 @@
-"""What an engine is: one object with everything that kconv knows of it.
+"""What an engine is: one object with everything that kconv knows about it.
 
-All else iterates over `registry.engines()`. Another package adds an engine by an entry point of the group
+All other code iterates over `registry.engines()`. Another package adds an engine with an entry point in the group
 `kconv.engines` that names such an object.
 """
 
@@ -16,10 +16,10 @@ from ..head.spec import HeadSpec
 from .counters import Counters, PerRequest
 from .layout import Layout
 
-# What stands in launch commands until somebody says it, and K in them.
+# Placeholders in launch commands for the port and K, until the user gives them.
 HEAD, TARGET = "PATH_OR_ID_OF_THIS_HEAD", "PATH_OR_ID_OF_THE_TARGET"
 DRAFT_TOKENS = 3
-# Where a server that kconv starts listens.
+# The address at which a server started by kconv listens.
 HOST = "127.0.0.1"
 
 Config = Mapping[str, Any]
@@ -27,15 +27,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Runner:
-    """A part of an engine that reads a head's config in its own way, under the name that `validate --for` takes.
+    """A part of an engine that reads a head's config in its own way, under its name for `validate --for`.
 
     Attributes:
         name: e.g. "vllm-v1".
-        aux_layers: from a config in the common keys and the model_type of the target's text model (None where the
-            target is not known) to the layers that it captures, as outputs; None of it where it takes its default.
-            None where a launch option says them, and the config does not.
-        aux_count: from a config and whether the head is an MLA one to the number of captured states that fc is built
-            for; None of it where it takes its default, which is 3.
+        aux_layers: returns the layers that it captures, as outputs, from a config in the common keys and the model_type
+            of the target's text model (None if the target is unknown). It returns None if the engine uses its default.
+            The field is None if a launch option sets the layers rather than the config.
+        aux_count: returns the number of captured states that fc is built for, from a config and whether the head is an
+            MLA head. It returns None if the engine uses its default, which is 3.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Runner:
 
 @dataclass(frozen=True)
 class Capture:
-    """How an engine's class of a target captures the layers that a head lists.
+    """How an engine's class for a target captures the layers that a head lists.
 
     Attributes:
-        model_types: of the target's text model.
+        model_types: the model types of the target's text model.
         source: pinned link to the lines that decide it.
-        listed: from the captured layers, as outputs, and the target's number of layers (None where that is not known)
-            to the list that the class takes for them; None where no list says them.
+        listed: returns the list that the class needs for some captured layers, from these layers as outputs and the
+            target's number of layers (None if unknown). It returns None if no list gives them.
     """
 
     model_types: tuple[str, ...]
@@ -61,14 +61,14 @@ class Capture:
 
 @dataclass(frozen=True)
 class NullKey:
-    """A config key that may be absent and may not be null.
+    """A config key that may be absent but not null.
 
     Attributes:
         path: dotted, in config.json.
-        becomes: what follows.
-        heads: those that it concerns: "" for all, "gqa", "mla", "deep" for more than one layer, "normed" for a norm
+        becomes: the consequence, without the engine's name: engines with the same text are reported together.
+        heads: the heads concerned: "" for all, "gqa", "mla", "deep" for more than one layer, "normed" for a norm
             before fc.
-        runner: the one of the engine's that it concerns; "" for all.
+        runner: the engine's runner concerned; "" for all.
     """
 
     path: str
@@ -79,14 +79,14 @@ class NullKey:
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is told about a head.
+    """How an engine is told about a head, on its command line or in a file.
 
     Attributes:
         command: for a shell, with `HEAD` and `TARGET` in it.
-        file: the file that a conversion writes beside the weights.
+        file: the file that a conversion writes next to the weights.
         text: its content. Lines that begin with # are notes.
-        is_config: whether the command names the file, which is then no script.
-        unwritten: what a card says where the file is not at hand; "" for nothing.
+        is_config: whether the command names the file, which is then not a script.
+        unwritten: what a card says if the file is not there; "" for nothing.
     """
 
     command: str
@@ -98,14 +98,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Where a running server says how it drafts, as a JSON object.
+    """Where a running server reports how it drafts, as a JSON object.
 
     Attributes:
-        path: its page.
+        path: the path of the page.
         steps: the key of K.
         branches: the key of the number of branches; 1 is a chain.
-        nodes: the key of the number of tokens that a verify step looks at, the last accepted one among them.
-        keys: those that acceptance.json keeps.
+        nodes: the key of the number of tokens that a verify step checks, including the last accepted one.
+        keys: the keys to store in acceptance.json.
     """
 
     path: str
@@ -117,19 +117,19 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Serving:
-    """What a started engine shall serve.
+    """What to serve with a started engine.
 
     Attributes:
-        python: the interpreter of an environment that holds the engine (see scripts/engine-env).
+        python: the interpreter of an environment with the engine (see scripts/engine-env).
         target: the target's folder.
         head: the draft head's folder; None to serve without speculation.
         draft_tokens: tokens drafted per verify step (K).
-        dtype: of the weights in memory, target's and head's.
-        max_model_len: context, tokens.
-        ready_seconds: how long it may take to be ready; one that fails dies, and is not waited for.
-        options: further options of its command line, by name.
-        branches: how many likeliest tokens each drafted one branches into; 1 is a chain.
-        nodes: tokens of a tree that a verify step looks at, the last accepted one among them.
+        dtype: of the weights in memory, for target and head.
+        max_model_len: context, in tokens.
+        ready_seconds: how long startup may take; a server that fails dies, and kconv does not wait for it.
+        options: further command line options, by name.
+        branches: how many of the most likely tokens each drafted token branches into; 1 is a chain.
+        nodes: tokens of a tree that a verify step checks, including the last accepted one.
     """
 
     python: Path
@@ -146,16 +146,16 @@ class Serving:
 
 @dataclass(frozen=True)
 class Starter:
-    """How an engine is started; see `serving.serve`.
+    """How to start an engine; see `serving.serve`.
 
     Attributes:
         command: its command line, for a port.
-        environment: the variables that are set beside the caller's own.
-        cause: matches a line of its log that says why it died, group 1 what to show.
-        note: what its figures rest on besides the engine itself, from the python that it is started with; "" for
+        environment: variables to set in addition to the caller's own.
+        cause: matches a line of its log that says why it died; group 1 is the part to show.
+        note: what its figures depend on besides the engine itself, determined from the python that starts it; "" for
             nothing.
-        trees: whether it drafts trees too.
-        methods: how one that is started so samples, by vLLM's names, where it does not say that itself.
+        trees: whether it also drafts trees.
+        methods: how an engine started this way samples, in vLLM's terms, if it does not report that itself.
     """
 
     command: Callable[[Serving, int], list[str]]
@@ -167,7 +167,7 @@ class Starter:
 
 
 def rows_as_stated(spec: HeadSpec) -> float:
-    """Return the rows of a table of angles that is as long as max_position_embeddings says."""
+    """Return the rows of a RoPE table that is as long as max_position_embeddings."""
     return spec.max_positions
 
 
@@ -178,25 +178,27 @@ class Engine:
     Attributes:
         name: what a user calls it: in `--engine`, `--for`, facts files and acceptance.json.
         title: its name on a card.
-        layout: the layout that it reads. Several engines may read one.
-        release: the releases whose code this was read in, and for which its rules hold.
-        runners: who reads a config in it; by default one, of the engine's name, that reads no list of layers.
-        captures: its classes of targets that capture; a target of another model type is not known to be served with a
-            head. Empty where kconv does not know.
-        launch: how it is told about a head; None where kconv writes no launch file.
-        counters: how its counters of drafts are read; None where it has none.
-        drafting: where a server says how it drafts; None where it does not.
-        starter: how kconv starts it; None where it cannot.
-        per_request: how it continues token ids and says what it drafted meanwhile; outputs are compared as text where
-            it is None.
-        architectures: the names of a head's class that it knows, for `Gqa` and for `Mla`; empty where it takes any.
-        rewritten: model types for which it builds something else than a head.
-        latent_by_default: model types whose config class makes each head an MLA one.
-        head_counts: the keys that it takes an MLA head's number of heads from.
-        rope_objects: those of rope_scaling and rope_parameters that it may take alone.
-        rope_rows: from a head to the rows of its table of angles; the positions behind them are read past its end.
-        flags: where it reads a flag, by the flag's field in `keys.COMMON`; only those that it does not read everywhere.
-        null_keys: keys that it takes otherwise than absent where they are null.
+        layout: the layout that it reads. Several engines may read the same one.
+        release: the releases whose code was read for this, and for which its rules hold.
+        runners: the parts that read a config; by default one with the engine's name that reads no list of layers.
+        captures: its target classes that capture layers; a target of another model type is not known to work with a
+            head. Empty if kconv does not know.
+        launch: how it is told about a head; None if kconv writes no launch file.
+        counters: how to read its draft counters; None if it has none.
+        drafting: where a server reports how it drafts; None if it does not.
+        starter: how kconv starts it; None if it cannot.
+        per_request: how it continues token ids and reports what it drafted for them; if None, outputs are compared as
+            text.
+        architectures: the class names that it accepts for a head, for `Gqa` and for `Mla`; empty if it takes any.
+        rewritten: model types for which it builds something other than a head.
+        latent_by_default: model types whose config class makes every head an MLA head.
+        head_counts: the keys from which it takes an MLA head's number of heads.
+        rope_objects: which of rope_scaling and rope_parameters it may read alone.
+        rope_rows: returns the number of rows of its RoPE table for a head; later positions are read past the table's
+            end.
+        flags: where it reads a flag, by the flag's field in `keys.COMMON`; only for flags that it does not read
+            everywhere.
+        null_keys: keys for which it treats null differently from absent.
     """
 
     name: str
@@ -224,7 +226,7 @@ class Engine:
             object.__setattr__(self, "runners", (Runner(self.name),))
 
     def capture(self, model_type: str) -> Capture | None:
-        """Return how it captures from a target of this model type; None where it is not known to."""
+        """Return how it captures layers from a target of this model type; None if that is unknown."""
         return next((one for one in self.captures if model_type in one.model_types), None)
 
     @property

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that runs somewhere, asked over HTTP."""
+"""A client of a running OpenAI-compatible server, over HTTP."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .base import Engine
 from .counters import Counters, Counts, PerRequest, Totals
 from .registry import engines, recognize
 
-SHOWN = 500  # characters of an answer, in a message
+SHOWN = 500  # characters of an answer to show in a message
 ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 HEALTH_SECONDS = 5.0
 LARGEST = 256 << 20  # bytes of one answer; a page of metrics or a completion has a few MiB at most
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# Engines count in a loop of their own, a little behind the answers.
+# Engines count in a separate loop, slightly behind their answers.
 POLL_SECONDS, REST_SECONDS, LATE_SECONDS = 0.05, 0.1, 2.0
 RESTLESS_SECONDS = 20.0
 ONE_TOKEN = {"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}
 
 
-OPENAI = "Give the address of an OpenAI-compatible server."
-# What reading an answer of another shape raises: a list for a text, no such key, a count that is infinite.
+OPENAI = "Pass the address of an OpenAI-compatible server."
+# What parsing an answer of an unexpected shape raises: a list instead of text, a missing key, an infinite count.
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-# Above what any engine counts or calls a token.
+# More than any engine counts or uses as a token id.
 MOST = 1 << 48
 
 
 class Dialogue(Protocol):
-    """What a user says, turn by turn."""
+    """The user's messages, turn by turn."""
 
     @property
     def turns(self) -> tuple[str, ...]: ...
@@ -48,13 +48,13 @@ class Dialogue(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target said in one turn.
+    """The target's answer in one turn.
 
     Attributes:
         text: its text.
         tokens: their number.
-        cut: whether the limit cut it off.
-        histogram: of its verify steps, by the number of drafted tokens accepted, where the engine says so.
+        cut: whether the token limit cut it off.
+        histogram: of its verify steps, by the number of accepted drafted tokens, if the engine reports it.
     """
 
     text: str
@@ -65,7 +65,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """An answer that was streamed: its text and number of tokens, seconds to the first token, and in all."""
+    """A streamed answer: its text and number of tokens, seconds to the first token, and seconds in total."""
 
     text: str
     tokens: int
@@ -81,7 +81,7 @@ class Client:
         url: its root, e.g. "http://127.0.0.1:8000".
         model: the name under which it serves the target.
         timeout: seconds that one answer may take.
-        extra: more fields of each chat request, e.g. {"chat_template_kwargs": {...}}.
+        extra: additional fields of each chat request, e.g. {"chat_template_kwargs": {...}}.
     """
 
     url: str
@@ -90,7 +90,7 @@ class Client:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """Return the greedy continuation of a prompt, as token ids; it goes on behind an end-of-text token.
+        """Return the greedy continuation of a prompt, as token ids; it continues after an end-of-text token.
 
         Args:
             prompt: token ids.
@@ -102,9 +102,9 @@ class Client:
         return self.complete_whole(prompt, new_tokens)[0]
 
     def complete_whole(self, prompt: list[int], new_tokens: int, **more: Any) -> tuple[list[int], dict[str, Any]]:
-        """Do as `complete` with more fields in the request, and return the server's whole answer too."""
+        """Like `complete`, with more fields in the request; also return the server's whole answer."""
         answer = self._complete(prompt, new_tokens, {"return_token_ids": True} | more)
-        fix = "Give the address of a vLLM that knows return_token_ids; 0.32.0 does."
+        fix = "Pass the address of a vLLM that supports return_token_ids, such as 0.32.0."
         with self._reading(f"the server's completion has no token_ids: {answer[:SHOWN]}", fix):
             value = parse_json(answer)
             [choice] = value["choices"]
@@ -116,30 +116,30 @@ class Client:
         """Return the greedy continuation of a prompt as token ids, and what was drafted for it.
 
         Args:
-            asking: how this engine is asked.
+            asking: how to ask this engine.
             prompt: token ids.
             new_tokens: how many to generate.
             draft_tokens: K.
 
         Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+            EngineFailed: the server cannot be reached, answers with an error, or gives an unexpected answer.
         """
         answer = self._request(asking.path, asking.body(self.model, prompt, new_tokens))
-        fix = "Give the engine's own address, of a release that kconv knows."
+        fix = "Pass the engine's own address, and use a release that kconv knows."
         with self._reading(f"the server's answer has no token ids: {answer[:SHOWN]}", fix):
             ids, histogram = asking.read(parse_json(answer))
             counted = None if histogram is None else Counts.of_histogram(_counts(histogram), draft_tokens)
             return _counts(ids), counted
 
     def complete_text(self, prompt: list[int], new_tokens: int) -> str:
-        """Return the greedy continuation of a prompt as text, from an engine that gives no token ids.
+        """Return the greedy continuation of a prompt as text, for an engine that returns no token ids.
 
         Args:
             prompt: token ids.
             new_tokens: how many to generate.
 
         Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+            EngineFailed: the server cannot be reached, answers with an error, or gives an unexpected answer.
         """
         answer = self._complete(prompt, new_tokens, {})
         with self._reading(f"the server's answer is not a completion: {answer[:SHOWN]}", OPENAI):
@@ -153,10 +153,10 @@ class Client:
         temperature: float,
         asking: PerRequest | None = None,
     ) -> Answer:
-        """Return the answer to a dialogue, and how it was drafted where `asking` says how to ask for that.
+        """Return the answer to a dialogue, and how it was drafted if `asking` says how to request that.
 
         Raises:
-            EngineFailed: the server cannot be reached, answers with an error, or with something else.
+            EngineFailed: the server cannot be reached, answers with an error, or gives an unexpected answer.
         """
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         body |= dict(self.extra) | (dict(asking.chat) if asking else {})
@@ -164,7 +164,7 @@ class Client:
         with self._reading(f"the server's answer is not a chat completion: {answer[:SHOWN]}", OPENAI):
             value = parse_json(answer)
             [choice] = value["choices"]
-            # A reasoning parser moves all of a cut answer into another field, and content is null then.
+            # If an answer is cut off, a reasoning parser moves all of it into another field and sets content to null.
             text = _text(choice["message"]["content"])
             histogram = asking.read_chat(value) if asking else None
             return Answer(
@@ -175,7 +175,7 @@ class Client:
             )
 
     def chat_timed(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> TimedAnswer:
-        """Return the answer to a dialogue as it is streamed, with its times.
+        """Return the streamed answer to a dialogue, with its times.
 
         Raises:
             EngineFailed: the server cannot be reached, answers with an error, or does not stream.
@@ -189,7 +189,7 @@ class Client:
                 if not answer.is_success:
                     said = _read(answer, time.monotonic() + HEALTH_SECONDS, url).decode(errors="replace")[:SHOWN]
                     raise EngineFailed(
-                        f"the server answered {answer.status_code}: {said}", where=url, fix="Look into its log."
+                        f"the server answered {answer.status_code}: {said}", where=url, fix="Check the server's log."
                     )
                 for line in _lines(answer, begin + self.timeout, url):
                     data = line.removeprefix("data:").strip()
@@ -199,18 +199,18 @@ class Client:
                     tokens = int((chunk.get("usage") or {}).get("completion_tokens") or tokens)
                     for choice in chunk.get("choices") or ():
                         delta = choice.get("delta") or {}
-                        # A reasoning parser streams what is thought into another field.
+                        # A reasoning parser streams reasoning into another field.
                         said = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
                         first = first or (time.monotonic() - begin if said else 0.0)
                         text += _text(delta.get("content"))
         except (httpx.HTTPError, OSError, *WRONG) as fault:
             raise EngineFailed(
                 f"the server does not stream an answer: {fault or type(fault).__name__}", where=url,
-                fix="Check that it runs.",
+                fix="Check that the server is running.",
             ) from fault  # fmt: skip
         if not tokens:
             raise EngineFailed(
-                "the server's stream does not count tokens", where=url, fix="Give a server that knows stream_options."
+                "the server's stream does not count tokens", where=url, fix="Use a server that supports stream_options."
             )
         seconds = time.monotonic() - begin
         return TimedAnswer(text, tokens, first or seconds, seconds)
@@ -218,7 +218,7 @@ class Client:
     def converse(
         self, prompts: Sequence[Dialogue], max_tokens: int, temperature: float, asking: PerRequest | None = None
     ) -> list[list[Answer]]:
-        """Hold several dialogues side by side, each turn of one after the answer to the last; see `chat`."""
+        """Run several dialogues in parallel; the turns of each follow one another. See `chat`."""
 
         def dialogue(prompt: Dialogue) -> list[Answer]:
             messages: list[dict[str, str]] = []
@@ -241,19 +241,19 @@ class Client:
         return True
 
     def page(self, path: str) -> str:
-        """Return what stands at a path, "" where there is nothing."""
+        """Return the text at a path, "" if there is none."""
         try:
             return self._request(path)
         except EngineFailed:
             return ""
 
     def recognize(self) -> tuple[Engine, Counters]:
-        """Return the engine behind the server, and how its counters are to be read.
+        """Return the server's engine, and how to read its counters.
 
         Raises:
             CountersMissing, DefinitionsMixed: see `registry.recognize`.
             CountersDisturbed: see `rest`.
-            EngineFailed: the server gives no token, of which it is asked for one where its counters do not tell.
+            EngineFailed: the server generates no token, when one is needed to identify its counters.
         """
         try:
             engine, counters = self._shown()
@@ -266,7 +266,7 @@ class Client:
         before = self.rest(counters)
         self._ask_one_token()
         counted = self.rest(counters, lambda now: now != before).since(before, self.url)
-        # The prefill gives the first token, so nothing was there to draft.
+        # The prefill gives the first token, so there was nothing to draft.
         return engine, counters.otherwise if counters.speculates(counted) else counters
 
     def _shown(self) -> tuple[Engine, Counters]:
@@ -280,13 +280,13 @@ class Client:
         """Return the engine's version.
 
         Raises:
-            EngineFailed: the server does not say.
+            EngineFailed: the server does not report it.
         """
         with self._reading(f"the server does not report its version at {counters.version}", "Give --engine-version."):
             return str(parse_json(self.page(counters.version))["version"])
 
     def read_counters(self, counters: Counters) -> Totals:
-        """Return what the server has counted since it was started.
+        """Return what the server has counted since it started.
 
         Raises:
             EngineFailed: the server cannot be reached or answers with an error.
@@ -295,14 +295,14 @@ class Client:
         return counters.read(self._request(counters.metrics))
 
     def rest(self, counters: Counters, enough: Callable[[Totals], bool] = lambda _: True) -> Totals:
-        """Read the counters once they have come to rest.
+        """Read the counters once they stop moving.
 
         Args:
-            counters: which to read.
-            enough: whether they hold all that is awaited; waited for a little while, and not for ever.
+            counters: the counters to read.
+            enough: whether they hold everything expected; kconv waits for that only briefly.
 
         Raises:
-            CountersDisturbed: they never rest, so someone else is using the server.
+            CountersDisturbed: they never stop, so someone else is using the server.
         """
         start, last, still = time.monotonic(), self.read_counters(counters), time.monotonic()
         while True:
@@ -314,14 +314,14 @@ class Client:
                 return totals
             if now - start > RESTLESS_SECONDS:
                 raise CountersDisturbed(
-                    f"the server's counters still move {RESTLESS_SECONDS:.0f} s after the last answer",
+                    f"the server's counters still change {RESTLESS_SECONDS:.0f} s after the last answer",
                     where=self.url,
-                    fix="Let nobody else use the server meanwhile.",
+                    fix="Make sure that nobody else uses the server, then run the command again.",
                 )
 
     @contextmanager
     def _reading(self, what: str, fix: str) -> Iterator[None]:
-        """Name an answer that is not what it should be, whatever is wrong with it."""
+        """Turn any failure to parse an answer into an EngineFailed."""
         try:
             yield
         except WRONG as fault:
@@ -343,7 +343,7 @@ class Client:
             raise EngineFailed(
                 f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
                 where=url,
-                fix="Check the address, and that the server runs.",
+                fix="Check the address, and that the server is running.",
             ) from fault
         if not answer.is_success:
             what = f"the server answered {answer.status_code}: {data.decode(errors='replace')[:SHOWN]}"
@@ -355,16 +355,16 @@ class Client:
 
 
 def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: float) -> Client:
-    """Return a server by its address, and find out the model it serves.
+    """Connect to a server by its address, and find out which model it serves.
 
     Raises:
-        EngineFailed: it cannot be reached, or serves more models than one and none is named.
+        EngineFailed: it cannot be reached, or serves several models and the caller names none.
     """
     server = Client(url.rstrip("/").removesuffix("/v1"), model or "", timeout, dict(extra))
     if model:
         return server
     answer = server._request("/v1/models")
-    fix = "Name it (bench: --model), or give the address of a server with one model."
+    fix = "Name the model (bench: --model), or pass the address of a server with one model."
     with server._reading(f"the server does not name exactly one model: {answer[:SHOWN]}", fix):
         [found] = parse_json(answer)["data"]
         return Client(server.url, str(found["id"]), timeout, dict(extra))
@@ -372,7 +372,7 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    # Some 20 ms, which a poll of the counters is not to wait for.
+    # Takes about 20 ms, for which a poll of the counters should not wait.
     return httpx.create_ssl_context()
 
 
@@ -381,7 +381,7 @@ def _http(url: str, seconds: float) -> httpx.Client:
         verify=_tls(),
         timeout=seconds,
         follow_redirects=True,
-        # A proxy from the environment has no way to this machine's own ports.
+        # A proxy from the environment cannot reach this machine's own ports.
         trust_env=urlsplit(url).hostname not in LOOPBACK,
         headers={"Accept-Encoding": "identity"},
     )
@@ -394,23 +394,23 @@ def _counts(value: Any) -> list[int]:
         TypeError, ValueError: it is something else.
     """
     if not isinstance(value, list) or not all(type(one) is int and 0 <= one < MOST for one in value):
-        raise ValueError("it is no list of counts")
+        raise ValueError("it is not a list of counts")
     return value
 
 
 def _text(value: Any) -> str:
-    """Return a text, which null is too.
+    """Return a text; null counts as empty text.
 
     Raises:
         ValueError: it is something else.
     """
     if not isinstance(value, str | None):
-        raise ValueError("it is no text")
+        raise ValueError("it is not text")
     return value or ""
 
 
 def _lines(answer: httpx.Response, deadline: float, url: str) -> Iterator[str]:
-    """Yield an answer's lines as they come; bounds and faults as of `_read`."""
+    """Yield an answer's lines as they come; limits and errors as in `_read`."""
     held, size = b"", 0
     for chunk in answer.iter_bytes():
         size += len(chunk)
@@ -422,7 +422,7 @@ def _lines(answer: httpx.Response, deadline: float, url: str) -> Iterator[str]:
 
 
 def _bound(size: int, deadline: float, url: str) -> None:
-    """Raise EngineFailed for an answer that is too large, or still coming after the deadline."""
+    """Raise EngineFailed for an answer that is too large, or still arriving after the deadline."""
     if size > LARGEST:
         raise EngineFailed(
             f"the server's answer is larger than {LARGEST >> 20} MiB", where=url, fix="Check the address."
@@ -432,10 +432,10 @@ def _bound(size: int, deadline: float, url: str) -> None:
 
 
 def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
-    """Return an answer's bytes, of an error as many as are shown.
+    """Return an answer's bytes; for an error, only as many as are shown.
 
     Raises:
-        EngineFailed: it is too large, or still coming after the deadline.
+        EngineFailed: it is too large, or still arriving after the deadline.
     """
     data = bytearray()
     for chunk in answer.iter_bytes():
@@ -447,15 +447,15 @@ def _read(answer: httpx.Response, deadline: float, url: str) -> bytes:
 
 
 def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
-    """Hold K and the tree against what a server says of itself, and return what it says; empty where it says nothing.
+    """Compare K and the tree with what a server reports, and return the report; empty if there is none.
 
     Args:
-        server: which is measured.
-        draft_tokens: K, as the user says it.
-        tree: "chain", or "topk=N" where drafts branch, as the user says it.
+        server: the server that is measured.
+        draft_tokens: K, from the user.
+        tree: "chain", or "topk=N" if drafts branch, from the user.
 
     Raises:
-        DefinitionsMixed: the server says otherwise.
+        DefinitionsMixed: the server reports something else.
     """
     told: dict[str, Any] = {}
     for drafting in (engine.drafting for engine in engines() if engine.drafting):
@@ -472,7 +472,7 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
             raise DefinitionsMixed(
                 f"the server drafts {steps} tokens in a chain, but --draft-tokens is {draft_tokens}",
                 where=server.url,
-                fix=f"Give --draft-tokens {steps}.",
+                fix=f"Pass --draft-tokens {steps}.",
             )
         nodes = f",nodes={own[drafting.nodes]}" if drafting.nodes in own else ""
         drafted = "chain" if branches == 1 else f"topk={branches}{nodes}"
@@ -480,6 +480,6 @@ def check_told(server: Client, draft_tokens: int, tree: str) -> dict[str, Any]:
             raise DefinitionsMixed(
                 f"the server drafts with top-k {branches}, but --tree is {tree!r}",
                 where=server.url,
-                fix=f"Give kconv bench --tree {drafted}. For validate, start the server with top-k 1.",
+                fix=f"For kconv bench, pass --tree {drafted}. For validate, start the server with top-k 1.",
             )
     return told

@@ -1,4 +1,4 @@
-"""What several layouts have in common: tensor names, marks, limits, and how a list of layers is read."""
+"""What several layouts share: tensor names, marks, limits, and how a list of layers is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .moves import Stack
 
 VLLM_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
 
-# What layers after the first call the one norm before their attention. vLLM reads the first name, TensorRT-LLM
+# The name of the one norm before attention in layers after the first. vLLM reads the first name, TensorRT-LLM
 # and SGLang the second: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py
 INPUT, HIDDEN = "input_layernorm", "hidden_norm"
 
@@ -21,7 +21,7 @@ def head_rows(layer: str, *, later: tuple[str, ...] = (INPUT,)) -> tuple[Row, ..
     """Return the rows of a head.
 
     Args:
-        layer: prefix under which its decoder layers are stored.
+        layer: name prefix of its decoder layers.
         later: the names of the norm before the attention of layers after the first.
     """
     return OUTSIDE + layer_rows(layer, later=later)
@@ -43,12 +43,12 @@ def first_only(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def instead(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Return rows that are read in the place of others."""
+    """Return rows that are read instead of others."""
     return tuple(replace(row, role="instead") for table in tables for row in table)
 
 
 def beside(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Return rows that are read beside others, whose bytes they must repeat."""
+    """Return rows that are read in addition to others, and must hold the same bytes."""
     return tuple(replace(row, role="beside") for table in tables for row in table)
 
 
@@ -58,7 +58,7 @@ def later_norm(name: str) -> tuple[Row, ...]:
 
 
 def fused_rows(layer: str) -> tuple[Row, ...]:
-    """Return the rows under which vLLM keeps linears that share their input, which it also loads from disk.
+    """Return the rows for vLLM's fused linear layers, which vLLM also loads from disk.
 
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L292-L298
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_eagle3.py#L261-L266
@@ -107,47 +107,47 @@ LAYER = (
     ),
 )  # fmt: skip
 
-# One-layer heads of trainers, which engines rename; and ModelOpt's Megatron exporter and TensorRT-LLM with several
-# layers (lines 943 to 961 of the file that `trtllm.MODEL` links to).
+# One-layer heads from trainers, which engines rename; and heads from ModelOpt's Megatron exporter and TensorRT-LLM
+# with several layers (lines 943 to 961 of the file that `trtllm.MODEL` links to).
 MIDLAYER = first_only(layer_rows("midlayer"))
 MIDLAYERS = layer_rows("midlayer.{i}", later=(HIDDEN,))
 
 
 def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config's eagle_config, empty where it has none."""
+    """Return the config's eagle_config; empty if it has none."""
     nested = config.get("eagle_config")
     return nested if isinstance(nested, Mapping) else {}
 
 
 def has_midlayer(names: Iterable[str]) -> bool:
-    """Say whether the decoder layer bears the name that trainers give it, and engines replace."""
+    """Return whether the decoder layer has its trainers' name, which engines replace."""
     return any(name.startswith("midlayer.") for name in names)
 
 
 def listed_ids(value: object) -> tuple[int, ...] | None:
-    """Return a list of layer ids as it stands in a config; None where there is none, or it is none."""
+    """Return a list of layer ids from a config; None if there is none, or if it is not a list."""
     if not isinstance(value, (list, tuple)) or not value:
         return None
     return tuple(value) if all(isinstance(i, int) and not isinstance(i, bool) for i in value) else None
 
 
 def as_outputs(inputs: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return layers that are counted by their inputs as outputs."""
+    """Convert layers counted by their inputs to outputs."""
     return tuple(i - 1 for i in inputs) if inputs else None
 
 
 def norms_qk(spec: HeadSpec) -> bool:
-    """Say whether a head norms its queries and keys, as Qwen3 does."""
+    """Return whether a head norms its queries and keys, as Qwen3 does."""
     return isinstance(spec.attention, Gqa) and spec.norms.qk
 
 
 def is_mla(spec: HeadSpec) -> bool:
-    """Say whether a head has latent attention."""
+    """Return whether a head has latent attention."""
     return isinstance(spec.attention, Mla)
 
 
 def yarn_of(spec: HeadSpec) -> Yarn | None:
-    """Return a head's YaRN, None where it has none."""
+    """Return a head's YaRN; None if it has none."""
     return spec.rope.scaling if isinstance(spec.rope.scaling, Yarn) else None
 
 
@@ -175,7 +175,7 @@ MLA_ROPE = (
         "mla-one-mscale",
         _mla_states_one_mscale,
         "the config states only one of mscale and mscale_all_dim, and engines use different defaults for the other",
-        "State both, as the head was trained.",
+        "Set both to the values that the head was trained with.",
         f"{VLLM_SOURCE}/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L52-L55",
     ),
 )

@@ -1,4 +1,4 @@
-"""The part of config.json that is alike in every layout that kconv writes."""
+"""The part of config.json that is the same in every layout that kconv writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..checkpoint.header import TORCH_NAMES
 from ..head.spec import HeadSpec, Linear, Llama3, Mla, Rope, Yarn
 from .keys import COMMON, GQA, MLA
 
-# Where each scaling's parameters stand in rope_scaling and rope_parameters.
+# Where rope_scaling and rope_parameters hold each scaling's parameters.
 YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_positions",
@@ -29,9 +29,9 @@ SCALINGS = {"yarn": (Yarn, YARN), "llama3": (Llama3, LLAMA3), "linear": (Linear,
 
 
 def identity(spec: HeadSpec) -> dict[str, Any]:
-    """Return `architectures` and `model_type` as vLLM, SGLang and TensorRT-LLM all take them.
+    """Return `architectures` and `model_type` in the form that vLLM, SGLang and TensorRT-LLM all accept.
 
-    A head with norms of queries and keys is one of vLLM's alone:
+    Only vLLM supports a head with norms of queries and keys:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py#L665
 
     `deepseek_v3` would be the natural model_type of an MLA head, but vLLM rewrites it to its MTP draft:
@@ -56,12 +56,12 @@ def write_keys(spec: HeadSpec) -> dict[str, Any]:
             _put(config, name, list(value) if isinstance(value, tuple) else value)
     dtype = TORCH_NAMES.get(spec.dtype, "bfloat16")
     config |= {"hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": spec.max_positions}
-    # transformers 4 reads torch_dtype, 5 reads dtype.
+    # transformers 4 reads torch_dtype, transformers 5 reads dtype.
     return config | {"torch_dtype": dtype, "dtype": dtype} | write_rope(spec.rope)
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """Return the config keys of a RoPE, in both spellings, with no value left to an engine's default."""
+    """Return the config keys of a RoPE, in both spellings, leaving no value to an engine's default."""
     scaling: dict[str, Any] = {}
     for kind, (cls, names) in SCALINGS.items():
         if isinstance(rope.scaling, cls):

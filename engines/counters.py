@@ -1,6 +1,6 @@
-"""Counters of drafts, read from the text of a server's metrics page and brought to one form.
+"""Draft counters, read from the text of a server's metrics page and brought to one form.
 
-Which counters an engine has stands in its own file; what is common is here.
+Each engine's own file lists its counters; the common part is here.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
 
-SAY_K = "Say K as the server was started with (bench: --draft-tokens, validate: --steps)"
-MOST_PLACES = 1000  # a page may say anything of a place
+SAY_K = "Pass the K that the server was started with (bench: --draft-tokens, validate: --steps)"
+MOST_PLACES = 1000  # a page may claim any number of positions
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted over a group of prompts.
+    """Counts over a group of prompts.
 
     Attributes:
         drafts: verify steps.
         accepted: drafted tokens that were accepted, without the bonus tokens.
-        per_position: in how many drafts the token at each place and all before it were accepted; None where the
-            engine does not count it.
-        prompts: in the group.
+        per_position: in how many drafts the tokens up to each position were all accepted; None if the engine does not
+            count it.
+        prompts: number of prompts in the group.
     """
 
     drafts: float
@@ -36,15 +36,15 @@ class Counts:
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int], draft_tokens: int) -> Counts:
-        """Count one request's drafts by how many tokens of each were accepted: `histogram[n]` accepted n."""
-        # From the last place on: a server may send a long one.
+        """Count one request's drafts by their number of accepted tokens: `histogram[n]` drafts accepted n."""
+        # From the last position on: a server may send a long list.
         reached = [*accumulate(reversed(histogram))][::-1]
         places = tuple(map(float, [*reached[1:], *[0] * (draft_tokens + 1 - max(len(reached), 1))]))
         return cls(float(sum(histogram)), sum(places), places)
 
     @classmethod
     def pool(cls, counts: Sequence[Counts]) -> Counts:
-        """Add up counts of requests, all of which have places."""
+        """Add up counts of requests, all of which have positions."""
         places = zip(*(one.per_position or () for one in counts), strict=True)
         drafts, accepted = sum(one.drafts for one in counts), sum(one.accepted for one in counts)
         return cls(drafts, accepted, tuple(sum(place) for place in places), sum(one.prompts for one in counts))
@@ -52,19 +52,19 @@ class Counts:
 
 @dataclass(frozen=True)
 class PerRequest:
-    """What an engine says in each answer of how it drafted that one: undisturbed by whoever else asks.
+    """How an engine reports in each answer how it drafted that answer, undisturbed by other users.
 
-    A histogram is of a request's verify steps, by the number of drafted tokens accepted; None where the answer has
-    none, as of a server that was started without them.
+    A histogram covers a request's verify steps, by the number of accepted drafted tokens; None if the answer has none,
+    e.g. from a server that was started without them.
 
     Attributes:
-        path: where token ids are continued.
-        body: from the model's name, a prompt's token ids and the number of new tokens to the request.
-        read: from the answer's JSON to token ids and histogram.
-        chat: what a chat request asks for besides, to be answered with a histogram.
-        read_chat: from a chat answer's JSON to the histogram.
-        beside: a page that the engine's own address has beside `path`, which a router before it has not; "" where
-            `path` is every server's.
+        path: the path that continues token ids.
+        body: builds the request from the model's name, a prompt's token ids and the number of new tokens.
+        read: returns token ids and histogram from the answer's JSON.
+        chat: additional fields of a chat request that make the server return a histogram.
+        read_chat: returns the histogram from a chat answer's JSON.
+        beside: a page that the engine's own address has but a router in front of it has not; "" if every server has
+            `path`.
     """
 
     path: str
@@ -77,18 +77,18 @@ class PerRequest:
 
 @dataclass(frozen=True)
 class Totals:
-    """What one look at a server's counters gave.
+    """One reading of a server's counters.
 
     Attributes:
-        totals: by name; those of places as "name place".
-        whole: every counter is there from the start, so that another set of them is another server's.
+        totals: by name; counters of positions as "name position".
+        whole: all counters exist from the start, so a different set of them means a different server.
     """
 
     totals: Mapping[str, float]
     whole: bool = False
 
     def since(self, before: Totals, where: str) -> Mapping[str, float]:
-        """Return the differences to an earlier look at the same server.
+        """Return the differences to an earlier reading of the same server.
 
         Raises:
             CountersReset: a counter went backwards, or is gone.
@@ -104,7 +104,7 @@ class Totals:
         if self.whole and self.totals.keys() != before.totals.keys():
             new = ", ".join(sorted(self.totals.keys() - before.totals.keys()))
             raise CountersReset(
-                f"the server now counts {new}, which it did not before",
+                f"the server now has the counter {new}, which it did not have before",
                 where=where,
                 fix="The server was restarted in between. Measure again.",
             )
@@ -113,19 +113,19 @@ class Totals:
 
 @dataclass(frozen=True)
 class Counters:
-    """How an engine's counters are read.
+    """How to read an engine's counters.
 
     Attributes:
-        marks: how their names begin.
-        metrics: the path at which it serves them.
-        version: the path at which it says its version, under the key "version".
-        read: from the text of its metrics to totals.
-        count: from differences, K, the number of requests and of prompts to counts.
-        speculates: from totals or differences to whether something was drafted.
-        needs: what it must be started with to show them; "" for nothing.
+        marks: prefixes of their names.
+        metrics: the path that serves them.
+        version: the path that reports the engine's version, under the key "version".
+        read: returns totals from the text of the metrics page.
+        count: returns counts from differences, K, and the number of requests and of prompts.
+        speculates: returns whether anything was drafted, from totals or differences.
+        needs: the option that makes the engine show them; "" for none.
         note: what a reader of the figures has to know.
-        otherwise: how they are read where the engine counts a draft for an answer that its prefill gave whole.
-        cuts: whether accepted tokens past an answer's limit are left out.
+        otherwise: how to read them if the engine counts a draft for an answer that its prefill completed.
+        cuts: whether accepted tokens past an answer's limit are not counted.
     """
 
     marks: str
@@ -140,23 +140,23 @@ class Counters:
     cuts: bool = False
 
     def shown_on(self, page: str) -> bool:
-        """Say whether a metrics page has one of them."""
+        """Return whether a metrics page has one of them."""
         return any(line.startswith(self.marks) for line in page.splitlines())
 
 
 def totals(metrics: str, names: Iterable[str], by_place: Iterable[str] = (), place: str = "") -> dict[str, float]:
-    """Sum a page's samples over ranks and replicas, under "name", or "name place" for those of a place.
+    """Sum a page's samples over ranks and replicas, under "name", or "name position" for samples of a position.
 
-    Only `_total` samples count: a `_created` one beside each holds a time. Other lines of the page are not looked at.
+    Only `_total` samples count: each has a `_created` one next to it that holds a time. Other lines are ignored.
 
     Args:
         metrics: the Prometheus text format.
         names: counters; one that was never raised may have no sample.
-        by_place: counters of each place of a draft.
-        place: the label that holds the place.
+        by_place: counters of each position of a draft.
+        place: the label that holds the position.
 
     Raises:
-        CountersMissing: a line of one of them is no sample, or its value or place no number that a counter can have.
+        CountersMissing: a line of one of them is not a sample, or its value or position is impossible for a counter.
     """
     from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -181,18 +181,18 @@ def totals(metrics: str, names: Iterable[str], by_place: Iterable[str] = (), pla
             raise CountersMissing(
                 f"a line of the server's metrics cannot be read: {line[:200]}",
                 where="the metrics page",
-                fix="Give the engine's own address.",
+                fix="Pass the engine's own address.",
             ) from fault
     return found
 
 
 def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
-    """Refuse counts that no chain of K drafted tokens can give.
+    """Refuse counts that a chain of K drafted tokens cannot produce.
 
     Raises:
         CountersMissing: nothing was drafted.
         AcceptanceInvalid: the acceptance length is above K + 1.
-        DefinitionsMixed: the places do not add up, or are not K: an engine that counts places counts all of them.
+        DefinitionsMixed: the positions do not add up, or are not K: an engine that counts positions counts all of them.
     """
     if counts.drafts <= 0:
         raise CountersMissing(
@@ -201,17 +201,17 @@ def check_possible(counts: Counts, draft_tokens: int, where: str) -> None:
     length = 1 + counts.accepted / counts.drafts
     if length > draft_tokens + 1 + 1e-9:
         raise AcceptanceInvalid(
-            f"an acceptance length of {length:.3f} is above the {draft_tokens + 1} of K = {draft_tokens}",
+            f"an acceptance length of {length:.3f} is above {draft_tokens + 1}, the maximum for K = {draft_tokens}",
             where=where,
-            fix=f"{SAY_K}, and let nobody else use the server meanwhile.",
+            fix=f"{SAY_K}, and make sure that nobody else uses the server.",
         )
     places = counts.per_position
     if places is None:
         return
     if abs(sum(places) - counts.accepted) > 1e-6 * max(1.0, counts.accepted) or len(places) != draft_tokens:
         raise DefinitionsMixed(
-            f"the {len(places)} positions count {sum(places):g} accepted tokens, the total is {counts.accepted:g}, and "
-            f"K is {draft_tokens}",
+            f"the {len(places)} positions count {sum(places):g} accepted tokens, but the total is {counts.accepted:g} "
+            f"and K is {draft_tokens}",
             where=where,
             fix=f"{SAY_K}; these counters do not describe one chain.",
         )

@@ -8,27 +8,27 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-# Where the captured layers are listed.
+# Where a config lists the captured layers.
 IDS = "eagle_aux_hidden_state_layer_ids"
 TOP, NESTED = IDS, f"eagle_config.{IDS}"
-# What kconv writes beside each list; no engine reads it.
+# What kconv writes next to each list; no engine reads it.
 CONVENTION = "aux_hidden_state_layer_ids_are"
 OUTPUTS, INPUTS = "layer_outputs", "layer_inputs"
 
 
 @dataclass(frozen=True)
 class Key:
-    """Where a config states one field of the spec.
+    """Where a config holds one field of the spec.
 
     Attributes:
         field: dotted path of the field in `HeadSpec`.
-        names: dotted paths in config.json. Reading takes what is there and refuses a contradiction;
-            writing fills each of them, as engines look in different places.
+        names: dotted paths in config.json. Reading takes those that exist and refuses a contradiction; writing fills
+            each of them, since engines look in different places.
         kind: "count" (positive int), "depth" (a count of layers), "vocabulary" (a count of tokens), "fraction" (a
             small number above 0), "flag" or "token" (id, list of ids or null).
-        default: the field's value where the config is silent, from what was read before it;
-            None where silence is a fault.
-        also: dotted paths that are read too, and never written.
+        default: computes the field's value from what was read before it, if the config lacks the key; None if a missing
+            key is an error.
+        also: dotted paths that are read too, but never written.
     """
 
     field: str
@@ -43,14 +43,14 @@ class ConfigTable:
     """How the config of one layout differs from the keys below.
 
     Attributes:
-        nested: an object whose keys stand for ones of the top level; empty where there is none.
+        nested: an object whose keys replace those of the top level; empty if there is none.
         ballast: keys that mean nothing outside this layout.
-        otherwise: keys that mean another thing here than below, with the only values that kconv carries;
-            they are not read, and dropped.
-        must_state: keys whose absence is read in two ways, with the sentence that says so.
-        adapt: from a config, its keys in the place of those that it states otherwise than the head was trained.
-        trained_theta: the base of RoPE that the layout's trainer takes where the config states none; None where a
-            silent config does not tell what the head was trained with.
+        otherwise: keys with another meaning here than below, and the only values that kconv supports; they are not
+            read, and not copied.
+        must_state: keys whose absence could be read in two ways, with the sentence that says so.
+        adapt: returns replacements for keys whose values differ from what the head was trained with.
+        trained_theta: the RoPE base that the layout's trainer uses if the config states none; None if a config without
+            it does not tell what the head was trained with.
     """
 
     nested: str = ""
@@ -75,7 +75,7 @@ COMMON = (
     Key("intermediate", ("intermediate_size",), "count"),
     Key("layers", ("num_hidden_layers",), "depth"),
     Key("vocab", ("vocab_size",), "vocabulary"),
-    # ModelOpt's kimik2 template leaves the key out, also when it exports a reduced vocabulary:
+    # ModelOpt's kimik2 template omits the key even when it exports a reduced vocabulary:
     # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/plugins/hf_spec_configs.py#L58
     Key("draft_vocab", ("draft_vocab_size",), "vocabulary", lambda v: v["lm_head_rows"] or v["vocab"]),
     Key("eps", ("rms_norm_eps",), "fraction"),
@@ -101,7 +101,7 @@ GQA = (
 )
 
 MLA = (
-    # TensorRT-LLM wants num_key_value_heads of an MLA head too.
+    # TensorRT-LLM requires num_key_value_heads for an MLA head too.
     Key("attention.heads", ("num_attention_heads", "num_key_value_heads"), "count"),
     Key("attention.q_lora_rank", ("q_lora_rank",), "count"),
     Key("attention.kv_lora_rank", ("kv_lora_rank",), "count"),
@@ -110,7 +110,7 @@ MLA = (
     Key("attention.v_head_dim", ("v_head_dim",), "count"),
 )
 
-# Keys that change what a head computes, and the only values kconv carries. Each other value is refused.
+# Keys that change what a head computes, and the only values that kconv supports. Any other value is refused.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "tie_word_embeddings": (False, None),
@@ -119,11 +119,11 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "qkv_bias": (False, None),
     "rope_interleave": (True, None),
-    # Kimi K3's draft heads are trained without RoPE; vLLM's and SGLang's Eagle3 classes do not read the key, and turn:
+    # Kimi K3's draft heads are trained without RoPE; vLLM's and SGLang's Eagle3 classes ignore the key and apply RoPE:
     # https://github.com/lightseekorg/TorchSpec/blob/a31111ee47e5815638d9a830d79c34eb4f5c4502/configs/draft_models/kimi_k3_eagle3_mla.json#L19
     "mla_use_nope": (False, None),
-    # RoPE under names that vLLM reads, or TensorRT-LLM (RopeParams.from_config), which takes even rotary_emb_base for
-    # the number of dims that are turned, and lets an original_max_position_embeddings at the top win:
+    # RoPE under names that vLLM or TensorRT-LLM reads (RopeParams.from_config). TensorRT-LLM even takes rotary_emb_base
+    # for the number of rotary dims, and lets a top-level original_max_position_embeddings win:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L627-L637
     # https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py
     "rotary_pct": (1, None),
@@ -157,8 +157,8 @@ ELSEWHERE = frozenset(
     """.split()
 )
 
-# What transformers writes into every config, and the mixture-of-experts keys that ModelOpt's kimik2
-# template copies though a head's MLP is dense: nothing of a draft head depends on them.
+# Keys that transformers writes into every config, and the mixture-of-experts keys that ModelOpt's kimik2 template
+# copies although a head's MLP is dense. Nothing in a draft head depends on them.
 BALLAST = frozenset(
     """
     _name_or_path _attn_implementation auto_map transformers_version use_cache initializer_range

@@ -18,7 +18,7 @@ _SLOT_LAYERS = {slot.name: slot.layers for slot in SLOTS}
 
 @dataclass(frozen=True)
 class Row:
-    """A stored tensor: its name, the slots it holds, and the move between the two.
+    """A stored tensor: its name, the slots it holds, and the reversible move between the two.
 
     A row cannot contradict its slots: its stored shape is derived through its move.
 
@@ -26,8 +26,8 @@ class Row:
         name: tensor name on disk; `{i}` is the layer, `{a}` the index of a captured state.
         slots: canonical slots, in the order in which the move packs them.
         move: the reversible packing.
-        layers: "all", "first" or "later", where it differs from the slots' own.
-        role: "written"; or only read, "instead" of the rows that are written, or "beside" them.
+        layers: "all", "first" or "later", if it differs from the slots' own.
+        role: "written"; or read only: "instead" of the rows that are written, or "beside" them.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Stored:
-    """A row of one head, with its numbers filled in: the tensor it expects, its slots and the move between."""
+    """A row of one head, with numbers filled in: the tensor it expects, its slots and the move between them."""
 
     expected: Expected
     slots: tuple[str, ...]
@@ -53,17 +53,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that a layout, or the engine behind it, has no place for.
+    """Something that a layout, or the engine that reads it, does not support.
 
     Attributes:
-        id: of the rule that reports it, e.g. "K320"; never given to another.
-        name: the rule's, e.g. "vllm-mla-norm-before-fc".
-        hits: whether a head of this spec has it.
+        id: the rule that reports it, e.g. "K320"; an id is never reused.
+        name: the rule's name, e.g. "vllm-mla-norm-before-fc".
+        hits: whether a head of this spec is affected.
         what: one sentence for the user.
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
-        holds: where the spec alone does not tell: a pattern of slots, one of which the head must hold too.
-        lacks: likewise, a slot that it must not hold.
+        holds: if the spec alone does not decide: a pattern of slots, one of which the head must have as well.
+        lacks: likewise, a slot that the head must not have.
     """
 
     id: str
@@ -76,14 +76,14 @@ class Limit:
     lacks: str = ""
 
     def applies(self, spec: HeadSpec, slots: Iterable[str]) -> bool:
-        """Say whether a head of this spec that holds these slots has it."""
+        """Return whether a head of this spec with these slots is affected."""
         if not self.hits(spec) or (self.lacks and self.lacks in (slots := tuple(slots))):
             return False
         return not self.holds or any(fnmatchcase(slot, self.holds) for slot in slots)
 
 
 class TargetFacts(Protocol):
-    """What a limit beside a target looks at, and a config names."""
+    """The target's properties that a limit depends on and a config names."""
 
     @property
     def name(self) -> str:
@@ -92,30 +92,30 @@ class TargetFacts(Protocol):
 
     @property
     def architecture(self) -> str:
-        """Of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty where that is not known."""
+        """Class of the whole target, e.g. "KimiK25ForConditionalGeneration"; empty if unknown."""
         ...
 
     @property
     def layers(self) -> int | None:
-        """Number of its decoder layers; None where that is not known."""
+        """Number of its decoder layers; None if unknown."""
         ...
 
     @property
     def model_type(self) -> str:
-        """Of its text model, e.g. "kimi_k2"; empty where that is not known."""
+        """Model type of its text model, e.g. "kimi_k2"; empty if unknown."""
         ...
 
 
 @dataclass(frozen=True)
 class TargetLimit:
-    """Something of a head that a layout can say for some targets, and not for others.
+    """A property of a head that a layout can express for some targets but not for others.
 
     Attributes:
-        hits: whether a head of this spec has it beside this target; None for a target that is not known.
+        hits: whether a head of this spec is affected with this target; None for an unknown target.
         what: one sentence for the user.
         fix: what to do instead.
         source: tag-pinned link to the line that decides it.
-        rule: id of the rule that reports it of a head's own files; "" where none does.
+        rule: the rule that reports it for a head's own files; "" if none does.
     """
 
     hits: Callable[[HeadSpec, TargetFacts | None], bool]
@@ -134,18 +134,18 @@ class Layout:
 
     Attributes:
         name: what the user calls it.
-        engine: who reads or writes it, one phrase.
+        engine: what reads or writes it, as one phrase.
         rows: the table of tensors.
-        told_by: whether a config and tensor names bear this layout's marks.
-        write_config: spec to config.json; None where the layout is only read.
-        write_beside: the same for a known target; None where the target makes no difference.
-        limits: what it cannot hold.
-        target_limits: what it cannot say beside some targets.
-        needs: slots that its engine must find though others share the target's, with the reason.
-        replaces: slots that its engine takes from the target where one fits, whatever the head holds, with the reason.
+        told_by: whether a config and tensor names show that this is the layout.
+        write_config: spec to config.json; None if the layout is only read.
+        write_beside: the same for a known target; None if the target makes no difference.
+        limits: what it does not support.
+        target_limits: what it cannot express for some targets.
+        needs: slots that its engine requires even if other engines share the target's, with the reason.
+        replaces: slots that its engine takes from the target if they fit, even if the head has them, with the reason.
         config: how its config differs from the common keys.
-        ignored: patterns of names that it may hold and that carry nothing, with the reason.
-        written_for: names of the engines that load it, beside those whose own layout it is.
+        ignored: patterns of names that it may hold and that have no effect, with the reason.
+        written_for: names of further engines that load it, besides those whose own layout it is.
     """
 
     name: str

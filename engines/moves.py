@@ -1,7 +1,7 @@
 """Reversible packings between canonical slots and stored tensors.
 
-Here and where plans are made and carried out, torch is imported by what computes with it: it takes more than a
-second, half of what it takes to copy a head that is only renamed.
+Here, and in planning and executing, only the code that computes imports torch: the import takes more than a
+second, half the time of copying a head that is only renamed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ Shape = tuple[int, ...]
 
 
 class Move(Protocol):
-    """How slots become one stored tensor, and how they come back, bit for bit."""
+    """How slots become one stored tensor and are restored from it, bit for bit."""
 
     def stored_shape(self, parts: Sequence[Shape]) -> Shape:
         """Return the stored tensor's shape, given the slots' shapes."""
         ...
 
     def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Make the stored tensor from the slots' tensors."""
+        """Build the stored tensor from the slots' tensors."""
         ...
 
     def unpack(self, stored: torch.Tensor, parts: Sequence[Shape]) -> list[torch.Tensor]:
-        """Take the slots' tensors, of the given shapes, out of the stored tensor."""
+        """Split the stored tensor into the slots' tensors, of the given shapes."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One slot, stored as it is."""
+    """One slot, stored unchanged."""
 
     def stored_shape(self, parts: Sequence[Shape]) -> Shape:
         return parts[0]
@@ -48,7 +48,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Stack:
-    """Several slots, stored one below the other along the output dim (dim 0), as fused linears are."""
+    """Several slots, concatenated along the output dim (dim 0), like fused linear layers."""
 
     def stored_shape(self, parts: Sequence[Shape]) -> Shape:
         return (sum(part[0] for part in parts), *parts[0][1:])

@@ -1,8 +1,8 @@
 """One folder for TensorRT-LLM, vLLM and SGLang at once.
 
-Each engine looks for the captured layers in another place: vLLM in the top-level list, SGLang in eagle_config, and
-TensorRT-LLM in its serving YAML. The norm of later layers stands under both of its names; each engine loads its own
-and leaves the other.
+Each engine looks for the captured layers in a different place: vLLM in the top-level list, SGLang in eagle_config,
+TensorRT-LLM in its serving YAML. The norm of later layers is stored under both of its names; each engine loads its
+own name and ignores the other.
 """
 
 from __future__ import annotations

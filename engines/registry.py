@@ -1,6 +1,6 @@
-"""The engines and layouts that there are: kconv's own, and those of other packages.
+"""The known engines and layouts: kconv's own, and those of other packages.
 
-Another package adds its own by entry points of the group `kconv.engines`, each of which names an `Engine`, or a
+Another package adds its own with entry points in the group `kconv.engines`, each of which names an `Engine`, or a
 `Layout` that is only read:
 
     [project.entry-points."kconv.engines"]
@@ -30,13 +30,13 @@ GROUP = "kconv.engines"
 
 
 class Own(NamedTuple):
-    """One of kconv's own layouts, as far as help needs it before its module is loaded.
+    """One of kconv's own layouts, with what help needs before its module is loaded.
 
     Attributes:
         name: the layout's.
-        module: of this package.
-        constant: its name there.
-        engines: those that load it.
+        module: its module in this package.
+        constant: its name in that module.
+        engines: the engines that load it.
         written: whether kconv writes it.
     """
 
@@ -47,9 +47,9 @@ class Own(NamedTuple):
     written: bool = False
 
 
-# kconv's own engines, each the ENGINE of the module of its name, and their titles.
+# kconv's own engines, each the ENGINE of the module with its name, and their titles.
 OWN_ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
-# In order of detection: the first whose marks a head bears is the one.
+# In order of detection: the first layout whose marks fit a head wins.
 OWN_LAYOUTS = {
     own.name: own
     for own in (
@@ -66,12 +66,12 @@ OWN_LAYOUTS = {
         Own("modelopt", "trainers", "MODELOPT", ("trtllm",)),
     )
 }
-# Ids of this shape are kconv's own.
+# Ids of this form are reserved for kconv.
 OWN_ID = re.compile(r"[KP]\d+")
 
 
 def __getattr__(name: str) -> Any:
-    """Load kconv's own engines or layouts, `ENGINES` and `LAYOUTS`, when they are asked for."""
+    """Load kconv's own engines or layouts, `ENGINES` and `LAYOUTS`, on first use."""
     if name == "ENGINES":
         return tuple(_load(one, "ENGINE") for one in OWN_ENGINES)
     if name == "LAYOUTS":
@@ -87,13 +87,13 @@ def engines() -> tuple[Engine, ...]:
     """Return every engine, kconv's own first.
 
     Raises:
-        PluginInvalid: another package's cannot be loaded, or takes a name that is taken.
+        PluginInvalid: another package's engine cannot be loaded, or its name is taken.
     """
     return (*__getattr__("ENGINES"), *_known()[0])
 
 
 def layouts() -> tuple[Layout, ...]:
-    """Return every layout, in order of detection: other packages' first, whose marks are the more special.
+    """Return every layout, in order of detection: other packages' first, since their marks are more specific.
 
     Raises:
         PluginInvalid: see `engines`.
@@ -102,7 +102,7 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def by_name(name: str) -> Layout:
-    """Return a layout by the name that a user gives.
+    """Return a layout by its name for the user.
 
     Raises:
         UnknownLayout: no layout of that name.
@@ -129,7 +129,7 @@ def engine(name: str) -> Engine:
 
 
 def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
-    """Return the layout whose marks a config and its tensor names bear.
+    """Return the layout whose marks fit a config and its tensor names.
 
     Raises:
         UnknownLayout: none fits.
@@ -139,18 +139,18 @@ def detect(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
         for layout in layouts():
             if layout.told_by(config, names):
                 return layout
-    what = "this may be an Eagle3 head, whose config and tensor names bear no layout's marks"
+    what = "this may be an Eagle3 head, but its config and tensor names do not identify a layout"
     raise UnknownLayout(
         (what if "fc.weight" in names else "kconv does not recognize this as an Eagle3 head")
         + f": architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
         where="config.json",
-        fix="A target goes to kconv validate or to --target. If this is an Eagle3 head, name its layout with "
+        fix="Pass a target to kconv validate or as --target. If this is an Eagle3 head, name its layout with "
         f"--from: {', '.join(layout.name for layout in layouts())}.",
     )
 
 
 def writable() -> tuple[str, ...]:
-    """Return the names of the layouts that kconv writes: the engines' own, then those that several engines read."""
+    """Return the names of the layouts that kconv writes: those of one engine, then those that several engines read."""
     others, written = _known()
     own = [*OWN_ENGINES, *(one.layout.name for one in others)]
     shared = [layout.name for layout in written if layout.write_config is not None]
@@ -158,12 +158,12 @@ def writable() -> tuple[str, ...]:
 
 
 def runners() -> tuple[str, ...]:
-    """Return every name under which an engine reads a head: what `validate` reports about."""
+    """Return every name under which an engine reads a head: the names that `validate` reports on."""
     return tuple(name for one in engines() for name in one.runner_names)
 
 
 def asked() -> dict[str, tuple[str, ...]]:
-    """Return the choices of `--for`, and the runners that each means."""
+    """Return the choices of `--for`, and the runners that each stands for."""
     found: dict[str, tuple[str, ...]] = {}
     for one in engines():
         found |= {one.name: one.runner_names}
@@ -172,7 +172,7 @@ def asked() -> dict[str, tuple[str, ...]]:
 
 
 def servable() -> tuple[str, ...]:
-    """Return the names of the engines that a running server can be asked as: the choices of `--engine`."""
+    """Return the names of the engines that a running server can be: the choices of `--engine`."""
     return tuple(one.name for one in engines() if one.counters is not None)
 
 
@@ -182,7 +182,7 @@ def startable() -> tuple[str, ...]:
 
 
 def engines_of(layout: str) -> tuple[Engine, ...]:
-    """Return the engines that load a layout; none for a trainer's own, or for a name that is no layout's."""
+    """Return the engines that load a layout; none for a trainer's own, or for an unknown name."""
     known = {one.name: one for one in engines()}
     found = next((one for one in layouts() if one.name == layout), None)
     if found is None:
@@ -197,14 +197,14 @@ def runners_of(layout: str) -> tuple[str, ...]:
 
 
 def titles_of(layout: str) -> list[str]:
-    """Return what the engines are called that load a layout; see `engines_of`."""
+    """Return the titles of the engines that load a layout; see `engines_of`."""
     if layout not in OWN_LAYOUTS or _known()[0]:
         return [one.title for one in engines_of(layout)]
     return [OWN_ENGINES[name] for name in OWN_LAYOUTS[layout].engines]
 
 
 def describe(layout: str) -> str:
-    """Return a phrase that says of a layout which engines load it, for a card.
+    """Return a phrase for a card that says which engines load a layout.
 
     Raises:
         UnknownLayout: no engine loads it.
@@ -224,13 +224,13 @@ def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -
     """Return the engine whose counters a server shows, and its counters.
 
     Args:
-        engines: those that it may be.
-        pages: the text of each metrics page, "" where there is none.
+        engines: the engines to consider.
+        pages: the text of each metrics page, "" if there is none.
         where: the server, for messages.
 
     Raises:
-        CountersMissing: no engine's are.
-        DefinitionsMixed: those of more than one are, as behind a router.
+        CountersMissing: the server shows no engine's counters.
+        DefinitionsMixed: it shows counters of several engines, e.g. a router.
     """
     known = [(engine, counters) for engine in engines if (counters := engine.counters)]
     found = [(engine, counters) for engine, counters in known if counters.shown_on(pages[counters.metrics])]
@@ -240,30 +240,30 @@ def recognize(engines: Iterable[Engine], pages: Mapping[str, str], where: str) -
         raise CountersMissing(
             f"the server shows no counters of {', '.join(others)} or {last}",
             where=where,
-            fix=f"Give the engine's own address; {needs}.",
+            fix=f"Pass the engine's own address; {needs}.",
         )
     if len(found) > 1:
         raise DefinitionsMixed(
             f"the server shows counters of {' and '.join(engine.name for engine, _ in found)}, which count differently",
             where=where,
-            fix="Give the address of one engine, not of a router before several.",
+            fix="Pass the address of one engine, not of a router in front of several.",
         )
     return found[0]
 
 
 def launch_files(spec: HeadSpec, layout: str) -> dict[str, str]:
-    """Return the files, by name, that show how to serve a head from the layout's engines."""
+    """Return the files, by name, that show how to serve a head with the layout's engines."""
     return {one.launch.file: one.launch.text(spec) for one in engines_of(layout) if one.launch}
 
 
 def serve_command(layout: str) -> str:
-    """Return the shell command that serves a target with a head in the layout's engine, a line for each of several."""
+    """Return the shell command that serves a target with a head in the layout's engine; one line per engine."""
     return "\n".join(one.launch.command for one in engines_of(layout) if one.launch)
 
 
 @functools.cache
 def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
-    """Load what other packages have to add, once."""
+    """Load the entry points of other packages, once."""
     from importlib.metadata import entry_points
 
     found_engines: list[Engine] = []
@@ -275,9 +275,9 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
         where = f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
         try:
             loaded = entry.load()
-        except Exception as fault:  # whatever another package raises
+        except Exception as fault:  # another package may raise anything
             raise PluginInvalid(
-                f"an engine of another package cannot be loaded: {type(fault).__name__}: {fault}",
+                f"an engine from another package cannot be loaded: {type(fault).__name__}: {fault}",
                 where=where,
                 fix="Update that package, or remove it.",
             ) from fault
@@ -286,7 +286,7 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
             raise PluginInvalid(
                 f"a {type(loaded).__name__} is neither an Engine nor a Layout",
                 where=where,
-                fix="Let the entry point name an object of kconv.engines.base.Engine.",
+                fix="Make the entry point name a kconv.engines.base.Engine object.",
             )
         known = (*__getattr__("ENGINES"), *found_engines), (*__getattr__("LAYOUTS"), *found_layouts)
         if isinstance(loaded, Engine):
@@ -301,19 +301,17 @@ def _known() -> tuple[tuple[Engine, ...], tuple[Layout, ...]]:
 def _refuse_taken(new: Engine, known: Iterable[Engine], where: str) -> None:
     taken = {"all"} | {name for one in known for name in (one.name, *one.runner_names)}
     if double := sorted(taken & {new.name, *new.runner_names}):
-        raise PluginInvalid(
-            f"there is already an engine {', '.join(double)}", where=where, fix="Give it a name of its own."
-        )
+        raise PluginInvalid(f"there is already an engine {', '.join(double)}", where=where, fix="Give it another name.")
 
 
 def _refuse_taken_layout(new: Layout, known: Iterable[Layout], where: str) -> None:
     if new.name in {one.name for one in known}:
-        raise PluginInvalid(f"there is already a layout {new.name}", where=where, fix="Give it a name of its own.")
+        raise PluginInvalid(f"there is already a layout {new.name}", where=where, fix="Give it another name.")
     shared = {limit.id: limit for one in known for limit in one.limits}
     for limit in new.limits:
         if limit is not shared.get(limit.id) and (limit.id in shared or OWN_ID.fullmatch(limit.id)):
             raise PluginInvalid(
-                f"the limit {limit.name!r} has the id {limit.id}, which is kconv's or another limit's",
+                f"the limit {limit.name!r} has the id {limit.id}, which belongs to kconv or to another limit",
                 where=where,
-                fix="Give it an id of the package's own, e.g. LMDEPLOY1.",
+                fix="Give it an id specific to the package, e.g. LMDEPLOY1.",
             )

@@ -1,4 +1,4 @@
-"""An engine's server, started here and stopped with all its processes."""
+"""Start an engine's server, and stop it with all its processes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Served:
     """A server that is ready.
 
     Attributes:
-        client: to speak with it.
-        log: the file that its output goes to; gone when it is stopped.
-        loaded: the file that it names in what no tensor of the head reached; gone when it is stopped.
+        client: for requests to it.
+        log: the file with its output; deleted when it stops.
+        loaded: the file in which it lists the head's parameters that no tensor filled; deleted when it stops.
     """
 
     client: Client
@@ -41,30 +41,31 @@ class Served:
     loaded: Path
 
     def unreached(self) -> tuple[str, ...] | None:
-        """Return the head's parameters that no tensor reached, by the engine's names, once it has drafted.
+        """Return the head's parameters that no tensor filled, by the engine's names, once it has drafted.
 
-        None where the engine's loader was not the one that kconv knows how to watch.
+        None if the engine used a loader that kconv cannot watch.
         """
         return tuple(parse_json(self.loaded.read_text())) if self.loaded.exists() else None
 
 
 @contextmanager
 def serve(serving: Serving, engine: Engine) -> Iterator[Served]:
-    """Start an engine, wait until it is ready, and stop it with all its processes in the end.
+    """Start an engine, wait until it is ready, and finally stop it with all its processes.
 
     Raises:
-        EngineFailed: kconv cannot start it; it dies or is not ready in time, and the message ends with the log's last
-            lines.
+        EngineFailed: kconv cannot start it; or it dies or is not ready in time, and the message ends with the log's
+            last
+        lines.
     """
     if (starter := engine.starter) is None:
-        raise EngineFailed(f"kconv cannot start {engine.title}", fix="Give the --url of a running one.")
+        raise EngineFailed(f"kconv cannot start {engine.title}", fix="Pass the --url of a running server.")
     with (
         heed_sigterm(),
         tempfile.TemporaryDirectory(prefix=f"kconv-{engine.name}-") as folder,
         socket.socket() as reserved,
     ):
         log = Path(folder) / f"{engine.name}.log"
-        # Bound, not listening: another search for a free port passes over it until the engine has taken it.
+        # Bound but not listening: another search for a free port skips it until the engine has taken it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((HOST, 0))
         port = reserved.getsockname()[1]
@@ -86,14 +87,14 @@ def _start(serving: Serving, title: str, starter: Starter, port: int, log: Path)
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                # Not the caller's folder, whose files would shadow modules of the same name.
+                # Not the caller's folder: its files could shadow modules of the same name.
                 cwd=log.parent,
                 start_new_session=True,
             )
         except OSError as fault:
             raise EngineFailed(
                 f"{serving.python} cannot be run: {fault.strerror}",
-                fix=f"Give the python of an environment with {title} in it.",
+                fix=f"Pass the python of an environment that has {title} installed.",
             ) from fault
 
 
@@ -117,7 +118,7 @@ def _wait(
 
 def _failure(what: str, serving: Serving, title: str, starter: Starter, log: Path) -> EngineFailed:
     lines = log.read_text(errors="replace").splitlines()
-    # The first error is the cause; the last lines speak of what it entailed.
+    # The first error is the cause; the last lines are its consequences.
     causes = [found[1] for line in lines if (found := starter.cause.match(line))]
     because = f": {causes[0]}" if causes else ""
     served = f"{serving.target} with {serving.head}" if serving.head else serving.target
@@ -134,8 +135,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
     finally:
-        # Whatever is left: workers outlive a server that was killed, SIGTERM may be waited out, and a user who
-        # interrupts a second time is not to be left with half of it.
+        # Kill whatever is left: workers outlive a killed server, may wait out SIGTERM, and should not be left behind
+        # when a user interrupts a second time.
         _signal(process, signal.SIGKILL)
         process.wait()
 

@@ -1,4 +1,4 @@
-"""SGLang: its layout of an Eagle3 head, and all else that kconv knows of it.
+"""SGLang: its layout of an Eagle3 head, and everything else that kconv knows about it.
 
 Loaders: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py and
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi_k25_eagle3.py
@@ -58,7 +58,7 @@ GQA_LOADER = f"{SGLANG_SOURCE}/models/llama_eagle3.py"
 # SGLang's older names of fc_norm.
 AUX_NORMS = tuple(Row(f"aux_norm_{level}.weight", (f"fc_norm.{a}",)) for a, level in enumerate(("low", "mid", "high")))
 LM_HEAD = {
-    "lm_head": "SGLang serves a random lm_head where draft_vocab_size is set and the tensor is not there "
+    "lm_head": "SGLang serves a random lm_head if draft_vocab_size is set and the tensor is missing "
     "(https://github.com/sgl-project/sglang/issues/27829)"
 }
 
@@ -67,17 +67,17 @@ DEEPSEEK_CLASS = f"{MODELS}/deepseek_v2.py#L3470-L3473"
 
 
 def _outputs(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
-    """Every list is one of outputs, captured before the next layer runs: never the last one's."""
+    """Every list counts outputs, captured before the next layer runs: never the last layer's."""
     return None if layers is not None and captured[-1] >= layers - 1 else captured
 
 
 def _outputs_or_all(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
-    """As `_outputs`, but a list that holds the number of layers is one of inputs, the last one too."""
+    """Like `_outputs`, but a list that contains the number of layers counts inputs, including the last one."""
     return tuple(i + 1 for i in captured) if layers is not None and captured[-1] == layers - 1 else captured
 
 
 def _outputs_from_1(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
-    """A list that begins with 1 is one of outputs, any other one of inputs: nothing says layer 0's output."""
+    """A list that begins with 1 counts outputs, any other one inputs: no list can express layer 0's output."""
     if captured[0] == 0 or _outputs(captured, layers) is None:
         return None
     return captured if captured[0] == 1 else tuple(i + 1 for i in captured)
@@ -94,19 +94,19 @@ CAPTURES = (
     Capture(("gpt_oss",), f"{MODELS}/gpt_oss.py#L1347-L1352", _outputs_or_all),
     Capture(("glm4_moe",), f"{MODELS}/glm4_moe.py#L1281", _outputs),
     Capture(("minimax_m2",), f"{MODELS}/minimax_m2.py#L1080", _outputs),
-    # Kimi K2.5 and later wrap such a model, and GLM-5's class is made of it.
+    # Kimi K2.5 and later wrap such a model, and GLM-5's class is derived from it.
     Capture(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"), DEEPSEEK_CLASS, _outputs_from_1),
     Capture(("glm4_moe_lite",), f"{MODELS}/glm4_moe_lite.py#L817-L820", _outputs_from_1),
 )
-# Targets of which SGLang takes a list by DeepSeek's rule.
+# Targets for which SGLang reads a list by DeepSeek's rule.
 DEEPSEEKS = frozenset(name for one in CAPTURES if one.listed is _outputs_from_1 for name in one.model_types)
 
 
 def _listed(spec: HeadSpec, target: TargetFacts | None) -> tuple[int, ...] | None:
-    """Return the list that SGLang takes for a head's captured layers; None where none says them.
+    """Return the list that SGLang needs for a head's captured layers; None if no list expresses them.
 
-    Where the target is not known it is one that every class takes so, or, of an MLA head, one for a DeepSeek or Kimi
-    target.
+    If the target is unknown, the list is one that every class reads the same way, or, for an MLA head, one for a
+    DeepSeek or Kimi target.
     """
     if target is not None and target.model_type:
         found = ENGINE.capture(target.model_type)
@@ -116,7 +116,7 @@ def _listed(spec: HeadSpec, target: TargetFacts | None) -> tuple[int, ...] | Non
 
 
 def _type_of(target: TargetFacts | None) -> str:
-    """Return a target's model_type, empty where it is not known."""
+    """Return a target's model_type; empty if unknown."""
     return (target.model_type or "") if target is not None else ""
 
 
@@ -125,13 +125,13 @@ TARGET_LIMITS = (
         lambda spec, target: not _type_of(target) and not is_mla(spec) and spec.captured[0] != 1,
         "SGLang reads a list of captured layers that does not begin with 1 as layer inputs for DeepSeek and Kimi"
         " targets, and as layer outputs for others",
-        "Give --target: the model that the head drafts for.",
+        "Pass --target: the model that the head drafts for.",
         DEEPSEEK_CLASS,
     ),
     TargetLimit(
         lambda spec, target: bool(_type_of(target)) and ENGINE.capture(_type_of(target)) is None,
         "SGLang 0.5.23 has no class for this target's model_type that captures hidden states",
-        "Give the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
+        "Pass the target that the head was trained on, or serve this head with vLLM or TensorRT-LLM.",
         f"{SGLANG_SOURCE}/model_executor/model_runner_components/attention_backend_setup.py#L55-L61",
         "K156",
     ),
@@ -151,17 +151,17 @@ TARGET_LIMITS = (
     ),
 )
 EMBEDDING = {
-    "embed_tokens": "SGLang takes the target's embedding in place of the head's own "
+    "embed_tokens": "SGLang uses the target's embedding instead of the head's own "
     f"({SGLANG_SOURCE}/speculative/eagle_worker_v2.py#L353-L363)"
 }
 
 
 def captured_keys(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
-    """Return the keys of eagle_config by which SGLang finds the captured layers.
+    """Return the keys of eagle_config that tell SGLang the captured layers.
 
     Args:
         spec: the head.
-        target: the target it is served with; of an MLA head that is not known a DeepSeek or Kimi.
+        target: the target to serve it with; for an MLA head, an unknown target counts as a DeepSeek or Kimi one.
     """
     listed = _listed(spec, target) or _outputs_from_1(spec.captured, None) or spec.captured
     return {
@@ -179,9 +179,9 @@ def _write(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
 
 
 def _scales_otherwise(spec: HeadSpec) -> bool:
-    """Say whether SGLang scales cos and sin of a GQA head by another factor than transformers and vLLM.
+    """Return whether SGLang scales cos and sin of a GQA head by a different factor than transformers and vLLM.
 
-    It takes the quotient where both values are stated, also where one is 0, and reads no `attention_factor`:
+    It uses the quotient if both values are set, even if one is 0, and ignores `attention_factor`:
     https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/rotary_embedding/yarn.py
     """
     yarn = yarn_of(spec)
@@ -275,7 +275,7 @@ SGLANG = Layout(
             "K337",
             "sglang-yarn",
             _scales_otherwise,
-            "SGLang ignores YaRN's attention_factor, and reads an mscale of 0 differently than the trainer",
+            "SGLang ignores YaRN's attention_factor, and reads an mscale of 0 differently from the trainer",
             "Serve this head with vLLM.",
             f"{SGLANG_SOURCE}/layers/rotary_embedding/yarn.py#L122-L131",
         ),
@@ -292,7 +292,7 @@ SGLANG = Layout(
             "K351",
             "sglang-fc-quantized",
             lambda s: isinstance(s.attention, Gqa),
-            "SGLang's fc of a GQA head is an unquantized linear and silently drops scales",
+            "SGLang's fc of a GQA head is an unquantized linear layer, and SGLang silently drops its scales",
             "Leave fc unquantized, or serve the head with vLLM or TensorRT-LLM.",
             f"{GQA_LOADER}#L163-L167",
             holds="fc.weight_scale*",
@@ -316,8 +316,9 @@ def _in_sglang(config: Config, target: str | None) -> tuple[int, ...] | None:
     nested = listed_ids(place.get(IDS))
     if not nested:
         return None
-    # DeepSeek's class, which a Kimi target has, takes a list that begins with 1 for outputs; others take each so, and
-    # gpt-oss's one that holds its number of layers for inputs, as kconv states beside such a list.
+    # DeepSeek's class, which a Kimi target has, reads a list that begins with 1 as outputs. Other classes read every
+    # list so, and gpt-oss's class reads one that contains its number of layers as inputs. kconv notes this next to the
+    # list.
     if target == "gpt_oss" and place.get(CONVENTION) == INPUTS:
         return as_outputs(nested)
     if target is None:
@@ -334,18 +335,18 @@ def _states(config: Config, mla: bool) -> Any:
     return config.get("num_aux_hidden_states") or by_lists
 
 
-# A chain of 3 steps verifies 4 tokens, the last accepted one among them.
+# A chain of 3 steps verifies 4 tokens, including the last accepted one.
 COMMAND = (
     f"python -m sglang.launch_server --model-path {TARGET} --trust-remote-code"
     f" --speculative-algorithm EAGLE3 --speculative-draft-model-path {HEAD}"
     f" --speculative-num-steps {DRAFT_TOKENS} --speculative-eagle-topk 1"
     f" --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
 )
-# Without it a server shows no counters of drafts.
+# Without it a server shows no draft counters.
 SHOW_COUNTERS = "# counters for kconv bench and kconv validate --url: add --enable-metrics"
 # https://github.com/sgl-project/sglang/issues/23490
 OWN_BACKEND = (
-    "# This head's attention is not the latent one of a Kimi target, whose backend it would inherit:\n"
+    "# A Kimi target has latent attention and this head has not, but the head would inherit its backend:\n"
     "# add --speculative-draft-attention-backend, e.g. trtllm_mha or fa3"
 )
 
@@ -355,25 +356,25 @@ def _script(spec: HeadSpec) -> str:
     return "\n".join([*notes, COMMAND]) + "\n"
 
 
-# Verify calls, generated tokens and requests, all three counted when a request ends: a verify call gives the accepted
-# tokens and a bonus token, and the first token of each request comes from the prefill.
+# Verify calls, generated tokens and requests, all counted when a request ends. A verify call produces the accepted
+# tokens and a bonus token; the first token of each request comes from the prefill.
 # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/observability/metrics_collector.py#L2109-L2112
 VERIFY = "sglang:spec_verify_calls_total"
 GENERATED, REQUESTS = "sglang:generation_tokens_total", "sglang:num_requests_total"
 
 
 HISTOGRAM = "spec_correct_drafts_histogram"
-# What stands beside the package where scripts/engine-env sglang made the environment.
+# A marker next to the package if scripts/engine-env sglang made the environment.
 STAND_IN = "lib/python3*/site-packages/sglang_on_cpu.py"
 
 
 def _kernels(python: Path) -> str:
     made = any(python.absolute().parent.parent.glob(STAND_IN))
-    return "SGLang's own code but the kernels, which plain torch stands in for" if made else ""
+    return "SGLang's own code, except for the kernels, which plain torch replaces" if made else ""
 
 
 def _command(serving: Serving, port: int) -> list[str]:
-    """Return SGLang's command line; what a CPU asks for besides, its environment adds (scripts/sglang_cpu)."""
+    """Return SGLang's command line; on a CPU, its environment adds more options (scripts/sglang_cpu)."""
     options = {
         "--model-path": str(serving.target.absolute()),
         "--host": HOST,
@@ -387,7 +388,7 @@ def _command(serving: Serving, port: int) -> list[str]:
             "--speculative-draft-model-path": str(serving.head.absolute()),
             "--speculative-num-steps": str(serving.draft_tokens),
             "--speculative-eagle-topk": str(serving.branches),
-            # The last accepted token is verified along with a chain.
+            # The last accepted token is verified together with a chain.
             "--speculative-num-draft-tokens": str(serving.nodes or serving.draft_tokens + 1),
         }
     words = [word for option in (options | dict(serving.options)).items() for word in option]
@@ -412,7 +413,7 @@ def _count(d: Mapping[str, float], _k: int, requests: int, prompts: int) -> Coun
         raise CountersDisturbed(
             f"the server counted {d[REQUESTS]:g} requests, but {requests} were sent",
             where=REQUESTS,
-            fix="Let nobody else use the server meanwhile.",
+            fix="Make sure that nobody else uses the server, then run the command again.",
         )
     return Counts(d[VERIFY], d[GENERATED] - requests - d[VERIFY], None, prompts)
 
@@ -433,12 +434,12 @@ ENGINE = Engine(
         count=_count,
         speculates=lambda d: bool(d[VERIFY]),
         needs="--enable-metrics",
-        note="accepted tokens are generated tokens less one a request, for its prefill, and one a verify call; "
-        "what an answer's limit cuts off the last draft is not counted",
+        note="accepted tokens are generated tokens minus one per request, for its prefill, and one per verify call; "
+        "drafted tokens cut off by an answer's limit are not counted",
         cuts=True,
     ),
-    # spec_accept_length beside them is no acceptance length: it divides all tokens, the prefill's first one too, by the
-    # verify calls: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/tokenizer_manager.py#L3166-L3168
+    # spec_accept_length next to them is not the acceptance length: it divides all tokens, including the prefill's first
+    # one, by the verify calls: https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/tokenizer_manager.py#L3166-L3168
     per_request=PerRequest(
         "/generate",
         lambda _, prompt, new_tokens: {
@@ -458,7 +459,7 @@ ENGINE = Engine(
         note=_kernels,
         trees=True,
     ),
-    # It repeats the arguments that it was started with; of vLLM and TensorRT-LLM counters alone tell.
+    # It repeats the arguments that it was started with; for vLLM and TensorRT-LLM only counters tell.
     # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/http_server.py#L863-L885
     drafting=Drafting(
         "/server_info",
@@ -483,9 +484,9 @@ ENGINE = Engine(
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L151
         NullKey("target_hidden_size", FC_WIDTH, "gqa"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L2166
-        NullKey("rope_interleave", "the rotary dims are taken for half-split", "mla"),
+        NullKey("rope_interleave", "the rotary dims are assumed to be half-split", "mla"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama.py#L199-L200
-        NullKey("partial_rotary_factor", "the dims that RoPE turns are a multiple of it", "gqa"),
+        NullKey("partial_rotary_factor", "the number of rotary dims is computed from it", "gqa"),
         # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/llama_eagle3.py#L173-L175
         NullKey("eagle_config.norm_before_fc", NO_NORM, "normed"),
     ),

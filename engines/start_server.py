@@ -1,12 +1,12 @@
-"""Run by an engine's python, not by kconv's: start its server, and write down what no tensor of a head reached.
+"""Run by an engine's python, not kconv's: start its server, and record which parameters of a head no tensor filled.
 
     python start_server.py MODULE OPTIONS...
 
-MODULE is the engine's own program, e.g. vllm.entrypoints.openai.api_server. An engine builds a head's parameters with
-whatever the memory holds and fills in what the folder's tensors name; of the others it says nothing. So each parameter
-of a head is filled with a mark before it loads, and one that still bears the mark is put back as it was and named in
-the file that the environment variable `REPORT` names, at the head's first step: what it shares with the target by then
-is filled. The server is otherwise the engine's own.
+MODULE is the engine's own program, e.g. vllm.entrypoints.openai.api_server. An engine allocates a head's parameters
+without clearing the memory and fills those that the folder's tensors name; it does not report the others. So each
+parameter of a head is filled with a mark before loading. At the head's first step, a parameter that still has the
+mark is restored and listed in the file that the environment variable `REPORT` names; parameters shared with the target
+are filled by then. Otherwise the server is the engine's own.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 REPORT, MODULE = "KCONV_UNREACHED", "KCONV_ENGINE_MODULE"
-# Part of the name of a head's class in vLLM and SGLang, and of no target's.
+# A part of the class names of heads in vLLM and SGLang that no target's class name has.
 HEAD_CLASS = "Eagle3"
-# What a head may take from its target, in the place of its own.
+# Parameters that a head may take from its target instead of its own.
 SHARED = ("embed_tokens", "lm_head")
-# Scales of a cache, which have their default where a folder says nothing.
+# Scales of a cache, which have a default if the folder lacks them.
 DEFAULTED = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
 def marked(values: Any) -> Any:
-    """Return where a tensor bears the mark: NaN, or the least of whole numbers that no map of ids holds."""
+    """Return where a tensor has the mark: NaN, or the smallest integer, which no map of ids contains."""
     import torch
 
     if values.is_floating_point():
@@ -39,7 +39,7 @@ def marked(values: Any) -> Any:
 
 
 def watch_load(model: Any, load: Any) -> Any:
-    """Load a head's weights, and let its first step write down what they left as it was."""
+    """Load a head's weights, and record at its first step which parameters stayed unfilled."""
     import torch
 
     if HEAD_CLASS not in type(model).__name__:
@@ -47,7 +47,7 @@ def watch_load(model: Any, load: Any) -> Any:
     before = {}
     for name, parameter in model.named_parameters():
         values = parameter.data
-        # Bytes have no value to spare for a mark.
+        # Bytes have no spare value for a mark.
         if name.rpartition(".")[2] in DEFAULTED or not (values.is_floating_point() or values.dtype.itemsize > 1):
             continue
         before[name] = values.clone()
@@ -64,7 +64,8 @@ def watch_load(model: Any, load: Any) -> Any:
     def first_step(*arguments: Any, **options: Any) -> Any:
         model.forward = forward
         now = dict(model.named_parameters())
-        # After the load an engine may lay out a parameter anew, which fills nothing, or take the target's for it.
+        # After loading, an engine may copy a parameter into a new layout, which fills nothing, or replace it by the
+        # target's.
         left = (
             n
             for n, parameter in unreached.items()
@@ -78,7 +79,7 @@ def watch_load(model: Any, load: Any) -> Any:
 
 
 def report(names: list[str]) -> None:
-    """Write names down, at once whole."""
+    """Write the names to a file in one atomic step."""
     if file := os.environ.get(REPORT):
         part = Path(f"{file}.{os.getpid()}")
         part.write_text(json.dumps(names))
@@ -86,7 +87,7 @@ def report(names: list[str]) -> None:
 
 
 def watch_vllm() -> None:
-    """Let vLLM's loader be watched."""
+    """Watch vLLM's loader."""
     from vllm.model_executor.model_loader.default_loader import (  # pyright: ignore[reportMissingImports]
         DefaultModelLoader,
     )
@@ -100,9 +101,9 @@ def watch_vllm() -> None:
 
 
 def without_amx() -> None:
-    """Let vLLM take no kernel that needs AMX, on whatever CPU: those of MLA are for bf16 and stop at fp32.
+    """Keep vLLM from using AMX kernels on any CPU: those for MLA are for bf16 and fail on fp32.
 
-    A head's backend is chosen apart from the target's, so that an option of the server would not reach both:
+    A head's backend is chosen separately from the target's, so a server option would not reach both:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/platforms/cpu.py#L152-L164
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1282-L1291
     """
@@ -113,7 +114,7 @@ def without_amx() -> None:
 
 
 def watch_sglang() -> None:
-    """Let SGLang's loader be watched."""
+    """Watch SGLang's loader."""
     from sglang.srt.model_loader.loader import DefaultModelLoader  # pyright: ignore[reportMissingImports]
 
     own = DefaultModelLoader.load_weights_only
@@ -125,8 +126,8 @@ def watch_sglang() -> None:
 
 
 def prepare(module: str) -> None:
-    """Make an engine ready to be started: on a CPU without its kernels, and watched."""
-    # This folder's files have the engines' names.
+    """Prepare an engine for start: on a CPU without its kernels, and with its loader watched."""
+    # This folder's files have the same names as the engines.
     own_folder = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != own_folder]
     engine = module.partition(".")[0]
@@ -141,23 +142,23 @@ def prepare(module: str) -> None:
         with contextlib.suppress(ImportError):
             without_amx()
     if engine == "vllm" and "--speculative-config" in sys.argv:
-        # New in 0.32; without it the counters tell.
+        # New in 0.32; without it the counters have to tell.
         with contextlib.suppress(ImportError):
             from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
             if hasattr(EngineArgs, "per_request_spec_decode_metrics"):
                 sys.argv += ["--per-request-spec-decode-metrics", "summary"]
-    # Of another release of the engine no report comes, which kconv says.
+    # Other releases of the engine write no report; kconv then says so.
     with contextlib.suppress(ImportError, AttributeError):
         {"vllm": watch_vllm, "sglang": watch_sglang}[engine]()
 
 
 def start(python: Path, module: str) -> list[str]:
-    """Return the words that begin the command line of an engine's own program, started from here.
+    """Return the start of the command line that runs an engine's own program through this file.
 
     Args:
-        python: of the engine's environment. It is not resolved: the link in that environment's folder is what makes it
-            that environment's.
+        python: of the engine's environment. It is not resolved: the link in that environment's folder makes it that
+        environment's python.
         module: the program.
     """
     return [str(python.absolute()), str(Path(__file__).absolute()), module]
@@ -167,7 +168,7 @@ def main() -> None:
     """Start the engine's own program."""
     prepare(module := sys.argv.pop(1))
     os.environ[MODULE] = module
-    # Not altering sys: a process that is spawned from here shall run this file again, and be watched too.
+    # Leaves sys unchanged: a process spawned from here must run this file again, to be watched too.
     runpy.run_module(module, run_name="__main__")
 
 

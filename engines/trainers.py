@@ -1,6 +1,6 @@
-"""Heads as their trainers save them: layouts that kconv reads, and of which it writes speculators' alone.
+"""Heads as their trainers save them: layouts that kconv reads. It writes only the one of speculators.
 
-Those with one decoder layer called `midlayer` differ in marks and in what one config key means, not in names.
+Those with one decoder layer called `midlayer` differ in marks and in the meaning of one config key, not in names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ROWS = OUTSIDE + MIDLAYER
 
 
 def _has_vocabulary(names: Iterable[str]) -> bool:
-    """Say whether the head carries both maps of its vocabulary, as trainers with buffers for them save it."""
+    """Return whether the head has both maps of its vocabulary, as trainers that keep buffers for them save it."""
     return {"d2t", "t2d"} <= set(names)
 
 
-# The trainer turns by base 10000, and its own config has no rope_theta:
+# The trainer uses RoPE base 10000, and its own config has no rope_theta:
 # https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/traineagle3/cnets.py#L207-L209
 # https://github.com/SafeAILab/EAGLE/blob/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b/eagle/traineagle3/config.json
 SAFEAILAB = Layout(
@@ -36,8 +36,8 @@ SAFEAILAB = Layout(
     config=ConfigTable(trained_theta=10000.0),
 )
 
-# `norm_output` is here whether the final norm stands before lm_head, and true where it is not stated; what the next
-# draft step is fed does not depend on it.
+# Here `norm_output` says whether the final norm comes before lm_head, and defaults to true; it does not change what the
+# next draft step is fed.
 # https://github.com/sgl-project/SpecForge/blob/a6b6b0230009d15ec2a97a57384e6f53f0f96946/specforge/modeling/draft/llama3_eagle.py#L1690
 SPECFORGE = Layout(
     name="specforge",
@@ -47,8 +47,8 @@ SPECFORGE = Layout(
     config=ConfigTable(otherwise={"norm_output": (True, None)}),
 )
 
-# TorchSpec has no `norm_output`; its MLA heads came to have EAGLE-3.1's. A GQA head that states the key and bears no
-# mark of SpecForge could mean either, and is no layout's before its user says which.
+# TorchSpec had no `norm_output`; its MLA heads later got EAGLE-3.1's. A GQA head with the key and without any mark of
+# SpecForge could mean either, and fits no layout until the user names one.
 TORCHSPEC = Layout(
     name="torchspec",
     engine="TorchSpec",
@@ -69,10 +69,10 @@ MODELOPT = Layout(
 
 
 def _automodel_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that Automodel copies from the target's config and reads otherwise than engines do.
+    """Return the keys that Automodel copies from the target's config and reads differently from engines.
 
-    Its MLA heads are trained with YaRN's frequencies and without its factors of cos, sin and the softmax, which engines
-    take from mscale and mscale_all_dim; 0 leaves them at 1:
+    Its MLA heads are trained with YaRN's frequencies but without its factors of cos, sin and the softmax. Engines
+    compute these from mscale and mscale_all_dim; a value of 0 keeps them at 1:
     https://github.com/NVIDIA-NeMo/Automodel/blob/v0.7.0/nemo_automodel/components/speculative/eagle/draft_deepseek.py
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L18-L21
     """
@@ -90,7 +90,7 @@ def _inside(row: Row) -> Row:
     return row if outside else replace(row, name=f"model.{row.name}")
 
 
-# NeMo Automodel names each of its heads after Llama, MLA ones too, and does not write the captured layers.
+# NeMo Automodel gives each of its heads, MLA ones too, a Llama class name, and does not write the captured layers.
 AUTOMODEL = Layout(
     name="automodel",
     engine="NeMo Automodel",
@@ -101,7 +101,7 @@ AUTOMODEL = Layout(
     config=ConfigTable(adapt=_automodel_keys, ballast=frozenset(("attn_implementation",))),
 )
 
-# DeepSpec lists the layers in a key of its own, as outputs, and trains with Qwen3's norms of queries and keys:
+# DeepSpec lists the layers under its own key, as outputs, and trains with Qwen3's norms of queries and keys:
 # https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/deepspec/modeling/eagle3/common.py
 # https://github.com/deepseek-ai/DeepSpec/blob/afdfa7c9382a3341a3e6f17756dd816da79f132c/deepspec/modeling/eagle3/qwen3/config.py
 DEEPSPEC_LIST = "target_layer_ids"
@@ -121,7 +121,7 @@ DEEPSPEC = Layout(
     ),
 )  # fmt: skip
 
-# What a layer of the speculators library is made of, and which keys of its config are its own:
+# The parts of a layer of the speculators library, and which keys of its config are its own:
 # https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators/models/eagle3/config.py
 SPECULATORS_SOURCE = "https://github.com/vllm-project/speculators/blob/v0.9.0/src/speculators"
 SPECULATORS_CORE = f"{SPECULATORS_SOURCE}/models/eagle3/core.py"
@@ -131,7 +131,7 @@ OF_THE_SPECULATOR = (
 
 
 def _speculators_config(spec: HeadSpec, target: TargetFacts | None = None) -> dict[str, Any]:
-    """Return the config as speculators 0.9 writes it: the layer's keys in an object, and the target by name."""
+    """Return the config as speculators 0.9 writes it: the layer's keys in a nested object, and the target by name."""
     config = write_keys(spec)
     del config["eagle_config"]
     outer = {key: config.pop(key) for key in OF_THE_SPECULATOR}
@@ -140,7 +140,7 @@ def _speculators_config(spec: HeadSpec, target: TargetFacts | None = None) -> di
     method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
     return outer | {
         "architectures": ["Eagle3DraftModel"],
-        # As vLLM's: layer inputs.
+        # Layer inputs, as in vLLM.
         TOP: [i + 1 for i in spec.captured],
         CONVENTION: INPUTS,
         "embed_requires_grad": False,
@@ -164,14 +164,12 @@ SPECULATORS = Layout(
     rows=head_rows("layers.{i}"),
     write_config=_speculators_config,
     write_beside=_speculators_config,
-    needs={
-        "lm_head": f"the speculators library fills one that is not there with NaN ({SPECULATORS_SOURCE}/model.py#L74)"
-    },
+    needs={"lm_head": f"the speculators library fills a missing one with NaN ({SPECULATORS_SOURCE}/model.py#L74)"},
     target_limits=(
         TargetLimit(
             lambda spec, target: target is None,
             "the speculators library loads the target that a head's config names, and none is known",
-            "Give --target: the model that the head drafts for.",
+            "Pass --target: the model that the head drafts for.",
             f"{SPECULATORS_CORE}#L176-L181",
         ),
     ),
@@ -196,7 +194,7 @@ SPECULATORS = Layout(
             "K327",
             "speculators-target-width",
             lambda s: s.target_hidden != s.hidden,
-            "the speculators library's fc takes states that are as wide as the head",
+            "the speculators library's fc requires states as wide as the head",
             "Convert the head for an engine (kconv to-vllm).",
             f"{SPECULATORS_CORE}#L68-L76",
         ),
@@ -212,8 +210,8 @@ SPECULATORS = Layout(
             "K329",
             "speculators-vocabulary-marks",
             lambda s: s.draft_vocab != s.vocab,
-            "the speculators library asks for t2d beside d2t, and the head has none",
-            "Write it first (kconv vocab HEAD --rebuild-t2d OUT), and convert OUT.",
+            "the speculators library requires t2d as well as d2t, but the head has no t2d",
+            "Write it first (kconv vocab HEAD --rebuild-t2d OUT), then convert OUT.",
             f"{SPECULATORS_SOURCE}/model.py#L173-L177",
             lacks="t2d",
         ),
@@ -223,7 +221,7 @@ SPECULATORS = Layout(
         nested="transformer_layer_config",
         ballast=frozenset(("speculators_config", "speculators_model_type", "speculators_version")),
         must_state={
-            "norm_before_residual": "vLLM takes the absent key for true, the speculators library for false"
+            "norm_before_residual": "if the key is absent, vLLM assumes true and the speculators library false"
             " (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33)"
         },
     ),

@@ -1,4 +1,4 @@
-"""TensorRT-LLM: its layout of an Eagle3 head, and all else that kconv knows of it.
+"""TensorRT-LLM: its layout of an Eagle3 head, and everything else that kconv knows about it.
 
 Loader: Eagle3ForCausalLM.load_weights, lines 943 to 987 of the file that `MODEL` links to.
 """
@@ -34,7 +34,7 @@ from .keys import CONVENTION, IDS, OUTPUTS
 from .layout import Layout, Limit
 from .vllm import FC_WIDTH
 
-# Two files as of one commit each, between 1.3 and 1.4; the lines are given where they are named.
+# Two files, each at one commit between 1.3 and 1.4; comments name the lines.
 MODEL = (
     "https://github.com/NVIDIA/TensorRT-LLM/blob/00679c66c3e38f6d2651ad0a5bef0f94d862e36c/"
     "tensorrt_llm/_torch/models/modeling_speculative.py"
@@ -43,7 +43,7 @@ ROPE = (
     "https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/"
     "tensorrt_llm/_torch/attention/backends/interface.py"
 )
-# What TensorRT-LLM reads of eagle_config, and what ModelOpt's exporter writes for it.
+# The keys that TensorRT-LLM reads in eagle_config, with the values that ModelOpt's exporter writes.
 FLAGS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -56,12 +56,12 @@ SOURCE = "https://github.com/NVIDIA/TensorRT-LLM/blob"
 
 
 def _captured_in(commit: str, file: str, *model_types: str) -> Capture:
-    """Return how a decoder layer that says `maybe_capture_hidden_states` behind its MLP captures: each output."""
+    """Return how decoder layers that call `maybe_capture_hidden_states` after the MLP capture: each output."""
     return Capture(model_types, f"{SOURCE}/{commit}/tensorrt_llm/_torch/models/{file}", lambda captured, _: captured)
 
 
-# Targets whose class is made of SpecDecOneEngineForCausalLM and whose decoder layer captures, each file as of a commit
-# between 1.3 and 1.4. Those of Qwen2 and MiniMax-M2 are not so made, as they were read.
+# Targets whose class is derived from SpecDecOneEngineForCausalLM and whose decoder layers capture; each file at a
+# commit between 1.3 and 1.4. Those of Qwen2 and MiniMax-M2 were not derived from it then.
 CAPTURES = (
     _captured_in("3a5901cd0d77bed18baaf402d1d12fab468d44a9", "modeling_llama.py", "llama", "llama4_text"),
     _captured_in("010bb95fbad3c678792a9edf659970299a1a320b", "modeling_qwen3.py", "qwen3"),
@@ -72,9 +72,7 @@ CAPTURES = (
         "a43cf9e363d5657061b5ce0e12f3d993a08d8158", "modeling_deepseekv3.py", "deepseek_v3", "deepseek_v32", "kimi_k2"
     ),
 )
-EMBEDDING = {
-    "embed_tokens": f"TensorRT-LLM takes the target's embedding in place of the head's own ({MODEL}#L793-L811)"
-}
+EMBEDDING = {"embed_tokens": f"TensorRT-LLM uses the target's embedding instead of the head's own ({MODEL}#L793-L811)"}
 
 
 def _write(spec: HeadSpec) -> dict[str, Any]:
@@ -88,9 +86,9 @@ def _write(spec: HeadSpec) -> dict[str, Any]:
 
 
 def _scales_otherwise(spec: HeadSpec) -> bool:
-    """Say whether TensorRT-LLM scales cos and sin of a GQA head by another factor than transformers and vLLM.
+    """Return whether TensorRT-LLM scales cos and sin of a GQA head by a different factor than transformers and vLLM.
 
-    It reads every YaRN as DeepSeek's, `m(mscale) / m(mscale_all_dim)` with 1 and 0 for what is not stated, and no
+    It reads every YaRN as DeepSeek's, `m(mscale) / m(mscale_all_dim)` with defaults of 1 and 0, and ignores
     `attention_factor`.
     """
     yarn = yarn_of(spec)
@@ -154,14 +152,15 @@ TRTLLM = Layout(
             lambda s: is_mla(s) and s.draft_vocab != s.vocab,
             "TensorRT-LLM cannot load an MLA head with a reduced vocabulary",
             "Expand it first with kconv vocab HEAD --expand OUT, and convert OUT. Or serve this head with vLLM.",
-            # With d2t on the model itself (#L773-L778), the loader looks for the layer under names that nobody stores.
+            # With d2t on the model itself (#L773-L778), the loader looks for the layer under names that no exporter
+            # writes.
             f"{MODEL}#L971-L979",
         ),
         Limit(
             "K343",
             "trtllm-yarn",
             _scales_otherwise,
-            "TensorRT-LLM reads YaRN's attention_factor, mscale or mscale_all_dim differently than the trainer",
+            "TensorRT-LLM reads YaRN's attention_factor, mscale or mscale_all_dim differently from the trainer",
             "Serve this head with vLLM.",
             f"{ROPE}#L750-L751",
         ),
@@ -178,9 +177,9 @@ TRTLLM = Layout(
 
 YAML = "serve-trtllm.yaml"
 COMMAND = f"trtllm-serve {TARGET} --backend pytorch --trust_remote_code --config {YAML}"
-# NVIDIA's own deployment test serves its Kimi heads with false; which of the two a release takes is its own matter.
-ONE_MODEL = "# eagle3_one_model: true is the default; some releases load an MLA head with false only"
-# Without these a server shows no counters of drafts.
+# NVIDIA's own deployment test serves its Kimi heads with false; releases differ in which of the two they accept.
+ONE_MODEL = "# eagle3_one_model: true is the default; some releases load an MLA head only with false"
+# Without these a server shows no draft counters.
 SHOW_COUNTERS = (
     "# counters for kconv bench and kconv validate --url:\n# return_perf_metrics: true\n# enable_iter_perf_stats: true"
 )
@@ -202,13 +201,14 @@ def _yaml(spec: HeadSpec) -> str:
     return "\n".join([*notes, yaml.safe_dump(options, sort_keys=False) + SHOW_COUNTERS, ""])
 
 
-# TensorRT-LLM counts the drafted and the accepted tokens of each place when a request ends (log_request_metrics_dict),
-# and, with enable_iter_perf_stats, the totals of each iteration (log_iteration_stats), where every step drafts K:
+# TensorRT-LLM counts the drafted and accepted tokens of each position when a request ends
+# (log_request_metrics_dict), and, with enable_iter_perf_stats, the totals of each iteration (log_iteration_stats),
+# where every step drafts K:
 # https://github.com/NVIDIA/TensorRT-LLM/blob/050f80def8df236e326949c8bd9dee10fd896a83/tensorrt_llm/metrics/collector.py
-# Places came with https://github.com/NVIDIA/TensorRT-LLM/pull/12636, and until
-# https://github.com/NVIDIA/TensorRT-LLM/pull/17082 each prefill counted as a draft that is rejected: the totals are
-# read of a server that has no places or counts so. They may miss drafted tokens of id 0 (_update_iter_stats), places do
-# not:
+# Positions came with https://github.com/NVIDIA/TensorRT-LLM/pull/12636, and until
+# https://github.com/NVIDIA/TensorRT-LLM/pull/17082 each prefill counted as a rejected draft: the totals are used for a
+# server that has no positions or counts this way. Totals may miss drafted tokens of id 0 (_update_iter_stats),
+# positions do not:
 # https://github.com/NVIDIA/TensorRT-LLM/blob/0004396720054fd8e205cbf616f21f0b57c6b412/tensorrt_llm/_torch/pyexecutor/py_executor.py
 DRAFTED, ACCEPTED = "trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total"
 DRAFTED_AT, ACCEPTED_AT = "trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"
@@ -230,7 +230,7 @@ def _read_iterations(metrics: str) -> Totals:
 def _count(d: Mapping[str, float], k: int, requests: int, prompts: int) -> Counts:
     places = sum(name.startswith(f"{DRAFTED_AT} ") for name in d)
     if places:
-        # A place whose token was never accepted has no sample.
+        # A position whose token was never accepted has no sample.
         accepted = tuple(d.get(f"{ACCEPTED_AT} {place}", 0.0) for place in range(places))
         return Counts(d.get(f"{DRAFTED_AT} 0", 0.0), sum(accepted), accepted, prompts)
     return _count_iterations(d, k, requests, prompts)
@@ -247,8 +247,8 @@ def _count_iterations(d: Mapping[str, float], k: int, requests: int, prompts: in
         raise DefinitionsMixed(
             f"{d[DRAFTED]:g} drafted tokens are not a whole number of steps of {k}",
             where=DRAFTED,
-            fix=f"{SAY_K}, by its max_draft_len, and let it draft as many in each step; "
-            "a TensorRT-LLM that counts drafts by token_position needs no such number.",
+            fix=f"{SAY_K} (its max_draft_len), and configure it to draft the same number in each step; "
+            "a TensorRT-LLM that counts drafts by token_position does not need this number.",
         )
     return Counts(d[DRAFTED] / k, d[ACCEPTED], None, prompts)
 
@@ -261,7 +261,7 @@ _ITERATIONS = Counters(
     count=_count_iterations,
     speculates=lambda d: any(d[name] for name in d if name.startswith((DRAFTED, DRAFTED_AT))),
     needs=NEEDS,
-    note="verify steps are drafts of a first token; of a server that does not count places, drafted tokens over K",
+    note="verify steps are drafts of a first token; without counts by position, drafted tokens divided by K",
 )
 
 ENGINE = Engine(
@@ -271,18 +271,18 @@ ENGINE = Engine(
     release="between 1.3 and 1.4",
     captures=CAPTURES,
     launch=Launch(
-        COMMAND, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are not stated."
+        COMMAND, YAML, _yaml, is_config=True, unwritten="Its YAML lists the captured layers, which are unknown."
     ),
     counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
     # Configs whose class has a kv_lora_rank by default.
     latent_by_default=("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
-    # It sizes o_proj, and the attention over a prompt, by the second one (MLA.__init__), and its own class of a config
-    # has a default for both:
+    # It sizes o_proj, and the attention over a prompt, by the second key (MLA.__init__), and its own config class has a
+    # default for both:
     # https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/tensorrt_llm/_torch/attention/mla.py
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25
     head_counts=("num_attention_heads", "num_key_value_heads"),
-    # It reads rope_scaling, which its own class for kimi_k2 overwrites by rope_parameters where transformers is of
-    # version 5, as the two are then one attribute:
+    # It reads rope_scaling. With transformers 5 its own class for kimi_k2 overwrites that with rope_parameters, since
+    # the two are one attribute there:
     # https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/tensorrt_llm/_torch/attention/backends/interface.py#L714-L716
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L92-L103
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/configuration_utils.py#L584-L590
@@ -291,7 +291,7 @@ ENGINE = Engine(
     null_keys=(
         # Lines 707 to 710, 695 to 704, and 596 to 598, of the file that `MODEL` links to.
         NullKey("target_hidden_size", FC_WIDTH),
-        NullKey("eagle_config", "keys are looked for in it"),
+        NullKey("eagle_config", "keys are looked up in it"),
         NullKey("eagle_config.next_layer_regular", "later layers are built as wide as layer 0", "deep"),
     ),
 )

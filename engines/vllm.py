@@ -1,4 +1,4 @@
-"""vLLM: its layout of an Eagle3 head, MHA and MLA, and all else that kconv knows of it.
+"""vLLM: its layout of an Eagle3 head, MHA and MLA, and everything else that kconv knows about it.
 
 Loaders: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py and
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_eagle3.py
@@ -54,9 +54,9 @@ from .start_server import start
 
 
 def captured_keys(spec: HeadSpec) -> dict[str, Any]:
-    """Return the keys by which vLLM finds the captured layers.
+    """Return the keys that tell vLLM the captured layers.
 
-    The V2 runner reads the top-level list only, V1 reads it first; both mean layer inputs:
+    The V2 runner reads only the top-level list, V1 reads it first; both count layer inputs:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L106
     """
     ids = [i + 1 for i in spec.captured]
@@ -72,7 +72,7 @@ VLLM = Layout(
     engine="vLLM 0.20 or newer (MHA/GQA: LlamaForCausalLMEagle3; MLA: Eagle3DeepseekV2ForCausalLM)",
     rows=head_rows("layers.{i}")
     + instead(MIDLAYER, fused_rows("layers.{i}"), first_only(fused_rows("midlayer")))
-    # Built in every layer, and used in the first one alone.
+    # Built in every layer, but used only in the first.
     + beside(later_norm(HIDDEN)),
     told_by=lambda config, names: TOP in config,
     write_config=_write,
@@ -114,8 +114,8 @@ VLLM = Layout(
             "K323",
             "vllm-mla-lm-head-quantized",
             is_mla,
-            "vLLM's MLA head has a plain lm_head, and fails on the scales of a quantized one",
-            "Leave lm_head out when the head is quantized; from 0.33 on vLLM quantizes it itself"
+            "vLLM's MLA head has a plain lm_head and fails on the scales of a quantized one",
+            "Exclude lm_head when you quantize the head; from 0.33 on vLLM quantizes it itself"
             " (draft_lm_head_quantization in --speculative-config).",
             f"{VLLM_SOURCE}/model_executor/models/deepseek_eagle3.py#L299-L303",
             holds="lm_head.weight_scale*",
@@ -133,7 +133,7 @@ def _in_v1(config: Config, _target: str | None) -> tuple[int, ...] | None:
 
 
 def _in_v2(config: Config, _target: str | None) -> tuple[int, ...] | None:
-    """The top-level list alone.
+    """The top-level list only.
 
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L106
     """
@@ -146,21 +146,22 @@ def _states(config: Config, _is_mla: bool) -> Any:
 
 
 def _inputs(captured: tuple[int, ...], _layers: int | None) -> tuple[int, ...]:
-    """Every list is one of inputs; the number of layers in it means the output of the last one."""
+    """Every list counts inputs; the number of layers in it means the output of the last layer."""
     return tuple(i + 1 for i in captured)
 
 
 def _inputs_within(captured: tuple[int, ...], layers: int | None) -> tuple[int, ...] | None:
-    """As `_inputs`, but captured before each layer runs: never the output of the last one."""
+    """Like `_inputs`, but captured before each layer runs: never the output of the last layer."""
     return None if layers is not None and captured[-1] >= layers - 1 else _inputs(captured, layers)
 
 
 MODELS = f"{VLLM_SOURCE}/model_executor/models"
-# Classes with SupportsEagle3. For a target of any other, or of one that has no class of vLLM's own, there is
-# transformers' (`--model-impl transformers`), which captures too:
+# Classes with SupportsEagle3. A target of any other class, or without a class in vLLM, can use transformers'
+# (`--model-impl transformers`), which captures too:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/transformers/base.py#L828-L845
 CAPTURES = (
-    # Mistral's, Phi's and Llama-4's text models are made of Llama's, Qwen3's of Qwen2's, as their multimodal wrappers.
+    # The text models of Mistral, Phi and Llama-4 derive from Llama's, Qwen3's from Qwen2's, and so do multimodal
+    # wrappers.
     Capture(("llama", "llama4_text", "mistral", "phi3"), f"{MODELS}/llama.py#L429-L441", _inputs),
     Capture(("qwen2", "qwen2_5_vl_text", "qwen3"), f"{MODELS}/qwen2.py#L424-L434", _inputs),
     Capture(("qwen3_moe",), f"{MODELS}/qwen3_moe.py#L505-L515", _inputs),
@@ -178,7 +179,7 @@ CAPTURES = (
 
 
 def _rope_rows(spec: HeadSpec) -> float:
-    """As many as are served, but for YaRN's: its reach, whatever max_position_embeddings says.
+    """As many rows as the served context, except for YaRN: its reach, whatever max_position_embeddings is.
 
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1677-L1709
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py#L78-L80
@@ -190,7 +191,7 @@ def _rope_rows(spec: HeadSpec) -> float:
 _SPECULATIVE = json.dumps({"model": HEAD, "method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS})
 COMMAND = f"vllm serve {TARGET} --trust-remote-code --speculative-config '{_SPECULATIVE}'"
 
-# vLLM counts verify steps and places itself:
+# vLLM itself counts verify steps and positions:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/metrics.py
 PREFIX = "vllm:spec_decode_num_"
 DRAFTS, DRAFTED = f"{PREFIX}drafts_total", f"{PREFIX}draft_tokens_total"
@@ -198,10 +199,10 @@ ACCEPTED, ACCEPTED_AT = f"{PREFIX}accepted_tokens_total", f"{PREFIX}accepted_tok
 
 
 def read_counters(metrics: str) -> Totals:
-    """Read the counters out of the text of /metrics, summed over the engines behind the server.
+    """Read the counters from the text of /metrics, summed over the engines behind the server.
 
     Raises:
-        CountersMissing: one of the counters is not there.
+        CountersMissing: one of the counters is missing.
     """
     found = totals(metrics, (DRAFTS, DRAFTED, ACCEPTED), (ACCEPTED_AT,), "position")
     places = [int(name.split()[1]) for name in found if name.startswith(f"{ACCEPTED_AT} ")]
@@ -230,12 +231,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OF
 
 
 def command(serving: Serving, port: int) -> list[str]:
-    """Return vLLM's command line; `vllm serve` itself wants a distribution named vllm, which vllm-cpu is not.
+    """Return vLLM's command line; `vllm serve` requires a distribution named vllm, and vllm-cpu is not.
 
-    The settings are those under which greedy decoding on CPU was found to be right: fp32, no compilation, and
-    PyTorch's own rotary embedding, as the CPU kernel turns MLA's 3-D queries wrongly:
+    With these settings greedy decoding on CPU was found to be correct: fp32, no compilation, and PyTorch's own rotary
+    embedding, since the CPU kernel rotates MLA's 3-D queries wrongly:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/base.py#L298
-    Greedy only: at temperature 1 the CPU build's rejection sampling is no witness.
+    Greedy only: at temperature 1 the CPU build's rejection sampling is not reliable.
     """
     options = {
         "--model": str(serving.target.absolute()),
@@ -250,15 +251,15 @@ def command(serving: Serving, port: int) -> list[str]:
             {"model": str(serving.head.absolute()), "method": "eagle3", "num_speculative_tokens": serving.draft_tokens}
         )
     words = [word for option in (options | dict(serving.options)).items() for word in option]
-    # Not resolved: the link in its environment's folder is what makes it that environment's python.
+    # Not resolved: the link in its environment's folder makes it that environment's python.
     return [*start(serving.python, "vllm.entrypoints.openai.api_server"), "--enforce-eager", *words]
 
 
 def environment(serving: Serving) -> dict[str, str]:
-    """Return the variables that are set for vLLM beside the caller's own.
+    """Return the variables to set for vLLM in addition to the caller's own.
 
-    The CPU build has no KV block size that MLA (16) and other attention (multiples of 32) share, so where the two
-    meet the target's MLA is computed as plain attention:
+    The CPU build has no KV block size that fits both MLA (16) and other attention (multiples of 32), so if both occur
+    the target's MLA is computed as plain attention:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/mla/cpu_mla.py#L67 and
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/attention/backends/cpu_attn.py#L65
     """
@@ -271,7 +272,7 @@ def _has_mla(folder: Path) -> bool:
     return bool(config.get("text_config", config).get("kv_lora_rank"))
 
 
-# Read as transformers' Llama or DeepSeek-V3, whose fields are checked for their types; SGLang does so too:
+# Read as transformers' Llama or DeepSeek-V3, whose fields are type-checked; SGLang does so too:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/configuration_llama.py#L71-L83
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L92-L115
 REFUSED = "the config is refused"
@@ -284,31 +285,31 @@ TYPED = (
     NullKey("tie_word_embeddings", REFUSED),
     NullKey("use_cache", REFUSED),
 )
-FC_WIDTH, NO_NORM = "fc's width is a multiple of it", "the norm before fc is left out"
+FC_WIDTH, NO_NORM = "fc's width is computed from it", "the norm before fc is left out"
 
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
     layout=VLLM,
     release="0.32.0 and 0.33.0",
-    # Two model runners, which look for the captured layers in different places. No launch option says otherwise: its
-    # --hf-overrides are the target's alone, where they are keys:
+    # Two model runners look for the captured layers in different places. No launch option overrides this: the keys of
+    # --hf-overrides apply only to the target:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1084-L1107
     runners=(Runner("vllm-v1", _in_v1, _states), Runner("vllm-v2", _in_v2, _states)),
     captures=CAPTURES,
     launch=Launch(COMMAND, "serve-vllm.sh", lambda spec: f"{COMMAND}\n"),
-    # It shows its counters where it speculates, and nowhere else.
+    # It shows its counters only if it speculates.
     counters=Counters("vllm:", "/metrics", "/version", read_counters, _count, lambda _: True),
     starter=Starter(
         command,
         environment,
-        # The last line of a traceback, bare or behind "(Worker pid=7) ERROR 11-20 13:57:45 [core.py:953] ".
+        # The last line of a traceback, bare or after "(Worker pid=7) ERROR 11-20 13:57:45 [core.py:953] ".
         re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:\[rank\d+\]: )?([A-Za-z_.]*(?:Error|Exception): .+)"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L529
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L600
         methods={"draft_sample_method": "greedy", "rejection_sample_method": "standard"},
     ),
-    # The option is new in 0.32; of a server without it the counters tell.
+    # The option is new in 0.32; for a server without it the counters tell.
     per_request=PerRequest(
         "/v1/completions",
         lambda model, prompt, new_tokens: {
@@ -323,8 +324,9 @@ ENGINE = Engine(
         {},
         lambda answer: _histogram(answer),
     ),
-    # Classes with the attention of a head, by the name on disk; any other is refused, or builds another model. A name
-    # that neither begins nor ends with Eagle3 gets it put before, and is looked up so:
+    # Classes with a head's attention, by their name in config.json; vLLM refuses any other, or builds another model.
+    # For a
+    # name that neither begins nor ends with Eagle3, vLLM puts Eagle3 in front and looks that up:
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/eagle.py#L59-L68
     # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py#L658-L674
     architectures={
@@ -354,10 +356,10 @@ ENGINE = Engine(
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/logits_processor.py#L213
         NullKey("logit_scale", "logits are scaled by it"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1138
-        NullKey("index_topk", "the attention is taken for DeepSeek-V3.2's sparse one", "mla"),
+        NullKey("index_topk", "DeepSeek-V3.2's sparse attention is assumed", "mla"),
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L180-L181
         NullKey("eagle_config.use_aux_hidden_state", "fc is left out", "gqa"),
-        # Of the V2 runner from 0.33 on:
+        # In the V2 runner from 0.33 on:
         # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L1683-L1685
         # https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22
         NullKey("eagle_config.use_aux_hidden_state", "no layers are captured", "mla"),

@@ -1,10 +1,10 @@
-"""A target behind a vLLM that hands out its hidden states.
+"""A target in a vLLM server that returns its hidden states.
 
-vLLM 0.32's method extract_hidden_states with its ExampleHiddenStatesConnector writes a file for each request: the
-streams that *enter* the layers it was started with, `[T, layers, H]`, and tells its path in the completion
+vLLM 0.32's method extract_hidden_states with its ExampleHiddenStatesConnector writes one file per request: the streams
+that *enter* the layers it was started with, `[T, layers, H]`. The completion names the file's path
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py).
-Output of layer i is what enters layer i + 1; what would enter the layer behind the last is the state before the final
-norm, which is applied here.
+The output of layer i is the input of layer i + 1; the input of the layer after the last is the state before the
+final norm, which is applied here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .client import SHOWN, Client
 from .keys import IDS
 
 WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01
-ROWS = 8192  # of the output matrix, at a time
+ROWS = 8192  # of the output matrix, processed at a time
 CONNECTOR = "ExampleHiddenStatesConnector"
-# How far a logprob may be from the server's: it sums in its own order, and rounds to its dtype on the way.
+# Allowed difference from the server's logprob: it sums in another order and rounds to its dtype in between.
 NEAR = {"F32": 1e-3, "F16": 0.05, "BF16": 0.2}
 
 
@@ -52,12 +52,12 @@ class TargetShape(Protocol):
 
 
 def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[str, str]:
-    """Return the options that a vLLM must be started with to hand out the states of captured layers.
+    """Return the options that a vLLM server needs to return the states of captured layers.
 
     Args:
         captured: layers, as outputs.
-        layers: the target's number of them.
-        shared: the folder that it writes to, which this machine sees too.
+        layers: the target's number of layers.
+        shared: the folder that it writes to, which this machine must see too.
     """
     ids = [*(layer + 1 for layer in captured), *([layers] if captured[-1] + 1 < layers else [])]
     extract = {
@@ -75,17 +75,17 @@ def states_options(captured: Sequence[int], layers: int, shared: Path) -> dict[s
 
 @dataclass(frozen=True)
 class ServedRunner:
-    """A target that a server runs; see `targets.states_runner.Runner`.
+    """A target that runs in a server; see `targets.states_runner.Runner`.
 
     Attributes:
         client: the server, started with `states_options`.
-        shared: the folder it writes to, as seen from here.
+        shared: the folder that it writes to, as seen from here.
         config: the target's.
         norm, lm_head: the target's final norm [H] and output matrix [V, H].
         dtype: safetensors name of the dtype that the server computes in.
-        patience: seconds that it may take to write a file.
+        patience: seconds that writing a file may take.
         at_once: requests in flight.
-        name: part of the name of each request, and so of its file; see `swept`.
+        name: part of each request's name, and so of its file's name; see `swept`.
     """
 
     client: Client
@@ -102,11 +102,12 @@ class ServedRunner:
         """See `Runner.capture`.
 
         Raises:
-            EngineFailed: the server cannot be reached, or hands out no states.
-            StatesInvalid: the states are not those of these tokens, layers and dtype.
+            EngineFailed: the server cannot be reached, or returns no states.
+            StatesInvalid: the states do not match these tokens, layers and dtype.
         """
         ids = tokens[0].tolist()
-        # The whole sequence is a prompt, so the server prefills it and generates a token that only checks its states.
+        # The whole sequence is a prompt: the server prefills it and generates one token, which serves to check its
+        # states.
         [token], file, said = self._ask(ids, 1)
         count = len(captured) + (captured[-1] + 1 < self.config.layers)
         states = self._read(file, ids, count, captured)
@@ -116,7 +117,7 @@ class ServedRunner:
         return states[:, : len(captured)].flatten(1).unsqueeze(0), hidden.unsqueeze(0)
 
     def extend(self, kind: str, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
-        """See `Runner.extend`; greedy alone, as a draw through speculation is the engine's and not the target's.
+        """See `Runner.extend`; greedy only, since sampling with speculation follows the engine, not the target.
 
         Raises:
             EngineFailed: the server cannot be reached, or sampled continuations are asked for.
@@ -125,13 +126,13 @@ class ServedRunner:
             raise EngineFailed(
                 "sampling on a server with speculation may not follow the target's distribution",
                 where=self.client.url,
-                fix="Write sampled answers with kconv generate, from a server without speculation, and give them with "
+                fix="Write sampled answers with kconv generate, from a server without speculation, and pass them with "
                 "--data.",
             )
 
         def continue_one(prompt: Sequence[int]) -> list[int]:
             tokens, file, _ = self._ask(list(prompt), length)
-            # Each request leaves a file, and nobody reads this one.
+            # Each request leaves a file; this one is not needed.
             self._wait(file)
             _remove(file)
             return tokens
@@ -140,7 +141,7 @@ class ServedRunner:
             return list(pool.map(continue_one, prompts))
 
     def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
-        """Return new tokens, the file that the prompt's states are being written to, and the first one's logprob."""
+        """Return new tokens, the file to which the prompt's states are being written, and the first token's logprob."""
         name = f"{self.name}-{secrets.token_hex(8)}"
         tokens, answer = self.client.complete_whole(prompt, new_tokens, logprobs=0, request_id=name)
         try:
@@ -168,7 +169,7 @@ class ServedRunner:
         if tokens.tolist() != ids or states.shape != wanted:
             options = states_options(captured, self.config.layers, self.shared)
             raise StatesInvalid(
-                f"the server gives states {list(states.shape)} of {len(tokens)} tokens instead of {list(wanted)}",
+                f"the server returned {list(states.shape)} states for {len(tokens)} tokens instead of {list(wanted)}",
                 where=self.client.url,
                 fix="Start vLLM with " + " ".join(f"{name} '{value}'" for name, value in options.items()),
             )
@@ -182,7 +183,7 @@ class ServedRunner:
         return states
 
     def _wait(self, file: Path) -> None:
-        """Wait until the server has let go of the lock beside a file, which it holds while it writes."""
+        """Wait until the server releases a file's lock, which it holds while it writes."""
         lock, began = file.with_name(f"{file.name}.lock"), time.monotonic()
         asked = began
         while True:
@@ -191,7 +192,7 @@ class ServedRunner:
                     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if file.exists():
                     return
-            except OSError:  # not there yet, or held
+            except OSError:  # not there yet, or still locked
                 pass
             now = time.monotonic()
             if now - asked > HEALTH_SECONDS:
@@ -200,30 +201,30 @@ class ServedRunner:
                     raise EngineFailed(
                         f"the server died before it wrote {file.name}",
                         where=self.client.url,
-                        fix="Look into its log and start it again; the same command resumes.",
+                        fix="Check its log and restart it; the same command resumes.",
                     )
             if now - began > self.patience:
                 raise StatesInvalid(
                     f"{file.name} was not written in {self.patience:.0f} s",
                     where=self.shared,
-                    fix="Give --shared the folder that the server calls shared_storage_path, as this machine sees it.",
+                    fix="Set --shared to the server's shared_storage_path, as this machine sees it.",
                 )
             time.sleep(POLL_SECONDS)
 
     def _hold(self, hidden: torch.Tensor, token: int, said: float) -> None:
-        """Refuse final states that do not give the server's own next token the probability that it said."""
-        # By some rows at a time: in float32 all of Kimi-K2's matrix is 4.7 GB, in each of the threads.
+        """Refuse final states that do not give the server's own next token the logprob that it reported."""
+        # A few rows at a time: Kimi-K2's whole matrix takes 4.7 GB in float32, in each of the threads.
         parts = [F.linear(hidden.float(), rows.float()) for rows in self.lm_head.split(ROWS)]
         logprob = float(torch.cat(parts).log_softmax(-1)[token])
         if not abs(logprob - said) <= NEAR[self.dtype]:
             raise StatesInvalid(
-                f"token {token}, the server's next, has logprob {said:.4f}, but its last states give {logprob:.4f}",
+                f"the server's next token {token} has logprob {said:.4f}, but its last states give {logprob:.4f}",
                 where=self.client.url,
-                fix="Check that it serves this target, and that the last of its layer ids is the number of layers.",
+                fix="Check that it serves this target, and that its last layer id is the number of layers.",
             )
 
 
-# Run by a process of its own, which outlives the one whose end it waits for.
+# Runs in its own process, which outlives the one that it waits for.
 SWEEP = """
 import sys, time
 from pathlib import Path
@@ -237,23 +238,24 @@ while True:
         break
     time.sleep(0.2)
 """
-# Seconds in which a server may still write what it was asked for by a process that has died.
+# Seconds in which a server may still write files for a process that has died.
 LATE_SECONDS = 30.0
 
 
 @contextmanager
 def swept(shared: Path) -> Iterator[str]:
-    """Give a name for requests; what a server wrote under it and nobody read is removed, however this process ends.
+    """Yield a name for requests; files written under it that nobody read are removed, however this process ends.
 
-    vLLM names a request's file after the request, whose name the client may choose, and writes it even where the client
-    is gone (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py#L141).
+    vLLM names a request's file after the request, whose name the client may choose, and writes it even if the client
+    has
+    gone (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py#L141).
 
     Args:
         shared: the folder that the server writes to, as this machine sees it.
     """
     name = f"kconv-{secrets.token_hex(8)}"
     words = [sys.executable, "-I", "-c", SWEEP, str(shared), f"*{name}*", str(LATE_SECONDS)]
-    # In a session of its own: what ends this process and its group is not to end it.
+    # In its own session, so that a signal to this process and its group does not end it.
     guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert guard.stdin is not None
     try:

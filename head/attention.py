@@ -1,8 +1,8 @@
 """A head's attention in plain torch.
 
-Attention is split in three: project the input to queries, keys and values with the positions turned in;
-let a context hold the keys and values and attend over them; project back. The context decides what a query
-sees, so the same forward serves a growing cache and the vectorised drafting chain.
+Attention has three parts: project the input to queries, keys and values with RoPE applied; let a context hold the
+keys and values and attend over them; project back. The context decides what a query sees, so the same forward serves
+a growing cache and the vectorized drafting chain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Context(Protocol):
     """The keys and values of earlier entries, and which of them a query sees."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Take in new entries and attend from them.
+        """Add new entries and attend from them.
 
         Args:
             layer: draft layer, from 0.
@@ -39,7 +39,7 @@ class Context(Protocol):
 
 
 class CausalContext:
-    """A growing cache: each call appends T entries, and entry i sees all before it and itself."""
+    """A growing cache: each call appends T entries, and each entry sees itself and all entries before it."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
@@ -58,9 +58,9 @@ class CausalContext:
 class ChainContext:
     """All drafting chains of a sequence at once, one call per draft step.
 
-    The first call brings step 1's entries, which the target's states stand behind: chain t sees those at
-    positions <= t. Each later call brings the next step's entries: chain t sees step 1's as before, and of
-    the later steps only its own.
+    The first call brings the entries of step 1, which have the target's states: chain t sees those at positions <= t.
+    Each later call brings the next step's entries: chain t sees the same entries of step 1, and of the later steps only
+    its own.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def project_gqa(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project `x [B, T, attn_in]` to query `[B, heads, T, head_dim]`, key and value `[B, kv_heads, T, head_dim]`.
 
-    cos and sin, here and below, are `[1 or B, 1, T, pairs]` in the dtype of x. Norms of queries and keys stand before
+    cos and sin, here and below, are `[1 or B, 1, T, pairs]` in the dtype of x. Norms of queries and keys come before
     RoPE (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/qwen3.py).
     """
 
@@ -112,7 +112,7 @@ def project_mla(
 
     The latent norms use the head's own eps, as engines do
     (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1082-L1098);
-    transformers has 1e-6 there whatever the config says
+    transformers always uses 1e-6 there
     (https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/modeling_deepseek_v3.py#L382-L390).
     """
     nope, rope = mla.qk_nope_head_dim, mla.qk_rope_head_dim
@@ -135,7 +135,7 @@ def project_mla(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim in fp32, then round to x's dtype before the gain, as engines do."""
+    """Normalize the last dim in fp32, then round to x's dtype before the gain, as engines do."""
     return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
 
 
@@ -152,5 +152,5 @@ def hide_future(scores: Tensor) -> Tensor:
 
 
 def repeat_heads(entries: Tensor, query: Tensor) -> Tensor:
-    """Repeat `[B, kv_heads, T, dim]` to the query's heads; neighbouring heads share one."""
+    """Repeat `[B, kv_heads, T, dim]` to the query's heads; adjacent heads share one."""
     return entries.repeat_interleave(query.shape[1] // entries.shape[1], dim=1)

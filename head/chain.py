@@ -1,18 +1,18 @@
 """The drafting chain of a head, and its acceptance.
 
-Alignment. Entry t of draft step 1 stands at rotary position t: it pairs token x[t+1] with the fused target
-states of position t, and predicts x[t+2]. Step k of chain t takes token x[t+k] and the hidden state that step
-k-1 of the same chain returned, at position t+k-1, sees step 1's entries at positions <= t and its own chain's
-since, and predicts x[t+1+k]. So engines do: tokens shifted by one against the states, positions unchanged
+Alignment. Entry t of draft step 1 has rotary position t: it pairs token x[t+1] with the fused target states of
+position t, and predicts x[t+2]. Step k of chain t takes token x[t+k] and the hidden state that step k-1 of the same
+chain returned, at position t+k-1. It sees step 1's entries at positions <= t and its own chain's later entries, and
+predicts x[t+1+k]. Engines do the same: tokens shifted by one against the states, positions unchanged
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L836-L850), then
 one position further with each step
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/spec_decode/llm_base_proposer.py#L776-L815).
 
-A text of T tokens has chains t = 0 .. T-2-K, whose K predictions all lie within it: T' = T-1-K of them.
+A text of T tokens has chains t = 0 .. T-2-K, whose K predictions all lie within it: T' = T-1-K chains.
 
-The text is given (teacher forcing), so all chains run at once. A chain in an engine is fed the tokens it
-drafted, and it counts only as long as each of them was accepted.
-Greedy: an accepted token *is* the text's, so the given token is the drafted one wherever it counts, and the
+The text is given (teacher forcing), so all chains run at once. In an engine, a chain is fed the tokens that it drafted,
+and a draft counts only while every token before it was accepted.
+Greedy: an accepted token *is* the text's token, so wherever a draft counts, the given token is the drafted one and the
 figures are exact. Sampled: see `overlap_acceptance`.
 """
 
@@ -51,14 +51,15 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How many drafted tokens survived.
+    """How many drafted tokens were accepted.
 
     Attributes:
         steps: tokens drafted per verify step (K).
-        drafts: verify steps (greedy) or positions (sampled) that the figures are over.
-        accepted: for each of the K places in a draft, in how many drafts the token there and all before it
-            were accepted; an expectation where sampled.
-        note: what the figures are.
+        drafts: the number of verify steps (greedy) or positions (sampled).
+        accepted: for each of the K places in a draft, the number of drafts in which the tokens up to this place were
+            all
+        accepted; an expectation if sampled.
+        note: what the figures mean.
     """
 
     steps: int
@@ -81,21 +82,21 @@ class Acceptance:
 
 
 def count_chains(length: int, steps: int) -> int:
-    """Return T', the number of chains of K steps that a text of T tokens holds.
+    """Return T', the number of chains of K steps in a text of T tokens.
 
     Raises:
-        PromptsInvalid: the text is too short for one.
+        PromptsInvalid: the text is too short for one chain.
     """
     if length < steps + 2:
         raise PromptsInvalid(
             f"a text of {length} tokens is too short for {steps} draft steps",
-            fix=f"Give at least {steps + 2} tokens, or fewer steps.",
+            fix=f"Use a text of at least {steps + 2} tokens, or fewer draft steps.",
         )
     return length - 1 - steps
 
 
 def along_chains(values: Tensor, steps: int) -> Tensor:
-    """Lay out what is known per position by chain and step: `[B, T, ...]` to `[K, B, T', ...]`.
+    """Arrange per-position values by chain and step: `[B, T, ...]` to `[K, B, T', ...]`.
 
     `result[k-1, b, t]` is `values[b, t+k]`, the position that predicts what step k of chain t predicts.
     """
@@ -131,16 +132,16 @@ def draft_logits(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) 
 
 
 def draft_tokens(head: DraftHead, tokens: Tensor, captured: Tensor, steps: int) -> Tensor:
-    """Return the likeliest token of each step of each chain as target ids, `[K, B, T']`."""
+    """Return the most likely token of each step of each chain as target ids, `[K, B, T']`."""
     return torch.stack([head.target_ids[step.logits.argmax(-1)] for step in unroll(head, tokens, captured, steps)])
 
 
 def greedy_acceptance(drafted: Tensor, tokens: Tensor, prompt_length: int) -> Acceptance:
     """Simulate greedy speculative decoding of one text.
 
-    The target's prefill gives the token after the prompt. Each verify step then drafts K tokens, accepts
-    those that match the text up to the first that does not, and goes on behind them and the bonus token.
-    It ends at the first draft whose K places no longer all lie within the text.
+    The target's prefill gives the token after the prompt. Each verify step then drafts K tokens, accepts those that
+    match the text up to the first mismatch, and continues after them and the bonus token. The simulation ends at the
+    first draft whose K places do not all lie within the text.
 
     Args:
         drafted: `[K, T']` target ids, as `draft_tokens(...)[:, b]`; -1 where nothing is drafted.
@@ -148,13 +149,13 @@ def greedy_acceptance(drafted: Tensor, tokens: Tensor, prompt_length: int) -> Ac
         prompt_length: tokens of the prompt, at least 1.
 
     Raises:
-        PromptsInvalid: no draft fits behind the prompt.
+        PromptsInvalid: no draft fits after the prompt.
     """
     steps, chains = drafted.shape
     if not 1 <= prompt_length <= chains:
         raise PromptsInvalid(
             f"no draft of {steps} tokens fits between a prompt of {prompt_length} and {len(tokens)} tokens",
-            fix="Give a prompt of at least one token and a longer continuation.",
+            fix="Use a prompt of at least one token and a longer continuation.",
         )
     # Step k of chain t predicts the token after position t+k.
     matches = drafted == along_chains(tokens[None].roll(-1, 1), steps)[:, 0]
@@ -172,10 +173,10 @@ def overlap(draft_logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> 
     """Return the probability that rejection sampling accepts a drafted token: the sum of min(p, q).
 
     Args:
-        draft_logits: `[K, B, T', draft_vocab]`, of the distribution q that the drafted token is drawn from.
-        target_logits: `[B, T, vocab]` in the target's usual alignment (position i predicts token i+1), of
-            the distribution p that is served; both divided by the temperature.
-        target_ids: `[draft_vocab]`, the target's id of each draft token; q is 0 for all others.
+        draft_logits: `[K, B, T', draft_vocab]`, of the distribution q from which the token is drafted.
+        target_logits: `[B, T, vocab]` in the target's usual alignment (position i predicts token i+1), of the served
+        distribution p; both are already divided by the temperature.
+        target_ids: `[draft_vocab]`, the target id of each draft token; q is 0 for all others.
 
     Returns:
         `[K, B, T']` fp32, between 0 and 1.
@@ -192,18 +193,18 @@ def overlap(draft_logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> 
 def lengths(overlaps: Tensor) -> Tensor:
     """Return the acceptance length at each position, `[K, B, T']` to `[B, T']`: 1 + a1 + a1 a2 + ...
 
-    The mean is `overlap_acceptance(overlaps).length`; two heads on one text are compared by the mean of
-    their differences and its (paired) standard error.
+    The mean is `overlap_acceptance(overlaps).length`. To compare two heads on one text, use the mean of their
+    differences and its (paired) standard error.
     """
     return 1.0 + overlaps.cumprod(0).sum(0)
 
 
 def overlap_acceptance(overlaps: Tensor) -> Acceptance:
-    """Sum up acceptance probabilities `[K, B, T']` of a text that was drawn from the target.
+    """Sum up acceptance probabilities `[K, B, T']` of a text that was sampled from the target.
 
-    Place k of a draft counts a1 * ... * ak. In an engine the tokens before place k are those that were
-    accepted, here they are the text's: the two agree where ak does not depend on which tokens those were,
-    and K = 1 is exact. Every position counts once, where an engine starts a draft only behind the last.
+    Place k of a draft counts a1 * ... * ak. In an engine the tokens before place k are the accepted ones, here they are
+    the text's: the two agree if ak does not depend on these tokens, and K = 1 is exact. Every position counts once,
+    while an engine starts a draft only after the previous one.
     """
     steps = overlaps.shape[0]
     accepted = overlaps.double().cumprod(0).flatten(1).sum(1)

@@ -1,4 +1,4 @@
-"""What a head must be, stated once: converting refuses by it, and validation reports by it."""
+"""The requirements on a head, stated once: conversion enforces them, and validation reports them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = ("BF16", "F16", "F32")
-# How many tensors a message names beside the first.
+# How many tensors a message names besides the first.
 NAMED = 6
-# Rules that speak of an error by its class, where it names none itself; K009 speaks of all others.
+# Rules by error class, for errors that name no rule themselves; K009 covers all others.
 BY_CLASS: Mapping[type[KconvError], str] = {
     UnknownLayout: "K004",
     TensorTwins: "K005",
@@ -40,8 +40,8 @@ BY_CLASS: Mapping[type[KconvError], str] = {
     ConfigInvalid: "K008",
 }
 UNPROVEN = "K009"
-# Rules that speak of a tensor: the class of the error, and the slots (of unknown tensors: the names) that each is
-# about, as patterns. The first that fits speaks.
+# Rules about tensors: the error class, and patterns for the slots (for unknown tensors: the names) that each rule
+# covers. The first match applies.
 BY_TENSOR: tuple[tuple[str, type[KconvError], tuple[str, ...]], ...] = (
     ("K101", TensorMissing, ("lm_head",)),
     ("K102", TensorMissing, ("d2t", "t2d")),
@@ -72,11 +72,11 @@ SCALE_SHAPE, DTYPE, PREFIXED, PREFIX = "K119", "K118", "K125", "model."
 
 
 class Problems(list[Problem]):
-    """Problems in the order in which they are found."""
+    """Problems in the order in which they were found."""
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Collect the error that ends the block, and go on behind it."""
+        """Collect an error that ends the block, and continue after the block."""
         try:
             yield
         except KconvError as error:
@@ -90,7 +90,7 @@ class Problems(list[Problem]):
 
 
 def problem_of(error: KconvError) -> Problem:
-    """Return an error about a head as a problem, under the id of the rule that speaks of it."""
+    """Return an error about a head as a problem, under the id of the rule that covers it."""
     named = re.fullmatch(r"K\d{3}", error.code)
     return error.problem(error.code if named else BY_CLASS.get(type(error), UNPROVEN))
 
@@ -101,10 +101,10 @@ class Expected:
 
     Attributes:
         name: its name on disk.
-        shape: the shape its meaning demands.
+        shape: the shape that the spec needs.
         dtypes: safetensors dtypes it may have.
         may_be_absent: whether engines can do without it.
-        formula: what the shape follows from, in the names of `head.slots`; empty where it is packed of several.
+        formula: how the shape is computed, in the names of `head.slots`; empty if it is packed from several tensors.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Expected:
 
 
 NORM_FIX = (
-    "State in the config what has this norm, as the head was trained: one that was trained cannot be left out. Norms of"
+    "Add what is missing to the config, as the head was trained: a trained norm cannot be left out. Norms of"
     ' queries and keys belong to model_type "qwen3" and architectures ["Eagle3Qwen3ForCausalLM"].'
 )
 OTHER_FIX = "Correct the config if the head needs it; leave the tensor out only if its trainer never used it."
@@ -129,14 +129,14 @@ def compare(
     unclaimed: Mapping[str, str],
     slots: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Compare what a spec demands with what a checkpoint's headers hold.
+    """Compare the tensors that a spec demands with a checkpoint's headers.
 
     Args:
-        expected: what the layout stores for this spec, by name.
-        held: what is there, by name.
-        ignored: names that may be there and mean nothing.
-        unclaimed: names that the layout knows for other specs, and what this config lacks for them.
-        slots: the first slot of each tensor by its name, which says what rule speaks of it.
+        expected: the tensors that the layout stores for this spec, by name.
+        held: the tensors in the checkpoint, by name.
+        ignored: names that are allowed and have no meaning.
+        unclaimed: names that the layout knows for other specs, with the reason why they do not apply here.
+        slots: the first slot of each tensor, by tensor name; it decides which rule covers the tensor.
 
     Returns:
         Every problem, missing tensors first.
@@ -161,12 +161,12 @@ def compare(
 
 
 def summarize(problems: Sequence[Problem]) -> Problem:
-    """Return the first of several problems with tensors, which says how many more there are, and where."""
+    """Return the first of several tensor problems, extended by the number of the others and their names."""
     first, *others = problems
     if not others:
         return first
     named = ", ".join(problem.where for problem in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
-    return replace(first, what=f"{first.what}; {len(others)} more do not fit: {named}")
+    return replace(first, what=f"{first.what}; {len(others)} more tensors do not fit: {named}")
 
 
 def _problem(kind: type[KconvError], about: str, what: str, where: str, fix: str, code: str = "") -> Problem:
@@ -176,14 +176,14 @@ def _problem(kind: type[KconvError], about: str, what: str, where: str, fix: str
 
 
 def _missing(want: Expected, held: Iterable[str], slot: str) -> Problem:
-    what = f"{want.name} is missing; the config demands it, of shape {list(want.shape)}"
+    what = f"{want.name} is missing; the config demands it with shape {list(want.shape)}"
     fix = "Export the head again, or correct the config if the head never had it. An engine would leave this weight "
-    fix += "uninitialized and say nothing."
+    fix += "uninitialized without any message."
     for name in held:
         if name.endswith(f".{want.name}"):
             prefix = name.removesuffix(want.name)
             code = PREFIXED if prefix == PREFIX else ""
-            what, fix = f"{what}; there is {name}", f"Take {prefix!r} off the names."
+            what, fix = f"{what}; the checkpoint has {name}", f"Remove {prefix!r} from the names."
             return _problem(TensorMissing, slot, what, want.name, fix, code)
     return _problem(TensorMissing, slot, what, want.name, fix)
 
@@ -217,24 +217,24 @@ def check_d2t(spec: HeadSpec, d2t: torch.Tensor, name: str = "d2t", t2d: torch.T
         spec: the head.
         d2t: [draft_vocab] integers.
         name: its name on disk.
-        t2d: [vocab] bool, what the head marks; it helps to say whether the map holds target ids instead of offsets.
+        t2d: [vocab] bool, the head's mask; it helps to tell target ids from offsets in the map.
     """
-    from .vocab import ABSOLUTE, kind_of, read_ids, target_ids  # here, as a plan needs the rest and no torch
+    from .vocab import ABSOLUTE, kind_of, read_ids, target_ids  # imported here, since planning needs no torch
 
     offsets, absolute = read_ids(target_ids(d2t), spec.vocab, t2d), read_ids(d2t, spec.vocab, t2d)
     if offsets.possible:
         return []
     code = "K175" if kind_of(offsets, absolute) == ABSOLUTE else "K176" if offsets.outside else "K177"
     if offsets.outside:
-        what = f"{offsets.outside} of {offsets.ids.numel()} draft ids lead outside the target's vocabulary of "
+        what = f"{offsets.outside} of {offsets.ids.numel()} draft ids map outside the target's vocabulary of "
         what += str(spec.vocab)
         fix = "d2t holds offsets (target id minus draft id); rebuild it from the list of kept tokens."
     else:
-        what = f"{offsets.duplicates} draft ids lead to a target id that another one already leads to"
+        what = f"{offsets.duplicates} draft ids map to a target id that another draft id already uses"
         fix = "d2t may hold absolute ids instead of offsets, or zeros; rebuild it."
     return [Problem(code, "error", name, what, fix, TensorValue)]
 
 
 def dtypes_of(slot_dtypes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the dtypes a slot may be stored in: its own, or any float dtype that engines cast from."""
+    """Return the dtypes that a slot may be stored in: its own, or any float dtype that engines cast from."""
     return slot_dtypes or FLOATS

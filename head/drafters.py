@@ -1,7 +1,7 @@
-"""Drafters without a network, to show beside a head.
+"""Simple drafters without a network, as a baseline for a head.
 
-A text that loops is drafted well by anything: on it, a head's acceptance says little. So these two run on the
-same chains (`chain.py`) as the head, and `distinct_ngrams` says how much a text repeats itself.
+Any drafter does well on a text that loops, so a head's acceptance on it means little. These two run on the same chains
+(`chain.py`) as the head, and `distinct_ngrams` measures how much a text repeats itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .chain import along_chains, count_chains
 
 @dataclass(frozen=True)
 class Bigram:
-    """How often each token follows each other one, in a text apart from the one that is drafted.
+    """How often each token follows each other one, counted on a text other than the drafted one.
 
-    The probability of a next token is `(pairs + u) / (previous + 1)`: one count more, spread by the
-    frequency u of the tokens, itself with one count more for each token. So no probability is 0, and a
-    token that was never seen is followed by the text's frequencies.
+    The probability of a next token is `(pairs + u) / (previous + 1)`: one extra count, spread by the token frequencies
+    u, which themselves have one extra count per token. So no probability is 0, and after an unseen token the text's
+    frequencies apply.
 
     Attributes:
         starts: `[vocab + 1]`; the pairs whose first token is v are `starts[v] : starts[v + 1]`.
         follows: `[pairs]`, second token of each distinct pair.
-        counts: `[pairs]`, how often it was seen.
+        counts: `[pairs]`, how often the pair occurs.
         frequencies: `[vocab]`, u.
-        likeliest: `[vocab]`, likeliest next token of each token.
+        likeliest: `[vocab]`, most likely next token after each token.
     """
 
     starts: Tensor
@@ -46,7 +46,7 @@ class Bigram:
 
 
 def count_bigrams(texts: Iterable[Tensor], vocab: int) -> Bigram:
-    """Count the pairs of neighbours within each text.
+    """Count the pairs of adjacent tokens within each text.
 
     Args:
         texts: 1-D tensors of token ids below `vocab`.
@@ -54,21 +54,21 @@ def count_bigrams(texts: Iterable[Tensor], vocab: int) -> Bigram:
     texts = list(texts)
     seen = torch.bincount(torch.cat(texts), minlength=vocab).float() + 1.0
     frequencies = seen / seen.sum()
-    # Pairs as one number each, so that memory grows with the text and not with the square of the vocabulary.
+    # Each pair as one number, so that memory grows with the text and not with the square of the vocabulary.
     codes, counts = torch.cat([t[:-1].long() * vocab + t[1:] for t in texts]).unique(return_counts=True)
     first, follows = codes // vocab, codes % vocab
     starts = torch.searchsorted(first, torch.arange(vocab + 1))
 
     likeliest = frequencies.argmax().repeat(vocab)
     order = (counts + frequencies[follows]).argsort()
-    # Ascending, so the last write per first token is the likeliest.
+    # In ascending order, so the last write per first token is the most likely one.
     best = dict(zip(first[order].tolist(), follows[order].tolist(), strict=True))
     likeliest[list(best)] = torch.tensor(list(best.values()), dtype=torch.long)
     return Bigram(starts, follows, counts.float(), frequencies, likeliest)
 
 
 def bigram_drafts(bigram: Bigram, tokens: Tensor, steps: int) -> Tensor:
-    """Draft the likeliest next token, again and again: `[B, T]` to target ids `[K, B, T']`."""
+    """Draft the most likely next token, again and again: `[B, T]` to target ids `[K, B, T']`."""
     return along_chains(bigram.likeliest.to(tokens.device)[tokens], steps)
 
 
@@ -89,12 +89,11 @@ def bigram_overlap(bigram: Bigram, tokens: Tensor, target_logits: Tensor, steps:
 
 
 def lookup_drafts(tokens: Tensor, steps: int, matched: Sequence[int] = (2, 1)) -> Tensor:
-    """Draft by prompt lookup: find where the text's last tokens stood before, and copy what came after.
+    """Draft by prompt lookup: find an earlier occurrence of the text's last tokens, and copy what came after it.
 
-    Chain t knows the text up to x[t+1]. The latest earlier place where its last `matched[0]` tokens stood
-    is taken, else that of its last `matched[1]` tokens, and so on: by default trigrams (two tokens matched,
-    the third copied), then bigrams. A copy that runs into its own end goes on with what it drafted; in a
-    chain that still counts this is the given text.
+    Chain t knows the text up to x[t+1]. It uses the latest earlier occurrence of its last `matched[0]` tokens, else of
+    its last `matched[1]` tokens, and so on: by default trigrams (two tokens matched, the third copied), then bigrams. A
+    copy that reaches its own end continues with what it drafted; in a chain that still counts, this is the given text.
 
     Args:
         tokens: `[B, T]`.
@@ -127,7 +126,7 @@ def _latest_places(text: list[int], size: int) -> list[int]:
 
 
 def certain_overlap(drafted: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the probability that a token drafted with certainty (q a point mass) is accepted: p of it.
+    """Return the probability p that a token drafted with certainty (q a point mass) is accepted.
 
     Args:
         drafted: target ids `[K, B, T']`, -1 where nothing is drafted.

@@ -1,30 +1,29 @@
-"""The row for a token that a head cannot draft.
+"""The `lm_head` row for a token that a head cannot draft.
 
-A reduced head that must have a row for each token of the target needs rows for the tokens it was never
-trained on. `lm_head` has no bias, so a row of zeros does not mean "never": its logit is 0, which is the
-greatest one wherever all others are negative. No row is below all others for every state either, as the
-logit of a state's negative is the negative logit. But a row inside the convex hull of the trained rows
-w_1 .. w_m is never *above* all of them. Let r = sum_j a_j w_j with all a_j > 0 and sum_j a_j = 1. Then for
-every state n
+A reduced head that must have a row for each token of the target needs rows for tokens that it was never trained on.
+`lm_head` has no bias, so a row of zeros does not mean "never": its logit is 0, the greatest one wherever all others
+are negative. No row is below all others for every state either, since the logit of the negated state is the negated
+logit. But a row inside the convex hull of the trained rows w_1 .. w_m is never *above* all of them. Let
+r = sum_j a_j w_j with all a_j > 0 and sum_j a_j = 1. Then for every state n
 
     r.n = sum_j a_j (w_j.n) <= max_j w_j.n,
 
-with equality only where all trained logits are equal. So r never is the sole argmax. The mean (a_j = 1/m) is
-such a row, and so is the middle between it and any one w_k. Leaning towards a token that no text goes on with,
-such as the padding, lowers r.n, as training has pushed that token's logit down.
+with equality only where all trained logits are equal. So r is never the only argmax. The mean (a_j = 1/m) is such a
+row, and so is the midpoint between it and any w_k. Leaning towards a token that never occurs in text, such as
+padding, lowers r.n, since training has pushed that token's logit down.
 
-Stored, r is rounded, and what is stored must be inside the hull too. So the a_j > 0 are looked for that give the
-stored row: from r's own, in steps W (W^T W)^-1 d, where W is the rows minus their mean and d what is still missing.
-Such a step leaves sum_j a_j as it is, and reaches the stored row at once if no a_j has to be kept positive. Where d
-comes out as 0 the stored row itself is a convex combination, and the inequality holds for it with no rounding.
-Where the rows do not span the space (m <= hidden) a part of d remains, and so does
-r.n <= max_j w_j.n + |d| |n|. That |d| is what `Filler.excess` states; it is a bound however far the search came.
+The stored row is rounded, and must lie inside the hull too. So a search looks for a_j > 0 that give the stored row:
+it starts from r's own a_j and takes steps W (W^T W)^-1 d, where W is the rows minus their mean and d the remaining
+difference. Such a step keeps sum_j a_j, and reaches the stored row at once if no a_j has to be kept positive. If d
+becomes 0, the stored row itself is a convex combination, and the inequality holds for it without rounding. If the rows
+do not span the space (m <= hidden), a part of d remains, and then
+r.n <= max_j w_j.n + |d| |n|. `Filler.excess` is this |d|, a valid bound however far the search came.
 
-The inequality is one of exact logits. Engines round theirs, which is harmless as long as the margin
-max_j w_j.n - r.n is not as small as the rounding; `measure_margin` says how large it is.
+The inequality is about exact logits. Engines round theirs, which is harmless unless the margin
+max_j w_j.n - r.n is as small as the rounding; `measure_margin` measures it.
 
-Sampling is another matter: a token with this row has exp(r.n - max_j w_j.n) times the probability of
-the likeliest token, which is small but not 0, and there are as many of them as tokens are missing.
+Sampling is different: a token with this row has exp(r.n - max_j w_j.n) times the probability of the most likely
+token. That is small but not 0, and as many tokens have this row as are missing.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from torch import Tensor
 
 Blocks = Callable[[], Iterable[Tensor]]
 
-# Of the mean of its diagonal, added to the diagonal of W^T W, which is singular where m <= hidden: the square root
-# of fp32's precision, so that neither what is added nor what is rounded off spoils a step.
+# As a share of the mean diagonal, added to the diagonal of W^T W, which is singular for m <= hidden: the square root
+# of fp32's precision, so that neither the addition nor the rounding spoils a step.
 RIDGE = 3e-4
-LEAN = 0.5  # of the way from the mean to an unlikely token's row
+LEAN = 0.5  # share of the way from the mean to an unlikely token's row
 LEAST = 0.05  # no weight falls below this share of 1/m
 ROUNDS = 30
-CLOSE = 1e-13  # of |row|, where the search ends
+CLOSE = 1e-13  # of |row|, at which the search ends
 
 
 @dataclass(frozen=True)
 class Filler:
-    """A row that stands for each token without one of its own.
+    """One row that all tokens without their own row get.
 
     Attributes:
         row: `[hidden]`, in the dtype of the trained rows.
@@ -60,7 +59,7 @@ class Filler:
     excess: float
 
     def bound(self, gain: Tensor) -> float:
-        """Return the most that the filler's logit can be above the greatest trained one, for any state of a head.
+        """Return the most by which the filler's logit can exceed the greatest trained one, for any state of a head.
 
         Args:
             gain: `[hidden]`, the weight of the RMSNorm before `lm_head`; |n| <= sqrt(hidden) * max|gain|.
@@ -69,13 +68,13 @@ class Filler:
 
 
 def make_filler(blocks: Blocks, unlikely: int | None = None) -> Filler:
-    """Return the row for tokens without one, rounded to the trained rows' dtype, with the proof's figure.
+    """Return the row for tokens without one, rounded to the trained rows' dtype, with the proven bound.
 
     Takes 2 * m * hidden^2 flops and 2 * hidden^2 * 4 bytes.
 
     Args:
-        blocks: called for each pass; gives the rows `[m, hidden]` in consecutive blocks.
-        unlikely: number of the row to lean towards, of a token that no text goes on with; the mean if None.
+        blocks: called for each pass; yields the rows `[m, hidden]` in consecutive blocks.
+        unlikely: index of the row to lean towards, of a token that never occurs in text; the mean if None.
     """
     total, towards, count, dtype = torch.zeros((), dtype=torch.float64), None, 0, torch.float32
     for block in blocks():
@@ -92,13 +91,13 @@ def make_filler(blocks: Blocks, unlikely: int | None = None) -> Filler:
 
 
 def _bound_distance(blocks: Blocks, mean: Tensor, row: Tensor, weights: Tensor, missing: Tensor) -> float:
-    """Return |d|: how far `row` is from the nearest convex combination that was found.
+    """Return |d|: the distance of `row` from the nearest convex combination found.
 
     Args:
-        blocks: gives the trained rows.
-        mean: theirs.
+        blocks: yields the trained rows.
+        mean: the mean of the trained rows.
         row: the filler as it is stored.
-        weights: `[m]`, the a_j to begin with, in units of 1/m; changed in place.
+        weights: `[m]`, the initial a_j, in units of 1/m; changed in place.
         missing: `row` minus the combination with these weights.
     """
     gram = torch.zeros(len(mean), len(mean))
@@ -112,7 +111,7 @@ def _bound_distance(blocks: Blocks, mean: Tensor, row: Tensor, weights: Tensor, 
     factors = torch.linalg.lu_factor(gram)
     for _ in range(ROUNDS):
         step = torch.linalg.lu_solve(*factors, missing[:, None].float())[:, 0].double()
-        weights += 1.0 - weights.mean()  # what was added to keep them positive is taken from all alike
+        weights += 1.0 - weights.mean()  # spread what was added to keep them positive over all weights
         combination, at = torch.zeros_like(mean), 0
         for block in blocks():
             centred, own = block.double() - mean, weights[at : at + len(block)]
@@ -132,7 +131,7 @@ class Margin:
 
     Attributes:
         worst, median: of max_j w_j.n - r.n, in logits.
-        leak: mean share of the probability, at temperature 1, that tokens with the filler's row take.
+        leak: mean share of probability, at temperature 1, of all tokens with the filler's row.
         states: number of states.
     """
 
@@ -146,10 +145,10 @@ def measure_margin(blocks: Blocks, row: Tensor, fillers: int, states: Tensor) ->
     """Measure the filler against the trained rows.
 
     Args:
-        blocks: gives the trained rows `[m, hidden]` in consecutive blocks.
+        blocks: yields the trained rows `[m, hidden]` in consecutive blocks.
         row: `[hidden]`, the filler.
         fillers: how many tokens have it.
-        states: `[N, hidden]`, what `lm_head` is applied to; computed in their dtype.
+        states: `[N, hidden]`, inputs of `lm_head`; computed in their dtype.
     """
     greatest = torch.full((len(states),), -torch.inf, dtype=states.dtype)
     mass = greatest.clone()
@@ -164,6 +163,6 @@ def measure_margin(blocks: Blocks, row: Tensor, fillers: int, states: Tensor) ->
 
 
 def random_states(gain: Tensor, count: int, seed: int = 0) -> Tensor:
-    """Return `[count, hidden]` fp32 outputs of an RMSNorm with this weight, for inputs of every direction alike."""
+    """Return `[count, hidden]` fp32 outputs of an RMSNorm with this weight, for inputs in random directions."""
     inputs = torch.randn(count, gain.numel(), generator=torch.Generator().manual_seed(seed))
     return inputs / inputs.square().mean(dim=1, keepdim=True).sqrt() * gain.float()

@@ -1,7 +1,7 @@
-"""What a head computes on fixed inputs: a few numbers that tell whether two folders hold the same function.
+"""Outputs of a head on fixed inputs: a few numbers that tell whether two folders hold the same function.
 
-A digest says whether bytes are those that were written, and nothing of whether the right ones were. These numbers are
-taken of the head in memory whose figures a manifest states; a folder that gives others holds another head, whichever
+A digest shows whether bytes are the ones written, not whether they were the right ones. These numbers are computed from
+the head in memory that a manifest's figures describe. A folder that gives other numbers holds another head, whichever
 name, order, norm or config key is to blame.
 """
 
@@ -13,14 +13,14 @@ import torch
 from .attention import CausalContext
 from .forward import DraftHead
 
-# RandomState's streams are frozen (NEP 19), so that every machine draws the same inputs.
+# RandomState's streams are frozen (NEP 19), so every machine draws the same inputs.
 SEED = 24
 ENTRIES, COLUMNS, STEPS = 8, 8, 2
-# Far enough apart for RoPE's slow pairs to show, and near enough for fp32's angles.
+# Far enough apart to show RoPE's slow pairs, and close enough for fp32 angles.
 POSITIONS = (0, 1, 3, 9, 40, 170, 400, 900)
-# From inputs so small that a norm's epsilon decides to inputs as large as a target's states.
+# From inputs so small that a norm's epsilon matters to inputs as large as a target's states.
 SMALLEST, LARGEST = 1e-3, 1e1
-# fp32 sums in another order differ by less than a hundredth of this.
+# Summing fp32 values in another order changes less than a hundredth of this.
 TOLERANCE = 1e-3
 DIGITS = 7
 
@@ -30,7 +30,7 @@ def fingerprint(head: DraftHead) -> tuple[float, ...]:
     """Return logits of a head on inputs drawn with a fixed seed: `STEPS * ENTRIES * COLUMNS` numbers.
 
     Args:
-        head: in fp32; computed with on the CPU.
+        head: an fp32 head; it runs on the CPU.
     """
     spec = head.spec
     weights = {name: w.cpu() for name, w in head.weights.items()}
@@ -49,9 +49,9 @@ def fingerprint(head: DraftHead) -> tuple[float, ...]:
 
 
 def difference(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Return how far two fingerprints are apart: the largest relative error of an entry, root mean square over columns.
+    """Return the distance of two fingerprints: the largest relative error of an entry, root mean square over columns.
 
-    Fingerprints of another number of values, as of another version, are infinitely far apart.
+    Fingerprints with different numbers of values, e.g. from another version, are infinitely far apart.
     """
     if len(one) != len(other) or len(one) % COLUMNS:
         return float("inf")

@@ -1,7 +1,7 @@
-"""The reference forward of an Eagle3 head in plain torch, as engines run it.
+"""The reference forward of an Eagle3 head in plain torch, equal to what engines run.
 
-One draft step takes a token and a hidden state (the fused states of the target, or what the step before
-returned), and returns the hidden state for the next step and the logits of the token after:
+One draft step takes a token and a hidden state (the target's fused states, or the output of the previous step), and
+returns the hidden state for the next step and the logits of the next token:
 
     x        = [ input_layernorm(embed(token)) ; hidden_norm(hidden) ]
     a        = attention(x) + residual      residual: hidden, or hidden_norm(hidden) with norms.before_residual
@@ -9,7 +9,7 @@ returned), and returns the hidden state for the next step and the logits of the 
     logits   = lm_head(norm(out))
     returned = out, or norm(out) with norms.output
 
-Layers from the second on are ordinary: `input_layernorm(out)` in, `out` as the residual
+Later layers are ordinary: `input_layernorm(out)` in, `out` as the residual
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L131-L151).
 """
 
@@ -31,19 +31,20 @@ from .yarn import softmax_scale
 
 
 class DraftHead:
-    """A head that computes.
+    """A head that can run.
 
     Args:
         spec: what the head is.
-        weights: each tensor of the head by slot name. `embed_tokens` and `lm_head` must be there: a caller
-            whose head shares them adds the target's. They are cast to the dtype of `fc`, as engines cast a
-            checkpoint to theirs; norms and softmax compute in fp32 whatever it is.
+        weights: each tensor of the head by slot name. `embed_tokens` and `lm_head` are required: if the head shares
+            them, the
+        caller adds the target's. They are cast to the dtype of `fc`, as engines cast a checkpoint to theirs; norms and
+        softmax always compute in fp32.
 
     Attributes:
-        target_ids: `[draft_vocab]`, the target's id of each row of `lm_head`.
+        target_ids: `[draft_vocab]`, the target id of each row of `lm_head`.
 
     Raises:
-        TensorMissing, TensorUnknown, TensorShape, TensorValue: the weights are not those of this spec.
+        TensorMissing, TensorUnknown, TensorShape, TensorValue: the weights do not match this spec.
     """
 
     def __init__(self, spec: HeadSpec, weights: Mapping[str, Tensor]) -> None:
@@ -58,11 +59,11 @@ class DraftHead:
         self.target_ids = rows + weights["d2t"].long() if "d2t" in weights else rows
 
     def altered(self, spec: HeadSpec | None = None, weights: Mapping[str, Tensor] | None = None) -> DraftHead:
-        """Return the head with another spec, or with some other weights."""
+        """Return the same head with another spec, or with some weights replaced."""
         return DraftHead(spec or self.spec, {**self.weights, **(weights or {})})
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """Turn the captured states of the target into the hidden state of the first draft step.
+        """Turn the target's captured states into the hidden state of the first draft step.
 
         Args:
             captured: `[B, T, A * target_hidden]`, the outputs of the captured layers side by side, in
@@ -82,7 +83,7 @@ class DraftHead:
         return F.linear(captured, weights["fc"], weights.get("fc.bias"))
 
     def attention_input(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return what layer 0's attention projects: the normed embedding and the normed hidden state.
+        """Return the input of layer 0's attention: the normed embedding and the normed hidden state.
 
         Args:
             tokens: `[B, T]` target ids.
@@ -102,7 +103,7 @@ class DraftHead:
             layer: draft layer, from 0.
             x: `[B, T, attn_in]`, normed.
             positions: `[T]` or `[B, T]` rotary positions.
-            context: what each entry sees; takes in the new keys and values.
+            context: what each entry sees; it stores the new keys and values.
 
         Returns:
             `[B, T, hidden]`.
@@ -123,13 +124,13 @@ class DraftHead:
 
         Args:
             tokens: `[B, T]` target ids.
-            hidden: `[B, T, hidden]`: `fuse`'s output, or the hidden states that the step before returned.
+            hidden: `[B, T, hidden]`: `fuse`'s output, or the hidden states that the previous step returned.
             positions: `[T]` or `[B, T]` rotary positions.
-            context: what each entry sees; takes in the new keys and values.
+            context: what each entry sees; it stores the new keys and values.
 
         Returns:
             The hidden states for the next step `[B, T, hidden]`, and the logits over the draft vocabulary
-            `[B, T, draft_vocab]` (`target_ids` leads to the target's).
+            `[B, T, draft_vocab]` (`target_ids` maps them to target ids).
         """
         x = self.attention_input(tokens, hidden)
         residual = self._norm(hidden, "0.hidden_norm") if self.spec.norms.before_residual else hidden
@@ -155,27 +156,27 @@ class DraftHead:
 
 
 def _check_tensors(spec: HeadSpec, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not those of the spec: a norm too many would be left out without a word."""
+    """Refuse weights that do not match the spec: an extra norm would be ignored silently."""
     known = needs(spec)
-    # t2d says no more than d2t does.
+    # t2d adds nothing to d2t.
     missing = [name for name in known if name != "t2d" and name not in weights]
     if missing:
         raise TensorMissing(
             f"the head lacks {', '.join(missing)}",
             where=missing[0],
-            fix="Give each tensor of the spec, and the target's embed_tokens and lm_head where they are shared.",
+            fix="Pass each tensor of the spec, and the target's embed_tokens and lm_head if they are shared.",
         )
     unknown = [name for name in weights if name not in known]
     if unknown:
         raise TensorUnknown(
             f"the spec has no place for {', '.join(unknown)}",
             where=unknown[0],
-            fix="Correct the spec's flags, or leave the tensors out.",
+            fix="Correct the spec's flags, or remove the tensors.",
         )
     for name, tensor in weights.items():
         if tuple(tensor.shape) != known[name].shape:
             raise TensorShape(
                 f"{name} is {list(tensor.shape)}, but the spec needs {list(known[name].shape)}",
                 where=name,
-                fix="Correct the dims of the spec, or give the tensor of this head.",
+                fix="Correct the dims of the spec, or pass this head's own tensor.",
             )

@@ -1,6 +1,6 @@
 """Rotary position embedding of a head.
 
-What YaRN scales beside the frequencies is in `yarn`.
+`yarn` has the other things that YaRN scales besides the frequencies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .yarn import cos_sin_factor
 
 
 def rotary_dims(attention: Gqa | Mla, rope: Rope) -> int:
-    """Return how many dims of a query or key head are turned.
+    """Return how many dims of a query or key head are rotated.
 
     GQA truncates `head_dim * partial_rotary_factor` as engines do
     (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/__init__.py#L69-L72).
 
     Raises:
-        ConfigUnsupported: the number is odd or none is left, or MLA has a partial factor.
+        ConfigUnsupported: the number is odd or zero, or MLA has a partial factor.
     """
     if isinstance(attention, Mla):
         if rope.partial_rotary_factor != 1.0:
@@ -44,17 +44,17 @@ def rotary_dims(attention: Gqa | Mla, rope: Rope) -> int:
 
 
 def partial_factor(rotary: int, head_dim: int) -> float:
-    """Return the `partial_rotary_factor` under which `rotary_dims` of a GQA head of `head_dim` are `rotary`.
+    """Return the `partial_rotary_factor` with which a GQA head of `head_dim` has `rotary` rotary dims.
 
-    It is the quotient, or the float above it where the product with `head_dim` falls short of a whole number by
-    rounding, as 64 / 392 * 392 does: truncated, that is 63.
+    It is the quotient, or the next float above it if rounding makes its product with `head_dim` fall short of a whole
+    number. 64 / 392 * 392 does so: it truncates to 63.
     """
     quotient = rotary / head_dim
     return quotient if int(head_dim * quotient) == rotary else math.nextafter(quotient, 1.0)
 
 
 def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
-    """Return the angle that each pair turns by per position, fp32 radians, shape `[dims / 2]`."""
+    """Return the angle per position of each pair, fp32 radians, shape `[dims / 2]`."""
     plain = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     match rope.scaling:
         case Yarn() as yarn:
@@ -68,14 +68,14 @@ def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
 
 
 def _yarn_frequencies(yarn: Yarn, plain: Tensor, theta: float, dims: int) -> Tensor:
-    """Blend from kept (fast pairs) to divided by `factor` (slow pairs), as in arXiv 2309.00071, section 3.2."""
+    """Blend from unchanged (fast pairs) to divided by `factor` (slow pairs), as in arXiv 2309.00071, section 3.2."""
 
     def pair_with(turns: float) -> float:
-        """Return which pair makes this many turns over the original context."""
+        """Return the pair that makes this many turns over the original context."""
         return dims * math.log(yarn.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair_with(yarn.beta_fast)), 0)
-    # Engines clamp the last *pair* by the number of *dims*, and so does whoever trained with them.
+    # Engines clamp the last *pair* by the number of *dims*, and so do trainers.
     high = min(math.ceil(pair_with(yarn.beta_slow)), dims - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dims // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
@@ -94,7 +94,7 @@ def _llama3_frequencies(llama3: Llama3, plain: Tensor) -> Tensor:
 
 
 def cos_sin(rope: Rope, attention: Gqa | Mla, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of each pair at each position, YaRN's factor included.
+    """Return cos and sin of each pair at each position, including YaRN's factor.
 
     Args:
         positions: `[..., T]` integers.
@@ -109,10 +109,10 @@ def cos_sin(rope: Rope, attention: Gqa | Mla, positions: Tensor) -> tuple[Tensor
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the leading dims of a head half-split (neox): dim j pairs with dim j + rotary dims / 2.
+    """Rotate the leading dims of a head half-split (neox): dim j pairs with dim j + rotary dims / 2.
 
     Args:
-        x: `[..., T, head_dim]`; dims past the rotary ones pass unchanged.
+        x: `[..., T, head_dim]`; dims after the rotary ones pass unchanged.
         cos, sin: `[..., T, rotary dims / 2]` in the dtype of x.
     """
     half = cos.shape[-1]
@@ -121,7 +121,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn neighbouring dims (DeepSeek's interleaved order): dim 2j pairs with dim 2j + 1.
+    """Rotate adjacent dims (DeepSeek's interleaved order): dim 2j pairs with dim 2j + 1.
 
     Args:
         x: `[..., T, rotary dims]`.

@@ -1,7 +1,7 @@
 """Every tensor a head can have: its meaning and its only shape formula.
 
-A slot is a canonical name, free of any file layout. A layout's rows say under which tensor name a
-slot is stored, and through which reversible move; the stored shape follows from the formula here.
+A slot is a canonical name, independent of any file layout. A layout's rows say which tensor stores a slot, and which
+reversible operation it applies; the stored shape follows from the formula here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def _never(_: HeadSpec) -> bool:
 
 @dataclass(frozen=True)
 class Slot:
-    """A meaning and its only shape formula.
+    """A tensor's meaning and its only shape formula.
 
     Attributes:
         name: canonical name; `{i}` is the layer, `{a}` the index of a captured state.
         shape: comma-separated dims, each a sum of products of names in `dims(spec)`.
         when: whether a head of this spec has the slot.
-        absent_when: whether a head of this spec may come without the tensor all the same.
+        absent_when: whether a head of this spec may omit the tensor.
         layers: which layers have it: "all", "first" or "later"; empty for slots outside the layers.
-        dtype: safetensors dtypes it may have; empty where it has the head's weight dtype.
+        dtype: safetensors dtypes it may have; empty if it has the head's weight dtype.
     """
 
     name: str
@@ -67,12 +67,12 @@ def _is_reduced(spec: HeadSpec) -> bool:
 
 
 def _shares_lm_head(spec: HeadSpec) -> bool:
-    """Engines share the target's lm_head, which has a row per token of the full vocabulary, as wide as the target."""
+    """Engines share the target's lm_head, which covers the full vocabulary, so the widths must agree."""
     return not _is_reduced(spec) and _shares_embedding(spec)
 
 
 def _shares_embedding(spec: HeadSpec) -> bool:
-    """Engines share the target's embedding where the widths agree."""
+    """Engines share the target's embedding if the widths agree."""
     return spec.hidden == spec.target_hidden
 
 
@@ -115,7 +115,7 @@ SLOTS: tuple[Slot, ...] = (
 
 
 def dims(spec: HeadSpec, layer: int = 0) -> dict[str, int]:
-    """Return the numbers that the shape formulas speak of, for one layer of a head."""
+    """Return the numbers that the shape formulas use, for one layer of a head."""
     attention = spec.attention
     known = {
         "hidden": spec.hidden,
@@ -141,7 +141,7 @@ def shape(formula: str, known: dict[str, int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Need:
-    """A slot of one head, with its numbers filled in."""
+    """A slot of one head, with numbers instead of formulas."""
 
     slot: Slot
     shape: tuple[int, ...]
@@ -162,5 +162,5 @@ def needs(spec: HeadSpec) -> dict[str, Need]:
 
 
 def layers_of(which: str, count: int) -> range:
-    """Return the layer numbers that "all", "first", "later" or "" (outside the layers, one turn) mean."""
+    """Return the layer numbers for "all", "first", "later" or "" (outside the layers: one entry)."""
     return {"all": range(count), "first": range(1), "later": range(1, count), "": range(1)}[which]

@@ -1,4 +1,4 @@
-"""What an Eagle3 draft head *is*, free of any file layout."""
+"""What an Eagle3 draft head *is*, independent of any file layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Gqa:
     """Multi-head or grouped-query attention; MHA is `kv_heads == heads`.
 
-    RoPE turns the first `rope.partial_rotary_factor * head_dim` dims of a head, half-split (neox).
+    RoPE rotates the first `rope.partial_rotary_factor * head_dim` dims of a head, half-split (neox).
     """
 
     heads: int
@@ -24,7 +24,7 @@ class Mla:
     """DeepSeek's multi-head latent attention.
 
     The rotary dims of `q_b_proj` (the last `qk_rope_head_dim` rows of each head) and of
-    `kv_a_proj_with_mqa` (its last rows) are in DeepSeek's interleaved order: pairs are neighbours.
+    `kv_a_proj_with_mqa` (its last rows) are in DeepSeek's interleaved order: pairs are adjacent.
     """
 
     heads: int
@@ -37,7 +37,7 @@ class Mla:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's context extension, with every value spelled out, as engines disagree on the defaults.
+    """YaRN's context extension, with every value explicit, since engines disagree on the defaults.
 
     `mscale` and `mscale_all_dim` are DeepSeek's: cos and sin are scaled by
     `m(mscale) / m(mscale_all_dim)`, and MLA's softmax by `m(mscale_all_dim) ** 2`, with
@@ -54,9 +54,9 @@ class Yarn:
 
     @property
     def reach(self) -> int:
-        """Tokens that the extension reaches, `factor * original_max_positions`; 2**31 where it is more.
+        """The number of tokens that the extension covers, `factor * original_max_positions`; at most 2**31.
 
-        vLLM's table of angles has as many rows, whatever the config's max_position_embeddings:
+        vLLM's table of angles has this many rows, whatever the config's max_position_embeddings:
         https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py#L78-L80
         """
         return math.ceil(min(self.factor * self.original_max_positions, 2**31))
@@ -100,7 +100,7 @@ SCALINGS = {Yarn: "YaRN", Llama3: "Llama-3", Linear: "linear"}
 
 @dataclass(frozen=True)
 class Norms:
-    """Where a head's norms stand, beyond the ones that each head has.
+    """Which norms a head has, beyond those that each head has.
 
     Attributes:
         before_residual: the residual of layer 0 is `hidden_norm(h)` instead of `h`.
@@ -108,7 +108,7 @@ class Norms:
         fc: one RMSNorm per captured state, before `fc` (EAGLE-3.1's `fc_norm`).
         output: the next draft step is fed the state after the final norm (EAGLE-3.1's `norm_output`).
         qk: one RMSNorm over the dims of each query head and one of each key head, before RoPE (Qwen3's `q_norm` and
-            `k_norm`); of GQA alone.
+            `k_norm`); GQA only.
     """
 
     before_residual: bool = False
@@ -120,7 +120,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special token ids as the config states them; None where it does not."""
+    """Special token ids from the config; None for those that it lacks."""
 
     bos: int | None = None
     eos: int | tuple[int, ...] | None = None
@@ -138,18 +138,18 @@ class HeadSpec:
         intermediate: width of the dense SwiGLU MLP.
         layers: number of decoder layers; layer 0 attends over `[embedding, hidden]`, 2 x `hidden` wide.
         vocab: rows of the target's vocabulary.
-        draft_vocab: rows of the head's `lm_head`; below `vocab` a `d2t` map leads back.
+        draft_vocab: rows of the head's `lm_head`; if below `vocab`, `d2t` maps them to the target's.
         rope: rotary embedding as trained.
         norms: the optional norms and the residual's order.
         captured: target layers whose states are fed to `fc`, in ascending order, as *outputs of the
             0-based decoder layer i* (the residual stream after it). Engines that count layer inputs
-            are served `i + 1`.
+            get `i + 1` instead.
         eps: epsilon of each RMSNorm.
         dtype: safetensors name of the weights' dtype, e.g. "BF16".
-        max_positions: tokens that the head may read; the rows of an engine's table of angles, but for YaRN's in
-            vLLM (`Yarn.reach`).
+        max_positions: tokens that the head may read; an engine's RoPE table has this many rows, except for YaRN in vLLM
+            (`Yarn.reach`).
         tokens: special token ids.
-        mlp_bias, fc_bias: whether these linears carry a bias.
+        mlp_bias, fc_bias: whether these linear layers have a bias.
     """
 
     attention: Gqa | Mla

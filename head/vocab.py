@@ -1,9 +1,9 @@
-"""The mathematics of draft vocabularies: maps, masks, the choice of tokens, coverage.
+"""Draft vocabularies: maps, masks, the choice of tokens, coverage.
 
-A reduced head has one row of `lm_head` for each token it may draft. `d2t[i]` is an *offset*: row i stands for
-the target's token `i + d2t[i]`, and `t2d` marks these tokens among all of the target's
+A reduced head has one row of `lm_head` for each token that it may draft. `d2t[i]` is an *offset*: row i stands for
+the target's token `i + d2t[i]`, and `t2d` marks these tokens in the target's vocabulary
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L385).
-Some files hold the ids themselves in `d2t`; often both readings are possible, and only one is right.
+Some files store the ids themselves in `d2t`; often both readings are possible, and only one is right.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ NEITHER = "neither offsets nor absolute ids"
 
 
 def target_ids(d2t: Tensor) -> Tensor:
-    """Return the target's id of each draft id, `[draft_vocab]` int64, of a map that holds offsets."""
+    """Return the target id of each draft id, `[draft_vocab]` int64, from a map of offsets."""
     return d2t.to(torch.int64) + torch.arange(d2t.numel())
 
 
 def offsets(ids: Tensor) -> Tensor:
-    """Return the map, `[draft_vocab]` int64 offsets, that leads to these target ids; inverse of `target_ids`."""
+    """Return the map, `[draft_vocab]` int64 offsets, that gives these target ids; inverse of `target_ids`."""
     return ids.to(torch.int64) - torch.arange(ids.numel())
 
 
 def mask(ids: Tensor, vocab: int) -> Tensor:
-    """Return `t2d`, `[vocab]` bool: whether a draft id leads to the token."""
+    """Return `t2d`, `[vocab]` bool: whether any draft id maps to the token."""
     return torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a map says if it is read in one way.
+    """The result of reading a map in one way.
 
     Attributes:
-        ids: `[draft_vocab]` int64, the target's id of each draft id.
+        ids: `[draft_vocab]` int64, the target id of each draft id.
         outside: how many ids are outside the target's vocabulary.
-        duplicates: how many draft ids lead to an id that an earlier one leads to.
-        marked_otherwise: how many tokens `t2d` marks and `ids` lacks, or the reverse; None where there is no
-            `t2d`, or where `ids` is no map at all.
+        duplicates: how many draft ids map to an id that an earlier one maps to.
+        marked_otherwise: how many tokens are only in `t2d` or only in `ids`; None if there is no `t2d`, or if `ids` is
+            not a valid map at all.
     """
 
     ids: Tensor
@@ -59,22 +59,22 @@ class Reading:
 
     @property
     def possible(self) -> bool:
-        """Whether the map can be meant so: each id in range, and none twice."""
+        """Whether this reading is possible: each id in range, and none twice."""
         return self.outside == 0 and self.duplicates == 0
 
     @property
     def order(self) -> str:
-        """`"ascending"`, or `"unsorted"`, as maps in the order of token frequency are (ModelOpt's among them)."""
+        """`"ascending"`, or `"unsorted"` as in maps ordered by token frequency (ModelOpt's among them)."""
         return "ascending" if bool((self.ids.diff() > 0).all()) else "unsorted"
 
 
 def read_ids(ids: Tensor, vocab: int, t2d: Tensor | None = None) -> Reading:
-    """Describe a map that leads to these target ids.
+    """Describe a map that gives these target ids.
 
     Args:
         ids: `[draft_vocab]` integers.
         vocab: rows of the target's vocabulary.
-        t2d: `[vocab]` bool, what the file marks.
+        t2d: `[vocab]` bool, the file's own mask.
     """
     ids = ids.to(torch.int64)
     outside = int(((ids < 0) | (ids >= vocab)).sum())
@@ -84,15 +84,15 @@ def read_ids(ids: Tensor, vocab: int, t2d: Tensor | None = None) -> Reading:
 
 
 def kind_of(as_offsets: Reading, as_absolute: Reading, rows: tuple[int, int] | None = None) -> str:
-    """Say what a map holds: one of IDENTITY, OFFSETS, ABSOLUTE, EITHER, NEITHER.
+    """Decide what a map holds: one of IDENTITY, OFFSETS, ABSOLUTE, EITHER, NEITHER.
 
-    A reading with an id out of range or twice is ruled out. Between two that remain `t2d` decides, where it
-    agrees with one of them alone, and then the rows of `lm_head` that are copies of the target's. Absolute ids
-    are not what engines read, so that reading never holds against a `t2d` unless the rows speak for it.
+    A reading with an id out of range or twice is ruled out. Between two that remain, `t2d` decides if it agrees with
+    only one of them; otherwise the rows of `lm_head` that are copies of the target's decide. Engines do not read
+    absolute ids, so that reading never overrules a `t2d` unless the rows support it.
 
     Args:
         as_offsets, as_absolute: the two readings of one `d2t`.
-        rows: how many rows of `lm_head` equal the target's at the ids of either reading.
+        rows: how many rows of `lm_head` equal the target's, at the ids of each reading.
     """
     if not as_offsets.possible:
         spoken_for = not as_absolute.marked_otherwise or (rows is not None and rows[1] > rows[0])
@@ -112,21 +112,21 @@ def keep_most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Te
     """Choose the tokens of a draft vocabulary.
 
     Args:
-        counts: `[vocab]` int64, how often each token stands in a text.
+        counts: `[vocab]` int64, how often each token occurs in a text.
         size: how many tokens to keep.
-        always: ids to keep whatever their frequency: the special tokens.
+        always: ids to keep whatever their frequency, i.e. the special tokens.
 
     Returns:
-        `[size]` int64 target ids, ascending: those of `always`, then the most frequent; among equally frequent
-        tokens the lower id, which in a BPE vocabulary is the earlier merge.
+        `[size]` int64 target ids, ascending: those of `always`, then the most frequent. Among equally frequent tokens
+        the lower id wins, which in a BPE vocabulary is the earlier merge.
 
     Raises:
-        ConfigInvalid: `size` has no place for `always`, or is not below the vocabulary.
+        ConfigInvalid: `size` is too small for `always`, or not below the vocabulary size.
     """
     if not len(always) <= size < counts.numel() or size < 1:
         raise ConfigInvalid(
-            f"a draft vocabulary of {size} tokens cannot be cut from {counts.numel()}, "
-            f"because {len(always)} special ones are always kept",
+            f"a draft vocabulary of {size} tokens cannot be chosen from {counts.numel()}, "
+            f"because {len(always)} special tokens are always kept",
             fix=f"Choose a size from {max(len(always), 1)} to {counts.numel() - 1}.",
         )
     ranked = counts.clone()
@@ -136,11 +136,11 @@ def keep_most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Te
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a text a draft vocabulary holds.
+    """How much of a text a draft vocabulary covers.
 
     Attributes:
         tokens: number of tokens of the text.
-        covered: how many of them a draft id leads to.
+        covered: how many of them have a draft id.
         distinct, distinct_covered: the same, each token counted once.
     """
 
@@ -151,15 +151,15 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of the text's tokens that can be drafted, from 0 to 1: what bounds the acceptance rate."""
+        """Share of the text's tokens that can be drafted, from 0 to 1: an upper bound of the acceptance rate."""
         return self.covered / self.tokens if self.tokens else 0.0
 
 
 def measure_coverage(counts: Tensor, ids: Tensor) -> Coverage:
-    """Return how much of a text the tokens `ids` make up.
+    """Return how much of a text the tokens `ids` cover.
 
     Args:
-        counts: `[vocab]` int64, how often each token stands in the text.
+        counts: `[vocab]` int64, how often each token occurs in the text.
         ids: `[draft_vocab]` int64 target ids.
     """
     held = counts[ids]

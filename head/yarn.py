@@ -1,6 +1,6 @@
-"""What YaRN scales beside the frequencies.
+"""What YaRN scales besides the frequencies.
 
-YaRN has two readings, one for each attention, and they agree except where said here.
+YaRN has two readings, one per kind of attention. They agree except as noted here.
 
 * GQA: cos and sin are scaled by `attention_factor`; without it by `m(mscale) / m(mscale_all_dim)` where both
   are set and not zero, else by `m(1)`. The softmax keeps `head_dim ** -0.5`. transformers and vLLM agree:
@@ -10,13 +10,13 @@ YaRN has two readings, one for each attention, and they agree except where said 
   `mscale_all_dim` is 0, and the softmax by `m(mscale_all_dim) ** 2` on top of `qk_head_dim ** -0.5`:
   https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py#L52-L55
   https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1129-L1136
-  transformers reads MLA's cos and sin by the GQA rule, so it agrees where both or neither are set, and
-  differs where only one of the two is.
+  transformers applies the GQA rule to MLA's cos and sin, so it agrees if both or neither are set, and differs if
+  only one is.
 
 `m(s) = 0.1 * s * ln(factor) + 1`, and 1 for a factor of 1 or less. On MLA, vLLM ignores an `attention_factor`
-other than 1.0, and takes 1.0 to mean that the softmax is *not* scaled
+other than 1.0, and for 1.0 it does *not* scale the softmax
 (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1115-L1120);
-here, as in transformers, it replaces the factor of cos and sin and nothing else.
+here, as in transformers, it only replaces the factor of cos and sin.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .spec import Gqa, Mla, Rope, Yarn
 
 
 def m(yarn: Yarn, mscale: float) -> float:
-    """Return YaRN's `m(s)`, as the module's docstring has it."""
+    """Return YaRN's `m(s)`, as defined in the module's docstring."""
     return 0.1 * mscale * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
 
 
 def cos_sin_factor(rope: Rope, attention: Gqa | Mla) -> float:
-    """Return what cos and sin are multiplied by: 1.0 except with YaRN (rules in the module's docstring)."""
+    """Return the factor of cos and sin: 1.0 except with YaRN (rules in the module's docstring)."""
     yarn = rope.scaling
     if not isinstance(yarn, Yarn):
         return 1.0
@@ -47,7 +47,7 @@ def cos_sin_factor(rope: Rope, attention: Gqa | Mla) -> float:
 
 
 def softmax_scale(rope: Rope, attention: Gqa | Mla) -> float:
-    """Return what the dot product of a query and a key is multiplied by before the softmax."""
+    """Return the factor of the dot product of query and key before the softmax."""
     if isinstance(attention, Gqa):
         return attention.head_dim**-0.5
     scale = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5

@@ -1,4 +1,4 @@
-"""What kconv does: one typed request per operation. Nothing is imported before it is asked for."""
+"""What kconv does: one typed request per operation. Each is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """An operation as help lists it, before it is imported: its module and class, its heading, and what it does."""
+    """An operation as help lists it, before it is imported: its module and class, its heading, and its summary."""
 
     module: str
     cls: str
@@ -20,8 +20,8 @@ class Entry:
     summary: str
 
 
-# Every operation, by its name in recipes and in Python. On the command line `convert` is a command for each layout that
-# can be written (`to-vllm`), and words are joined by dashes.
+# Every operation, by its name in recipes and in Python. On the command line `convert` is one command per layout that
+# kconv writes (`to-vllm`), and words are joined by dashes.
 OPERATIONS = {
     "tiny": Entry("tiny", "Tiny", "Try it", "Train a tiny Kimi-K2, and write texts for it."),
     "inspect": Entry("inspect", "Inspect", "Look", "Show what a checkpoint is, from its config and headers."),
@@ -59,7 +59,7 @@ def load(name: str) -> type[Operation]:
     """Return an operation by its name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such operation.
     """
     entry = OPERATIONS[name]
     return getattr(import_module(f".{entry.module}", __name__), entry.cls)

@@ -1,4 +1,4 @@
-"""What an operation is: one typed request whose fields are its options, and what it is run in.
+"""What an operation is: one typed request whose fields are its options, and the context that it runs in.
 
 Command-line options, recipe steps, the Python functions and the reference pages are generated from these models.
 """
@@ -34,11 +34,11 @@ class Marks:
     """What a field is, beyond its type.
 
     Attributes:
-        kind: "checkpoint" (a folder or a hub id), "file" (a path), "output" (what the operation makes); or how its
-            words are read: "ids", "list", "json", "settings", "yes-or-no". Empty for a plain value.
-        argument: whether it is given by its place, not by its name.
-        metavar: what stands for its value in help.
-        words: values that name no file, of a field that does otherwise.
+        kind: "checkpoint" (a folder or a hub id), "file" (a path), "output" (the operation's result); or how words are
+            parsed: "ids", "list", "json", "settings", "yes-or-no". Empty for a plain value.
+        argument: whether it is given by position, not by name.
+        metavar: its placeholder in help.
+        words: values that do not name a file, for a field that otherwise names one.
     """
 
     kind: Kind | None = None
@@ -48,10 +48,10 @@ class Marks:
 
 
 def _path(value: Any) -> Any:
-    """Take a path as it is: its bytes need not be UTF-8, which pydantic's own strings must be."""
+    """Accept a path with any bytes: pydantic's own strings must be UTF-8."""
     if isinstance(value, (str, os.PathLike)):
         if "\0" in str(value):
-            raise ValueError("no path holds a zero byte")
+            raise ValueError("a path cannot contain a zero byte")
         return os.fspath(value)
     raise ValueError("it is neither a path nor a name")
 
@@ -67,7 +67,7 @@ def option(default: Any = ..., help: str = "", *, kind: Kind | None = None, meta
 
 
 def argument(help: str, *, kind: Kind, metavar: str = "", default: Any = ...) -> Any:
-    """Declare an argument, which is given by its place."""
+    """Declare an argument, which is given by position."""
     return Field(default, description=help, json_schema_extra={"marks": Marks(kind, True, metavar)})  # pyright: ignore
 
 
@@ -79,12 +79,12 @@ def marks(info: FieldInfo) -> Marks:
 
 
 def plain_name(name: str) -> str:
-    """Return how a recipe calls a field: `from_` is a word that Python keeps for itself."""
+    """Return a field's name in a recipe: Python reserves the word `from`, so the field is `from_`."""
     return name.rstrip("_")
 
 
 def flag(name: str, info: FieldInfo | None = None) -> str:
-    """Return how the command line calls a field."""
+    """Return a field's name on the command line."""
     no = "no-" if info is not None and info.default is True else ""
     return f"--{no}{plain_name(name).replace('_', '-')}"
 
@@ -113,11 +113,11 @@ Words = Annotated[tuple[str, ...], BeforeValidator(words)]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an operation would cost.
+    """The estimated cost of an operation.
 
     Attributes:
-        bytes: that it writes; None where that is not known before an input is there.
-        plan: what it would do, where that is more than a number.
+        bytes: that it writes; None if unknown before an input exists.
+        plan: what it would do, if that is more than a number.
     """
 
     bytes: int | None = 0
@@ -126,11 +126,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ReleaseFacts:
-    """The release that an operation is a step of.
+    """The release to which a step's operation belongs.
 
     Attributes:
-        title: what the release is called.
-        facts: what no file of the head says.
+        title: the release's title.
+        facts: facts that no file of the head states.
         text: the recipe.
     """
 
@@ -141,17 +141,17 @@ class ReleaseFacts:
 
 @dataclass
 class Context:
-    """What an operation is run in: it finds what names mean, and shows progress. This one is silent.
+    """The context of an operation: it resolves names and shows progress. This one is silent.
 
     Attributes:
-        release: the release that the operation is a step of; None where it is called on its own.
+        release: the release to which the operation belongs; None if it is called on its own.
     """
 
     release: ReleaseFacts | None = None
     _sources: dict[str, Source] = field(default_factory=dict)
 
     def source(self, name: str) -> Source:
-        """Return the checkpoint that a name means; a hub id is one commit for as long as this context lives."""
+        """Return the checkpoint for a name; a hub id stays at one commit for as long as this context lives."""
         if name not in self._sources:
             from ..checkpoint.source import resolve
 
@@ -159,26 +159,26 @@ class Context:
         return self._sources[name]
 
     def maybe(self, name: str | None) -> Source | None:
-        """Return the checkpoint that a name means; None where there is no name."""
+        """Return the checkpoint for a name; None without a name."""
         return None if name is None else self.source(name)
 
     def path(self, name: str) -> Path:
-        """Return the file or folder that a name means."""
+        """Return the file or folder for a name."""
         return Path(name)
 
     def log(self, text: str) -> None:
-        """Say once what is going on."""
+        """Print a message."""
 
     def status(self, title: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Show a task; the yielded function says what it is at."""
+        """Show a task; the yielded function updates its message."""
         return nullcontext(lambda text: None)
 
     def bytes(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show a task by its bytes; the yielded function counts more of them."""
+        """Show a task's progress in bytes; the yielded function adds to it."""
         return nullcontext(lambda count: None)
 
     def steps(self, title: str) -> AbstractContextManager[Callable[[int, int, float], None]]:
-        """Show a task by its steps; the yielded function takes the steps done, the steps in all, and the loss."""
+        """Show a task's progress in steps; the yielded function takes steps done, steps in total, and the loss."""
         return nullcontext(lambda done, total, loss: None)
 
 
@@ -187,11 +187,11 @@ class Operation(BaseModel):
 
     Attributes:
         EXAMPLES: command lines.
-        OUTPUT: of an output that is a file, what it is called inside a step of a recipe; empty for a folder.
+        OUTPUT: if the output is a file, its name inside a step of a recipe; empty for a folder.
         HEAVY: whether it needs more than a hosted CI machine has.
-        RESUMES: whether it goes on where a killed run of it stopped.
-        PLANS: whether `preview` says what would be done, as --dry-run shows.
-        OF_RELEASE: whether what it makes hangs on the facts of the release that it is a step of.
+        RESUMES: whether it resumes after a kill.
+        PLANS: whether `preview` shows what it would do, for --dry-run.
+        OF_RELEASE: whether its result depends on the facts of the release.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=plain_name, populate_by_name=True)
@@ -204,46 +204,46 @@ class Operation(BaseModel):
     OF_RELEASE: ClassVar[bool] = False
 
     def run(self, context: Context) -> Any:
-        """Do it.
+        """Run the operation.
 
         Raises:
-            KconvError: it cannot be done; see the operation.
+            KconvError: it fails; see the operation.
         """
         raise NotImplementedError
 
     def precheck(self, context: Context) -> None:
-        """Refuse names and settings that cannot be, before anything is computed; files that are not there yet pass.
+        """Refuse invalid names and settings before anything is computed; missing files are accepted.
 
         Raises:
             KconvError: see the operation.
         """
 
     def estimate(self, context: Context) -> Estimate:
-        """Return what it would cost; nothing is written, and no weight is downloaded."""
+        """Return what it would cost; writes nothing and downloads no weights."""
         return Estimate()
 
     def preview(self, context: Context) -> Any:
-        """Return what would be done; nothing is written."""
+        """Return what it would do; writes nothing."""
         return self.estimate(context).plan
 
     def passed(self, result: Any) -> bool:
-        """Say whether a result is one to exit with 0 for; one with findings may not be."""
+        """Return whether a result means exit code 0; a result with findings may not."""
         return True
 
     def failure(self, result: Any) -> KconvError:
-        """Return the error of a result that does not pass, where another step hangs on it."""
+        """Return the error of a result that does not pass, if another step depends on it."""
         return StepFailed(f"{command_name(type(self))} found errors", fix="Fix the errors above.")
 
     def given(self, *names: str) -> list[str]:
-        """Return which of the named options the request states, as the command line writes them."""
+        """Return which of the named options the request sets, in the form of the command line."""
         fields = type(self).model_fields
         return [flag(name, fields[name]) for name in names if name in self.model_fields_set]
 
     def refuse(self, *names: str, unless: str) -> None:
-        """Refuse options that would be passed over.
+        """Refuse options that would have no effect.
 
         Raises:
-            ValueError: the request states one of them.
+            ValueError: the request sets one of them.
         """
         if idle := self.given(*names):
             raise ValueError(f"{', '.join(idle)}: only {unless}")
@@ -257,16 +257,16 @@ class Operation(BaseModel):
 
     @classmethod
     def output(cls) -> str | None:
-        """Return the field that names what the operation makes; None where it makes nothing."""
+        """Return the field that names the operation's output; None if it has none."""
         return next((name for name, info in cls.model_fields.items() if marks(info).kind == "output"), None)
 
     @classmethod
     def request(cls, *args: Any, **options: Any) -> Self:
-        """Make a request as a Python call does: arguments by their place, options by their name.
+        """Build a request as a Python call does: arguments by position, options by name.
 
         Raises:
-            RequestInvalid: an option does not exist, has a wrong value, or does not go with another one.
-            TypeError: there are more arguments than the operation has.
+            RequestInvalid: an option does not exist, has a wrong value, or conflicts with another one.
+            TypeError: there are more arguments than the operation takes.
         """
         places = [name for name, info in cls.model_fields.items() if marks(info).argument]
         if len(args) > len(places):
@@ -275,7 +275,7 @@ class Operation(BaseModel):
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> Self:
-        """Make a request of plain values.
+        """Build a request from plain values.
 
         Raises:
             RequestInvalid: see `request`.
@@ -287,12 +287,12 @@ class Operation(BaseModel):
 
 
 def command_name(cls: type[Operation]) -> str:
-    """Return how the command line calls an operation, e.g. "quantize-head"."""
+    """Return an operation's name on the command line, e.g. "quantize-head"."""
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("-")
 
 
 def first_wrong(cls: type[Operation], error: ValidationError) -> str:
-    """Return what is wrong with a request first, under the option's name on the command line."""
+    """Return the first error in a request, with the option's name on the command line."""
     found = error.errors()[0]
     message = in_words(found)
     if found["type"] == "extra_forbidden":
@@ -309,7 +309,7 @@ def first_wrong(cls: type[Operation], error: ValidationError) -> str:
 
 @contextmanager
 def extras() -> Iterator[None]:
-    """Turn the absence of a package that an extra of kconv brings into an error that says which one."""
+    """Turn a missing package that belongs to one of kconv's extras into an error that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -317,14 +317,14 @@ def extras() -> Iterator[None]:
 
 
 def missing_extra(error: ModuleNotFoundError) -> MissingExtra:
-    """Return the error of a package that an extra of kconv brings; any other missing module is a bug, and raised."""
+    """Return the error for a missing package of one of kconv's extras; any other missing module is a bug and raised."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         raise error
     return MissingExtra(f"{package} is not installed", fix=f"Run {install_command(EXTRAS[package])}.")
 
 
-# Packages that only some operations take, and the extra that brings them.
+# Packages that only some operations need, and the extra that installs each.
 EXTRAS = {
     **dict.fromkeys(("modelopt", "transformers", "accelerate", "datasets", "psutil", "requests"), "optimize"),
     "matplotlib": "plots",

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from ..bench.compare import Comparison
     from ..targets.suites import Suite
 
-# Also where the engine tests look, and `validate`.
+# The engine tests and `validate` use it too.
 PYTHON = "KCONV_ENGINE_PYTHON"
 TREE = re.compile(r"topk=([1-9]\d*),nodes=([1-9]\d*)")
 MOST = 16  # K
-TOO_LARGE = "Serve it, and measure there (--url)."
-CHAT_TOKENS = 64  # what a chat template adds to a turn
-# What the other way of measuring would pass over.
+TOO_LARGE = "Serve it, and measure it there (--url)."
+CHAT_TOKENS = 64  # tokens that a chat template adds to a turn
+# Options that the other way of measuring would ignore.
 OF_SERVERS = (
     "tree", "speed_at", "concurrency", "precision", "model", "engine_version", "draft_sample_method",
     "rejection_sample_method", "baseline_url", "extra",
@@ -71,7 +71,7 @@ def _object(value: Any) -> Any:
 class Bench(Reading):
     """Measure acceptance length per category of a suite, and record the measuring conditions.
 
-    --url measures a running server, from its answers or from its counters; nobody else may use it meanwhile.
+    --url measures a running server, from its answers or from its counters; nobody else may use it during the run.
     --engine starts a server in fp32. Without either, kconv computes --head and --target itself.
     """
 
@@ -88,7 +88,7 @@ class Bench(Reading):
     url: str | None = option(None, "Address of a running vLLM, SGLang or TensorRT-LLM that speculates.")
     head: Name = option(..., "The head to measure; with --url, the head that is served.", kind="checkpoint")
     suite: Name = option(
-        ..., "mt-bench, speed-bench, or a JSONL of prompts.", kind="file", metavar="NAME|FILE",
+        ..., "mt-bench, speed-bench, or a JSONL file of prompts.", kind="file", metavar="NAME|FILE",
         words=("mt-bench", "speed-bench"),
     )  # fmt: skip
     revision: str | None = option(
@@ -141,7 +141,9 @@ class Bench(Reading):
         if not (self.url or self.target):
             raise ValueError("--url or --target is required")
         if self.url and len(self.draft_tokens) > 1:
-            raise ValueError("--draft-tokens: a server that runs drafts one K; give it, or --engine for several")
+            raise ValueError(
+                "--draft-tokens: a running server drafts with one K; pass that K, or use --engine for several"
+            )
         if self.url:
             self.refuse("target", "engine", "engine_python", "ready_seconds", *OFFLINE, unless="without --url")
         elif not self.engine:
@@ -160,7 +162,7 @@ class Bench(Reading):
 
     @property
     def python(self) -> Path | None:
-        """The interpreter that the engine is started with."""
+        """The interpreter that starts the engine."""
         given = self.engine_python or os.environ.get(PYTHON)
         return Path(given) if given and self.engine else None
 
@@ -169,7 +171,7 @@ class Bench(Reading):
         """Branches of each drafted token, and tokens that a step verifies; (1, 0) for a chain.
 
         Raises:
-            ValueError: `tree` says neither.
+            ValueError: `tree` is neither form.
         """
         if self.tree == "chain":
             return 1, 0
@@ -178,12 +180,12 @@ class Bench(Reading):
         return int(found[1]), int(found[2])
 
     def run(self, context: Context) -> AcceptanceFile:
-        """Return what was measured, which is also written.
+        """Return the measurements, which are also written.
 
         Raises:
-            OutputExists, OutputFailed: the file is there, or cannot be written.
+            OutputExists, OutputFailed: the file exists, or cannot be written.
             SuiteInvalid: the suite cannot be read.
-            KconvError: the head or the target cannot be read, or the server's counters do not tell.
+            KconvError: the head or the target cannot be read, or the server's counters are inconclusive.
         """
         from ..targets.suites import load_suite
 
@@ -208,7 +210,7 @@ class Bench(Reading):
 
         engine, target, python = registry.engine(self.engine or ""), context.source(self.target or ""), self.python
         head = context.source(self.head)
-        # A prompt has no more tokens than characters, and each turn an answer.
+        # A prompt has no more tokens than characters, and each turn has an answer.
         longest = max(sum(len(turn) + self.max_tokens + CHAT_TOKENS for turn in p.turns) for p in suite.prompts)
         branches, nodes = self.branches
         serving = Serving(
@@ -232,16 +234,16 @@ class Bench(Reading):
         if self.speed_at and not self.baseline_url:
             from ..bench.speed import measure_loads
 
-            say(f"{engine.title} without a draft: starting")
+            say(f"starting {engine.title} without a draft")
             with serve(replace(serving, head=None), engine) as served:
-                say("speed without a draft")
+                say("measuring speed without a draft")
                 client = replace(served.client, extra=self.extra)
                 loads = measure_loads(client, suite.prompts, self.speed_at, self.max_tokens, self.temperature)
             run = replace(run, loads=loads)
         found = []
-        # No engine drafts another K than it was started with; see engines/base.py, Serving.
+        # An engine drafts only with the K that it was started with; see engines/base.py, Serving.
         for steps in self.draft_tokens:
-            say(f"{engine.title}, K = {steps}: starting")
+            say(f"starting {engine.title}, K = {steps}")
             with serve(replace(serving, draft_tokens=steps), engine) as served:
                 own = replace(run, draft_tokens=steps)
                 found.append(measure_served(served.client.url, suite, head, own, fetch=True, say=say))
@@ -268,7 +270,7 @@ class Bench(Reading):
         from ..targets.model import check_memory
 
         target = context.source(self.target or "")
-        # Before the head is downloaded, and the target.
+        # Checked before the head and the target are downloaded.
         check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
         return measure_head(
             self.open(context, self.head),
@@ -309,8 +311,8 @@ class Curve(Operation):
         """Return the curve's text, which is also written.
 
         Raises:
-            OutputExists: the file is there.
-            AcceptanceInvalid, DefinitionsMixed: the figures make no curve.
+            OutputExists: the file exists.
+            AcceptanceInvalid, DefinitionsMixed: the figures do not form a curve.
         """
         from ..bench.acceptance import read_acceptance
         from ..bench.golden import write_curve
@@ -324,7 +326,7 @@ class Quote(Operation):
     """Write figures that another program measured as acceptance.json, with their origin.
 
     FILE is a result of vllm bench serve, of AIPerf (profile_export_aiperf.json) or of sglang.bench_serving, or one of
-    InferenceX's golden curves. Give what the file leaves open as options. A figure with an unstated condition is
+    InferenceX's golden curves. Add what the file leaves open with options. A figure with an unstated condition is
     never compared.
     """
 
@@ -344,7 +346,7 @@ class Quote(Operation):
     prompts: Count | None = option(None, "Number of prompts.", metavar="N")
     draft_tokens: Count | None = option(None, "K.", metavar="K")
     tree: str | None = option(None, "chain, or how drafts branch.")
-    engine: str | None = option(None, "What served, e.g. vllm.")
+    engine: str | None = option(None, "The engine, e.g. vllm.")
     engine_version: str | None = option(None, "Its version.")
     target: str | None = option(None, "Hub id of the target.", metavar="ID")
     precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
@@ -353,14 +355,14 @@ class Quote(Operation):
     max_tokens: Count | None = option(None, "An answer's limit.", metavar="N")
     draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy.")
     rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard.")
-    date: str | None = option(None, "Of the measurement, e.g. 2026-11-23.")
+    date: str | None = option(None, "Date of the measurement, e.g. 2026-11-23.")
 
     def run(self, context: Context) -> AcceptanceFile:
         """Return the figures, which are also written.
 
         Raises:
-            OutputExists: the file is there.
-            AcceptanceInvalid, DefinitionsMixed: the result cannot be read, or says otherwise.
+            OutputExists: the file exists.
+            AcceptanceInvalid, DefinitionsMixed: the result cannot be read, or contradicts an option.
         """
         from ..bench.acceptance import METHOD
         from ..bench.foreign import quote
@@ -375,14 +377,14 @@ class Quote(Operation):
 
 @dataclass(frozen=True)
 class Written:
-    """A text that was written: where, and the text."""
+    """A text that was written: its file, and the text."""
 
     out: Path
     text: str
 
     @classmethod
     def write(cls, out: str, text: str) -> Written:
-        """Write a text, and the folder around it."""
+        """Write a text, creating its folder."""
         from ..checkpoint.staging import write_new
 
         write_new(Path(out), text)
@@ -395,7 +397,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Compared:
-    """Figures that compare, and those that do not."""
+    """Figures that can be compared, and those that cannot."""
 
     comparison: Comparison
 
@@ -405,9 +407,9 @@ class Compared:
 
 
 class Compare(Operation):
-    """Compare the acceptance.json FILES of two heads or more.
+    """Compare the acceptance.json FILES of two or more heads.
 
-    Figures are put side by side only if all their measuring conditions are stated and equal. The others are listed with
+    Figures are compared only if all their measuring conditions are stated and equal. The others are listed with
     the difference. Exit 1 if nothing is comparable.
     """
 
@@ -419,14 +421,14 @@ class Compare(Operation):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if len(self.files) < 2:
-            raise ValueError("give at least two files")
+            raise ValueError("pass at least two files")
         return self
 
     def run(self, context: Context) -> Compared:
         """Return the comparison.
 
         Raises:
-            OutputExists: the chart is there.
+            OutputExists: the chart exists.
             AcceptanceInvalid: a file cannot be read.
         """
         from ..bench.acceptance import read_acceptance
@@ -439,5 +441,5 @@ class Compare(Operation):
         return Compared(comparison)
 
     def passed(self, result: Compared) -> bool:
-        """Say whether any figures compare."""
+        """Return whether any figures can be compared."""
         return bool(result.comparison.tables)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CardWritten:
-    """A card that was written, or what checking one found.
+    """A written card, or the findings of a check.
 
     Attributes:
         folder: the head's.
-        file: the card; None where none was written.
-        missing: what the card asks for and nobody said, with what it is; only where that was asked for.
-        findings: what is wrong with the card and its licenses.
-        checked: whether the card was checked alone.
+        file: the card; None if none was written.
+        missing: facts that the card needs and nobody stated, with their meaning; only if requested.
+        findings: problems with the card and its licenses.
+        checked: whether the card was only checked.
         unsaid: how many facts the written card lacks.
         started: whether `file` is a facts file, not a card.
     """
@@ -89,20 +89,20 @@ class Card(Operation):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.missing and self.check:
-            raise ValueError("--missing and --check exclude each other; give one of them")
+            raise ValueError("--missing and --check exclude each other; use one of them")
         if self.out is not None and (self.missing or self.check or self.init):
-            raise ValueError("--missing, --check and --init write no card; leave --out out")
+            raise ValueError("--missing, --check and --init write no card; remove --out")
         if self.init is not None and (self.missing or self.check):
-            raise ValueError("--init writes a facts file; leave --missing and --check out")
+            raise ValueError("--init writes a facts file; remove --missing and --check")
         return self
 
     def run(self, context: Context) -> CardWritten:
         """Write the card, or return what is missing or wrong.
 
         Raises:
-            FactsInvalid, ReportInvalid, AcceptanceInvalid: a file of evidence cannot be read.
-            ManifestMismatch: the head is not the one that its manifest records.
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            FactsInvalid, ReportInvalid, AcceptanceInvalid: a file with evidence cannot be read.
+            ManifestMismatch: the head does not match its manifest.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
         """
         from ..cards.card import gather_files, make_card, write
         from ..cards.license_checks import check_folder
@@ -143,13 +143,13 @@ class Card(Operation):
         return CardWritten(head, file, findings=tuple(check_folder(head, facts)), unsaid=len(made.missing))
 
     def passed(self, result: CardWritten) -> bool:
-        """Say whether nothing is missing, and nothing found is an error."""
+        """Return whether nothing is missing, and no finding is an error."""
         if result.missing is not None:
             return not result.missing
         return not any(finding.severity == "error" for finding in result.findings)
 
     def _facts(self, context: Context) -> Facts:
-        """Return the facts of a file or of the release, with what the options say put in their place."""
+        """Return the facts from a file or from the release, overridden by the options."""
         from ..cards.facts import Facts, read_facts
         from ..cards.licenses import by_id
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 HeadDim = Annotated[Literal["auto", "192", "256"], BeforeValidator(str)]
-# What only a conversion of the attention reads.
+# Options that only an attention conversion reads.
 OF_ATTENTION = ("context", "heal", "head_dim", "min_retention", "device")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A head that was written: where, its manifest, and what an approximation kept on held-out text."""
+    """A written head: its folder, its manifest, and what an approximation retained on held-out text."""
 
     out: str
     manifest: Manifest
@@ -38,7 +38,7 @@ class Converted:
 
 
 class Convert(Reading):
-    """Write HEAD in an engine's layout into the new folder OUT, with kconv.json beside it.
+    """Write HEAD in an engine's layout into the new folder OUT, with a kconv.json manifest.
 
     The conversion is exact unless you give --dtype or --attention: every weight keeps its bytes, and the manifest
     records every source tensor.
@@ -60,7 +60,7 @@ class Convert(Reading):
     head: Name = argument("The head to convert: a folder or a hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
     to: str = option(..., "The layout to write.", metavar="LAYOUT")
-    drop_shared: bool = option(False, "Leave out tensors that are byte-identical to --target's.")
+    drop_shared: bool = option(False, "Omit tensors that are byte-identical to --target's.")
     dtype: Literal["bfloat16"] | None = option(None, "Cast the weights to this dtype; not exact.")
     attention: Literal["mha", "mla"] | None = option(None, "Change the attention; not exact.")
     states: Name | None = option(None, "Output of kconv states, to calibrate --attention or measure.", kind="file")
@@ -93,12 +93,12 @@ class Convert(Reading):
         if self.attention is None:
             self.refuse(*OF_ATTENTION, unless="with --attention")
             if self.drop_shared and self.target is None:
-                raise ValueError("--drop-shared needs --target, for comparison")
+                raise ValueError("--drop-shared needs --target, for the comparison")
             if (self.states or self.prompts) and (self.target is None or (self.states and self.prompts)):
-                raise ValueError("give --target, and one of --states and --prompts, to measure how HEAD is read")
+                raise ValueError("to measure how HEAD should be read, pass --target and one of --states and --prompts")
             return self
         if self.target is None or self.given("drop_shared", "dtype"):
-            raise ValueError("--attention needs --target, and takes no --drop-shared or --dtype")
+            raise ValueError("--attention needs --target, and excludes --drop-shared and --dtype")
         if (self.states is None) == (self.prompts is None):
             raise ValueError("--attention needs --states or --prompts, for calibration")
         if self.states:
@@ -111,16 +111,16 @@ class Convert(Reading):
         """Write the head.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
-            LayoutCannot: the layout, or its engine, has no place for something that this head has.
-            ConversionInaccurate: another attention keeps less than --min-retention.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
+            LayoutCannot: the layout or its engine does not support a part of this head.
+            ConversionInaccurate: another attention retains less than --min-retention.
             KconvError: the head or the target cannot be read.
         """
         refuse_existing_output(self.out, self.head)
         return self._convert_attention(context) if self.attention else self._convert(context)
 
     def estimate(self, context: Context) -> Estimate:
-        """Return the plan, made of headers alone; what another attention would take is not planned."""
+        """Return the plan, made from headers alone; it does not estimate the work of another attention."""
         refuse_existing_output(self.out)
         if self.attention:
             return Estimate(None)
@@ -142,10 +142,10 @@ class Convert(Reading):
         return FLOAT_DTYPES[self.dtype] if self.dtype else ""
 
     def _measured(self, context: Context) -> tuple[Self, frozenset[str]]:
-        """Return the request as the target's states confirm it, and the facts that they do.
+        """Return the request as confirmed by the target's states, and the facts that they confirm.
 
         Raises:
-            ReadingBeaten: the head, as it is read, accepts less than under another reading.
+            ReadingBeaten: the head accepts less with its reading than with another one.
         """
         from .validate import Validate
 
@@ -184,7 +184,7 @@ class Convert(Reading):
         from ..engines import by_name
 
         layout, target = by_name(self.to), context.maybe(self.target)
-        # By headers first, so that what cannot be converted is refused before it is downloaded.
+        # From headers first, so that a head that cannot be converted is refused before its download.
         headers = self.open_headers(context, self.head)
         plan(headers, layout, WriteOptions(find_shapes(target) if target else None, False, self._rounded()))
         shared = find_for_layout(target, headers, layout, drop_shared=self.drop_shared) if target else None
@@ -203,7 +203,7 @@ class Convert(Reading):
         from ..engines import by_name
 
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Leave --device out.")
+            raise RequestInvalid("--device cuda: torch finds no CUDA device here", fix="Remove --device.")
         texts = TextOptions(
             context.path(self.states) if self.states else None,
             context.path(self.prompts) if self.prompts else None,
@@ -226,7 +226,7 @@ class Convert(Reading):
         return Converted(self.out, manifest, kept)
 
     def _refuse_attention(self, context: Context) -> None:
-        """Refuse what files' names, configs and headers tell, before torch is loaded or a weight is downloaded."""
+        """Refuse what names, configs and headers already show, before torch is loaded or a weight is downloaded."""
         from ..convert.attention.swap import check_convertible
         from ..targets.states import open_states
 

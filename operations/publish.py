@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published.json"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# What a least acceptance is about, without which it says nothing; and what only a suite's is about.
+# The options that define a minimum acceptance, and those only for a suite.
 ABOUT = ("suite", "draft_tokens", "min_prompts", "max_loss")
 MORE = ("target_name", "temperature")
 
 
 def _allowed(value: Any) -> Any:
-    """Read checks that are let pass, from a mapping or from words like P109="a reason"."""
+    """Read allowed checks, from a mapping or from words like P109="a reason"."""
     if isinstance(value, Mapping):
         found = {str(rule): str(why) for rule, why in value.items()}
     elif not isinstance(value, (list, tuple)):
@@ -49,7 +49,7 @@ class PublishResult:
     """What was published, or would be.
 
     Attributes:
-        release: the folder, its findings and what was let pass.
+        release: the folder, its findings and the allowed checks.
         made: what was done.
         dry_run: whether nothing was done.
     """
@@ -73,7 +73,7 @@ class Publish(Operation):
     back, and sets the tag. A repeated call does nothing; an interrupted one resumes. The token comes from HF_TOKEN, hf
     auth login, or, if HF_OIDC_RESOURCE is set, the CI job's identity.
 
-    Options that you leave out come from DIR's recipe: the floor, the facts, and, from its publish step for REPO or its
+    Options that you omit come from DIR's recipe: the floor, the facts, and, from its publish step for REPO or its
     only publish step, the repository, tag, branch, visibility and allowed checks. With --create-pr, the recipe's tag,
     branch and --public wait until the pull request is merged.
     """
@@ -103,14 +103,14 @@ class Publish(Operation):
         None, "Minimum acceptance; by default the recipe's.", metavar="AL"
     )
     metric: str = option("al_incl_bonus", "Metric of the minimum.")
-    suite: str | None = option(None, "Its suite, e.g. MT-Bench, or a report's text, e.g. sampled.")
+    suite: str | None = option(None, "Suite of the minimum, e.g. MT-Bench, or a report's text, e.g. sampled.")
     target_name: str | None = option(
-        None, "Its target as named in acceptance.json, e.g. org/name@commit.", metavar="NAME"
+        None, "Target of the minimum as named in acceptance.json, e.g. org/name@commit.", metavar="NAME"
     )
     temperature: Annotated[float, Field(ge=0)] | None = option(
-        None, "Its temperature; not for a report's text.", metavar="T"
+        None, "Temperature of the minimum; not for a report's text.", metavar="T"
     )
-    draft_tokens: Count | None = option(None, "Its draft tokens per step (K).", metavar="K")
+    draft_tokens: Count | None = option(None, "Draft tokens per step (K) of the minimum.", metavar="K")
     min_prompts: Count | None = option(None, "Minimum number of prompts.", metavar="N")
     max_loss: Annotated[float, Field(ge=0, lt=1)] | None = option(
         None, "Largest allowed loss against the source (share).", metavar="SHARE"
@@ -136,15 +136,15 @@ class Publish(Operation):
         """Publish the folder.
 
         Raises:
-            PublishRefused: a check of the gate does not pass, or the repository is not as asked.
-            HubMoved: the branch moved on, or the tag is there with other files.
-            ReadBackFailed: the Hub gives back other bytes.
-            HubRefused, HubUnreachable: the Hub does not let this account in, or cannot be reached.
+            PublishRefused: a release check does not pass, or the repository is not as requested.
+            HubMoved: the branch moved, or the tag exists with other files.
+            ReadBackFailed: the Hub returns other bytes.
+            HubRefused, HubUnreachable: the Hub refuses this account, or cannot be reached.
         """
         return self._run(context, dry_run=False)
 
     def preview(self, context: Context) -> PublishResult:
-        """Run the gate and look at the repository; change nothing."""
+        """Run the release checks and look at the repository; change nothing."""
         return self._run(context, dry_run=True)
 
     def _run(self, context: Context, *, dry_run: bool) -> PublishResult:
@@ -158,13 +158,13 @@ class Publish(Operation):
 
         if unknown := set(self.allow) - allowable():
             raise RequestInvalid(
-                f"--allow {', '.join(sorted(unknown))}: not a check that may be allowed",
+                f"--allow {', '.join(sorted(unknown))}: these are not checks that can be allowed",
                 fix=f"Allow one of {', '.join(sorted(allowable()))}.",
             )
         folder, stated = context.path(self.folder), self._floor()
         if stated and read_floor(folder):
             raise RequestInvalid(
-                f"the recipe in {folder} already states the minimum acceptance", fix="Leave --min-acceptance out."
+                f"the recipe in {folder} already states the minimum acceptance", fix="Remove --min-acceptance."
             )
         step = self if context.release else self._step(folder)
         allowed = (step.allow if step else {}) | self.allow
@@ -186,7 +186,7 @@ class Publish(Operation):
         return done
 
     def _step(self, folder: Path) -> Publish | None:
-        """Return the step of the folder's own recipe that publishes to the repository, or the only one."""
+        """Return the step of the folder's own recipe that publishes to the repository, or its only one."""
         steps = [step for step in recorded_steps(folder) if self.repo in ("", step.repo)]
         if not (self.repo or steps):
             raise RequestInvalid(f"REPO is required: no recipe in {folder} has a publish step")
@@ -212,12 +212,12 @@ class Publish(Operation):
             for name in ("tag", "revision", "private", "public", "create_pr", "expect_parent")
             if (value := getattr(self, name))
         }
-        # A pull request has none of these; the step's are for when it is merged.
+        # A pull request has none of these; they apply when it is merged.
         later = {"tag": "", "revision": MAIN, "public": False} if self.create_pr and step is not self else {}
         return replace(to, **(later | own))
 
     def _floor(self) -> Floor | None:
-        """Return the floor that the options state."""
+        """Return the minimum acceptance that the options state."""
         if self.min_acceptance is None:
             return None
         from pydantic import ValidationError
@@ -237,10 +237,10 @@ class Publish(Operation):
 
 
 def recorded_steps(folder: Path) -> list[Publish]:
-    """Return the publish steps of the recipe that made a folder and lies in it; none where there is no recipe.
+    """Return the publish steps of the folder's own recipe; none without a recipe.
 
     Raises:
-        RecipeInvalid: the recipe is no YAML mapping, or such a step is not of its schema.
+        RecipeInvalid: the recipe is not a YAML mapping, or such a step does not match its schema.
     """
     from ..cards.publish.floor import RECIPE, read_parts
     from ..errors import RecipeInvalid
@@ -261,6 +261,6 @@ def _write(done: PublishResult, out: Path) -> None:
     from ..checkpoint.staging import staged
 
     with staged(out) as folder:
-        # What was done this time is no part of the outcome: a second run of the step finds it done.
+        # What was done this time is not part of the result: a second run of the step finds it done.
         outcome = {k: v for k, v in asdict(done.made).items() if k not in ("done", "uploaded", "deleted")}
         (folder / PUBLISHED).write_text(json.dumps(outcome, indent=1) + "\n")

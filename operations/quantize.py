@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..quantize.recipe import Recipe
 
 DATA_FREE = "data-free"
-# Where each backend has the activations' scales from, and the options that it alone has.
+# Where each backend gets the input scales from, and the options that only it has.
 SCALES = {"stream": f"a calibration file, or {DATA_FREE}", "modelopt": "a JSONL file"}
 OF_BACKEND = {
     "stream": ("input_scale", "jobs"),
@@ -31,7 +31,7 @@ OF_BACKEND = {
 
 
 class Prompted(Operation):
-    """What of its prompts a target reads."""
+    """How a target reads its prompts."""
 
     tokens: Count = option(512, "Cut each prompt to N tokens.", metavar="N")
     chat: bool = option(False, "Apply the target's chat template to prompts.")
@@ -40,21 +40,21 @@ class Prompted(Operation):
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A calibration that was written: where, and what it holds."""
+    """A written calibration: its file, and its contents."""
 
     out: str
     calibration: TargetCalibration
 
     def to_json(self) -> Any:
-        """Return what was calibrated on as plain values."""
+        """Return the calibration text as plain values."""
         found = self.calibration
         return {"out": self.out, "modules": len(found.input_amax), "prompts": found.prompts.model_dump(mode="json")}
 
 
 class Calibrate(Prompted):
-    """Run TARGET on prompts, and write the largest input of each linear module to the new file OUT (JSON).
+    """Run TARGET on prompts, and write the largest input of each linear layer to the new file OUT (JSON).
 
-    The target runs layer by layer from the disk, with one layer in memory; quantized layers are dequantized. The same
+    The target runs layer by layer from disk, with one layer in memory; quantized layers are dequantized. The same
     command resumes an interrupted run after its last layer.
     """
 
@@ -75,7 +75,7 @@ class Calibrate(Prompted):
         """Write the calibration.
 
         Raises:
-            OutputExists, OutputFailed: the file is there, or cannot be written.
+            OutputExists, OutputFailed: the file exists, or cannot be written.
             KconvError: the target or the prompts cannot be read.
         """
         from ..quantize.calibrate import calibrate_target
@@ -99,10 +99,10 @@ class Calibrate(Prompted):
 
 @dataclass(frozen=True)
 class Quantized:
-    """A target that was quantized: where, and by which plan; a rank that is not the first has written only its part.
+    """A quantized target: its folder, and the plan; a rank other than the first has written only its part.
 
     Attributes:
-        processes: that share the work; None where ModelOpt does it, whose files and time are not known before.
+        processes: that share the work; None for ModelOpt, whose files and time are not known in advance.
     """
 
     out: str
@@ -112,7 +112,7 @@ class Quantized:
 
 
 class Quantize(Prompted):
-    """Write TARGET in NVFP4 into the new folder OUT, with kconv.json beside it.
+    """Write TARGET in NVFP4 into the new folder OUT, with a kconv.json manifest.
 
     TARGET may be bf16, INT4 (Kimi-K2-Thinking, K2.5, K2.6) or FP8 blocks (Kimi-K2-Instruct, DeepSeek-V3).
     Unquantized tensors keep their bytes. The streaming backend holds one tensor at a time, divides the work over
@@ -162,11 +162,11 @@ class Quantize(Prompted):
         """Write the target.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
-            KconvError: the target, the recipe or the scales cannot be read, or cannot be quantized so.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
+            KconvError: the target, the recipe or the scales cannot be read, or do not fit together.
         """
         recipe = self._recipe(context)
-        from ..quantize.run import quantize, read_world  # loads torch, which a wrong request is refused without
+        from ..quantize.run import quantize, read_world  # loads torch, so wrong requests are refused first
 
         world = read_world()
         if world.size > 1 and self.backend == "modelopt":
@@ -182,7 +182,7 @@ class Quantize(Prompted):
         return Quantized(self.out, plan, processes, bool(made and not world.rank))
 
     def estimate(self, context: Context) -> Estimate:
-        """Return the plan, made of headers alone."""
+        """Return the plan, made from headers alone."""
         from ..quantize.run import read_world
 
         recipe = self._recipe(context)
@@ -195,7 +195,7 @@ class Quantize(Prompted):
         return Estimate(sum(unit.bytes_out for unit in plan.units), Quantized(self.out, plan, processes))
 
     def precheck(self, context: Context) -> None:
-        """Raise RecipeInvalid for a recipe that is not there, RequestInvalid for one without its scales."""
+        """Raise RecipeInvalid for a missing recipe, RequestInvalid for one without its scales."""
         self._recipe(context)
 
     def _recipe(self, context: Context) -> Recipe:
@@ -207,10 +207,10 @@ class Quantize(Prompted):
         ]
         if recipe.weight_only and scaled:
             raise RequestInvalid(
-                f"{named} has no effect: {recipe.name} does not quantize activations", fix=f"Leave {named} out."
+                f"{named} has no effect: {recipe.name} does not quantize activations", fix=f"Remove {named}."
             )
         if not recipe.weight_only and not scaled:
-            raise RequestInvalid(f"{named} is required", fix=f"Give {SCALES[self.backend]}.")
+            raise RequestInvalid(f"{named} is required", fix=f"Pass {SCALES[self.backend]}.")
         return recipe
 
     def _plan(
@@ -234,7 +234,7 @@ class Quantize(Prompted):
         return self.jobs or (1 if read_world().size > 1 else _cores())
 
     def _sequences(self, context: Context) -> tuple[list[Tensor], CalibrationPrompts | None]:
-        """Return the token ids of each prompt, [T] each, and what they are, for the record; nothing without prompts."""
+        """Return the token ids of each prompt, [T] each, and their description; nothing without prompts."""
         from ..quantize.calibrate import read_sequences
 
         check_trusted(context, self.trust_remote_code, self.target)
@@ -248,10 +248,10 @@ class Quantize(Prompted):
     def _modelopt(self, context: Context, recipe: Recipe) -> Quantized:
         from ..quantize.modelopt_backend import quantize_in_memory
 
-        # Prompts first: a problem of theirs is found before anything large is downloaded.
+        # Prompts first: their errors show before anything large is downloaded.
         sequences, prompts = self._sequences(context)
         plan = self._plan(context, recipe, prompts)
-        # ModelOpt tells of its work on stdout, which is for results.
+        # ModelOpt prints its progress to stdout, which is for results.
         with context.status("quantizing") as say, quiet_stdout():
             quantize_in_memory(plan, Path(self.out), [ids.unsqueeze(0) for ids in sequences], say=say)
         return Quantized(self.out, plan, None)
@@ -263,11 +263,11 @@ def _cores() -> int:
 
 
 class QuantizeHead(Reading):
-    """Write HEAD with its linears in FP8 or NVFP4 into the new folder OUT, with kconv.json beside it.
+    """Write HEAD with FP8 or NVFP4 linear layers into the new folder OUT, with a kconv.json manifest.
 
     Attention and MLP of a GQA or MHA head are quantized, and the MLP of an MLA head. fc, lm_head, the embedding and the
-    norms keep their bytes. Linears that engines fuse share their scales. OUT has HEAD's layout; kconv to-vllm OUT and
-    the other conversions copy it as it is.
+    norms keep their bytes. Linear layers that engines fuse share scales. OUT has HEAD's layout; kconv to-vllm OUT and
+    the other conversions copy it unchanged.
 
     Nine in ten of the states' prompts give the input scales. On the rest kconv measures the acceptance length, with
     weights and inputs rounded as in an engine, before it writes anything. The whole head is in memory, in fp32.
@@ -281,7 +281,7 @@ class QuantizeHead(Reading):
 
     head: Name = argument("The head: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
-    format: Literal["fp8", "nvfp4"] = option(..., "Number format of the linears.")
+    format: Literal["fp8", "nvfp4"] = option(..., "Number format of the linear layers.")
     states: Name = option(..., "Output of kconv states for the target, for calibration.", kind="file")
     min_retention: Share = option(
         0.97,
@@ -299,8 +299,8 @@ class QuantizeHead(Reading):
         """Write the head.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
-            ConversionInaccurate: it keeps less than --min-retention.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
+            ConversionInaccurate: it retains less than --min-retention.
             KconvError: the head, the target or the states cannot be read.
         """
         from ..quantize.head.formats import FORMATS

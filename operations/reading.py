@@ -1,4 +1,4 @@
-"""What a head's config leaves open: the options of every operation that reads a head."""
+"""Facts that a head's config may leave open: the options of every operation that reads a head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ YesOrNo = Annotated[bool, BeforeValidator(lambda value: YES_OR_NO.get(str(value)
 
 
 class Reading(Operation):
-    """What is said of a head where its config is silent or ambiguous."""
+    """The user's options where a head's config is silent or ambiguous."""
 
     from_: str | None = option(None, "Layout of HEAD; detected by default.", metavar="LAYOUT")
     captured: LayerIds | None = option(
@@ -56,11 +56,11 @@ class Reading(Operation):
     @model_validator(mode="after")
     def _one_depth(self) -> Self:
         if self.target is not None and self.target_layers is not None:
-            raise ValueError("--target already gives the number of layers; leave --target-layers out")
+            raise ValueError("--target already gives the number of layers; remove --target-layers")
         return self
 
     def layout(self) -> Layout | None:
-        """Return the layout that the request names; None to go by the head's marks.
+        """Return the layout that the request names; None to detect it from the head's marks.
 
         Raises:
             UnknownLayout: there is no such layout.
@@ -70,7 +70,7 @@ class Reading(Operation):
         return by_name(self.from_) if self.from_ else None
 
     def hints(self, config: TargetConfig | None = None) -> Hints:
-        """Return what the request says where a config is silent, for a target if there is one."""
+        """Return the user's options where a config is silent, for a target if there is one."""
         from ..convert.captured import Hints
 
         return Hints(
@@ -84,7 +84,7 @@ class Reading(Operation):
         )
 
     def target_config(self, context: Context) -> TargetConfig | None:
-        """Return the config of the target that the request names; None where it names none."""
+        """Return the config of the target that the request names; None if it names none."""
         if self.target is None:
             return None
         from ..targets.config import read_target_config
@@ -92,7 +92,7 @@ class Reading(Operation):
         return read_target_config(context.source(self.target).fetch_config())
 
     def open(self, context: Context, head: str) -> Head:
-        """Open a head with its weights, downloaded if need be.
+        """Open a head with its weights, downloading them if needed.
 
         Raises:
             TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
@@ -103,17 +103,17 @@ class Reading(Operation):
         return open_head(context.source(head).open_weights(), self.layout(), self.hints(), context.maybe(self.target))
 
     def open_headers(self, context: Context, head: str) -> Head:
-        """Open a head by its config and headers alone; see `open`."""
+        """Open a head from its config and headers alone; see `open`."""
         from ..convert.opening import open_head
 
         return open_head(context.source(head).open_headers(), self.layout(), self.hints(), context.maybe(self.target))
 
 
 def check_trusted(context: Context, trust_remote_code: bool, target: str | None) -> None:
-    """Refuse to run the code of a target's tokenizer unless the user named the commit that it is of.
+    """Refuse to run the code of a target's tokenizer unless the user named its commit.
 
     Raises:
-        RequestInvalid: it may be run, and the target may be another one tomorrow.
+        RequestInvalid: it may run, and the target's code could change tomorrow.
     """
     from ..errors import RequestInvalid
 
@@ -124,14 +124,14 @@ def check_trusted(context: Context, trust_remote_code: bool, target: str | None)
 
 
 Reach = Callable[["TargetConfig", str], "ServedRunner"]
-"""Gives a target that a vLLM runs, by its config and the dtype of its states."""
+"""Returns a target in a vLLM server, from its config and the dtype of its states."""
 
 
 @contextmanager
 def serving(context: Context, target: str, url: str | None, shared: str | None, at_once: int) -> Iterator[Reach | None]:
-    """Give what reaches a target that a vLLM runs; None without a url.
+    """Yield a function that connects to a target in a vLLM server; None without a URL.
 
-    In the end, whatever it is, nothing that this process asked for is left in the folder that the server writes to.
+    At the end, in any case, nothing that this process requested is left in the folder that the server writes to.
     """
     if url is None:
         yield None
@@ -156,7 +156,7 @@ def serving(context: Context, target: str, url: str | None, shared: str | None, 
 
 
 def check_prompts(file: Path) -> None:
-    """Refuse prompts that cannot be read before anything is loaded that takes seconds; a suite is looked at later.
+    """Refuse unreadable prompts before anything slow is loaded; a suite is checked later.
 
     Raises:
         PromptsInvalid: see `targets.prompts.read_prompts`.
@@ -170,10 +170,10 @@ def check_prompts(file: Path) -> None:
 
 
 def refuse_existing_output(out: str | None, source: str | None = None) -> None:
-    """Refuse an output that is already there, or that lies inside the checkpoint it is made from.
+    """Refuse an output that already exists, or that lies inside the checkpoint it is made from.
 
     Raises:
-        OutputExists: it is there.
+        OutputExists: it exists.
         RequestInvalid: it would lie inside the source's folder, where its files would count as the source's.
     """
     from ..checkpoint.staging import refuse_existing
@@ -183,4 +183,4 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
         return
     refuse_existing(Path(out))
     if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
-        raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder beside it.")
+        raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder outside it.")

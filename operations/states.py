@@ -21,7 +21,7 @@ Dtype = Literal["F32", "BF16", "F16"]
 
 @dataclass(frozen=True)
 class StatesWritten:
-    """Hidden states that were written: where, and their record."""
+    """Written hidden states: their folder, and their record."""
 
     out: str
     record: StatesRecord
@@ -41,7 +41,7 @@ class States(Operation):
     prompts, and the target continues them.
 
     A target that fits only into a server runs there: in vLLM 0.32 or later with hidden-state extraction. Its layer ids
-    are those of --captured plus one, and then the number of layers. kconv cannot query them, so set them correctly.
+    are those of --captured plus one, followed by the number of layers. kconv cannot query them, so set them correctly.
     For 61 layers and --captured 1,29,57:
 
     \b
@@ -62,10 +62,10 @@ class States(Operation):
     out: Name = argument("The folder to write; it must not exist.", kind="output")
     prompts: Name | None = option(None, "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
     data: Name | None = option(
-        None, "Dialogues or texts: a JSONL file, or a data set's id on the Hub.", kind="file", metavar="FILE|ID"
+        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
     )
-    split: str | None = option(None, "Split of a data set; train by default.")
-    revision: str | None = option(None, "Revision of a data set.")
+    split: str | None = option(None, "Split of a dataset; train by default.")
+    revision: str | None = option(None, "Revision of a dataset.")
     captured: LayerIds | None = option(
         None, "Layers as 0-based layer outputs; by default 1, N//2 - 1, N - 4.", kind="ids"
     )
@@ -90,7 +90,7 @@ class States(Operation):
         if bool(self.url) != bool(self.shared):
             raise ValueError("--url and --shared need each other: the server writes states as files")
         if (self.prompts is None) == (self.data is None):
-            raise ValueError("give either --prompts or --data")
+            raise ValueError("pass either --prompts or --data")
         if self.data:
             self.refuse(
                 *("prompt_tokens", "sampled", "greedy", "chat", "held_out", "seed"),
@@ -100,7 +100,7 @@ class States(Operation):
         self.refuse("split", "revision", unless="with --data")
         if self.url and self.sampled:
             raise ValueError(
-                "--sampled needs the target in memory; with --url, write sampled answers with kconv generate and give "
+                "--sampled needs the target in memory; with --url, write sampled answers with kconv generate and pass "
                 "them with --data"
             )
         if not self.held_out and not self.sampled and not self.greedy:
@@ -111,7 +111,7 @@ class States(Operation):
         """Write the states.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
             KconvError: the target or the prompts cannot be read, or the server fails.
         """
         check_trusted(context, self.trust_remote_code, self.target)

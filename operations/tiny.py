@@ -14,19 +14,19 @@ from .reading import Count, refuse_existing_output
 
 @dataclass(frozen=True)
 class TinyMade:
-    """A tiny target that was made."""
+    """A tiny target."""
 
     out: str
 
     def to_json(self) -> Any:
-        """Return where it is."""
+        """Return its folder."""
         return {"out": self.out}
 
 
 class Tiny(Operation):
-    """Train a tiny Kimi-K2 and write it with texts into the new folder OUT, for the demo and the example recipe.
+    """Train a tiny Kimi-K2 and write it, with texts, into the new folder OUT, for the demo and the example recipe.
 
-    Training takes some minutes on two cores, once; the target is kept in $KCONV_CACHE or ~/.cache/kconv. OUT holds
+    Training takes a few minutes on two cores, once; the target is cached in $KCONV_CACHE or ~/.cache/kconv. OUT holds
     `target/`, `train.jsonl`, `eval.jsonl` and `held-out.jsonl`.
     """
 
@@ -42,7 +42,7 @@ class Tiny(Operation):
         """Train the target, or find it in the cache, and write texts for it.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
             TrainingFailed: the target could not be trained.
         """
         from ..tiny.target import write_tiny
@@ -56,7 +56,7 @@ class Tiny(Operation):
         return TinyMade(self.out)
 
     def estimate(self, context: Context) -> Estimate:
-        """Return the target's bytes where it is in the cache."""
+        """Return the target's size in bytes if it is in the cache."""
         from ..tiny.recipe import DEMO, TEST, cache_root, recipe_key
         from ..tiny.target import KIND, SOURCE
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from ..train.job import Pace, TrainJob
     from ..train.plan import TrainPlan
 
-# A head's size does not hang on how much it is trained on.
+# A head's size does not depend on how long it is trained.
 ANY_ROWS = 1 << 20
 NUMBERS = re.compile(r"\d+(,\d+)+")
 
 
 def _settings(value: Any) -> Any:
-    """Read settings of a recipe, from a mapping or from words like lr=1e-4; a value is JSON, or else a word."""
+    """Read settings of a recipe, from a mapping or from words like lr=1e-4; a value is JSON, or otherwise a word."""
     if isinstance(value, Mapping):
         return value
     if not isinstance(value, (list, tuple)):
@@ -39,7 +39,7 @@ def _settings(value: Any) -> Any:
         if not equals or not key:
             raise ValueError(f"{setting!r} is not KEY=VALUE")
         try:
-            # A list of numbers may go without its brackets, as everywhere on the command line.
+            # A list of numbers may omit its brackets, as everywhere on the command line.
             found[key] = parse_json(f"[{text}]" if NUMBERS.fullmatch(text) else text)
         except ValueError:
             found[key] = text
@@ -48,7 +48,7 @@ def _settings(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Trained:
-    """A head that was trained: where, in which layout, how, and what of the training text its vocabulary holds."""
+    """A trained head: its folder, layout and record, and how much of the training text its vocabulary covers."""
 
     out: str
     layout: str
@@ -75,12 +75,12 @@ class Train(Operation):
     for kconv states, and its states are removed once they are read. --states does not run it. With --states or --url
     only its embedding, final norm and output matrix are loaded.
 
-    Several processes (torchrun) share each batch; their number must divide it. Each process reads rows of its own, so
+    Several processes (torchrun) share each batch; their number must divide it. Each process reads its own rows, so
     a node needs only the files of --states that its processes read; --dry-run --json lists them. It takes the number of
     processes from WORLD_SIZE and those of a node from LOCAL_WORLD_SIZE.
 
     The same command, with the same number of processes, resumes a stopped run from its last checkpoint
-    (.NAME.training beside OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
+    (.NAME.training next to OUT) and ends with the same weights. OUT has TensorRT-LLM's layout, ready for kconv to-vllm;
     an MLA head with a reduced vocabulary, which TensorRT-LLM cannot load, has vLLM's. Its manifest records the
     training; its folder modelopt has the head as ModelOpt's module, and the curves.
 
@@ -106,10 +106,10 @@ class Train(Operation):
         {}, "Set a key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
     )
     data: Name | None = option(
-        None, "Dialogues or texts: a JSONL file, or a data set's id on the Hub.", kind="file", metavar="FILE|ID"
+        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
     )
-    split: str | None = option(None, "Split of a data set; train by default.")
-    revision: str | None = option(None, "Revision of a data set.")
+    split: str | None = option(None, "Split of a dataset; train by default.")
+    revision: str | None = option(None, "Revision of a dataset.")
     held_out: Name | None = option(
         None, "Evaluation text; by default one sample in fifty of --data.", kind="file", metavar="FILE|ID"
     )
@@ -122,7 +122,7 @@ class Train(Operation):
     shared: Name | None = option(
         None, "The folder that this vLLM writes states to, as this machine sees it, e.g. in /dev/shm.", metavar="DIR"
     )
-    concurrency: Count = option(16, "Sequences in flight of each process, with --url.", metavar="N")
+    concurrency: Count = option(16, "Sequences in flight per process, with --url.", metavar="N")
     init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
     save_every: Count = option(200, "Steps between checkpoints.", metavar="STEPS")
     eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
@@ -138,7 +138,7 @@ class Train(Operation):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if (self.data is None) == (self.states is None):
-            raise ValueError("give either --data or --states")
+            raise ValueError("pass either --data or --states")
         if bool(self.url) != bool(self.shared):
             raise ValueError("--url and --shared need each other: the server writes states as files")
         if self.states:
@@ -151,8 +151,8 @@ class Train(Operation):
         """Train the head.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
-            TrainingFailed: a loss is not a number, or the training library failed.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
+            TrainingFailed: a loss is NaN or infinite, or the training library failed.
             KconvError: the target, the recipe, the data or the states cannot be read.
         """
         check_trusted(context, self.trust_remote_code, self.target)
@@ -171,12 +171,12 @@ class Train(Operation):
         with serving(context, self.target, self.url, self.shared, self.concurrency) as reach:
             job = self._job(context, pace, reach)
             if place()[0]:
-                # Another process of the run shows how it goes.
+                # Another process of the run shows the progress.
                 train(job, out, pace)
             else:
                 coverage = draft_coverage(job)
                 if coverage:
-                    # Before the hours that a vocabulary which leaves out too much would cost.
+                    # Checked before hours are spent on a vocabulary that omits too much.
                     context.log(_describe(coverage, job.recipe.draft_vocab))
                 with context.steps("training") as advance:
                     train(job, out, pace, advance)
@@ -185,19 +185,19 @@ class Train(Operation):
         return Trained(self.out, manifest.layout, manifest.training or {}, coverage, line)
 
     def precheck(self, context: Context) -> None:
-        """Raise RecipeInvalid for a recipe that is not there, or a key that no recipe has."""
+        """Raise RecipeInvalid for a missing recipe, or an unknown key."""
         from ..train.recipe import check_keys, read_recipe_file
 
         check_keys(read_recipe_file(str(context.path(self.recipe))) | self.set)
 
     def estimate(self, context: Context) -> Estimate:
-        """Return the output's bytes: the head as it is exported, and as ModelOpt's own module."""
+        """Return the output's size in bytes: the head as exported, and as ModelOpt's own module."""
         if self.init_from:
             return Estimate(None)
         return Estimate(self._plan(context, lambda *_: (ANY_ROWS, None)).output)
 
     def preview(self, context: Context) -> TrainPlan:
-        """Return what the run would take.
+        """Return the estimate of the run.
 
         Raises:
             KconvError: the target's config, the recipe, the data or the states cannot be read.
@@ -208,7 +208,7 @@ class Train(Operation):
     def _plan(
         self, context: Context, text: Callable[[TargetConfig, Mapping[str, Any]], tuple[int, int | None]]
     ) -> TrainPlan:
-        """Plan a run over as many rows and tokens as `text` says."""
+        """Plan a run over the number of rows and tokens in `text`."""
         from ..targets.config import read_target_config
         from ..train.job import Pace, check_processes
         from ..train.plan import plan_training
@@ -219,7 +219,7 @@ class Train(Operation):
         config = read_target_config(context.source(self.target).fetch_config())
         rows, tokens = text(config, values)
         recipe = complete(values, config, rows, self._continued(context) if self.init_from else None)
-        # Whether GPUs are here to spread it over does not matter to a plan.
+        # A plan does not depend on whether this machine has the GPUs to distribute over.
         check_processes(recipe.batch, Pace())
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         return plan_training(recipe, config, processes=processes, shard=self.shard, text=tokens, rate=self.rate)
@@ -252,7 +252,7 @@ class Train(Operation):
         return open_head(head, None, Hints(), context.source(self.target)).spec
 
     def _text(self, context: Context, config: TargetConfig, values: Mapping[str, Any]) -> tuple[int, int | None]:
-        """Return the rows and tokens of the text; any where the recipe states how much of it is taken."""
+        """Return the rows and tokens of the text; any number if the recipe states how much of it to use."""
         from ..targets.states import open_states
         from ..targets.tokenizer import load_tokenizer
         from ..train.data import place_sequences, prepare_dialogues
@@ -284,7 +284,7 @@ class Train(Operation):
         from ..train.recipe import check_keys, read_recipe_file
 
         values = read_recipe_file(str(context.path(self.recipe))) | self.set
-        # Before a head is downloaded for it.
+        # Checked before a head is downloaded for it.
         check_keys(values)
         target, data = context.source(self.target), None
         if self.data is not None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..validate.perplexity import HeldOutText
     from ..validate.report import Report
 
-# Also where the engine tests look.
+# The engine tests use it too.
 PYTHON = "KCONV_ENGINE_PYTHON"
-# What each option goes with: without any of these it would be passed over.
+# The options that each option needs: without any of them it would have no effect.
 GOES_WITH = {
     "draft_tokens": ("prompts", "states"),
     "prompt_tokens": ("prompts",),
@@ -38,10 +38,10 @@ GOES_WITH = {
 Engines = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
 ]
-# What a target has none of: it is run over text, and drafts nothing.
+# What does not apply to a target: it runs over text, and drafts nothing.
 OF_HEADS = ("states", "draft_tokens", "seed", "calibrated_on", "min_retention", "engine", "engine_python", "url")
 SHOWN = 5
-TOO_LARGE = "Have a running vLLM give its states (kconv states --url), and give these: --states."
+TOO_LARGE = "Get its states from a running vLLM (kconv states --url), and pass them with --states."
 
 
 class Validate(Reading):
@@ -114,16 +114,16 @@ class Validate(Reading):
         if self.headers_only and (self.measures or self.source):
             raise ValueError("--headers-only reads no weights, but --source and measurements need them")
         if self.prompts and self.states:
-            raise ValueError("--prompts and --states exclude each other; give one of them")
+            raise ValueError("--prompts and --states exclude each other; use one of them")
         if (self.prompts or self.states) and not (self.target or self.source):
             given = "prompts" if self.prompts else "states"
             raise ValueError(f"--{given} needs --target (for a target: --source)")
         if self.asks_engine and not (self.prompts and (self.target or self.source)):
             raise ValueError("--engine and --url need --target and --prompts")
         if self.engine_python and self.url:
-            raise ValueError("--engine-python starts a server, --url uses a running one; give one of them")
+            raise ValueError("--engine-python starts a server, --url uses a running one; use one of them")
         if self.engine and self.engine not in registry.startable() and not self.url:
-            raise ValueError(f"kconv cannot start {self.engine}; give the --url of a running one")
+            raise ValueError(f"kconv cannot start {self.engine}; pass the --url of a running one")
         if self.engine and not (self.python or self.url):
             raise ValueError(
                 f"--engine needs --engine-python (or ${PYTHON}) to start it, or the --url of a running one"
@@ -135,27 +135,27 @@ class Validate(Reading):
 
     @property
     def measures(self) -> bool:
-        """Whether anything is to be measured."""
+        """Whether to measure anything."""
         return bool(self.prompts or self.states or self.asks_engine)
 
     @property
     def asks_engine(self) -> bool:
-        """Whether an engine is to be asked."""
+        """Whether to query an engine."""
         return bool(self.engine or self.engine_python or self.url)
 
     @property
     def python(self) -> Path | None:
-        """The interpreter that the engine is started with."""
+        """The interpreter that starts the engine."""
         given = self.engine_python or os.environ.get(PYTHON)
         return Path(given) if given and not self.url else None
 
     def run(self, context: Context) -> Report:
-        """Return the report, which is also written where `out` says so.
+        """Return the report, which is also written to `out` if given.
 
-        Problems of the checkpoint are findings in it; those of what else was given are raised.
+        Problems of the checkpoint are findings in it; those of other inputs are raised.
 
         Raises:
-            ComparisonUnfit: a target is to be held against a head or the other way round.
+            ComparisonUnfit: a target and a head are to be compared.
             KconvError: the source, the target, the prompts or the states cannot be read, or an engine fails.
         """
         from ..convert.opening import open_origin
@@ -172,11 +172,11 @@ class Validate(Reading):
             self.headers_only,
             partial(find_shared, target) if target and not self.headers_only else None,
         )
-        # The headers tell which it is, so that wrong usage is named before weights are downloaded.
+        # The headers tell which it is, so wrong usage is reported before weights are downloaded.
         of_target = source is not None and is_target(source.open_headers())
         held_out = self._held_out(context) if of_target else None
         if self.measures and not of_target and target is None:
-            raise RequestInvalid("measuring a head needs --target", fix="Give the target that the head drafts for.")
+            raise RequestInvalid("measuring a head needs --target", fix="Pass the target that the head drafts for.")
         parity = self._parity(context, target)
         quantized_from = source.open_weights() if source and of_target else None
         head = context.source(self.head)
@@ -197,11 +197,11 @@ class Validate(Reading):
         return report
 
     def passed(self, result: Report) -> bool:
-        """Say whether the report has no error, and with --strict no warning."""
+        """Return whether the report has no error, and with --strict no warning."""
         return result.clean and not (self.strict and result.warned)
 
     def failure(self, result: Report) -> ReportInvalid:
-        """Return the error of a report that does not pass, where something hangs on it."""
+        """Return the error of a report that does not pass, if something depends on it."""
         wrong = [f for f in result.findings if f.severity == "error"]
         lines = "".join(f"\n  {f.rule} {f.where}: {f.message}" for f in wrong[:SHOWN])
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -212,7 +212,7 @@ class Validate(Reading):
         )
 
     def _refuse_reports(self) -> None:
-        """Refuse a folder that holds a report already, before an hour of measuring is lost to it."""
+        """Refuse a folder that already holds a report, before an hour of measuring is lost to it."""
         if not self.out:
             return
         from ..checkpoint.staging import refuse_existing
@@ -220,7 +220,7 @@ class Validate(Reading):
         from ..validate.report import REPORT
 
         for name in (REPORT, MARKDOWN, HTML):
-            refuse_existing(Path(self.out) / name, fix="Give --out another folder, or delete the old report.")
+            refuse_existing(Path(self.out) / name, fix="Choose another folder for --out, or delete the old report.")
 
     def _held_out(self, context: Context) -> HeldOutText | None:
         if given := self.given(*OF_HEADS):
@@ -253,7 +253,7 @@ class Validate(Reading):
 
             from ..targets.model import check_memory
 
-            # Before the head and its source are downloaded, which may be large themselves.
+            # Checked before the head and its source are downloaded, which may be large themselves.
             check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
             limit = self.prompt_tokens + self.new_tokens
             file = str(context.path(self.prompts))
@@ -289,7 +289,7 @@ class Validate(Reading):
 
 
 def _write(report: Report, out: Path) -> None:
-    """Write a report into a new folder, whole or not at all, or beside what one holds that is there."""
+    """Write a report into a new folder, whole or not at all, or into an existing folder next to its files."""
     from tempfile import TemporaryDirectory
 
     from ..checkpoint.schema import MAX_JSON, read_bounded

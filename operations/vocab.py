@@ -22,7 +22,7 @@ CHANGES = ("rebuild_t2d", "absolute", "expand", "prune")
 
 @dataclass(frozen=True)
 class VocabChanged:
-    """A head that was written with another draft vocabulary."""
+    """A head written with another draft vocabulary."""
 
     out: str
     draft_vocab: int
@@ -36,7 +36,7 @@ class VocabChanged:
 
 @dataclass(frozen=True)
 class VocabExamined:
-    """What a head's draft vocabulary is."""
+    """A head's draft vocabulary."""
 
     report: VocabReport
 
@@ -94,10 +94,10 @@ class Vocab(Reading):
         return self
 
     def run(self, context: Context) -> VocabChanged | VocabExamined:
-        """Write the head with another vocabulary, or return what its own is.
+        """Write the head with another vocabulary, or return a report on its own.
 
         Raises:
-            OutputExists, OutputFailed: the folder is there, or cannot be written.
+            OutputExists, OutputFailed: the folder exists, or cannot be written.
             KconvError: the head, the target or the text cannot be read.
         """
         check_trusted(context, self.trust_remote_code, self.target)
@@ -114,7 +114,7 @@ class Vocab(Reading):
         return VocabChanged(self.out, plan.spec.draft_vocab, plan.spec.vocab, manifest)
 
     def passed(self, result: VocabChanged | VocabExamined) -> bool:
-        """Say whether nothing is wrong with the vocabulary."""
+        """Return whether the vocabulary has no errors."""
         return isinstance(result, VocabChanged) or not result.report.faults
 
     def _known(self, context: Context) -> Vocabulary | None:
@@ -126,7 +126,7 @@ class Vocab(Reading):
 
     def _examine(self, context: Context) -> VocabReport:
         known, head = self._known(context), context.source(self.head).open_weights()
-        from ..convert.vocab import examine  # loads torch, which what is no folder is refused without
+        from ..convert.vocab import examine  # loads torch, so a wrong path is refused first
 
         if known is None:
             return examine(head, layout=self.layout())

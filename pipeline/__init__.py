@@ -1,1 +1,1 @@
-"""Steps in a row; the demo is one of them."""
+"""Sequences of operations; the demo is one of them."""

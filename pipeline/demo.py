@@ -1,7 +1,7 @@
-"""The demo: a tiny Kimi-K2, two heads that ModelOpt trains, converted and measured.
+"""The demo: a tiny Kimi-K2, two heads trained by ModelOpt, converted and measured.
 
-Before and after are two programs: before is ModelOpt's own module on its own weights, after is kconv's forward on
-the converted folder.
+It compares two programs: before conversion ModelOpt's own module with its own weights, after it kconv's forward on the
+converted folder.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from ..validate.texts import Text, make_texts
 
 BEFORE, AFTER = "ModelOpt, before", "kconv, after"
 Advance = Callable[[int, int, float], None]
-# Seconds between two looks at how far training is.
+# Seconds between two progress checks of training.
 PATIENCE = 0.5
 Heads = tuple[tuple[str, EagleRecipe], ...]
 Stage = Callable[[str], AbstractContextManager[Advance]]
-"""Opens a stage of the demo by its title; what it gives is told (steps done, steps in all, loss)."""
+"""Opens a stage of the demo by its title; the yielded function takes (steps done, steps in total, loss)."""
 
 
 @dataclass(frozen=True)
 class DemoRecipe:
-    """What the demo makes.
+    """The demo's settings.
 
     Attributes:
         target: the tiny target's recipe.
         heads: recipes of the heads, by the name of their folder.
-        prompts: how many held-out documents are drafted on.
+        prompts: how many held-out documents to draft on.
         prompt_tokens, new_tokens: length of the prompts and of their continuations.
         steps: drafted tokens per verify step (K).
         seed: of the sampled continuations.
@@ -82,7 +82,7 @@ RECIPE = DemoRecipe(DEMO, (("mla", TINY_MLA), ("gqa", TINY_GQA)))
 
 @dataclass(frozen=True)
 class Made:
-    """One head of the demo: its folder, its report, and whether the way there and back gave the same bytes."""
+    """One head of the demo: its folder, its report, and whether conversion there and back kept every byte."""
 
     name: str
     folder: Path
@@ -92,7 +92,7 @@ class Made:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What every head is judged with."""
+    """What every head is measured with."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -106,16 +106,16 @@ def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) 
     """Make a target and heads, convert them, measure them, and write cards.
 
     Args:
-        out: the folder to make.
+        out: the folder to create.
         cache: where trained targets and heads are kept between runs, by the hash of their recipe.
         stage: shows progress.
-        recipe: what to make.
+        recipe: the demo's settings.
 
     Returns:
-        What was made, one entry for each head.
+        One result for each head.
 
     Raises:
-        OutputExists: there is something at `out`.
+        OutputExists: something exists at `out`.
         TrainingFailed: a target or head could not be trained.
     """
     refuse_existing(out)
@@ -135,7 +135,7 @@ def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) 
 
 
 def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, Path]:
-    """Train heads with ModelOpt beside each other, a process and a core each, or find those of the same recipes.
+    """Train heads with ModelOpt in parallel, one process and core each, or find those of the same recipes.
 
     Raises:
         TrainingFailed: a head could not be trained, or its process was ended.
@@ -143,7 +143,7 @@ def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, P
     tokenizer, corpus = load_tokenizer(target).inner, read_corpus()
     text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
     folders = {name: cache / f"head-{head_key(target, recipe, text, held_out)}" for name, recipe in heads}
-    # A process that is new starts torch with its own threads; a fork of one that has computed may hang.
+    # A new process starts torch with its own threads; a fork of one that has computed may hang.
     spawned = get_context("spawn")
     with ExitStack() as open_, spawned.Manager() as manager:
         titles = {name: _title(f"{name} head", "training with ModelOpt", out) for name, out in folders.items()}
@@ -166,7 +166,7 @@ def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, P
 def _train_one(
     target: Path, out: Path, recipe: EagleRecipe, text: torch.Tensor, held_out: torch.Tensor, name: str, progress: Queue
 ) -> KconvError | None:
-    """Train one head in a process of its own; return the error that ended it."""
+    """Train one head in a separate process; return the error that ended it."""
     try:
         train_head(target, out, recipe, text, held_out, lambda *state: progress.put((name, *state)))
     except KconvError as error:
@@ -180,14 +180,14 @@ def _raise_first(done: Iterable[Future[KconvError | None]]) -> None:
             error = job.result()
         except BrokenProcessPool as died:
             raise TrainingFailed(
-                "a process that trained a head was killed", fix="Free memory, and run the demo again."
+                "a process that trained a head was killed", fix="Free some memory, and run the demo again."
             ) from died
         if error is not None:
             raise error
 
 
 def _title(what: str, work: str, kept: Path) -> str:
-    """Name a stage by its work, or say that what it would make was kept from a run before."""
+    """Name a stage by its work, or note that an earlier run already made its result."""
     return f"{what}: {'kept from before' if kept.exists() else work}"
 
 
@@ -212,7 +212,7 @@ def _prepare(folder: Path, recipe: DemoRecipe) -> _Bench:
 
 
 def _prompts(documents: tuple[str, ...], tokenizer: Tokenizer, recipe: DemoRecipe) -> Iterator[tuple[str, list[int]]]:
-    """Yield the first held-out documents that are long enough to be a prompt and its own continuation."""
+    """Yield the first held-out documents that are long enough for a prompt and its continuation."""
     length, found = recipe.prompt_tokens + recipe.new_tokens, 0
     for text in documents:
         ids = tokenizer.encode(text)
@@ -256,12 +256,12 @@ def _prove(folder: Path, bench: _Bench, recipe: DemoRecipe) -> Made:
 
 
 def _open(folder: Path) -> Head:
-    """Open a head under a name that holds in the finished folder too."""
+    """Open a head under a name that is still valid in the finished folder."""
     return read_head(open_checkpoint(folder, source=f"{folder.parent.name}/{folder.name}"))
 
 
 def _same_head(source: Head, returned: Head) -> bool:
-    """Say whether a head came back with every slot's bytes and the same spec."""
+    """Return whether a head came back with every slot's bytes and the same spec."""
     verify(returned.checkpoint.folder)
     return (
         source.spec == returned.spec

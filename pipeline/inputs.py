@@ -1,4 +1,4 @@
-"""What a step's inputs stand for now: the context that it is run in, their digests, and the step's fingerprint."""
+"""A step's current inputs: the context that it runs in, their digests, and the step's fingerprint."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ..operations.base import Context, ReleaseFacts
 from .recipe import Release, Step, reference
 from .record import State, digest_marks, mark, mark_folder
 
-# Raise it with each change to an operation that alters what it makes of the same inputs.
+# Raise it with each change to an operation that alters its result for the same inputs.
 SOURCE = "2"
 
 
 @dataclass(frozen=True)
 class Output(Folder):
-    """An earlier step's output: a folder that records name by `label`, as its path is this machine's own."""
+    """An earlier step's output: a folder that records name by `label`, since its path is specific to this machine."""
 
     label: str = ""
 
     @property
     def name(self) -> str:
-        """release/step, which holds wherever the release's folder is put."""
+        """release/step, which is valid wherever the release's folder is."""
         return self.label
 
     def open_headers(self) -> Checkpoint:
@@ -46,38 +46,38 @@ class Output(Folder):
 
 @dataclass
 class StepContext(Context):
-    """What a step is run in: `$step` is an earlier step's output.
+    """The context of a step: `$step` is an earlier step's output.
 
     Attributes:
         root: the release's folder.
-        say: told what is going on.
+        say: called with progress messages.
     """
 
     root: Path = Path()
     say: Callable[[str], None] = lambda _: None
 
     def source(self, name: str) -> Source:
-        """Return the checkpoint that a name means."""
+        """Return the checkpoint for a name."""
         if (made := reference(name)) is None:
             return super().source(name)
         step, rest = made
         return Output(self.root / f"{step}{rest}", f"{self.root.resolve().name}/{step}{rest}")
 
     def path(self, name: str) -> Path:
-        """Return the file or folder that a name means."""
+        """Return the file or folder for a name."""
         made = reference(name)
         return Path(name) if made is None else self.root / f"{made[0]}{made[1]}"
 
     def log(self, text: str) -> None:
-        """Say what is going on."""
+        """Print a message."""
         self.say(text)
 
     def status(self, title: str) -> Any:
-        """Say what a task is at."""
+        """Show a task's progress messages."""
         return _Told(lambda text: self.say(f"{title}: {text}"))
 
     def steps(self, title: str) -> Any:
-        """Say how far training is."""
+        """Show the progress of training."""
         return _Told(lambda done, total, loss: self.say(f"{title}: step {done} of {total}, loss {loss:.3f}"))
 
 
@@ -94,13 +94,13 @@ class _Told:
 
 @dataclass
 class StepInputs:
-    """What a step's inputs are, each with how its digest is made when it is asked for."""
+    """A step's inputs, each with a function that computes its digest."""
 
     _digests: dict[str, tuple[Callable[[], str], ...]] = field(default_factory=dict)
 
     @cached_property
     def digests(self) -> dict[str, tuple[str, ...]]:
-        """The digests of each field's inputs; files that are not as they were seen last are read for them."""
+        """The digests of each field's inputs; files that changed since they were last seen are read."""
         return {name: tuple(one() for one in own) for name, own in self._digests.items()}
 
     def add(self, name: str, digest: Callable[[], str]) -> None:
@@ -109,7 +109,7 @@ class StepInputs:
 
 
 def make_context(root: Path, release: Release, text: str, say: Callable[[str], None]) -> StepContext:
-    """Return what the steps of a release are run in."""
+    """Return the context for the steps of a release."""
     return StepContext(ReleaseFacts(release.name, release.facts, text), root=root, say=say)
 
 
@@ -120,10 +120,10 @@ def needed(step: Step) -> list[str]:
 
 
 def find_inputs(name: str, step: Step, context: StepContext, state: State) -> StepInputs:
-    """Find what a step's inputs are.
+    """Find a step's inputs.
 
     Raises:
-        ReleaseStateInvalid: the output of an earlier step is not there, or lacks what is asked of it.
+        ReleaseStateInvalid: the output of an earlier step does not exist, or lacks the requested part.
         HubRefused, HubUnreachable: a hub id cannot be resolved.
     """
     found = StepInputs()
@@ -134,7 +134,7 @@ def find_inputs(name: str, step: Step, context: StepContext, state: State) -> St
         elif Path(value).exists():
             found.add(field_, partial(_outside, Path(value), state))
         elif kinds[field_].kind == "checkpoint":
-            # A folder that is not there says so when it is opened.
+            # Opening a missing folder reports the error.
             found.add(field_, partial(str, context.source(value).name if HUB_ID.fullmatch(value) else "absent"))
         else:
             found.add(field_, partial(str, f"named {value}"))
@@ -142,10 +142,10 @@ def find_inputs(name: str, step: Step, context: StepContext, state: State) -> St
 
 
 def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Path) -> None:
-    """Refuse files, folders and names that the steps read and that are not there, before anything is computed.
+    """Refuse files, folders and names that the steps read and that do not exist, before anything is computed.
 
     Raises:
-        RecipeInvalid: one is not there, or cannot be.
+        RecipeInvalid: one does not exist, or is invalid.
         HubRefused, HubUnreachable: a hub id cannot be resolved.
     """
     context = make_context(root, release, text, lambda _: None)
@@ -162,7 +162,7 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
                 if said.kind == "checkpoint":
                     context.source(value)
                 continue
-            own.append((name, field_, f"there is no {value}", "Put it there, or correct the name."))
+            own.append((name, field_, f"{value} does not exist", "Create it, or correct the name."))
         if not any(reference(value) for field_, value in step.inputs() if field_ == "recipe"):
             try:
                 step.request.precheck(context)
@@ -181,7 +181,7 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
 
 
 def fingerprint(step: Step, found: StepInputs, release: Release, text: str) -> str:
-    """Return a digest of everything that a step's outcome hangs on."""
+    """Return a digest of everything that determines a step's result."""
     parts: dict[str, Any] = {
         "kconv": version("kconv"), "source": SOURCE, "step": step.plain(), "inputs": found.digests,
     }  # fmt: skip
@@ -193,9 +193,9 @@ def fingerprint(step: Step, found: StepInputs, release: Release, text: str) -> s
 
 
 def stated(step: Step, state: State, text: str) -> str:
-    """Return a digest of what a recipe says of a step: its parameters, and the outputs of other steps that it reads.
+    """Return a digest of a recipe's statements about a step: its parameters, and other steps' outputs that it reads.
 
-    What lies outside of the release is not looked at again, as it may be gone by the time of a publication.
+    Inputs outside the release are not read again, since they may be gone by the time of a publication.
     """
     made = [reference(value) for _, value in step.inputs()]
     parts: dict[str, Any] = {
@@ -203,16 +203,16 @@ def stated(step: Step, state: State, text: str) -> str:
         "inputs": [digest_marks(state.steps[n].files, rest) for n, rest in filter(None, made) if n in state.steps],
     }
     if step.do == "card":
-        # It holds the recipe.
+        # It contains the recipe.
         parts["recipe"] = hashlib.sha256(text.encode()).hexdigest()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def refuse_stale(name: str, release: Release, text: str, state: State) -> None:
-    """Refuse a card or a publication of what another recipe made; the recipe is published as what made it.
+    """Refuse a card or a publication of another recipe's output, since the recipe is published as its origin.
 
     Raises:
-        ReleaseStateInvalid: a step that it hangs on, however far back, was made as this recipe does not say.
+        ReleaseStateInvalid: a step that it depends on, directly or not, was made with different statements.
     """
     if not release.steps[name].request.OF_RELEASE:
         return
@@ -241,15 +241,15 @@ def _output(name: str, made: tuple[str, str], root: Path, state: State) -> str:
     digest = digest_marks(record.files, rest)
     if digest is None:
         raise ReleaseStateInvalid(
-            f"{name} reads ${step}{rest}, but {step} makes no such file",
+            f"{name} reads ${step}{rest}, but the output of {step} has no such file",
             where=path,
-            fix=f"It makes {', '.join(sorted(record.files))}.",
+            fix=f"Its files are {', '.join(sorted(record.files))}.",
         )
     return digest
 
 
 def _outside(path: Path, state: State) -> str:
-    """Return the digest of a file or folder that is no step's, and remember what was read of it."""
+    """Return the digest of a file or folder outside the steps' outputs, and remember the files read."""
     at = Path(os.path.realpath(path))
     if at.is_dir():
         known = {k.removeprefix(f"{at}/"): m for k, m in state.seen.items() if k.startswith(f"{at}/")}

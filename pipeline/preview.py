@@ -1,4 +1,4 @@
-"""A release looked at before it is run."""
+"""Preview a release before running it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .run import Selection, why_run
 
 @dataclass(frozen=True)
 class Planned:
-    """What would become of a step.
+    """The preview of a step.
 
     Attributes:
         name, do: which step.
-        runs: whether it would run; None where that hangs on what an earlier one makes.
-        why: why it would, or what it waits for.
-        size: bytes that it would write; None where that is not known yet.
-        heavy: whether it is no work for a hosted CI machine.
+        runs: whether it would run; None if that depends on an earlier step's result.
+        why: the reason, or what it waits for.
+        size: bytes that it would write; None if not known yet.
+        heavy: whether it is too large for a hosted CI machine.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Planned:
 
 @dataclass(frozen=True)
 class Preview:
-    """What running a release would do.
+    """The preview of a release.
 
     Attributes:
-        steps: those that are meant, in order.
-        needed: bytes of disk that it takes, as far as they are known; `whole` says whether all are.
-        free: bytes that are free.
-        findings: what the license checks will say, as far as can be told by now.
+        steps: the selected ones, in order.
+        needed: bytes of disk that it needs, as far as known; `whole` says whether all are.
+        free: free bytes.
+        findings: what the license checks will find, as far as known.
     """
 
     steps: tuple[Planned, ...]
@@ -59,16 +59,16 @@ class Preview:
 
     @property
     def heavy(self) -> bool:
-        """Whether a step that may run asks for a machine of one's own."""
+        """Whether a step that may run needs a machine of your own."""
         return any(step.heavy and step.runs is not False for step in self.steps)
 
 
 def preview_release(release: Release, text: str, root: Path, selection: Selection) -> Preview:
-    """Say what running a release would do; nothing is written, and no weight is downloaded.
+    """Return what running a release would do; writes nothing and downloads no weights.
 
     Raises:
-        RecipeInvalid: a step that the selection names is not there, or a file that a step reads.
-        KconvError: an input cannot be read, or a hub id not be resolved.
+        RecipeInvalid: the selection names a step that does not exist, or a step reads a missing file.
+        KconvError: an input cannot be read, or a hub id cannot be resolved.
     """
     meant = selection.takes(release)
     check_names(release, text, meant, root)
@@ -96,11 +96,11 @@ def preview_release(release: Release, text: str, root: Path, selection: Selectio
 
 
 def check_disk(preview: Preview, root: Path) -> None:
-    """Raise OutputFailed where a release is known to need more disk than is free."""
+    """Raise OutputFailed if a release is known to need more disk space than is free."""
     if preview.needed > preview.free:
         raise OutputFailed(
-            f"the steps need {preview.needed / 1e9:.2f} GB{'' if preview.whole else ' at least'}, "
-            f"but {preview.free / 1e9:.2f} GB are free",
+            f"the steps need {'' if preview.whole else 'at least '}{preview.needed / 1e9:.2f} GB, "
+            f"but only {preview.free / 1e9:.2f} GB are free",
             where=root.absolute().parent,
             fix="Free some space, or choose an --out on another disk.",
         )
@@ -119,24 +119,24 @@ def _plan(
         refuse_stale(name, release, text, state)
     except ReleaseStateInvalid as fault:
         return Planned(name, step.do, None, fault.what, None, heavy)
-    # What was never made runs whatever its inputs hold, and these may take long to digest.
+    # A step that never ran runs whatever its inputs hold, and hashing them may take long.
     own = fingerprint(step, found, release, text) if name in state.steps else ""
     why = why_run(name, root, state, own)
-    # What is there will be made anew.
+    # An existing output will be made again.
     size = step.at(root / f".{name}.planned").estimate(context).bytes if why else 0
     return Planned(name, step.do, bool(why), why, size, heavy)
 
 
 def _licenses(step: Card, context: StepContext, release: Release, out: Path, planned: Planned) -> Iterator[Finding]:
-    """Yield what the license checks say of a card's folder; or, before there is one, what they will miss."""
+    """Yield the findings of the license checks for a card's folder; or, before it exists, what they will miss."""
     if planned.runs is False:
         yield from check_folder(out, release.facts)
         return
     facts = release.facts
     if not facts.license.id:
-        yield _missing("L2", "facts.license.id", "nobody has stated the head's license")
+        yield _missing("L2", "facts.license.id", "the head's license is not stated")
     if not facts.base_model:
-        yield _missing("L8", "facts.base_model", "nobody has said what the head's target is")
+        yield _missing("L8", "facts.base_model", "the head's target is not stated")
     if planned.runs is None:
         return
     folders = [source.fetch_license() for name in (step.source, step.target) if (source := context.maybe(name))]
@@ -146,9 +146,9 @@ def _licenses(step: Card, context: StepContext, release: Release, out: Path, pla
         wanted = LICENSES.get(license or "")
         if wanted and wanted.marks and wanted.text and wanted.id not in at_hand:
             at = ", ".join(LICENSE_TEXTS)
-            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is not at hand ({at}, license_file)")
+            yield _missing(rule, wanted.file, f"the text of the {wanted.title} is missing ({at}, license_file)")
 
 
 def _missing(rule: str, where: str, message: str) -> Finding:
-    fix = "State it in the recipe, or give the file; kconv publish refuses the folder otherwise."
+    fix = "State it in the recipe, or pass the file; otherwise kconv publish refuses the folder."
     return Finding(rule=rule, severity="error", where=where, message=message, fix=fix)

@@ -1,7 +1,7 @@
-"""A release as a recipe: a list of operations, which name each other's outputs.
+"""A release as a recipe: a list of operations that can name each other's outputs.
 
 A step's input is a path, a hub id org/name[@revision], or `$step`, the output of an earlier step; `$step/file` is a
-part of that. Paths are as from where the command is run.
+part of that output. Paths are relative to the folder in which the command runs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..operations import OPERATIONS, load
 from ..operations.base import Operation, plain_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
-# What the run itself writes beside the steps' outputs.
+# Files that the run itself writes next to the steps' outputs.
 TAKEN = {"release.yaml", "run.json", "run.jsonl"}
 FLAG = re.compile(r"--(?:no-)?([a-z][a-z-]*)")
-# Stands for the output, which the run names.
+# Placeholder for the output, which the run names.
 UNNAMED = "output"
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of a recipe: its name there, and its request, of which the run sets the output."""
+    """An operation in a recipe: its name there, and its request; the run sets the request's output."""
 
     do: str
     request: Operation
 
     def inputs(self) -> Iterator[tuple[str, str]]:
-        """Yield the inputs that the step names: field and value."""
+        """Yield the step's inputs: field and value."""
         for field, marks in type(self.request).inputs():
             value = getattr(self.request, field)
             for one in value if isinstance(value, tuple) else (value,):
@@ -46,19 +46,19 @@ class Step:
                     yield field, one
 
     def at(self, out: Path) -> Operation:
-        """Return the request with its output: a folder, or a file of the operation's own name inside one."""
+        """Return the request with its output: a folder, or a file with the operation's own name inside one."""
         cls = type(self.request)
         made = str(out / cls.OUTPUT) if cls.OUTPUT else str(out)
         return self.request.model_copy(update={field: made}) if (field := cls.output()) else self.request
 
     def plain(self) -> dict[str, Any]:
-        """Return what the recipe says of the step, defaults included, as plain values."""
+        """Return the recipe's statements about the step, including defaults, as plain values."""
         output = type(self.request).output()
         return {"do": self.do} | {name: value for name, value in self.request if name != output}
 
 
 def kinds() -> tuple[str, ...]:
-    """Return what a step's `do` may say."""
+    """Return the allowed values of a step's `do`."""
     return tuple(name.replace("_", "-") for name in OPERATIONS)
 
 
@@ -74,14 +74,14 @@ def read_step(values: Any) -> Step:
         raise ValueError(f"the key `do` is missing; use one of {', '.join(kinds())}")
     if (do := values.get("do")) not in kinds():
         near = get_close_matches(str(do), kinds(), n=1)
-        said = f"do is {do!r}, which is no operation" if "do" in values else "the key `do` is missing"
+        said = f"do is {do!r}, which is not an operation" if "do" in values else "the key `do` is missing"
         said += f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(kinds())}"
         raise WrongValue(said, ("do",) if "do" in values else ())
     rest = {str(key): value for key, value in values.items() if key != "do"}
     cls = load(do.replace("-", "_"))
     output = cls.output()
     if output in rest:
-        raise WrongValue("it is set by the run; leave it out", (output,))
+        raise WrongValue("the run sets it; remove it", (output,))
     try:
         return Step(do, cls.model_validate(rest | ({output: UNNAMED} if output else {})))
     except ValidationError as fault:
@@ -98,15 +98,15 @@ class Release(BaseModel):
     """A release.
 
     Attributes:
-        name: what it is called; its folder, where no other is asked for.
-        min_acceptance: what the head must reach to be published.
-        facts: what no file of the head says, for its card and the license checks.
+        name: its title; also its folder, by default.
+        min_acceptance: the minimum acceptance for publishing the head.
+        facts: facts that no file of the head states, for its card and the license checks.
         steps: by name, in the order in which they run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    # pydantic searches for a pattern where nothing anchors it, and a name is a path and a line of a workflow.
+    # pydantic only searches for an unanchored pattern, but a name becomes a path and a line of a workflow.
     name: str = Field(pattern=f"^{NAME.pattern}$")
     min_acceptance: Floor | None = None
     facts: Facts = Facts()
@@ -131,14 +131,14 @@ class Release(BaseModel):
                     raise WrongValue(said, ("steps", name, field))
                 made = type(self.steps[found[0]].request).OUTPUT if found else ""
                 if found and made and found[1] != f"/{made}":
-                    said = f"{name}.{field} is {value}, and {found[0]} makes ${found[0]}/{made} alone"
+                    said = f"{name}.{field} is {value}, but {found[0]} only makes ${found[0]}/{made}"
                     raise WrongValue(said, ("steps", name, field))
             seen.add(name)
         return self
 
 
 def reference(value: str) -> tuple[str, str] | None:
-    """Return the step that an input refers to, and "/rest" of the path inside its output; None where it is none."""
+    """Return the step that an input refers to, and the "/rest" of the path inside its output; None without a step."""
     if not value.startswith("$"):
         return None
     name, slash, rest = value[1:].partition("/")
@@ -152,9 +152,9 @@ def read_release(file: Path) -> tuple[Release, str]:
         The recipe and its text.
 
     Raises:
-        RecipeInvalid: it cannot be read, or has a key that does not exist or a value that cannot be.
+        RecipeInvalid: it cannot be read, or has an unknown key or an invalid value.
     """
-    text = read_text(file, RecipeInvalid, limit=MAX_YAML, fix="Give a YAML file.")
+    text = read_text(file, RecipeInvalid, limit=MAX_YAML, fix="Pass a YAML file.")
     return parse_release(text, where=file), text
 
 
@@ -163,5 +163,5 @@ def parse_release(text: str, *, where: object = "") -> Release:
     values = parse_yaml(
         text, RecipeInvalid, where=where, what="recipe", fix="Correct that line; check the indentation."
     )
-    fix = "Correct it there. A step's keys are the options of its command (kconv COMMAND --help)."
+    fix = "Correct it. A step's keys are the options of its command (kconv COMMAND --help)."
     return check_values(Release, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)

@@ -1,6 +1,6 @@
-"""What a run remembers.
+"""The record of a run.
 
-A file whose size and time are the recorded ones is taken to hold the recorded bytes; any other is read again.
+A file with the recorded size and time is assumed to have the recorded bytes; any other is read again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Record(BaseModel):
 
 
 class Mark(_Record):
-    """A file as it was when it was digested."""
+    """A file's state when it was hashed."""
 
     size: int
     mtime_ns: int
@@ -41,13 +41,13 @@ class Done(_Record):
     """A step's record.
 
     Attributes:
-        status: "running" from before it is carried out until its outcome is known.
-        fingerprint: of everything that its outcome hangs on.
-        stated: of what the recipe said of it when it was made, see `inputs.stated`.
-        files: its output, by path inside it; also what a step left that failed.
+        status: "running" from before it starts until its outcome is known.
+        fingerprint: over everything that determines its result.
+        stated: over the recipe's statements about it when it was made, see `inputs.stated`.
+        files: its output, by path inside it; also the files that a failed step left.
         seconds: how long it took.
         at: when, UTC.
-        fault: what stopped it.
+        fault: the error that stopped it.
     """
 
     status: Literal["running", "done", "failed"]
@@ -65,7 +65,7 @@ class State(_Record):
     Attributes:
         kconv: the version that wrote it last.
         steps: by name.
-        seen: files outside of the run's folder, by absolute path.
+        seen: files outside the run's folder, by absolute path.
     """
 
     schema_version: Literal[1] = 1
@@ -75,10 +75,10 @@ class State(_Record):
 
 
 def read_state(root: Path) -> State:
-    """Return what was remembered in a run's folder; nothing where it was never run.
+    """Return the record in a run's folder; empty if it never ran.
 
     Raises:
-        ReleaseStateInvalid: run.json is not of the schema.
+        ReleaseStateInvalid: run.json does not match the schema.
     """
     file = root / STATE
     if not os.path.lexists(file):
@@ -87,8 +87,8 @@ def read_state(root: Path) -> State:
         State,
         file,
         ReleaseStateInvalid,
-        what="record of what was done",
-        fix="Choose another --out, or delete that folder to do everything again.",
+        what="run record",
+        fix="Choose another --out, or delete that folder to run everything again.",
     )
 
 
@@ -120,11 +120,11 @@ def log(root: Path, event: str, **about: Any) -> None:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made, for this process alone.
+    """Create a run's folder and lock it for this process.
 
     Raises:
-        ReleaseBusy: another process holds it.
-        OutputFailed: it cannot be made.
+        ReleaseBusy: another process holds the lock.
+        OutputFailed: the folder cannot be created.
     """
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def mark(file: Path, known: Mark | None) -> Mark:
-    """Return a file's mark, digesting it only where it is not as it was known."""
+    """Return a file's mark, hashing the file only if it changed since it was last seen."""
     found = file.stat()
     if known and (known.size, known.mtime_ns) == (found.st_size, found.st_mtime_ns):
         return known
@@ -156,7 +156,7 @@ def mark_folder(folder: Path, known: dict[str, Mark]) -> dict[str, Mark]:
 
 
 def digest_marks(marks: dict[str, Mark], under: str = "") -> str | None:
-    """Return one digest over files; those below `under`, or that file alone; None where there are none.
+    """Return one digest over files; over those below `under`, or that file alone; None if there are none.
 
     Args:
         marks: by path.

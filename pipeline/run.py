@@ -1,7 +1,7 @@
-"""A release carried out, from where it stands.
+"""Run a release from its current state.
 
-A step runs where its output is missing or changed, or its fingerprint is another than the one that made it. As that
-is made of its inputs' contents, a step whose inputs come out the same again is not run again.
+A step runs if its output is missing or changed, or if its fingerprint differs from the one that made the output. The
+fingerprint covers the inputs' contents, so a step whose inputs come out the same does not run again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Status = Literal["made", "unchanged", "left out", "failed", "not reached"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which steps of a recipe are meant.
+    """Which steps of a recipe to run.
 
     Attributes:
-        first: the step to begin with; those before are taken as they are.
+        first: the step to start with; earlier outputs are used as they are.
         only: the one step to run.
-        without: names or kinds of steps to leave out.
+        without: names or kinds of steps to skip.
     """
 
     first: str = ""
@@ -43,14 +43,14 @@ class Selection:
     without: tuple[str, ...] = ()
 
     def takes(self, release: Release) -> dict[str, bool]:
-        """Return for each step whether it is meant.
+        """Return for each step whether it is selected.
 
         Raises:
-            RecipeInvalid: a step that is named is not in the recipe.
+            RecipeInvalid: the selection names a step that is not in the recipe.
         """
         names = list(release.steps)
         for name in filter(None, (self.first, self.only, *self.without)):
-            # A kind may be left out of a recipe that has none of it.
+            # A skipped kind need not occur in the recipe.
             if name not in names and not (name in self.without and name in kinds()):
                 raise RecipeInvalid(f"the recipe has no step {name}", fix=f"Its steps are {', '.join(names)}.")
         begin = names.index(self.first) if self.first else 0
@@ -64,7 +64,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step: its name, its kind, how it ended, why it ran, seconds, and bytes of its output."""
+    """The outcome of a step: its name, its kind, how it ended, why it ran, seconds, and bytes of its output."""
 
     name: str
     do: str
@@ -77,20 +77,20 @@ class Outcome:
 def run_release(
     release: Release, text: str, root: Path, selection: Selection, say: Say, told: Callable[[Outcome], None]
 ) -> None:
-    """Carry out a release, from where it stands.
+    """Run a release from its current state.
 
     Args:
         release, text: the recipe and its text, which is kept in the output.
-        root: the folder of the release; made, or gone on with.
-        selection: which steps.
-        say: told what is going on.
-        told: told what became of each step; of those after a failed one too.
+        root: the folder of the release; created, or resumed.
+        selection: which steps to run.
+        say: called with progress messages.
+        told: called with the outcome of each step, also of those after a failed one.
 
     Raises:
-        RecipeInvalid: a step that the selection names is not there, or a file that a step reads.
-        ReleaseBusy, ReleaseStateInvalid: another run is at work there, or its record cannot be read.
+        RecipeInvalid: the selection names a step that does not exist, or a step reads a missing file.
+        ReleaseBusy, ReleaseStateInvalid: another run is active there, or its record cannot be read.
         OutputExists: there is something that no run made.
-        KconvError: a step failed; those before it are kept, and the next call goes on from it.
+        KconvError: a step failed; earlier ones are kept, and the next call resumes from it.
     """
     meant = selection.takes(release)
     _refuse_foreign(root)
@@ -117,12 +117,12 @@ def run_release(
 
 
 def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
-    """Return why a step has to run; empty where its output stands as it was made of these very inputs."""
+    """Return why a step has to run; empty if its output was made from exactly these inputs."""
     record = state.steps.get(name)
     if record is None:
         return "never made"
     if record.status != "done":
-        return "stopped by a fault" if record.status == "failed" else "interrupted"
+        return "stopped by an error" if record.status == "failed" else "interrupted"
     if record.fingerprint != mark_now:
         return "its inputs or its parameters changed"
     now = mark_folder(root / name, record.files) if (root / name).is_dir() else {}
@@ -135,7 +135,7 @@ def why_run(name: str, root: Path, state: State, mark_now: str) -> str:
 
 
 def _take(name: str, step: Step, release: Release, text: str, root: Path, state: State, say: Say) -> Outcome:
-    """Run a step, or find that it need not be run."""
+    """Run a step, or find that it is up to date."""
     context = make_context(root, release, text, lambda words: say(f"{name}: {words}"))
     found = find_inputs(name, step, context, state)
     refuse_stale(name, release, text, state)
@@ -153,7 +153,7 @@ def _take(name: str, step: Step, release: Release, text: str, root: Path, state:
         with extras():
             _carry_out(step, root / name, context)
     except KconvError as fault:
-        # A report with errors is there all the same.
+        # A report with errors exists all the same.
         left = mark_folder(root / name, {}) if (root / name).is_dir() else {}
         state.steps[name] = Done(status="failed", fingerprint=own, files=left, fault=str(fault))
         write_state(root, state)
@@ -169,7 +169,7 @@ def _take(name: str, step: Step, release: Release, text: str, root: Path, state:
 
 
 def _carry_out(step: Step, out: Path, context: StepContext) -> None:
-    """Do what a step says; its output is there, whole or not at all, also where it found something wrong."""
+    """Run a step's operation; its output is whole or absent, even if the operation found errors."""
     request = step.at(out)
     if request.OUTPUT:
         out.mkdir(exist_ok=True)
@@ -186,9 +186,9 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _clear(name: str, step: Step, root: Path, state: State, own: str) -> None:
-    """Take away what an earlier run of a step left; what somebody else put there is refused.
+    """Remove what an earlier run of a step left; refuse to remove files of other origin.
 
-    A file that the same step adds to, as it goes on, stays.
+    A file to which the same step adds when it resumes stays.
     """
     out, record = root / name, state.steps.get(name)
     begun = record is not None and record.status != "done" and record.fingerprint == own
@@ -212,7 +212,7 @@ def _clear(name: str, step: Step, root: Path, state: State, own: str) -> None:
 
 
 def _mark_output(out: Path) -> dict[str, Mark]:
-    """Digest a step's output; what kconv's manifest has digested a moment ago is not read again."""
+    """Hash a step's output; files that kconv's manifest has just hashed are not read again."""
     recorded = {f.name: f for f in read_manifest(out).files} if (out / MANIFEST).exists() else {}
 
     def known(file: Path) -> Iterator[Mark]:

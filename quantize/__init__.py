@@ -1,4 +1,4 @@
-"""A target in NVFP4: recipes, the packer, calibration with ModelOpt, and the streaming backend."""
+"""Quantize a target to NVFP4: recipes, the packer, calibration with ModelOpt, and the streaming backend."""
 
 from .. import _callable
 

@@ -1,8 +1,9 @@
-"""A target run layer by layer from its disk, for what its modules read.
+"""Run a target layer by layer from disk, to see the inputs of its modules.
 
-One layer is in memory at a time, and what flows between two: [tokens, hidden] in the dtype of the run. A run that was
-killed goes on behind the last layer that it finished: what flows to the next is kept as it is, so that the amaxes are
-those of one quiet run.
+Only one layer is in memory at a time, with the activations between two layers: [tokens, hidden] in the dtype of the
+run.
+A killed run resumes after the last finished layer: those activations are stored unchanged, so the amaxes equal those
+of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .calibration import CalibrationPrompts, TargetCalibration, identify, write_
 from .experts import ExpertsOneByOne, describe_memory, must_part, run_together
 
 Advance = Callable[[int, int], None]
-# Tokens that each prompt is cut to.
+# Tokens to which each prompt is cut.
 TOKENS = 512
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -56,19 +57,19 @@ def calibrate_target(
     log: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TargetCalibration:
-    """Run a target over prompts and write its calibration; go on where an interrupted run stopped.
+    """Run a target over prompts and write its calibration; resume an interrupted run.
 
     Args:
-        target: the target; of a hub id the whole model is downloaded.
+        target: the target; for a hub id the whole model is downloaded.
         prompts: JSONL, see `read_prompts`.
-        out: the file to make.
-        dtype: safetensors name of what is computed in; None for the target's own.
+        out: the file to create.
+        dtype: safetensors name of the dtype to compute in; None for the target's own.
         tokens, chat, trust_remote_code: see `read_sequences`.
-        log: called where an interrupted run is gone on with.
-        progress: called with the layers that are done, and all.
+        log: called when an interrupted run is resumed.
+        progress: called with the number of finished layers and the total.
 
     Raises:
-        OutputExists, OutputFailed: there is something at `out`, or it cannot be written.
+        OutputExists, OutputFailed: something exists at `out`, or it cannot be written.
         PromptsInvalid, TargetInvalid, SourceFormatUnknown, TensorShape, InputScalesInvalid: see `read_sequences` and
             `calibrate`.
     """
@@ -82,7 +83,7 @@ def calibrate_target(
     place = partial_of(out, checkpoint, sequences, chosen)
     before = find(place, config.layers)
     if before:
-        log(f"{before.layers} of {config.layers} layers are done already")
+        log(f"{before.layers} of {config.layers} layers are already done")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         found = calibrate(
@@ -104,14 +105,15 @@ def calibrate_target(
 def read_sequences(
     target: Source, prompts: Path, *, tokens: int = TOKENS, chat: bool = False, trust_remote_code: bool = False
 ) -> tuple[list[torch.Tensor], CalibrationPrompts]:
-    """Return the token ids of each prompt, [T] each, and what they are, for the record.
+    """Return the token ids of each prompt, [T] each, and their description for the record.
 
     Args:
-        target: whose tokenizer is taken.
+        target: provides the tokenizer.
         prompts: JSONL, see `read_prompts`.
-        tokens: each prompt is cut to so many.
-        chat: put each prompt's first turn through the target's chat template; else its turns are plain text.
-        trust_remote_code: run the tokenizer's own Python.
+        tokens: the length to which each prompt is cut.
+        chat: whether each prompt's first turn goes through the target's chat template; otherwise its turns are plain
+            text.
+        trust_remote_code: run the tokenizer's own Python code.
 
     Raises:
         PromptsInvalid, TargetInvalid: the prompts or the tokenizer cannot be read.
@@ -140,25 +142,25 @@ def calibrate(
 ) -> TargetCalibration:
     """Return the largest magnitude at the input of each linear module of the decoder.
 
-    Experts of a layer share theirs, as ModelOpt has it: one that met few tokens would have too small a scale.
+    The experts of a layer share one value, as in ModelOpt: an expert with few tokens would get too small a scale.
 
     Args:
-        target: in any form that is read.
+        target: in any form that kconv reads.
         config: its config.
         sequences: token ids, [T] each.
-        prompts: what these are, for the record.
+        prompts: their description, for the record.
         dtype: to compute in.
-        resume: where an interrupted run of the same stood; None for the first layer.
-        keep: called after each layer with what the next one starts from.
-        advance: called with the layers done and their number.
-        say: told what a layer takes in memory.
+        resume: the state of an interrupted run of the same calibration; None to start at the first layer.
+        keep: called after each layer with the state from which the next one starts.
+        advance: called with the number of finished layers and the total.
+        say: called with a message about a layer's memory.
 
     Raises:
         TargetInvalid, TargetTooLarge, SourceFormatUnknown, TensorShape: see `Layers`.
-        InputScalesInvalid: there is no token, or a module was never run.
+        InputScalesInvalid: there are no tokens, or a module was never run.
     """
     if not sum(map(len, sequences)):
-        raise InputScalesInvalid("there are no tokens for calibration", fix="Give prompts that are not empty.")
+        raise InputScalesInvalid("there are no tokens for calibration", fix="Use prompts that are not empty.")
     layers = Layers(target, config, dtype)
     say(layers.memory)
     if resume is None:
@@ -176,20 +178,20 @@ W = TypeVar("W", bound="LayerLinears")
 
 
 class Layers:
-    """A target's layers, run from its disk with one in memory at a time; of one that does not fit, one expert.
+    """A target's layers, run from disk with one in memory at a time; if a layer does not fit, one expert at a time.
 
     Args:
-        target: in any form that is read.
+        target: in any form that kconv reads.
         config: its config.
         dtype: to compute in.
 
     Attributes:
-        memory: what a layer takes, one sentence.
+        memory: a layer's memory use, as one sentence.
 
     Raises:
-        TargetInvalid: the target is of another family, or a tensor is missing, unknown or of a wrong shape.
-        TargetTooLarge: a layer does not fit into memory even so.
-        SourceFormatUnknown, TensorShape: it is quantized in a way that is not read.
+        TargetInvalid: the target is of another class, or a tensor is missing, unknown or of a wrong shape.
+        TargetTooLarge: a layer does not fit into memory even then.
+        SourceFormatUnknown, TensorShape: it is quantized in a way that kconv does not read.
     """
 
     def __init__(self, target: Checkpoint, config: TargetConfig, dtype: torch.dtype) -> None:
@@ -199,26 +201,27 @@ class Layers:
         self.memory = describe_memory(self._stored, config, dtype, self._parted)
         with torch.device("meta"):
             model = build_target(config, dtype)
-        # Each linear by itself: other implementations fuse all experts into one operation, which hides their inputs.
+        # Each linear layer separately: other implementations fuse all experts into one operation, which hides their
+        # inputs.
         model.config._experts_implementation = "eager"
         check_tensors(model, target, config, self._stored)
-        # Made anew, for the model's own frequencies are on the meta device.
+        # Built again, since the model's own frequencies are on the meta device.
         self._model, self._rotary = model, type(model.model.rotary_emb)(model.config)
 
     def run(
         self, hidden: list[torch.Tensor], watching: Callable[[str], W], *, first: int = 0
     ) -> Iterator[tuple[int, W]]:
-        """Run the layers one after the other, and yield each one's number with what watched it.
+        """Run the layers in order, and yield each one's number with its observer.
 
         Args:
-            hidden: what enters the first layer, [1, T, hidden] of each text; changed to what leaves each.
-            watching: returns what sees the linears of a layer, by its name.
-            first: the layer to begin with.
+            hidden: the input of the first layer, [1, T, hidden] for each text; replaced by each layer's output.
+            watching: returns the observer of a layer's linear layers, by the layer's name.
+            first: the layer to start with.
         """
         for i, layer in list(enumerate(self._model.model.layers))[first:]:
             base = f"model.layers.{i}"
             watch = watching(base)
-            # Not in torch.no_grad() across a yield: it would hold for the caller's code too.
+            # torch.no_grad() must not span a yield: it would apply to the caller's code too.
             self._run_layer(layer, base, hidden, watch)
             yield i, watch
 
@@ -274,7 +277,7 @@ def _experts(base: str, count: int, fused: str) -> tuple[str, ...]:
 
 
 class LayerLinears(TorchFunctionMode):
-    """Sees what every linear of a layer reads, and knows by the place of the weight in memory which module it is.
+    """Sees the input of every linear layer, and identifies the module by its weight's place in memory.
 
     Args:
         layer: its name, e.g. "model.layers.3".
@@ -284,15 +287,15 @@ class LayerLinears(TorchFunctionMode):
         super().__init__()
         self.layer = layer
         self.groups: dict[str, tuple[str, ...]] = {}
-        """The modules that share an input, by the name of one or of the tensor that they are fused in."""
+        """The modules that share an input, by the name of one of them or of the tensor that fuses them."""
         self._places: dict[int, str] = {}
 
     def expect(self, groups: Mapping[str, tuple[str, ...]]) -> None:
-        """Add groups whose weights are not in memory, and which are shown to `see` by who runs them."""
+        """Add groups whose weights are not in memory; the code that runs them passes their inputs to `see`."""
         self.groups |= groups
 
     def place(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the layer's tensors are, by their names."""
+        """Record where the layer's tensors are in memory, by their names."""
         for name, tensor in state.items():
             base, _, last = name.rpartition(".")
             if tensor.dim() == 3:
@@ -303,7 +306,7 @@ class LayerLinears(TorchFunctionMode):
                 self._places[tensor.data_ptr()] = name
 
     def see(self, group: str, x: torch.Tensor) -> torch.Tensor:
-        """Take a group's input, and return what it is multiplied as."""
+        """Take a group's input, and return the input to multiply instead."""
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -315,38 +318,38 @@ class LayerLinears(TorchFunctionMode):
 
 
 class _Watch(LayerLinears):
-    """Keeps the largest magnitude that each module of a layer reads."""
+    """Keeps the largest magnitude at the input of each module of a layer."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(layer)
         self._seen: dict[str, float] = {}
 
     def see(self, group: str, x: torch.Tensor) -> torch.Tensor:
-        """See `LayerLinears.see`; the input stays as it is."""
+        """See `LayerLinears.see`; the input stays unchanged."""
         largest = float(x.abs().max())
         before = self._seen.get(group, 0.0)
         self._seen[group] = before if largest <= before else largest  # NaN stays
         return x
 
     def amaxes(self) -> dict[str, float]:
-        """Return the largest magnitude that each module of the layer read."""
+        """Return the largest magnitude at the input of each module of the layer."""
         unseen = sorted(self.groups.keys() - self._seen.keys())
         if unseen:
             raise InputScalesInvalid(
                 f"{len(unseen)} modules of {self.layer} received no input, among them {unseen[0]}",
-                fix="Give more prompts. If that fails, this transformers version runs the layer differently.",
+                fix="Use more prompts. If that fails, this transformers version runs the layer differently.",
             )
         return {module: self._seen[group] for group, modules in self.groups.items() for module in modules}
 
 
 @dataclass(frozen=True)
 class CalibrationState:
-    """Where a calibration stands.
+    """The state of a calibration.
 
     Attributes:
-        layers: how many are done.
-        hidden: what flows to the next one, [1, T, hidden] of each sequence.
-        amaxes: what was seen, by module.
+        layers: how many are finished.
+        hidden: the input of the next one, [1, T, hidden] for each sequence.
+        amaxes: the values so far, by module.
     """
 
     layers: int
@@ -355,7 +358,7 @@ class CalibrationState:
 
 
 def partial_of(out: Path, target: Checkpoint, sequences: Sequence[torch.Tensor], dtype: torch.dtype) -> Path:
-    """Return where a calibration is kept while it runs; one of another target, text or dtype is kept elsewhere."""
+    """Return where a running calibration keeps its state; the path depends on target, text and dtype."""
     facts = {
         "config": target.config,
         "stamps": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in target.files],
@@ -367,10 +370,10 @@ def partial_of(out: Path, target: Checkpoint, sequences: Sequence[torch.Tensor],
 
 
 def keep(file: Path, between: CalibrationState) -> None:
-    """Write where a calibration stands, in the place of what was written before.
+    """Write the state of a calibration, replacing the earlier one.
 
     Raises:
-        OutputFailed: it cannot be written; what was written before stays.
+        OutputFailed: it cannot be written; the earlier one stays.
     """
     said = {"layers": str(between.layers), "amaxes": json.dumps(dict(between.amaxes))}
     temporary = file.with_name(f"{file.name}.new")
@@ -379,7 +382,7 @@ def keep(file: Path, between: CalibrationState) -> None:
         with temporary.open("rb") as whole:
             os.fsync(whole.fileno())
         temporary.replace(file)
-    except (OSError, SafetensorError) as fault:  # of a full disk safetensors tells in its own words
+    except (OSError, SafetensorError) as fault:  # safetensors reports a full disk with its own exception
         temporary.unlink(missing_ok=True)
         raise OutputFailed(
             f"{file.name} could not be written: {fault}",
@@ -392,11 +395,11 @@ def find(file: Path, layers: int) -> CalibrationState | None:
     """Read what `keep` wrote; None if there is nothing.
 
     Args:
-        file: where it was written.
+        file: the file that `keep` wrote.
         layers: of the target.
 
     Raises:
-        InputScalesInvalid: it cannot be read, or stands behind more layers than there are.
+        InputScalesInvalid: it cannot be read, or records more layers than there are.
     """
     if not file.exists():
         return None
@@ -410,7 +413,7 @@ def find(file: Path, layers: int) -> CalibrationState | None:
         return CalibrationState(done, hidden, parse_json(said["amaxes"]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         raise InputScalesInvalid(
-            f"{file.name}, from an interrupted run, cannot be read: {fault}",
+            f"{file.name}, which an interrupted run left, cannot be read: {fault}",
             where=file,
             fix="Delete it, and run the command again.",
         ) from fault

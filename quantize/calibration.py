@@ -1,4 +1,4 @@
-"""What a calibration saw of each module's input, and the input scales that follow from it."""
+"""A calibration's record of each module's input, and the input scales that follow from it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .pack import scale_2
 
 
 class TargetIdentity(Record):
-    """A target, whatever form its weights are stored in.
+    """A target's identity, whatever form its weights are stored in.
 
     Attributes:
         hidden, layers, vocab: its dims.
-        norm: blake3 of the final norm's values in bf16: no form quantizes it, and no other training has it.
+        norm: blake3 of the final norm's values in bf16: no form quantizes it, and every training changes it.
     """
 
     hidden: int
@@ -40,7 +40,7 @@ class TargetIdentity(Record):
 
 
 class CalibrationPrompts(Record):
-    """What a calibration ran over: the file's sha256, prompts and tokens."""
+    """The calibration text: the file's sha256, prompts and tokens."""
 
     sha256: str
     count: int
@@ -51,10 +51,10 @@ class TargetCalibration(Record):
     """The largest magnitudes at the inputs of a target's linear modules; the schema of calibration.json.
 
     Attributes:
-        target: whose.
-        prompts: on what.
-        input_amax: by the module's name in the text model, e.g. "model.layers.1.mlp.experts.0.up_proj"; an expert
-            that no token was routed to is not in it.
+        target: the target that was calibrated.
+        prompts: the text.
+        input_amax: by the module's name in the text model, e.g. "model.layers.1.mlp.experts.0.up_proj"; without experts
+            to which no token was routed.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -74,7 +74,7 @@ def identify(target: Checkpoint, config: TargetConfig) -> TargetIdentity:
         raise InputScalesInvalid(
             f"{target.folder.name} has no {config.prefix}model.norm.weight to identify it by",
             where=target.folder,
-            fix="Give the complete target.",
+            fix="Pass the complete target.",
         )
     values = read_tensor(norm).bfloat16().contiguous()
     digest = blake3(values.view(torch.uint8).numpy().data).hexdigest()
@@ -85,14 +85,14 @@ def read_calibration(file: Path) -> TargetCalibration:
     """Read a calibration file.
 
     Raises:
-        InputScalesInvalid: it cannot be read, or is not of the schema.
+        InputScalesInvalid: it cannot be read, or does not match the schema.
     """
     return load_json(
         TargetCalibration,
         file,
         InputScalesInvalid,
         what="calibration of kconv's",
-        fix="Give a file that kconv calibrate wrote, or data-free.",
+        fix="Pass a file that kconv calibrate wrote, or data-free.",
     )
 
 
@@ -106,7 +106,7 @@ EXPERT = re.compile(r"(?P<layer>.*\.mlp\.experts)\.\d+\.(?P<part>\w+)")
 
 @dataclass(frozen=True)
 class InputScales:
-    """The input_scale of each module, and where it comes from.
+    """The input_scale of each module, and its origin.
 
     Attributes:
         description: for the manifest and the output's reader.
@@ -119,15 +119,15 @@ class InputScales:
     prefix: str = ""
 
     def scales(self, modules: Collection[str]) -> dict[str, float]:
-        """Return the input_scale of each module, equal among modules that an engine fuses.
+        """Return the input_scale of each module, equal for modules that an engine fuses.
 
-        An expert that no token was routed to takes the largest amax of its layer's experts, as ModelOpt has it.
+        An expert to which no token was routed gets the largest amax of its layer's experts, as in ModelOpt.
 
         Args:
-            modules: names on disk of all that become NVFP4.
+            modules: names on disk of all modules that become NVFP4.
 
         Raises:
-            InputScalesInvalid: the calibration has no amax for a module, or one that cannot be.
+            InputScalesInvalid: the calibration has no amax for a module, or an impossible one.
         """
         if self.amax is None:
             return dict.fromkeys(modules, 1.0)
@@ -148,7 +148,7 @@ class InputScales:
         found = (self.amax or {}).get(name, layers.get(f"{expert['layer']}.{expert['part']}") if expert else None)
         if found is None:
             raise InputScalesInvalid(
-                f"the calibration has no amax of {name}",
+                f"the calibration has no amax for {name}",
                 where=name,
                 fix="Calibrate this target again, with more prompts.",
             )
@@ -162,23 +162,24 @@ def data_free() -> InputScales:
 
 
 def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> InputScales:
-    """Return the scales that a calibration of this very target found.
+    """Return the scales from a calibration of exactly this target.
 
     Args:
-        file: as `kconv calibrate` wrote it.
-        target: the target that is quantized, in whatever form.
+        file: a file that `kconv calibrate` wrote.
+        target: the target to quantize, in any form.
         config: its config.
 
     Raises:
-        InputScalesInvalid: the file cannot be read, is of another target, or has an amax that this target cannot reach.
+        InputScalesInvalid: the file cannot be read, belongs to another target, or has an amax that this target cannot
+            reach.
     """
     calibration, own = read_calibration(file), identify(target, config)
     differing = [name for name, value in own if getattr(calibration.target, name) != value]
     if differing:
         raise InputScalesInvalid(
-            f"{file.name} belongs to another target, of another {' and '.join(differing)}",
+            f"{file.name} belongs to another target, with a different {' and '.join(differing)}",
             where=file,
-            fix="Calibrate this target, or give --input-scale data-free.",
+            fix="Calibrate this target, or pass --input-scale data-free.",
         )
     check_norms(calibration.input_amax, target, config)
     digest = file_digest(file)
@@ -191,11 +192,11 @@ def from_calibration(file: Path, target: Checkpoint, config: TargetConfig) -> In
 
 
 def check_amax(name: str, amax: float) -> None:
-    """Raise InputScalesInvalid unless an amax has an input_scale that engines can calculate with.
+    """Raise InputScalesInvalid unless an amax gives an input_scale that engines can calculate with.
 
     Args:
         name: the module's.
-        amax: the largest magnitude that it was seen to read.
+        amax: the largest magnitude at its input.
     """
     if not is_scale(float(scale_2(amax))):
         raise InputScalesInvalid(
@@ -206,11 +207,11 @@ def check_amax(name: str, amax: float) -> None:
 
 
 def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetConfig) -> None:
-    """Raise InputScalesInvalid for an amax beyond what the norm before the module can put out.
+    """Raise InputScalesInvalid for an amax beyond what the norm before the module can output.
 
     Args:
         amaxes: by module, in the text model.
-        target: the target that they are of.
+        target: the target that they belong to.
         config: its config.
     """
     named = {f"{config.prefix}{name}": amax for name, amax in amaxes.items()}
@@ -220,32 +221,32 @@ def check_norms(amaxes: Mapping[str, float], target: Checkpoint, config: TargetC
         raise InputScalesInvalid(
             f"the amax of {name} is {beyond.amax:g}, but its input, {norm}, reaches at most {beyond.bound:g}",
             where=name,
-            fix="Calibrate this target again. The file was changed or belongs to another target.",
+            fix="Calibrate this target again. The file was changed, or belongs to another target.",
         )
 
 
-# The norm in the same layer whose output a module reads, by the last part of the module's name. Of o_proj and down_proj
-# there is none.
+# The norm in the same layer whose output a module reads, by the last part of the module's name. o_proj and down_proj
+# have none.
 NORMS = {
     **dict.fromkeys(("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), "input_layernorm"),
     "q_b_proj": "self_attn.q_a_layernorm",
     "kv_b_proj": "self_attn.kv_a_layernorm",
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
 }
-# Two roundings to bf16 on the way, of 2^-8 each.
+# For two roundings to bf16 on the way, of 2^-8 each.
 SLACK = 1.02
 MODULE = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\.(?:.*\.)?(?P<last>\w+)")
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """A module that reads more than the norm before it can put out.
+    """A module whose recorded input exceeds what the norm before it can output.
 
     Attributes:
         module: its name.
-        amax: the largest magnitude that it is said to read.
+        amax: its recorded largest input magnitude.
         norm: the norm's name.
-        bound: the largest magnitude that the norm puts out.
+        bound: the largest magnitude that the norm can output.
     """
 
     module: str
@@ -255,13 +256,13 @@ class Beyond:
 
 
 def beyond_norms(amaxes: Mapping[str, float], tensors: Mapping[str, TensorInfo]) -> Iterator[Beyond]:
-    """Yield the modules whose amax is beyond what the norm before them can put out.
+    """Yield the modules whose amax exceeds what the norm before them can output.
 
-    RMSNorm of n numbers puts out sqrt(n) times its largest weight, at most: where all but one are zero.
+    RMSNorm of n numbers outputs at most sqrt(n) times its largest weight, when all numbers but one are zero.
 
     Args:
-        amaxes: largest magnitude read, by module, as the target names it.
-        tensors: the target's; a module whose norm is not among them is passed over.
+        amaxes: largest input magnitude, by module, as the target names it.
+        tensors: the target's; modules whose norm is missing are skipped.
     """
     bounds: dict[str, float] = {}
     for module, amax in amaxes.items():

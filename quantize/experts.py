@@ -1,6 +1,6 @@
-"""A layer's routed experts, read from the disk one by one.
+"""Read a layer's routed experts from disk one by one.
 
-A layer of Kimi-K2 is 384 experts of 44 million parameters: 34 GB in bf16, 68 GB in fp32. A machine that cannot hold it
+A layer of Kimi-K2 has 384 experts of 44 million parameters: 34 GB in bf16, 68 GB in fp32. A machine with less memory
 holds one expert at a time: the tokens of all texts go through the layer together, so that each expert is read once.
 """
 
@@ -19,14 +19,15 @@ from ..errors import TargetTooLarge
 from ..targets.config import TargetConfig
 from ..targets.weights import StoredWeight
 
-# What a linear's input becomes before it is multiplied: the module's group and the input, `[N, in]`, to the same shape.
+# Transforms a linear layer's input before the multiplication: the module's group and the input, `[N, in]`, same shape
+# out.
 See = Callable[[str, Tensor], Tensor]
-# Of what is free, the share that weights may take: the rest is for what is computed.
+# The share of free memory that weights may use; the rest is for activations.
 SHARE = 0.8
 
 
 def layer_bytes(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of a target's largest layer in memory: whole, and with one routed expert alone.
+    """Return the memory of a target's largest layer, in bytes: whole, and with only one routed expert.
 
     Args:
         stored: its weights, by their names on disk; headers suffice.
@@ -53,17 +54,17 @@ def layer_bytes(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype:
 
 
 def must_part(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype, where: object) -> bool:
-    """Say whether a target's experts must be read one by one for its layers to fit into memory.
+    """Return whether a target's experts must be read one by one for its layers to fit into memory.
 
     Raises:
-        TargetTooLarge: not even so do they.
+        TargetTooLarge: they do not fit even then.
     """
     whole, parted = layer_bytes(stored, config, dtype)
     left = int(psutil.virtual_memory().available * SHARE)
     if parted > left:
         raise TargetTooLarge(
-            f"a layer of the target takes {parted / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')} with "
-            f"one expert at a time, and {left / 1e9:,.1f} GB may be used",
+            f"a layer of the target needs {parted / 1e9:,.1f} GB of memory as {str(dtype).removeprefix('torch.')} with "
+            f"one expert at a time, but only {left / 1e9:,.1f} GB may be used",
             where=where,
             fix="Run it on a machine with more memory.",
         )
@@ -71,14 +72,14 @@ def must_part(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: t
 
 
 def describe_memory(stored: Mapping[str, StoredWeight], config: TargetConfig, dtype: torch.dtype, parted: bool) -> str:
-    """Say what a layer holds in memory, and how it is run."""
+    """Describe a layer's memory use and how it runs."""
     whole, one = layer_bytes(stored, config, dtype)
-    said = f"a layer takes {whole / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}"
-    return f"{said}: its experts are read one by one, {one / 1e9:,.1f} GB at a time" if parted else said
+    said = f"a layer takes {whole / 1e9:,.1f} GB of memory as {str(dtype).removeprefix('torch.')}"
+    return f"{said}, so its experts are read one by one, {one / 1e9:,.1f} GB at a time" if parted else said
 
 
 class ExpertsOneByOne(torch.nn.Module):
-    """Routed experts of a layer, each read when its tokens come: takes the place of transformers' own module.
+    """Routed experts of a layer, each read when its tokens come; replaces transformers' own module.
 
     Args:
         stored: the target's weights, by their names on disk.
@@ -96,7 +97,7 @@ class ExpertsOneByOne(torch.nn.Module):
         total = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             rows, place = (top_k_index == expert).nonzero(as_tuple=True)
-            # Experts that no token goes to are not read.
+            # Experts without tokens are not read.
             gate, up, down = (self._weight(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
             x = self._see("gate_up_proj", hidden_states[rows])
             x = self._see("down_proj", F.silu(F.linear(x, gate)) * F.linear(x, up))
@@ -108,12 +109,12 @@ class ExpertsOneByOne(torch.nn.Module):
 
 
 def run_together(layer: Any, hidden: Sequence[Tensor], attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run a layer over several texts, whose tokens go through its MLP together.
+    """Run a layer over several texts; their tokens go through its MLP together.
 
     Args:
         layer: transformers' decoder layer.
-        hidden: its input of each text, `[1, T, hidden]`.
-        attend: the output of its attention, of a normed input.
+        hidden: its input for each text, `[1, T, hidden]`.
+        attend: the output of its attention for a normed input.
     """
     between = [states + attend(layer.input_layernorm(states)) for states in hidden]
     normed = torch.cat([layer.post_attention_layernorm(states) for states in between], dim=1)

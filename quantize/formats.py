@@ -12,10 +12,10 @@ GROUP_SIZE = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
-# Engines take the reciprocal of an input_scale in float32, where that of a denormal number may be infinite:
+# Engines take the reciprocal of an input_scale in float32; for a denormal number it may be infinite:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2097
 SMALLEST_SCALE = 2.0**-126
-# The next norm squares in float32 what is made of an activation; beyond this a square is infinite.
+# The next norm squares a product of an activation in float32; beyond this a square is infinite.
 LARGEST_AMAX = 2.0**64
 
 # Suffix: dtype, and the shape of the tensor for a weight [out, in].
@@ -25,7 +25,7 @@ TENSORS: dict[str, tuple[str, Callable[[int, int], tuple[int, ...]]]] = {
     "weight_scale_2": ("F32", lambda rows, columns: ()),
     "input_scale": ("F32", lambda rows, columns: ()),
 }
-# Modules that engines fuse, of which only one weight_scale_2 survives, by the last part of their names.
+# Modules that engines fuse and for which only one weight_scale_2 survives, by the last part of their names.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -37,7 +37,7 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
 def is_scale(value: float) -> bool:
-    """Say whether float32 can calculate with a scale of a whole module: weight_scale_2, or input_scale."""
+    """Return whether float32 can calculate with a scale of a whole module: weight_scale_2, or input_scale."""
     return SMALLEST_SCALE <= value < LARGEST_AMAX / (E2M1_MAX * E4M3_MAX)
 
 
@@ -53,7 +53,7 @@ def weight_tensors(module: str, shape: Sequence[int]) -> dict[str, tuple[str, tu
 
 
 def fused_group(module: str) -> str:
-    """Return a name that is the same for all modules that are fused with this one, and no other."""
+    """Return a name that only the modules fused with this one share."""
     parent, _, last = module.rpartition(".")
     return f"{parent}.{_FIRST.get(last, last)}"
 

@@ -1,9 +1,9 @@
-"""INT4 to NVFP4 without the numbers between.
+"""Convert INT4 to NVFP4 without dequantizing.
 
-A group of sixteen INT4 values shares one bf16 scale, so its NVFP4 is decided by that scale and by the largest
-magnitude among its nibbles, the level, of which there are nine. For each pair the packer itself is asked, once, what
-becomes of each of the sixteen nibbles; a group is then sixteen look-ups, which a processor does in one instruction
-(int4.c). The bits are the packer's by construction.
+A group of sixteen INT4 values shares one bf16 scale. Its NVFP4 depends only on that scale and on the largest magnitude
+among its nibbles, the level, which has nine values. For each such pair the packer computes once what each of the
+sixteen nibbles becomes. A group is then sixteen look-ups, which a processor does in one instruction (int4.c). The bits
+are the packer's by construction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..targets.weights import Int4
 from .formats import GROUP_SIZE
 from .pack import Packed, load_native, pack
 
-# The magnitude of each nibble's value, nibble - 8, and of the larger of both in a byte.
+# The magnitude of each nibble's value, nibble - 8, and the larger of the two in a byte.
 MAGNITUDES = np.abs(np.arange(16) - 8).astype(np.uint8)
 BYTES = np.arange(256)
 LARGER = np.maximum(MAGNITUDES[BYTES & 15], MAGNITUDES[BYTES >> 4])
@@ -32,7 +32,7 @@ class Loops(Protocol):
     def tops(self, halves: np.ndarray, bits: np.ndarray) -> np.ndarray:
         """Return the largest magnitude, as bits, of the scales of each level, [9], of halves [n, 8] and bits as below.
 
-        The level of a scale is the largest of its groups'; one that no scale has is 0.
+        A scale's level is the largest of its groups'; a level that no scale has gives 0.
         """
         ...
 
@@ -42,11 +42,11 @@ class Loops(Protocol):
 
 
 class Tables:
-    """What NVFP4 makes of INT4 under one weight_scale_2, as far as it was asked.
+    """Results of the packer for INT4 under one weight_scale_2, as far as computed.
 
     Attributes:
-        slots: [65536] first row of each scale's bits in the other two; -1 where it was not asked yet.
-        codes: [rows, 16] what becomes of each nibble, for a scale and a level.
+        slots: [65536] for the bits of each scale, its first row in the other two; -1 if not computed yet.
+        codes: [rows, 16] the code of each nibble, for a scale and a level.
         scales: [rows] bits of the e4m3 scale.
     """
 
@@ -57,14 +57,14 @@ class Tables:
         self.scales = np.empty(0, np.uint8)
 
     def learn(self, bits: np.ndarray) -> None:
-        """Ask the packer for the scales that were not seen before."""
+        """Compute the scales that have not occurred before."""
         new = self.slots[bits] < 0
         if not new.any():
             return
         unknown = np.unique(bits[new])
         self.slots[unknown] = len(self.codes) + np.arange(unknown.size, dtype=np.int32) * LEVELS
         scales = torch.from_numpy(unknown).view(torch.bfloat16)
-        # For each scale and level the sixteen values, those above the level left out: [scales, levels, 16].
+        # For each scale and level the sixteen values, without those above the level: [scales, levels, 16].
         values = torch.arange(16).sub(8).repeat(LEVELS, 1)
         values[values.abs() > torch.arange(LEVELS).unsqueeze(-1)] = 0
         rows = (values.bfloat16() * scales[:, None, None]).reshape(-1, GROUP_SIZE)
@@ -79,7 +79,7 @@ class Int4Packer:
 
     Args:
         weight_scale_2: of the NVFP4 weights.
-        loops: how; None for the fastest that there is.
+        loops: the implementation; None for the fastest available.
     """
 
     def __init__(self, weight_scale_2: float, loops: Loops | None = None) -> None:
@@ -87,7 +87,7 @@ class Int4Packer:
         self._loops = loops or fastest()
 
     def pack(self, packed: torch.Tensor, scale: torch.Tensor) -> Packed:
-        """Return rows of an INT4 weight as NVFP4, bit for bit as the packer makes them of the dequantized rows.
+        """Return rows of an INT4 weight as NVFP4, bit for bit what the packer gives for the dequantized rows.
 
         Args:
             packed: I32 [rows, in/8], as stored.
@@ -105,7 +105,7 @@ class Int4Packer:
 
 
 def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
-    """Return the largest magnitude of an INT4 weight as its dequantized values have it; NaN for scales that are."""
+    """Return the largest magnitude of an INT4 weight's dequantized values; NaN for NaN scales."""
     weight.check()
     loops = loops or fastest()
     tops = np.zeros(LEVELS, np.uint16)
@@ -115,17 +115,17 @@ def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
     largest = torch.from_numpy(tops).view(torch.bfloat16)
     if not torch.isfinite(largest).all():
         return float("nan")
-    # In bf16, as the product is rounded there; rounding keeps the order.
+    # In bf16, since the product is rounded to it; rounding keeps the order.
     return float((torch.arange(LEVELS).bfloat16() * largest).max())
 
 
 def fits(weight: Int4) -> bool:
-    """Say whether a weight can be packed so."""
+    """Return whether a weight can be packed this way."""
     return weight.dtype == "BF16" and weight.group % GROUP_SIZE == 0
 
 
 class NumpyLoops:
-    """The loops without a compiler."""
+    """The loops without a compiler, in numpy."""
 
     def levels(self, halves: np.ndarray) -> np.ndarray:
         """Return the level of each group."""
@@ -142,7 +142,7 @@ class NumpyLoops:
         return np.array([magnitudes[level == i].max(initial=0) for i in range(LEVELS)], np.uint16)
 
     def pack(self, halves: np.ndarray, bits: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
-        """Return nibbles and scales, by a table over both nibbles of a byte."""
+        """Return nibbles and scales, using a table over both nibbles of a byte."""
         rows = np.repeat(tables.slots[bits], len(halves) // len(bits)) + self.levels(halves)
         both = tables.codes[:, BYTES & 15] | (tables.codes[:, BYTES >> 4] << 4)
         return both.reshape(-1)[rows[:, None] * np.int32(256) + halves], tables.scales[rows]
@@ -183,7 +183,7 @@ class NativeLoops:
 
 @cache
 def fastest() -> Loops:
-    """Return int4.c's loops, if there is a compiler and they agree with numpy's; else those."""
+    """Return int4.c's loops if there is a compiler and they agree with numpy's; otherwise numpy's."""
     library = load_native("int4.c")
     if library is None:
         return NumpyLoops()

@@ -1,8 +1,8 @@
 """The backend for targets that fit into memory: ModelOpt calibrates, quantizes and exports.
 
-Its tensors are kept as they are and compared with the plan. Every value is looked at, as the streaming backend does
-while it writes, for an export that overflowed is whole to the eye. All beside the tensors is kconv's own, so that both
-backends write one format.
+Its tensors are kept unchanged and compared with the plan. Every value is checked, as the streaming backend does while
+it writes, since an export that overflowed looks complete. Everything except the tensors is written by kconv, so that
+both backends write one format.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .recipe import NEVER, Recipe
 from .stream import steps
 
 Say = Callable[[str], None]
-# What ModelOpt says where none of its patterns met a quantizer.
+# ModelOpt's message if none of its patterns matched a quantizer.
 NOTHING = "no weight quantizer is enabled"
-# What to do with a target that is larger than the memory.
-INSTEAD = "Use --backend stream with a file of kconv calibrate; both hold a layer at a time at the most."
+# What to do about a target that is larger than memory.
+INSTEAD = "Use --backend stream with a file from kconv calibrate; both need memory for at most one layer."
 # ModelOpt's own numbers of an NVFP4 quantizer.
 NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 
@@ -45,23 +45,23 @@ NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale
 def plan_in_memory(
     source: Checkpoint, config: TargetConfig, recipe: Recipe, prompts: CalibrationPrompts | None
 ) -> QuantizePlan:
-    """Decide what becomes of each tensor; its files are ModelOpt's to choose.
+    """Decide what becomes of each tensor; ModelOpt chooses the files.
 
     Args:
-        source: a text target, in any form that is read.
+        source: a text target, in any form that kconv reads.
         config: its config.
-        recipe: what is quantized. A KV cache in FP8 is stated and has no scales, as with the streaming backend.
-        prompts: what is calibrated on; None if activations stay as they are.
+        recipe: what to quantize. An FP8 KV cache is stated without scales, as in the streaming backend.
+        prompts: the calibration text; None if activations stay unquantized.
 
     Raises:
-        RecipeInvalid: the target is wrapped or NVFP4 already, or a pattern matches no module.
+        RecipeInvalid: the target is wrapped or already NVFP4, or a pattern matches no module.
         SourceFormatUnknown, TensorShape: the target cannot be read.
     """
     if config.prefix:
         raise RecipeInvalid(
             "ModelOpt loads only a bare text model, but this target wraps it",
             where=source.folder,
-            fix="Use kconv calibrate, and then kconv quantize with its file.",
+            fix="Use kconv calibrate, then kconv quantize with its file.",
         )
     said = "none"
     if prompts:
@@ -76,18 +76,18 @@ def quantize_in_memory(
     """Quantize a target with ModelOpt, its input scales calibrated.
 
     Args:
-        plan: as `plan_in_memory` makes it; the target is loaded whole, in its own dtype.
-        out: the folder to make.
-        batches: token ids to calibrate on, [batch, T] each.
-        say: told what is going on.
+        plan: from `plan_in_memory`; the target is loaded whole, in its own dtype.
+        out: the folder to create.
+        batches: token ids for calibration, [batch, T] each.
+        say: called with progress messages.
 
     Raises:
         RecipeInvalid: ModelOpt has no module for the recipe.
-        TensorMissing: ModelOpt exported other tensors than the plan has, as it does without a calibration, or if the
-            recipe cuts through what it quantizes as one.
-        TensorValue: it changed a tensor that the plan leaves as it is, or made NaN, Inf or a scale of zero.
+        TensorMissing: ModelOpt exported other tensors than planned. This happens without a calibration, or if the
+            recipe splits what ModelOpt quantizes as one.
+        TensorValue: it changed a tensor that the plan leaves unchanged, or produced NaN, Inf or a scale of zero.
         TargetInvalid: the target cannot be built.
-        TargetTooLarge: it is larger than what memory is left.
+        TargetTooLarge: it is larger than the free memory.
         OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
     """
     import modelopt.torch.quantization as mtq
@@ -99,7 +99,7 @@ def quantize_in_memory(
     with staged(out) as folder:
         say("loading the target")
         model = load_target(plan.source.folder, TORCH[config.dtype or "BF16"], instead=INSTEAD)
-        model.config.architectures = [config.architecture or "DeepseekV3ForCausalLM"]  # the exporter asks for it
+        model.config.architectures = [config.architecture or "DeepseekV3ForCausalLM"]  # the exporter requires it
 
         def forward(calibrated: Any) -> None:
             with torch.no_grad():
@@ -124,7 +124,7 @@ def quantize_in_memory(
 
 
 def quant_cfg(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as ModelOpt's config: all off, its patterns on, and what it keeps off again."""
+    """Return a recipe as ModelOpt's config: everything off, then its patterns on, then what it keeps off again."""
     kinds = ("weight_quantizer",) if recipe.weight_only else ("weight_quantizer", "input_quantizer")
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     entries += [
@@ -141,16 +141,16 @@ SCALARS = ("weight_scale_2", "input_scale")
 
 
 def take_export(plan: QuantizePlan, folder: Path) -> None:
-    """Check what ModelOpt exported into a folder, and write all that stands beside its weights anew.
+    """Check ModelOpt's export in a folder, and write everything except its weights again.
 
     Args:
-        plan: what was to be made.
+        plan: what was planned.
         folder: the export, which becomes the output.
 
     Raises:
-        TensorMissing: it has other tensors than the plan, or of other shapes.
-        TensorValue: it holds NaN or Inf, a scale that cannot be multiplied by, or other values than the source's
-            where nothing is quantized.
+        TensorMissing: it has other tensors than the plan, or other shapes.
+        TensorValue: it holds NaN or Inf, a scale that cannot be multiplied by, or values other than the source's in
+            unquantized tensors.
         CorruptHeader, NotACheckpoint: it cannot be read.
         OSError: a file cannot be written.
     """
@@ -162,7 +162,7 @@ def take_export(plan: QuantizePlan, folder: Path) -> None:
     _check_kept(plan, digests, taken)
     for file in folder.iterdir():
         if not file.match(WEIGHTS):
-            file.unlink()  # ModelOpt's own config blocks and index are made anew
+            file.unlink()  # ModelOpt's own config blocks and index are written again
     weight_map = {name: info.file.name for name, info in made.items()}
     files = [
         FileRecord(name=file.name, size=file.stat().st_size, sha256=file_digest(file))
@@ -181,7 +181,7 @@ def _check_names(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
         raise TensorMissing(
             f"ModelOpt's export and the plan differ in {len(odd)} tensors, among them {odd[0]}",
             where=odd[0],
-            fix="Give prompts to calibrate on, or use the streaming backend, which needs none.",
+            fix="Pass prompts for calibration, or use the streaming backend, which needs none.",
         )
     for name, info in made.items():
         if (info.dtype, info.shape) != wanted[name]:
@@ -193,7 +193,7 @@ def _check_names(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
 
 
 def _look(info: TensorInfo) -> str:
-    """Return a tensor's blake3, its values looked at on the way."""
+    """Return a tensor's blake3, checking its values on the way."""
     hashed, scan = blake3(), Scan(info.dtype)
     for chunk in stream(info):
         hashed.update(chunk)
@@ -212,7 +212,7 @@ def _check_scales(plan: QuantizePlan, made: dict[str, TensorInfo]) -> None:
             raise TensorValue(
                 f"ModelOpt made {name} {found}, but a scale must be a normal float32 number",
                 where=name,
-                fix="Give more prompts, keep this module out of the recipe (keep: ...), or use the streaming backend.",
+                fix="Use more prompts, keep this module out of the recipe (keep: ...), or use the streaming backend.",
             )
 
 
@@ -228,7 +228,7 @@ def _check_kept(plan: QuantizePlan, digests: dict[str, str], taken: dict[str, st
 
 
 def _as_it_reads(weight: StoredWeight) -> str:
-    """Return the blake3 of a weight dequantized, as the streaming backend writes it."""
+    """Return the blake3 of a weight dequantized as the streaming backend writes it."""
     hashed = blake3()
     for block in weight.blocks():
         for chunk in entry(weight.name, block).chunks():

@@ -1,4 +1,4 @@
-"""What the output has beside its weights: config, index, copied files, manifest."""
+"""The output's files besides the weights: config, index, copied files, manifest."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from .formats import hf_quant_config, quantization_config
 from .plan import QuantizePlan, exclude_modules
 from .stream import Workplace
 
-# Written anew, or of the source's weights alone.
+# Files that are written again, or describe only the source's weights.
 NOT_COPIED = ("config.json", INDEX, SIDE_CONFIG, MANIFEST, "README.md", ".gitattributes")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Blocks of another quantization, which a reader would believe.
+# Config blocks of another quantization, which a reader would believe.
 STALE = ("quantization_config", "compression_config")
-# What the published NVFP4 targets call a wrapped text model, and every engine builds it as.
+# The published NVFP4 targets' prefix for a wrapped text model, which every engine builds under it.
 TEXT_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def finish(plan: QuantizePlan, place: Workplace) -> Path:
-    """Write what stands beside the weights, once they are all there.
+    """Write the files besides the weights, once all weights are there.
 
     Returns:
-        The manifest's file.
+        The manifest's path.
 
     Raises:
         OSError: a file cannot be read or written.
     """
     weight_map = {name: unit.file for unit in plan.units for name, _, _ in unit.outputs()}
     files = write_beside(plan, place.files, weight_map, plan.bytes_out)
-    # The tensors of one file at a time: a large target has half a million of them.
+    # One file's tensors at a time: a large target has half a million of them.
     records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
     return write_manifest(
         plan, place.files, [*records, *files], _tensor_texts(plan, place), made_by={"backend": "stream"}
@@ -48,10 +48,10 @@ def finish(plan: QuantizePlan, place: Workplace) -> Path:
 
 
 def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], size: int) -> list[FileRecord]:
-    """Write all that the output has beside its weights and the manifest.
+    """Write the output's files, except the weights and the manifest.
 
     Args:
-        plan: what was done.
+        plan: the executed plan.
         folder: the output.
         weight_map: the file of each tensor.
         size: bytes of all tensors.
@@ -70,7 +70,7 @@ def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], s
 
 
 def copied_files(source: Path) -> list[Path]:
-    """Return the files of a target's folder that are copied: tokenizer, code, license, generation config."""
+    """Return the files of a target's folder to copy: tokenizer, code, license, generation config."""
     return sorted(
         file
         for file in source.iterdir()
@@ -79,7 +79,7 @@ def copied_files(source: Path) -> list[Path]:
 
 
 def bytes_needed(plan: QuantizePlan, place: Workplace | None = None) -> int:
-    """Return the bytes of disk that a plan still takes, all ranks together."""
+    """Return the disk space in bytes that a plan still needs, for all ranks together."""
     left = sum(unit.bytes_out for unit in plan.units if place is None or not place.is_done(unit.file))
     return left + sum(file.stat().st_size for file in copied_files(plan.source.folder))
 
@@ -117,11 +117,11 @@ def write_manifest(
     """Write kconv.json.
 
     Args:
-        plan: what was done.
+        plan: the executed plan.
         folder: the output.
-        files: every file of it but this one.
-        tensors: the step of each tensor, as JSON; taken one at a time.
-        made_by: the backend, and the versions of what else decided its bytes.
+        files: every file of it except this one.
+        tensors: the step of each tensor, as JSON; read one at a time.
+        made_by: the backend, and the versions of everything else that determined its bytes.
     """
     count = sum(prod(shape) for shape in _logical_shapes(plan))
     manifest = Manifest(

@@ -1,7 +1,7 @@
-"""A weight packed as NVFP4, with the arithmetic of ModelOpt's NVFP4QTensor bit for bit.
+"""Pack a weight as NVFP4, bit for bit with the arithmetic of ModelOpt's NVFP4QTensor.
 
-The loops are pack.c's where there is a compiler, and torch's where there is none. What was compiled is trusted only
-after it agreed with torch.
+The loops are pack.c's if there is a compiler, otherwise torch's. Compiled code is used only after its results agreed
+with torch's.
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/quantization/qtensor/nvfp4_tensor.py
 """
 
@@ -35,7 +35,7 @@ def amax(weight: torch.Tensor) -> float:
 
 
 def scale_2(largest: float) -> torch.Tensor:
-    """Return the weight_scale_2, float32 [], of a largest magnitude."""
+    """Return the weight_scale_2, float32 [], for a largest magnitude."""
     return torch.tensor(largest, dtype=torch.float32) / (E2M1_MAX * E4M3_MAX)
 
 
@@ -43,7 +43,7 @@ def pack(weight: torch.Tensor, weight_scale_2: float) -> Packed:
     """Pack a weight.
 
     Args:
-        weight: [out, in], in a multiple of sixteen; finite. On a GPU ModelOpt's own operations do it.
+        weight: [out, in], with a multiple of sixteen columns; finite. On a GPU ModelOpt's own operations do the work.
         weight_scale_2: above 0.
 
     Returns:
@@ -55,7 +55,7 @@ def pack(weight: torch.Tensor, weight_scale_2: float) -> Packed:
 
 
 def unpack(packed: Packed, weight_scale_2: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers that a packed weight stands for, [out, in], computed in float32 and rounded once."""
+    """Return the values of a packed weight, [out, in], computed in float32 and rounded once."""
     shared = torch.tensor(weight_scale_2, dtype=torch.float32)
     return dequantize_nvfp4(packed.weight, packed.weight_scale, shared).to(dtype)
 
@@ -68,9 +68,9 @@ def _pack_with_modelopt(weight: torch.Tensor, weight_scale_2: float) -> Packed:
     return Packed(made[0]._quantized_data, made[1])
 
 
-# The smallest e4m3; a block scale that rounded to zero would make its block infinite.
+# The smallest e4m3; a block scale that rounds to zero would make its block infinite.
 SMALLEST = 2.0**-9
-# Numbers that are packed at a time: what comes between stays in a core's cache.
+# Numbers packed at a time: the intermediate values stay in a core's cache.
 PART = 1 << 17
 
 
@@ -91,7 +91,7 @@ def pack_plain(weight: torch.Tensor, weight_scale_2: float) -> Packed:
     step = max(PART // columns, 1)
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        # In float32, whatever the weight is in.
+        # In float32, whatever the weight's dtype.
         blocks = weight[part].float().unflatten(-1, (-1, GROUP_SIZE))
         scales[part] = _scales(blocks, shared)
         nibbles[part] = _nibbles((blocks / (scales[part].float() * shared).unsqueeze(-1)).flatten(-2))
@@ -110,14 +110,14 @@ def _scales(blocks: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 def _nibbles(scaled: torch.Tensor) -> torch.Tensor:
     """Round numbers [rows, in] to e2m1, two to a byte.
 
-    The codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4, 6: in steps of 0.5 up to 2, of 1 up to 4, of 2 from there. So a
-    magnitude's code is the least of what each of these steps would make of it, and a tie goes to the even one.
+    The codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4, 6: steps of 0.5 up to 2, of 1 up to 4, then of 2. So a magnitude's
+    code is the smallest of the codes that each of these step sizes gives, and a tie goes to the even code.
     """
     negative = (scaled < 0).view(torch.uint8)
     sizes = scaled.abs_()
     codes, ones, twos = (sizes * 2).round_(), sizes.round().add_(2), sizes.mul_(0.5).round_().add_(4)
     torch.minimum(torch.minimum(codes, ones, out=codes), twos, out=codes)
-    # NaN (0 / 0, where a block scale times the shared one underflows) is above all bounds for ModelOpt too.
+    # NaN (0 / 0, when a block scale times the shared one underflows) is above all bounds in ModelOpt too.
     bytes_ = codes.nan_to_num_(7.0).clamp_(max=7.0).to(torch.uint8).add_(negative, alpha=8)
     pairs = bytes_.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
@@ -141,7 +141,7 @@ class NativePacker:
 
     def __call__(self, weight: torch.Tensor, weight_scale_2: float) -> Packed:
         """Pack a weight; see `pack.pack` for the arguments."""
-        # float16 and float64 become float32, in which ModelOpt divides too; of float64 it keeps more.
+        # float16 and float64 become float32, in which ModelOpt also divides; of float64 it keeps more precision.
         weight = (weight if weight.dtype in self._loops else weight.float()).contiguous()
         rows, columns = weight.shape
         nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -154,7 +154,7 @@ class NativePacker:
 
 @cache
 def fastest() -> Packer:
-    """Return pack.c's loops, if there is a compiler and they agree with torch; else torch's arithmetic."""
+    """Return pack.c's loops if there is a compiler and they agree with torch; otherwise torch's arithmetic."""
     library = load_native("pack.c")
     if library is None:
         return pack_plain
@@ -170,9 +170,9 @@ def _agree(packer: Packer, weight: torch.Tensor, weight_scale_2: float) -> bool:
 
 
 def _trials() -> list[tuple[torch.Tensor, float]]:
-    """Return weights that meet every branch: each e4m3 scale, ties, zeros, what underflows and what is cut off."""
+    """Return weights that cover every branch: each e4m3 scale, ties, zeros, underflow and clipping."""
     generator = torch.Generator().manual_seed(0)
-    # The blocks' sizes run from below 2^-9 of the largest to beyond 448.
+    # The blocks' sizes range from below 2^-9 of the largest to beyond 448.
     sizes = torch.linspace(-12, 10, 320).exp2().unsqueeze(-1)
     random = torch.randn(320, 5 * GROUP_SIZE, generator=generator) * sizes
     random[::7, ::3] = 0.0
@@ -188,15 +188,15 @@ SECONDS = 120
 
 
 def load_native(source: str) -> ctypes.CDLL | None:
-    """Return a C source of this package as a library, compiled at its first use on this kind of machine.
+    """Return a C source of this package as a library, compiled on first use on this kind of machine.
 
     Args:
         source: the file's name, e.g. "int4.c".
 
-    A cache that others may write to is passed over, and the library compiled anew for this process alone.
+    A cache that others can write to is not used; the library is then compiled for this process only.
 
     Returns:
-        The library; None where there is no compiler, or the cache cannot be written, or KCONV_NATIVE=0.
+        The library; None if there is no compiler, the cache cannot be written, or KCONV_NATIVE=0.
     """
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
     if not compiler[0] or os.environ.get("KCONV_NATIVE") == "0":
@@ -217,19 +217,19 @@ def load_native(source: str) -> ctypes.CDLL | None:
 
 
 def _own(path: Path) -> bool:
-    """Say whether nobody but this user and root can have put there what would be run as this user."""
+    """Return whether only this user and root can have written a file that will run as this user."""
     return all(_safe(one.lstat()) for one in (path.absolute(), *path.resolve().parents, path.resolve()))
 
 
 def _safe(found: os.stat_result) -> bool:
-    # In a folder like /tmp, whose sticky bit is set, nobody replaces what is another's.
+    # In a folder with the sticky bit, like /tmp, nobody can replace another user's files.
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     return found.st_uid in (0, os.geteuid()) and (not writable or bool(sticky))
 
 
 def _load_private(compiler: list[str], text: str) -> ctypes.CDLL:
-    """Compile into a folder that only this user may enter, and load it; the folder is gone afterwards."""
+    """Compile into a folder that only this user may enter, and load it; the folder is deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="kconv-native-") as folder:
         library = Path(folder) / "made.so"
         _compile(compiler, text, library)
@@ -243,7 +243,7 @@ def _compile(compiler: list[str], text: str, library: Path) -> None:
         subprocess.run(
             [*compiler, *FLAGS, "-o", str(made), str(source)], check=True, capture_output=True, timeout=SECONDS
         )
-        made.replace(library)  # whole or not at all, as another process may be at it too
+        made.replace(library)  # atomic, since another process may do the same
 
 
 def _cache() -> Path:
@@ -251,7 +251,7 @@ def _cache() -> Path:
 
 
 def _machine() -> str:
-    """Name the kind of processor: -march=native must not be run on another one that shares the cache."""
+    """Identify the processor: code built with -march=native must not run on another one that shares the cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What becomes what, decided from headers alone."""
+"""Plan a quantization from headers alone."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .calibration import InputScales
 from .formats import GROUP_SIZE, fused_group, weight_tensors
 from .recipe import Recipe
 
-# Bytes of an output shard, about: what ranks share is whole files, so that these are many more than ranks; and one is
-# read twice, the second time from the page cache, where those of all ranks fit. Of 1 T parameters it makes 550.
+# Approximate bytes of an output shard. Ranks share whole files, so there should be many more files than ranks; and each
+# is read twice, the second time from the page cache, which must hold those of all ranks. 1 T parameters make 550.
 SHARD = 1 << 30
-# Names of what a module with a weight of two dims is not: a linear layer.
+# Names of modules with a two-dim weight that are not linear layers.
 TABLES = ("embed_tokens",)
 
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """A whole quantization, decided.
+    """A planned quantization.
 
     Attributes:
         source: the target.
         config: its config.
-        form: how its weights are stored, as `target.source_formats` names it.
-        recipe: what is quantized.
-        inputs: where the input scales come from.
+        form: how its weights are stored, as in `target.source_formats`.
+        recipe: what to quantize.
+        inputs: the origin of the input scales.
         units: the output's files, in order.
-        linear: names of every linear module on disk, quantized or not.
+        linear: names on disk of every linear layer, quantized or not.
     """
 
     source: Checkpoint
@@ -65,7 +65,7 @@ class QuantizePlan:
 
     @property
     def key(self) -> str:
-        """Sixteen hex digits of all that decides the output: a restart goes on only with its own work."""
+        """Sixteen hex digits over everything that decides the output: a restart resumes only its own work."""
         facts = {
             "recipe": self.recipe.model_dump(),
             "config": self.source.config,
@@ -73,7 +73,7 @@ class QuantizePlan:
             "stamps": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in self.source.files],
             "inputs": self.inputs.description,
             "scales": [module.input_scale for module in self.modules],
-            # Another cut has files of the same names.
+            # Another split has files of the same names.
             "files": [(unit.file, [name for name, _, _ in unit.outputs()]) for unit in self.units],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -87,20 +87,20 @@ def plan_quantize(
     Args:
         source: the target.
         config: its config.
-        recipe: what is quantized.
-        inputs: where the input scales come from.
-        shard: bytes of an output file, about.
+        recipe: what to quantize.
+        inputs: the origin of the input scales.
+        shard: approximate bytes of an output file.
 
     Raises:
-        SourceFormatUnknown: the target is stored in a form that is not read here.
-        RecipeInvalid: a pattern of the recipe matches no module, or the target is NVFP4 already.
-        TensorShape: a module cannot be cut into groups of sixteen.
+        SourceFormatUnknown: kconv does not read the form in which the target is stored.
+        RecipeInvalid: a pattern of the recipe matches no module, or the target is already NVFP4.
+        TensorShape: a module cannot be split into groups of sixteen.
         CalibrationInvalid: the calibration has no amax for a module.
     """
     form, _ = read_form(source, config)
     if form == "nvfp4":
         raise RecipeInvalid(
-            f"{source.folder.name} is already NVFP4", where=source.folder, fix="Give the target that it was made from."
+            f"{source.folder.name} is already NVFP4", where=source.folder, fix="Pass the target that it was made from."
         )
     stored = stored_weights(source, config)
     linear = {n.removesuffix(".weight"): w for n, w in stored.items() if _is_linear(n, w)}
@@ -120,7 +120,7 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
     chosen: dict[str, StoredWeight] = {}
     for name, weight in linear.items():
         inner, layer = name.removeprefix(config.prefix), LAYER.fullmatch(name)
-        # Layers beyond the model's own predict further tokens (MTP); the published targets leave them out.
+        # Layers beyond the model's own predict further tokens (MTP); the published NVFP4 targets omit them.
         own = name.startswith(config.prefix) and layer is not None and int(layer["index"]) < config.layers
         if own and recipe.takes(inner):
             chosen[name] = weight
@@ -137,7 +137,7 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
 def _check_dims(weight: StoredWeight) -> None:
     if weight.shape[1] % GROUP_SIZE or not prod(weight.shape):
         raise TensorShape(
-            f"{weight.name} is {list(weight.shape)}, and {weight.shape[1]} columns do not form groups of {GROUP_SIZE}",
+            f"{weight.name} is {list(weight.shape)}, but {weight.shape[1]} columns do not form groups of {GROUP_SIZE}",
             where=weight.infos[0].file,
             fix="Keep this module out of the recipe (keep: ...).",
         )
@@ -145,7 +145,7 @@ def _check_dims(weight: StoredWeight) -> None:
 
 @dataclass(frozen=True)
 class Module:
-    """A linear module that becomes NVFP4.
+    """A linear layer that becomes NVFP4.
 
     Attributes:
         name: on disk, e.g. "model.layers.1.mlp.experts.0.up_proj".
@@ -159,27 +159,27 @@ class Module:
 
     @cached_property
     def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each tensor that it becomes, by name."""
+        """Dtype and shape of each of its output tensors, by name."""
         found = weight_tensors(self.name, self.weight.shape)
         return found if self.input_scale is not None else {n: t for n, t in found.items() if "input_scale" not in n}
 
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """Modules that an engine fuses, and that share one weight_scale_2; most often one or two."""
+    """Modules that an engine fuses and that share one weight_scale_2; usually one or two."""
 
     modules: tuple[Module, ...]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One file of the output, and all that it is made of.
+    """One file of the output, and its inputs.
 
     Attributes:
         file: its name.
-        groups: what becomes NVFP4.
-        dequantized: stored in a form that the output's config cannot name beside NVFP4, and written as it reads.
-        carried: tensors whose bytes stay.
+        groups: the modules that become NVFP4.
+        dequantized: weights stored in a form that the output's config cannot combine with NVFP4; written dequantized.
+        carried: tensors whose bytes stay unchanged.
     """
 
     file: str
@@ -194,7 +194,7 @@ class Unit:
 
     @property
     def inputs(self) -> list[TensorInfo]:
-        """Every tensor that it is made of."""
+        """Every tensor that it is made from."""
         weights = [*(module.weight for module in self.modules), *self.dequantized]
         return [*self.carried, *(info for weight in weights for info in weight.infos)]
 
@@ -217,7 +217,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What must stand in one file: a fused group, or one tensor that is not quantized."""
+    """What must be in one file: a fused group, or one tensor that is not quantized."""
 
     group: FusedGroup | None
     plain: StoredWeight | None
@@ -231,7 +231,7 @@ class _Piece:
 
 
 def cut_units(stored: dict[str, StoredWeight], modules: dict[str, Module], shard: int) -> tuple[Unit, ...]:
-    """Cut the output into files of about equal sizes, in the order of the source's files and of the bytes in them."""
+    """Split the output into files of about equal size, in the order of the source's files and their bytes."""
     groups = _fuse(modules)
     pieces: list[_Piece] = []
     done: set[str] = set()
@@ -247,7 +247,7 @@ def cut_units(stored: dict[str, StoredWeight], modules: dict[str, Module], shard
 
 
 def _cut(pieces: Sequence[_Piece], shard: int) -> list[list[_Piece]]:
-    """Cut pieces into runs of about equal sizes, near that of a shard: each goes where its middle falls."""
+    """Split pieces into runs of about a shard's size; each goes where its middle falls."""
     total = sum(piece.size for piece in pieces)
     count = -(-total // shard)
     runs: dict[int, list[_Piece]] = {}
@@ -283,18 +283,18 @@ def _fuse(modules: dict[str, Module]) -> dict[str, FusedGroup]:
     return {module.name: group for group in groups for module in group.modules}
 
 
-# The modules that an engine must not take for quantized.
+# The modules that an engine must treat as unquantized.
 #
-# vLLM tests each entry as a name, as a *part* of a name, and as a wildcard; TensorRT-LLM as a wildcard on the name and
-# on each of its parents, and it tests the bare `kv_b_proj` too:
+# vLLM matches each entry as a name, as a *part* of a name, and as a wildcard; TensorRT-LLM as a wildcard on the name
+# and on each of its parents, and it also tests the bare `kv_b_proj`:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222
 # So `model.layers.1*` would cover layer 10, and `*kv_b_proj` would make TensorRT-LLM look for FP8 scales. An entry here
-# is a module of one layer, in full, closed by `*` where all below it stays.
+# is the full name of one layer's module, ending in `*` if everything below it stays unquantized.
 
-# The parts of a decoder layer that engines build apart, each with the modules of which it may consist.
+# The parts of a decoder layer that engines build separately, with the modules that each may contain.
 PARTS = ("self_attn", "mlp.shared_experts", "mlp.experts", "mlp")
 LAYER = re.compile(r"(?P<layer>.*model\.layers\.(?P<index>\d+))\.(?P<rest>.+)")
-# Whole parts of a multimodal target that are no text.
+# Parts of a multimodal target that are not text.
 OTHERS = ("mm_projector", "vision_tower")
 
 
@@ -303,10 +303,10 @@ def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[s
 
     Args:
         linear: names on disk of every linear module, quantized or not.
-        quantized: those of them that are.
+        quantized: those that are quantized.
 
     Returns:
-        Entries in order of layers, each of which covers unquantized modules only.
+        Entries in order of layers, each of which covers only unquantized modules.
     """
     parts: dict[str, list[str]] = {}
     entries: dict[str, None] = {}
@@ -314,7 +314,7 @@ def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[s
         found = LAYER.fullmatch(module)
         if found:
             part = next((p for p in PARTS if found["rest"].startswith(f"{p}.")), "")
-            # The router is a module of its own, which no engine looks up here.
+            # The router is a separate module, which no engine looks up here.
             if not found["rest"].endswith("mlp.gate"):
                 parts.setdefault(f"{found['layer']}.{part}" if part else module, []).append(module)
         else:
@@ -329,7 +329,7 @@ def exclude_modules(linear: Iterable[str], quantized: Collection[str]) -> list[s
 
 
 def _root(module: str) -> str:
-    """Return the entry of a module outside the decoder layers."""
+    """Return the entry for a module outside the decoder layers."""
     top = module.split(".")[0]
     return f"{top}*" if top in OTHERS else module
 

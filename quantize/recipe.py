@@ -1,7 +1,7 @@
 """Which modules become NVFP4.
 
-Patterns are over module names of the text model as Kimi-K2 has them, without the `language_model.` of a wrapper;
-`*` matches any run of characters, dots among them.
+Patterns match module names of the text model in Kimi-K2's form, without a wrapper's `language_model.`; `*` matches any
+run of characters, including dots.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Recipe(BaseModel):
     """What is quantized, and how.
 
     Attributes:
-        name: what the manifest calls it.
+        name: its name in the manifest.
         about: one line for people.
         quantize: patterns of the modules that become NVFP4.
-        keep: patterns of modules that are not quantized, although `quantize` matches them.
-        weight_only: activations stay bf16 (W4A16), and no module has an input_scale.
+        keep: patterns of modules that stay unquantized although `quantize` matches them.
+        weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
         kv_cache: the format of the engine's KV cache.
     """
 
@@ -42,7 +42,7 @@ class Recipe(BaseModel):
     kv_cache: KvCache = "none"
 
     def takes(self, module: str) -> bool:
-        """Say whether a module becomes NVFP4.
+        """Return whether a module becomes NVFP4.
 
         Args:
             module: its name in the text model, e.g. "model.layers.1.mlp.experts.0.up_proj".
@@ -60,10 +60,10 @@ def load_recipe(name: str, *, kv_cache: KvCache | None = None) -> Recipe:
 
     Args:
         name: the name, or the file.
-        kv_cache: what engines keep the KV cache in, instead of what the recipe says.
+        kv_cache: the KV cache format to use instead of the recipe's.
 
     Raises:
-        RecipeInvalid: there is none, or a key does not exist or has a value that cannot be.
+        RecipeInvalid: there is none, or a key does not exist or has an invalid value.
     """
     recipe = _read_recipe(name)
     return recipe.model_copy(update={"kv_cache": kv_cache}) if kv_cache else recipe
@@ -73,7 +73,7 @@ def _read_recipe(name: str) -> Recipe:
     known = builtin_recipes()
     if name in known:
         return parse_recipe(known[name], where=name)
-    known_or_file = f"Give a YAML file, or one of {', '.join(known)}."
+    known_or_file = f"Pass a YAML file, or one of {', '.join(known)}."
     missing = RecipeInvalid(f"there is no recipe and no readable file named {name!r}", fix=known_or_file)
     text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=known_or_file, missing=missing)
     return parse_recipe(text, where=name)
@@ -83,7 +83,7 @@ def parse_recipe(text: str | bytes, *, where: str = "") -> Recipe:
     """Read a recipe's YAML.
 
     Raises:
-        RecipeInvalid: it is no YAML mapping, or a key does not exist or has a value that cannot be.
+        RecipeInvalid: it is not a YAML mapping, or a key does not exist or has an invalid value.
     """
     keys = f"The keys are {', '.join(Recipe.model_fields)}."
     values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix=keys)

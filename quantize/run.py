@@ -1,4 +1,4 @@
-"""A quantization from plan to output, shared by processes and ranks."""
+"""Run a quantization from plan to output, shared by processes and ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .stream import Advance, Workplace, make_unit
 
 Say = Callable[[str], None]
 Backend = Literal["stream", "modelopt"]
-WAIT = 0.5  # seconds between two looks for other ranks' files
-# Seconds that other ranks have to start, and to take back what they said of an earlier run's fault.
+WAIT = 0.5  # seconds between two checks for other ranks' files
+# Seconds for other ranks to start, and to remove their error reports from an earlier run.
 GRACE = 60
 
 
@@ -46,12 +46,12 @@ def plan_target(
     """Decide what becomes of each tensor of a target.
 
     Args:
-        target: the target; of a hub id it is downloaded, unless `headers_only`.
-        recipe: what is quantized.
+        target: the target; a hub id is downloaded, unless `headers_only`.
+        recipe: what to quantize.
         input_scale: for "stream": a file that kconv calibrate wrote; None for 1.0 throughout (data-free).
-        backend: "stream", one tensor at a time from the disk, or "modelopt", with the whole target in memory.
-        prompts: for "modelopt": what it calibrates on; None if activations stay as they are.
-        headers_only: the plan is only shown, so that a hub id's weights need not be here.
+        backend: "stream", one tensor at a time from disk, or "modelopt", with the whole target in memory.
+        prompts: for "modelopt": the calibration text; None if activations stay unquantized.
+        headers_only: whether the plan is only shown, so that a hub id's weights are not needed.
 
     Raises:
         RecipeInvalid, SourceFormatUnknown, TensorShape: see `plan_quantize`, and `plan_in_memory` for "modelopt".
@@ -60,7 +60,7 @@ def plan_target(
     source = target.open_headers() if headers_only else target.open_weights()
     config = parse_target_config(source.config, where=source.folder / "config.json")
     if backend == "modelopt":
-        # Here, as it loads transformers.
+        # Imported here, since it loads transformers.
         from .modelopt_backend import plan_in_memory
 
         return plan_in_memory(source, config, recipe, prompts)
@@ -70,7 +70,7 @@ def plan_target(
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that share one job, as torchrun numbers them.
+    """This process among those that share one job, numbered as by torchrun.
 
     Attributes:
         rank: 0 to size - 1; 0 finishes the output.
@@ -81,7 +81,7 @@ class World:
     size: int = 1
 
     def own(self, units: tuple[Unit, ...]) -> list[Unit]:
-        """Return this rank's share: from the largest file on, each goes to the rank with the fewest bytes to read."""
+        """Return this rank's share: the largest file first, each goes to the rank with the fewest bytes to read."""
         loads = [0] * self.size
         mine: set[str] = set()
         for unit in sorted(units, key=lambda unit: -unit.bytes_in):
@@ -104,22 +104,23 @@ def quantize(
     advance: Callable[[int], None] = lambda _: None,
     say: Say = lambda _: None,
 ) -> bool:
-    """Carry out a plan; go on where an interrupted run of the same plan stopped.
+    """Execute a plan; resume an interrupted run of the same plan.
 
     Args:
-        plan: what to do.
-        out: the folder to make; nothing may be there.
-        world: this process among those that share the work, each on the same file systems.
+        plan: the plan.
+        out: the folder to create; nothing may exist there.
+        world: this process among those that share the work, all on the same file systems.
         jobs: processes that this one starts for its share.
-        advance: called with the number of source bytes dealt with since the last call, found ones among them.
-        say: told what is found or waited for.
+        advance: called with the number of source bytes finished since the last call, including those of files found
+            done.
+        say: called with a message about what it found or waits for.
 
     Returns:
-        Whether the output is there; ranks other than 0 leave earlier.
+        Whether the output exists; ranks other than 0 leave earlier.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`; or the disk is too small.
-        TensorValue: a weight is zero throughout, or holds NaN or Inf.
+        TensorValue: a weight is all zeros, or holds NaN or Inf.
         CorruptHeader, NotACheckpoint: the source cannot be read.
         WorkerFailed: a process was killed, or another rank failed.
     """
@@ -151,7 +152,7 @@ def _make_own(
     own = world.own(plan.units)
     missing = [unit for unit in own if place.read(unit.file) is None]
     if len(missing) < len(own):
-        say(f"{len(own) - len(missing)} of {len(own)} files are there already")
+        say(f"{len(own) - len(missing)} of {len(own)} files are already there")
         advance(sum(unit.bytes_in for unit in own if unit not in missing))
     make_units(missing, place, inputs=plan.inputs.description, jobs=jobs, advance=advance)
 
@@ -186,31 +187,31 @@ def _hear(place: Workplace, world: World) -> None:
 
 
 def _tell(place: Workplace, world: World, fault: BaseException) -> None:
-    """Leave word of a fault for rank 0, which may be waiting."""
+    """Leave an error report for rank 0, which may be waiting."""
     with suppress(OSError):
         place.failure(world.rank).write_text(fault.what if isinstance(fault, KconvError) else str(fault))
 
 
 def _is_made(plan: QuantizePlan, out: Path) -> bool:
-    """Say whether rank 0 has finished this very plan already."""
+    """Return whether rank 0 has already finished this plan."""
     try:
         return read_manifest(out).spec.get("plan") == plan.key
     except KconvError:
         return False
 
 
-POLL = 0.2  # seconds between two looks at what was done
+POLL = 0.2  # seconds between two progress checks
 
 
 def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: int, advance: Advance) -> None:
     """Make some files of the output, in this process or in several.
 
     Args:
-        units: what is to be made.
-        place: where.
-        inputs: where the input scales come from, for the manifest.
-        jobs: processes; with 1 it is this one.
-        advance: called in this process with the number of source bytes dealt with since the last call.
+        units: the files to make.
+        place: where to make them.
+        inputs: the origin of the input scales, for the manifest.
+        jobs: number of processes; 1 means this one.
+        advance: called in this process with the number of source bytes finished since the last call.
 
     Raises:
         WorkerFailed: a process was killed.
@@ -246,7 +247,7 @@ def make_units(units: Sequence[Unit], place: Workplace, *, inputs: str, jobs: in
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach, as each would print a traceback: this one hears it, and ends them."""
+    """Start processes that ignore Ctrl-C, since each would print a traceback; this process handles it and ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -272,7 +273,7 @@ _done: Any = None
 
 
 def _start(done: Any, parent: int) -> None:
-    """Prepare a worker: one thread, and no life beyond its parent's."""
+    """Prepare a worker: one thread, and it ends with its parent."""
     import torch
 
     global _done
@@ -299,7 +300,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     """Read RANK and WORLD_SIZE; without them this process is alone.
 
     Raises:
-        WorkerFailed: only one of them is there, or they are no rank and size.
+        WorkerFailed: only one of them is set, or they are not a valid rank and size.
     """
     said = {name: environment.get(name) for name in ("RANK", "WORLD_SIZE")}
     if not any(said.values()):

@@ -1,7 +1,7 @@
-"""One file of the output, made from start to end.
+"""Make one file of the output, from start to end.
 
-A file is read twice: its fused groups share a scale that is known only after all of them were seen, and the scales
-stand at the front of the file. The second time it comes from the page cache, where a file of `plan.SHARD` fits.
+A file is read twice: its fused groups share a scale that is known only after all of them were read, and the scales come
+first in the file. The second read comes from the page cache, which holds a file of `plan.SHARD` bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .plan import FusedGroup, Module, QuantizePlan, Unit
 
 
 class UnitRecord(Record):
-    """A file that is whole: itself, and how each of its tensors came to be."""
+    """A finished file: itself, and how each of its tensors was made."""
 
     file: FileRecord
     tensors: tuple[StepRecord, ...]
@@ -40,25 +40,25 @@ class UnitRecord(Record):
 
 @dataclass(frozen=True)
 class Workplace:
-    """The folder beside the output in which it comes to be.
+    """The folder next to the output in which the output is made.
 
     Attributes:
-        root: as `checkpoint.staging.keep_staging` gives it.
+        root: from `checkpoint.staging.keep_staging`.
     """
 
     root: Path
 
     @property
     def files(self) -> Path:
-        """What becomes the output."""
+        """The folder that becomes the output."""
         return files_of(self.root)
 
     def record(self, file: str) -> Path:
-        """Return where the record of a file is."""
+        """Return the path of a file's record."""
         return self.root / f"{file}.json"
 
     def write(self, record: UnitRecord) -> None:
-        """Write a record, whole, after what it records is on the disk."""
+        """Write a record atomically, once what it records is on disk."""
         temporary = self.root / f"{record.file.name}.{os.getpid()}.tmp"
         with temporary.open("w") as out:
             out.write(record.model_dump_json(by_alias=True))
@@ -67,31 +67,31 @@ class Workplace:
         temporary.replace(self.record(record.file.name))
 
     def read(self, file: str) -> UnitRecord | None:
-        """Return the record of a file that is whole; None if there is none, or the file is not of its size.
+        """Return the record of a finished file; None if there is none, or the file has another size.
 
         A record is written after its file was flushed, so a file of the recorded size holds the recorded bytes;
         `kconv verify` hashes them again.
         """
         try:
             note = self.record(file)
-            record = load_json(UnitRecord, note, WorkerFailed, what="record of a file", fix="Delete it.")
+            record = load_json(UnitRecord, note, WorkerFailed, what="file record", fix="Delete it.")
             whole = (self.files / file).stat().st_size == record.file.size
         except (OSError, WorkerFailed):
             return None
         return record if whole else None
 
     def is_done(self, file: str) -> bool:
-        """Say whether a file is there and recorded, without reading the whole record."""
+        """Return whether a file exists with a record, without reading the whole record."""
         return self.record(file).exists() and (self.files / file).exists()
 
     def clear(self, file: str) -> None:
-        """Remove what a killed process left of a file that is to be made."""
+        """Remove what a killed process left of a file that will be made again."""
         for folder in (self.root, self.files):
             for left in folder.glob(f"{file}.*.tmp"):
                 left.unlink(missing_ok=True)
 
     def failure(self, rank: int) -> Path:
-        """Return where a rank says that it failed."""
+        """Return the path of a rank's error report."""
         return self.root / f"rank-{rank}.failed"
 
 
@@ -102,13 +102,13 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     """Make one file of the output, and record it.
 
     Args:
-        unit: what it is made of.
-        place: where it is made; it takes its name only when it is whole.
-        inputs: where the input scales come from, for the manifest.
-        advance: called with the number of source bytes that were dealt with since the last call.
+        unit: the file to make.
+        place: where to make it; it gets its name only when it is whole.
+        inputs: the origin of the input scales, for the manifest.
+        advance: called with the number of source bytes finished since the last call.
 
     Raises:
-        TensorValue: a weight is zero throughout, or holds NaN or Inf.
+        TensorValue: a weight is all zeros, or holds NaN or Inf.
         CorruptHeader, NotACheckpoint: the source cannot be read.
         OSError: the file cannot be written.
     """
@@ -137,7 +137,7 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
     finally:
         temporary.unlink(missing_ok=True)
     file = FileRecord(name=unit.file, size=written.size, sha256=written.sha256)
-    # What was carried has the very bytes that were hashed on their way.
+    # Copied tensors have exactly the bytes that were hashed while copying.
     digests |= {info.name: written.digests[info.name] for info in unit.carried}
     record = UnitRecord(file=file, tensors=tuple(steps(unit, written.digests, digests, inputs)))
     place.write(record)
@@ -145,7 +145,7 @@ def make_unit(unit: Unit, place: Workplace, *, inputs: str, advance: Advance = l
 
 
 def largest(weight: StoredWeight) -> float:
-    """Return a weight's amax, as the packer's scale_2 wants it.
+    """Return a weight's amax, from which the packer computes scale_2.
 
     Raises:
         TensorValue: it is zero, NaN or infinite.
@@ -188,7 +188,7 @@ def pack_stored(weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]
 
 @dataclass
 class _Job:
-    """A module on its way: its nibbles are packed when their turn comes, its scales wait for theirs."""
+    """A module in progress: its nibbles are packed when their turn comes, its scales wait for theirs."""
 
     module: Module
     scale: float
@@ -216,7 +216,7 @@ class _Job:
         self.advance(sum(info.size for info in self.module.weight.infos))
 
     def _weight_scale(self) -> Iterator[memoryview]:
-        # Its name follows the weight's, and its dtype is as wide: `write_safetensors` asks for it next.
+        # Its name follows the weight's, and its dtype is as wide, so `write_safetensors` asks for it next.
         taken, self._block_scales = self._block_scales, []
         for part in taken:
             yield _bytes(part)
@@ -264,10 +264,10 @@ def steps(unit: Unit, made: Mapping[str, str], taken: Mapping[str, str], inputs:
     """Yield the record of each tensor of a file.
 
     Args:
-        unit: the file, as it was planned.
+        unit: the planned file.
         made: the blake3 of each of its tensors.
-        taken: the blake3 of each tensor that it is made of.
-        inputs: where the input scales come from.
+        taken: the blake3 of each tensor that it is made from.
+        inputs: the origin of the input scales.
     """
     origins = _origins(unit, inputs)
     for name, dtype, shape in unit.outputs():
@@ -297,17 +297,17 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
     return found
 
 
-# Source bytes that are timed, about: a second's work.
+# Approximate number of source bytes to time: a second's work.
 SAMPLE = 256 << 20
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a sample of the work took.
+    """Timing of a sample of the work.
 
     Attributes:
-        rate: source bytes a second and process, reading, packing and hashing included, writing not.
-        seconds: for the whole plan on the processes that were asked for.
+        rate: source bytes per second and process, with reading, packing and hashing but without writing.
+        seconds: estimated for the whole plan with the requested processes.
     """
 
     rate: float
@@ -315,7 +315,7 @@ class Estimate:
 
 
 def estimate(plan: QuantizePlan, processes: int) -> Estimate:
-    """Pack a sample of a plan's modules into memory, and say how long all of it will take.
+    """Pack a sample of a plan's modules in memory, and estimate how long all of it will take.
 
     Raises:
         TensorValue, CorruptHeader, NotACheckpoint: see `make_unit`.

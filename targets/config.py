@@ -1,4 +1,4 @@
-"""What a target's config.json says, text_config unwrapped."""
+"""The contents of a target's config.json, with text_config unwrapped."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import TargetInvalid
 
 FETCH_AGAIN = "Fetch the target's config.json again."
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-# Where a multimodal model keeps its text model and its output matrix, by the root's model_type: what stands for
-# `model.`, and what before `lm_head`. Others that wrap a text_config keep a whole causal model under `language_model.`.
+# Where a multimodal model keeps its text model and its output matrix, by the root's model_type: the prefixes that
+# replace `model.` and precede `lm_head`. Others that wrap a text_config keep a causal model under `language_model.`.
 WRAPPERS = {
     "qwen2_5_vl": ("model.", ""),
     "qwen3_vl": ("model.language_model.", ""),
     "qwen3_vl_moe": ("model.language_model.", ""),
 }
-# The keys that Kimi-K2 and Kimi-K2.5 name alike, and no engine can do without.
+# The keys that Kimi-K2 and Kimi-K2.5 share, and that every engine needs.
 COUNTS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "max_position_embeddings")
 
 
@@ -35,17 +35,17 @@ class TargetConfig:
         vocab: rows of the embedding.
         heads: attention heads.
         max_positions: tokens.
-        rope: the keys that describe RoPE, as they stand on disk.
-        dtype: safetensors name of the weights' dtype, e.g. "BF16"; None where the config does not say.
-        prefix: what each text tensor's name starts with: "" or "language_model."; of the tensors of `body` only where
+        rope: the keys that describe RoPE, as on disk.
+        dtype: safetensors name of the weights' dtype, e.g. "BF16"; None if the config does not state it.
+        prefix: what each text tensor's name starts with: "" or "language_model."; for the tensors of `body` only if
             a wrapper keeps that apart.
-        body: what stands for "model." in the names of the text model's tensors.
+        body: what replaces "model." in the names of the text model's tensors.
         tied: the output matrix is the embedding.
-        bos, pad: special token ids, None where the config does not say.
-        eos: the ids that end a text; empty where the config does not say.
-        quantization: the quantization_config of the root or of the text config, else None.
+        bos, pad: special token ids, None if the config does not state them.
+        eos: the ids that end a text; empty if the config does not state any.
+        quantization: the quantization_config of the root or of the text config, or None.
         text: the text model's part of the config; `raw` itself if nothing is wrapped.
-        raw: config.json as it is.
+        raw: config.json, unchanged.
     """
 
     architecture: str
@@ -73,7 +73,7 @@ class TargetConfig:
         return f"{self.body}embed_tokens.weight"
 
     def on_disk(self, name: str) -> str:
-        """Return the name in the target's files of a tensor of its text model, e.g. of "model.norm.weight"."""
+        """Return the name in the target's files of a text model tensor, e.g. of "model.norm.weight"."""
         return f"{self.body}{name.removeprefix('model.')}" if name.startswith("model.") else f"{self.prefix}{name}"
 
     @property
@@ -88,7 +88,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     Raises:
         NotACheckpoint: the folder has no config.json.
         ConfigInvalid: config.json is not a JSON object.
-        TargetInvalid: a dimension is missing or no count, or a token id is no id.
+        TargetInvalid: a dimension is missing or not a count, or a token id is not an id.
     """
     return parse_target_config(read_json(folder / "config.json"), where=folder / "config.json")
 
@@ -101,7 +101,7 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
         where: the file's name, for messages.
 
     Raises:
-        TargetInvalid: a dimension is missing or no count, a token id is no id, or it is a draft head's.
+        TargetInvalid: a dimension is missing or not a count, a token id is not an id, or it is a draft head's config.
     """
     _refuse_head(raw, where)
     wrapped = "text_config" in raw
@@ -136,12 +136,12 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
 
 
 def _refuse_head(raw: dict[str, Any], where: object) -> None:
-    # A head's config has every dimension of a target's, and its layers would be counted as the target's.
+    # A head's config has every dimension of a target's, and its layers would count as the target's.
     if "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw:
         raise TargetInvalid(
             f"this is a draft head ({raw.get('architectures')}), not a target",
             where=where,
-            fix="Give the model that the head drafts for.",
+            fix="Pass the model that the head drafts for.",
         )
 
 
@@ -151,13 +151,13 @@ def _count(config: dict[str, Any], key: str, where: object) -> int:
         raise TargetInvalid(
             f"the target's {key} is {value!r}, not a positive number",
             where=where,
-            fix="Give the folder of a causal language model with its complete config.json.",
+            fix="Pass the folder of a causal language model with its complete config.json.",
         )
     return value
 
 
 def _dtype(config: dict[str, Any]) -> str | None:
-    # transformers 5 writes `dtype`; before it was `torch_dtype`.
+    # transformers 5 writes `dtype`; earlier versions wrote `torch_dtype`.
     name = config.get("dtype") or config.get("torch_dtype")
     return FLOAT_DTYPES.get(str(name).removeprefix("torch."))
 

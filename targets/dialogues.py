@@ -1,12 +1,12 @@
-"""Dialogues and texts, as token ids with a mask of what the target says in them.
+"""Dialogues and texts, as token ids with a mask of the target's own tokens.
 
 A line of JSONL, or a row of a dataset, is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}     ShareGPT's form
     {"prompt": "...", "response": "..."}
     {"text": "..."}
-A head drafts what the target says, so of a dialogue only the assistant's tokens count in the loss. What it thought
-before an answer is said too, and stands beside "content" as "reasoning_content".
+A head drafts what the target says, so only the assistant's tokens in a dialogue count in the loss. Reasoning before an
+answer counts too; it is stored next to "content" as "reasoning_content".
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..errors import TrainingDataInvalid
 from .prompts import Prompt
 from .tokenizer import Tokenizer
 
-# SGLang's and TensorRT-LLM's name of what a reasoning parser took out of an answer, and vLLM's:
+# SGLang's and TensorRT-LLM's name for what a reasoning parser takes out of an answer, and vLLM's:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/protocol.py#L79
 REASONING = "reasoning_content"
 NAMES = (REASONING, "reasoning")
 
 
 def read_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's reasoning under the one name that kconv writes; empty where it has none."""
+    """Return a message's reasoning under the one name that kconv writes; empty if it has none."""
     found = next((message[name] for name in NAMES if message.get(name)), None)
     return {} if found is None else {REASONING: found}
 
@@ -47,7 +47,7 @@ class Sample:
     Attributes:
         ids: token ids [L] int64.
         mask: [L] bool, whether the token counts in the loss.
-        prompts: the digests of what is answered in it: the user's turns up to each answer, or a plain text itself.
+        prompts: the digests of the prompts answered in it: the user's turns up to each answer, or a plain text itself.
     """
 
     ids: Tensor
@@ -56,14 +56,14 @@ class Sample:
 
 
 def read_rows(name: str, split: str = "train", revision: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each row of a JSONL file or of a dataset on the Hub, and where it stands.
+    """Yield each row of a JSONL file or of a dataset on the Hub, with its position.
 
     Args:
         name: a file's path, or a dataset's id.
         split, revision: of a dataset.
 
     Raises:
-        TrainingDataInvalid: there is no such file or dataset, or a line is no JSON object.
+        TrainingDataInvalid: there is no such file or dataset, or a line is not a JSON object.
     """
     file = Path(name)
     if file.exists():
@@ -77,14 +77,14 @@ def read_rows(name: str, split: str = "train", revision: str | None = None) -> I
             yield f"{name}:{split}[{number}]", row
     except (OSError, ValueError) as fault:
         raise TrainingDataInvalid(
-            f"{name} is neither a file nor a readable data set: {str(fault).splitlines()[0]}",
+            f"{name} is neither a file nor a readable dataset: {str(fault).splitlines()[0]}",
             where=name,
-            fix="Give a JSONL file, or the id of a data set on the Hub (with --split and --revision).",
+            fix="Pass a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
         ) from fault
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    fix = "Give a JSONL file in UTF-8."
+    fix = "Pass a UTF-8 JSONL file."
     for number, line in read_lines(file, TrainingDataInvalid, fix=fix):
         where = f"{file}:{number}"
         try:
@@ -93,18 +93,17 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 raise ValueError("it is not a JSON object")
         except ValueError as fault:
             raise TrainingDataInvalid(f"the training data cannot be read: {fault}", where=where, fix=fix) from fault
-        # What kconv generate notes of a prompt that got no answer.
+        # What kconv generate writes for a prompt without an answer.
         if "failed" not in row or "messages" in row:
             yield where, row
 
 
 def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
-    """Yield the samples of a row: one, or more where the chat template forgets what an earlier turn said.
+    """Yield the samples of a row: one, or more if the chat template drops parts of earlier turns.
 
     Raises:
-        TrainingDataInvalid: the row is of none of the forms, or holds reasoning that the chat template has no place
-            for.
-        TargetInvalid: it is a dialogue, and the tokenizer has no chat template.
+        TrainingDataInvalid: the row has none of the forms, or has reasoning for which the chat template has no place.
+        TargetInvalid: it is a dialogue, but the tokenizer has no chat template.
     """
     if isinstance(row.get("text"), str):
         ids = torch.tensor(tokenizer.encode(row["text"]), dtype=torch.int64)
@@ -124,7 +123,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
             for turn in turns or ()
         ]
         if not any(m["role"] == "assistant" for m in messages):
-            raise ValueError("it holds no answer")
+            raise ValueError("it has no answer")
         if not all(said and isinstance(said, str) for m in messages for said in m.values()):
             raise ValueError("a turn is empty, or is not text")
     except (AttributeError, KeyError, TypeError, ValueError) as fault:
@@ -137,26 +136,26 @@ def _messages(row: Mapping[str, Any], where: str) -> Messages:
 
 
 def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
-    """Encode turn by turn, as an engine does: it never saw a token across the border of prompt and answer."""
+    """Encode turn by turn, as an engine does: no token crosses the border between prompt and answer."""
     written, ids, mask, prompts = "", [], [], []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = tokenizer.render_chat(messages[:place], answer=True)
         after = tokenizer.render_chat(messages[: place + 1], answer=False)
-        # A template that writes reasoning itself gives another text where there is none.
+        # A template that writes reasoning itself gives a different text without it.
         if REASONING in message and after == tokenizer.render_chat(
             [*messages[:place], message | {REASONING: ""}], answer=False
         ):
             after = add_reasoning(before, after, message[REASONING], where)
         if not before.startswith(written):
-            # The template rewrote the past, e.g. it dropped an earlier turn's reasoning: what was is a sample of
-            # its own, and what follows saw another text.
+            # The template rewrote the past, e.g. it dropped an earlier turn's reasoning. So far is one sample; the rest
+            # saw a different text and is another.
             yield _sample(ids, mask, prompts)
             written, ids, mask, prompts = "", [], [], []
         asked = tokenizer.encode(before[len(written) :])
         if not after.startswith(before):
-            # The answer is not what follows the prompt (a template that closes an open tag): take it verbatim.
+            # The answer does not simply follow the prompt (the template closes an open tag): use it verbatim.
             after = before + message["content"]
         said = tokenizer.encode(after[len(before) :])
         ids += asked + said
@@ -170,27 +169,27 @@ def _sample(ids: list[int], mask: list[bool], prompts: list[str]) -> Sample:
     return Sample(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), tuple(prompts))
 
 
-# How Kimi's chat templates write an answer whose reasoning they leave out, as it is history (commit 6126819):
+# How Kimi's chat templates write an earlier answer, without its reasoning (commit 6126819):
 # https://huggingface.co/moonshotai/Kimi-K2-Thinking/blob/main/chat_template.jinja
 OPEN, CLOSE = "<think>", "</think>"
 
 
 def add_reasoning(before: str, after: str, reasoning: str, where: str) -> str:
-    """Return a rendered dialogue with the reasoning of its last answer in the place that was left empty for it.
+    """Return a rendered dialogue with the reasoning of its last answer filled in at the empty place for it.
 
     Args:
-        before: the dialogue up to where that answer begins.
-        after: the dialogue with the answer, as the chat template writes it without the reasoning.
-        reasoning: what the target said before the answer.
+        before: the dialogue up to the start of that answer.
+        after: the dialogue with the answer, as the chat template renders it without the reasoning.
+        reasoning: the target's reasoning before the answer.
         where: the row, for messages.
 
     Raises:
         TrainingDataInvalid: the template has no place for it.
     """
-    # What the target is asked with may end in the opening tag already.
+    # The prompt may already end in the opening tag.
     start = len(before.removesuffix(OPEN))
     gap, empty, answer = after[start:].partition(OPEN + CLOSE)
-    # Behind other text the tags are the answer's own.
+    # After other text the tags belong to the answer.
     if not empty or gap.strip():
         raise TrainingDataInvalid(
             f"this row has {REASONING}, but the target's chat template has no place for it ({OPEN}{CLOSE})",
@@ -201,5 +200,5 @@ def add_reasoning(before: str, after: str, reasoning: str, where: str) -> str:
 
 
 def prompt_digest(turns: Sequence[str]) -> str:
-    """Return the digest of what a user said, as held-out prompts have it."""
+    """Return the digest of what a user said, in the form of held-out prompts."""
     return Prompt("", "", tuple(turns)).digest

@@ -1,4 +1,4 @@
-"""A target run: its hidden states, and its continuations of prompts."""
+"""Run a target: its hidden states, and its continuations of prompts."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def run_target(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -
     """Run a target over whole sequences.
 
     Args:
-        model: as `load_target` gives it.
+        model: from `load_target`.
         tokens: ids [B, T], all T of them real (no padding).
         captured: 0-based layers whose outputs are wanted.
 
     Raises:
-        TargetInvalid: a captured layer does not exist, or stands twice.
+        TargetInvalid: a captured layer does not exist, or is listed twice.
     """
     outputs, hidden = capture(model, tokens, captured)
     return States(outputs, hidden, model.lm_head(hidden))
@@ -48,13 +48,13 @@ def run_target(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -
 
 @torch.no_grad()
 def capture(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `States.captured` and `States.hidden`, without the logits, which are the widest part by far.
+    """Return `States.captured` and `States.hidden` without the logits, which are by far the largest part.
 
-    Args and faults as of `run_target`.
+    Args and errors as in `run_target`.
     """
     layers = model.model.layers
     order = check_captured(captured, len(layers))
-    # Hooks, not output_hidden_states: that holds every layer, and its last one is already normed.
+    # Hooks, not output_hidden_states: that keeps every layer, and its last one is already normed.
     outputs: dict[int, torch.Tensor] = {}
     hooks = [layers[i].register_forward_hook(_keep(outputs, i)) for i in order]
     try:
@@ -69,13 +69,13 @@ def check_captured(captured: Sequence[int], layers: int) -> list[int]:
     """Return captured layers in ascending order.
 
     Raises:
-        TargetInvalid: there are none, one does not exist in a target of `layers` layers, or one stands twice.
+        TargetInvalid: there are none, one does not exist in a target of `layers` layers, or one is listed twice.
     """
     order = sorted(set(captured))
     if not order or len(order) != len(captured) or not 0 <= order[0] <= order[-1] < layers:
         raise TargetInvalid(
             f"the layers {tuple(captured)} cannot be captured from a target of {layers} layers",
-            fix=f"Name distinct layers between 0 and {layers - 1}, counted as outputs.",
+            fix=f"Choose distinct layers between 0 and {layers - 1}, counted as outputs.",
         )
     return order
 
@@ -87,15 +87,15 @@ def _keep(outputs: dict[int, torch.Tensor], layer: int):
     return hook
 
 
-# Continuations of token prompts by the target alone.
+# Continuations of token prompts by the target itself.
 #
-# A loop of our own, for `model.generate` fills what a call leaves unset from the target's generation_config
-# (end tokens, top_k, temperature), and a drafter's acceptance is measured against the plain distribution.
+# A separate loop: `model.generate` takes unset options from the target's generation_config (end tokens, top_k,
+# temperature), but a drafter's acceptance is measured against the plain distribution.
 
-BATCH = 32  # prompts decoded side by side
+BATCH = 32  # prompts decoded in parallel
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
-"""From logits [B, V] to one id each [B]."""
+"""Choose one id each [B] from logits [B, V]."""
 
 
 def generate_greedy(
@@ -104,10 +104,10 @@ def generate_greedy(
     """Continue each prompt with the target's most probable tokens.
 
     Args:
-        model: as `load_target` gives it.
+        model: from `load_target`.
         prompts: token ids, none of them empty; their lengths may differ.
         length: tokens to add.
-        eos: ids that end a continuation; it keeps the one that ended it. With none, each has `length` tokens.
+        eos: ids that end a continuation, which keeps the id that ended it. If empty, each has `length` tokens.
 
     Returns:
         The new ids of each prompt, in order.
@@ -127,19 +127,21 @@ def generate_sampled(
     seed: int,
     eos: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Continue each prompt with tokens drawn from the target's whole distribution.
+    """Continue each prompt with tokens sampled from the target's whole distribution.
 
     Args:
-        model, prompts, length, eos: as of `generate_greedy`.
+        model, prompts, length, eos: as in `generate_greedy`.
         temperature: divides the logits; above 0.
-        seed: of the draws; the same seed, prompts and machine give the same tokens.
+        seed: of the sampling; the same seed, prompts and machine give the same tokens.
 
     Raises:
         PromptsInvalid: a prompt is empty, or too long for the target.
         RecipeInvalid: the temperature is not above 0.
     """
     if temperature <= 0:
-        raise RecipeInvalid(f"sampling at temperature {temperature} is impossible", fix="For 0, decode greedily.")
+        raise RecipeInvalid(
+            f"sampling at temperature {temperature} is impossible", fix="Use a temperature above 0, or decode greedily."
+        )
     generator = torch.Generator(model.device).manual_seed(seed)
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
@@ -156,10 +158,10 @@ def _generate(
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= longest:
             raise PromptsInvalid(
-                f"prompt {i} has {len(prompt)} tokens; the target takes 1 to {longest} before {length} new ones",
-                fix="Leave this prompt out, or shorten it.",
+                f"prompt {i} has {len(prompt)} tokens; the target accepts 1 to {longest} before {length} new ones",
+                fix="Remove this prompt, or shorten it.",
             )
-    # Prompts of like lengths side by side need the least padding.
+    # Batching prompts of similar length needs the least padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     found: dict[int, list[int]] = {}
     for begin in range(0, len(order), BATCH):
@@ -205,7 +207,7 @@ def _pad_left(prompts: list[Sequence[int]], device: torch.device) -> tuple[torch
 
 
 def _until(ids: list[int], eos: Sequence[int]) -> list[int]:
-    """Cut a row after its first end token: the others in its batch went on."""
+    """Cut a row after its first end token: it continued while others in its batch did."""
     first = next((i for i, token in enumerate(ids) if token in eos), len(ids))
     return ids[: first + 1]
 
@@ -215,7 +217,7 @@ class LocalRunner:
     """A target in memory.
 
     Attributes:
-        model: as `load_target` gives it.
+        model: from `load_target`.
     """
 
     model: CausalLM

@@ -1,7 +1,7 @@
-"""A target as a torch module: transformers' own class of its text model, with the target's weights in it.
+"""A target as a torch module: transformers' own class of its text model, with the target's weights.
 
-DeepSeek-V3 and Kimi-K2 are filled tensor by tensor from the hub's names, so that a part of one can be; any other causal
-model is loaded by transformers, whose account of missing and unknown tensors is taken at its word.
+DeepSeek-V3 and Kimi-K2 are filled tensor by tensor from the Hub's names, so that a part of one can be loaded too.
+transformers loads any other causal model, and its report of missing and unknown tensors is trusted.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from .weights import StoredWeight, stored_weights
 CausalLM = Any
 """transformers' class of a target's text model: `model` with its `layers`, and `lm_head`."""
 
-# Model types of DeepSeek-V3's class, which quantized experts are read into one by one.
+# Model types of DeepSeek-V3's class, into which quantized experts are read one by one.
 DEEPSEEKS = ("kimi_k2", "deepseek_v3")
 TIED = ("lm_head.weight",)
-# Those whose layers kconv runs one by one, each under one causal mask and one rotary embedding.
+# Model types whose layers kconv runs one by one, each with one causal mask and one rotary embedding.
 RUN_BY_LAYERS = (*DEEPSEEKS, "llama")
-# Text models of multimodal targets that compute, on text, what another class does; transformers has none of their own.
+# Text models of multimodal targets that on text equal another class; transformers has no class for them alone.
 AS_CAUSAL = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
-# Keys of RoPE that place images; all three positions of a text token are one.
+# RoPE keys that place images; for a text token all three positions are equal.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-# How far logits may be from lm_head of the last state, as a part of the largest: rounding alone.
+# How far logits may be from lm_head of the last state, as a share of the largest: rounding only.
 NEAR = 1e-3
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-# Parts of a multimodal target that a text forward has no use for.
+# Parts of a multimodal target that a text forward does not need.
 NOT_TEXT = (
     "vision_tower.", "mm_projector.", "vision_model.", "multi_modal_projector.", "visual.", "model.visual.",
     "model.vision_tower.", "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.",
 )  # fmt: skip
-# What to do with a target that is larger than the memory, where a head is trained or measured on it.
-STATES = "Have a running vLLM give its states (kconv states --url), and use those (--states)."
+# What to do about a target that is larger than memory, when a head is trained or measured on it.
+STATES = "Get its states from a running vLLM (kconv states --url), and use those (--states)."
 EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -62,8 +62,8 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
     """Return a freshly initialized target in evaluation mode.
 
     Args:
-        config: of a causal language model that transformers has a class for.
-        dtype: of the weights; `e_score_correction_bias` stays float32, as transformers keeps it.
+        config: of a causal language model for which transformers has a class.
+        dtype: of the weights; `e_score_correction_bias` stays float32, as in transformers.
 
     Raises:
         TargetInvalid: transformers has no class for the text model, or refuses a value of the config.
@@ -82,27 +82,27 @@ def build_target(config: TargetConfig, dtype: torch.dtype) -> CausalLM:
 
 
 def refuse_other_family(config: TargetConfig, what: str) -> None:
-    """Refuse a target of another class than DeepSeek-V3's and Llama's, for what is run for these alone.
+    """Refuse a target that is not of DeepSeek-V3's or Llama's class, for operations that support only these.
 
     Args:
         config: the target's.
         what: what cannot be done, e.g. "calibrated".
 
     Raises:
-        TargetInvalid: it is of another family.
+        TargetInvalid: it is of another class.
     """
     if config.model_type not in RUN_BY_LAYERS:
         raise TargetInvalid(
-            f"the target's text model is {config.model_type!r}, and kconv can have {', '.join(RUN_BY_LAYERS)} {what}",
+            f"the target's text model is {config.model_type!r}, but only {', '.join(RUN_BY_LAYERS)} can be {what}",
             where="config.json: model_type",
-            fix="Use ModelOpt's own scripts for this target; kconv quantize takes it without calibrated scales.",
+            fix="Use ModelOpt's own scripts for this target; kconv quantize supports it without calibrated scales.",
         )
 
 
 def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
-    """Return the config of a target's text model, and the class that transformers builds of it."""
+    """Return the config of a target's text model, and the class that transformers builds from it."""
     ours = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
-    # A deep copy, for transformers completes the rope dict in place.
+    # A deep copy, since transformers completes the rope dict in place.
     values = copy.deepcopy({key: value for key, value in config.text.items() if key not in ours})
     if config.model_type in DEEPSEEKS:
         try:
@@ -141,7 +141,7 @@ def _refuse_shape(model: CausalLM, config: TargetConfig) -> None:
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not hasattr(model, "lm_head"):
         raise TargetInvalid(
-            f"{type(model).__name__} does not keep its decoder in model.layers, or has no lm_head",
+            f"{type(model).__name__} has no decoder at model.layers, or no lm_head",
             where=f"config.json: model_type {config.model_type!r}",
             fix="Use states from a running vLLM (kconv states --url).",
         )
@@ -151,13 +151,13 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> C
     """Load a target whole into memory, in evaluation mode; quantized weights are dequantized one by one.
 
     Args:
-        folder: a checkpoint folder under the hub's names (one tensor per expert), in a form of `source_formats`.
+        folder: a checkpoint folder with the Hub's names (one tensor per expert), in a form of `source_formats`.
         dtype: of the weights in memory.
-        instead: what the user should do with a target that does not fit.
+        instead: what the user should do if the target does not fit.
 
     Raises:
         TargetInvalid: transformers has no class for the target, or a tensor is missing, unknown or of a wrong shape.
-        TargetTooLarge: it is larger than what memory is left.
+        TargetTooLarge: it is larger than the free memory.
         SourceFormatUnknown, TensorShape: it is quantized in another way, or its scales do not fit its values.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
     """
@@ -174,7 +174,7 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> C
 
 
 def _load_causal(folder: Path, config: TargetConfig, stored: dict[str, StoredWeight], dtype: torch.dtype) -> CausalLM:
-    """Let transformers load a target's text model, and hold its account against the files'."""
+    """Let transformers load a target's text model, and check its report against the files."""
     text, model_class = _class_of(config)
     loader: Any = model_class
     names: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def _load_causal(folder: Path, config: TargetConfig, stored: dict[str, StoredWei
             "key_mapping": {f"^{re.escape(config.body)}": "model.", f"^{re.escape(config.prefix)}lm_head": "lm_head"}
         }
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what it would warn of is refused below
+    transformers_logging.set_verbosity_error()  # what it would warn about is refused below
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
             model, account = loader.from_pretrained(
@@ -229,21 +229,21 @@ def _refuse_account(folder: Path, config: TargetConfig, account: dict[str, Any])
 
 @torch.no_grad()
 def _refuse_other_logits(model: CausalLM, config: TargetConfig) -> None:
-    """Refuse a target whose logits are not `lm_head` of its last state, as heads are trained and measured by that."""
+    """Refuse a target whose logits are not `lm_head` of its last state, since training and measuring assume that."""
     model.eval()
     tokens = torch.zeros(1, 1, dtype=torch.long)
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     ours, theirs = model.lm_head(hidden).float(), model(input_ids=tokens, use_cache=False).logits.float()
     if not (ours - theirs).abs().max() <= NEAR * theirs.abs().max():
         raise TargetInvalid(
-            f"the logits of {type(model).__name__} are not lm_head times its last state: it scales or caps them",
+            f"the logits of {type(model).__name__} are not lm_head times its last state; the model scales or caps them",
             where=f"config.json: model_type {config.model_type!r}",
             fix="Use states from a running vLLM (kconv states --url).",
         )
 
 
 def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, *, instead: str = STATES) -> None:
-    """Raise TargetTooLarge, and whatever else its headers tell, if `load_target` would; no weight is read."""
+    """Raise TargetTooLarge, or any other error visible in the headers, if `load_target` would; reads no weights."""
     config = parse_target_config(checkpoint.config, where=checkpoint.folder / "config.json")
     _check_memory(checkpoint.folder, stored_weights(checkpoint, config), dtype, instead)
 
@@ -254,8 +254,8 @@ def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dt
     left = psutil.virtual_memory().available + psutil.swap_memory().free
     if needed > left:
         raise TargetTooLarge(
-            f"the target takes {needed / 1e9:,.1f} GB in memory as {str(dtype).removeprefix('torch.')}, "
-            f"but {left / 1e9:,.1f} GB are free",
+            f"the target needs {needed / 1e9:,.1f} GB of memory as {str(dtype).removeprefix('torch.')}, "
+            f"but only {left / 1e9:,.1f} GB are free",
             where=folder,
             fix=instead,
         )
@@ -264,8 +264,8 @@ def _check_memory(folder: Path, stored: dict[str, StoredWeight], dtype: torch.dt
 def check_tensors(
     model: CausalLM, checkpoint: Checkpoint, config: TargetConfig, stored: dict[str, StoredWeight]
 ) -> None:
-    """Raise TargetInvalid unless a checkpoint's tensors are just those that a model, which may be empty, asks for."""
-    # A model on the meta device has its output matrix twice where it is the embedding.
+    """Raise TargetInvalid unless a checkpoint has exactly the tensors of a model, which may be empty."""
+    # A model on the meta device lists its output matrix separately even if it is tied to the embedding.
     own = {name: tensor for name, tensor in model.state_dict().items() if not (config.tied and name in TIED)}
     sources = (_sources(name, tensor.shape) for name, tensor in own.items())
     _account(config, checkpoint, stored, {name: shape for parts in sources for name, shape in parts.items()})
@@ -280,7 +280,7 @@ def fill(state: dict[str, torch.Tensor], stored: dict[str, StoredWeight], prefix
         prefix: of the names on disk.
     """
     for name, own in state.items():
-        # Fused experts are [experts, gate rows then up rows, hidden], which is the order of `_sources`.
+        # Fused experts are [experts, gate rows then up rows, hidden], in the order of `_sources`.
         flat, at = own.view(-1), 0
         for part, shape in _sources(name, own.shape).items():
             size = math.prod(shape)
@@ -290,7 +290,7 @@ def fill(state: dict[str, torch.Tensor], stored: dict[str, StoredWeight], prefix
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: sums come out the same however many cores there are, and what is trained with them."""
+    """Compute with one thread: sums, and what is trained with them, then do not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -311,7 +311,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _sources(name: str, shape: torch.Size) -> dict[str, tuple[int, ...]]:
-    """Return the tensors on disk, with shapes, that a parameter is made of: itself, or one or two per expert."""
+    """Return the tensors on disk, with shapes, that form a parameter: itself, or one or two per expert."""
     fused = EXPERTS.fullmatch(name)
     if not fused:
         return {name: tuple(shape)}
@@ -347,23 +347,23 @@ def _account(
             raise TargetInvalid(
                 f"{name} is {weight.dtype} {list(weight.shape)}, not {'/'.join(SOURCE_DTYPES)} {list(shape)}",
                 where=weight.infos[0].file,
-                fix="Check that config.json and the weights belong to the same model, and not quantized.",
+                fix="Check that config.json and the weights belong to the same model, and that it is not quantized.",
             )
 
 
-# A target's two ends: embedding, final norm, output matrix.
+# The two ends of a target: embedding, final norm, output matrix.
 #
-# Training from stored states needs no more of a target, whose layers may be a trillion parameters.
+# Training from stored states needs no more of a target, whose layers may have a trillion parameters.
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Where a target's embedding, final norm and output matrix are.
+    """The location of a target's embedding, final norm and output matrix.
 
     Attributes:
         config: the target's.
-        tensors: they, by their names on disk; a checkpoint that lacks one has fewer.
-        name: the target's, for messages.
+        tensors: these tensors, by their names on disk; without those that the checkpoint lacks.
+        name: the target's name, for messages.
     """
 
     config: TargetConfig
@@ -372,17 +372,17 @@ class Ends:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """The blake3 of each one's bytes, which are read once for that."""
+        """The blake3 of each tensor's bytes, computed in one read."""
         return {name: digest(info) for name, info in sorted(self.tensors.items())}
 
 
 def find_ends(source: Source) -> Ends:
-    """Find a target's ends; of a hub id their bytes alone are downloaded, and of a folder no other shard is opened.
+    """Find a target's ends; for a hub id only their bytes are downloaded, and in a folder no other shard is opened.
 
     Raises:
         HubRefused, HubUnreachable, OutputFailed: see `checkpoint.hub`.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it cannot be read.
-        TargetInvalid: it is no target.
+        TargetInvalid: it is not a target.
     """
     config = read_target_config(source.fetch_config())
     names = {config.embed_tokens, config.on_disk("model.norm.weight"), config.lm_head}
@@ -393,14 +393,14 @@ def load_ends(ends: Ends, dtype: torch.dtype) -> CausalLM:
     """Load a target's embedding, final norm and output matrix, in evaluation mode.
 
     Args:
-        ends: of a target whose layers may be quantized; its ends may not, and no Kimi's are.
+        ends: the ends, unquantized; the layers may be quantized.
         dtype: of the weights in memory.
 
     Returns:
-        A model of no layers, whose config names the target's number of layers all the same.
+        A model without layers, whose config still states the target's number of layers.
 
     Raises:
-        TargetInvalid: the target is of another family, or an end is missing, of a wrong shape, or quantized.
+        TargetInvalid: the target is of another class, or an end is missing, of a wrong shape, or quantized.
     """
     config = ends.config
     without = {"num_hidden_layers": 0} | ({"layer_types": []} if config.text.get("layer_types") else {})

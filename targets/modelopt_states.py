@@ -1,8 +1,8 @@
-"""Hidden states as ModelOpt dumps them for offline training: one .pt a sequence.
+"""Hidden states in the format of ModelOpt's dumps for offline training: one .pt per sequence.
 
-The schema is that of ModelOpt 0.47's OfflineSupervisedDataset (modelopt/torch/speculative/eagle/utils.py): input_ids
+The schema is the one of ModelOpt 0.47's OfflineSupervisedDataset (modelopt/torch/speculative/eagle/utils.py): input_ids
 [T], hidden_states [T, H] after the final norm unless hidden_states_prenorm says otherwise, aux_hidden_states
-[T, A * H], and loss_mask [T] where only answers shall count. A file names neither its target nor its layers.
+[T, A * H], and loss_mask [T] if only answers count. A file names neither its target nor its layers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ModelOptStates:
     """A folder of ModelOpt's .pt files.
 
     Attributes:
-        folder: where.
-        files: one a sequence, by name.
-        config: of the target that the user says they are of.
+        folder: its path.
+        files: one per sequence, by name.
+        config: of the target that the user named.
         layers: how many captured layers they must hold.
-        sequences: one for each file; the file's name stands for the prompt, whose text is not there.
+        sequences: one per file; the file's name stands for the prompt, whose text is not stored.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class ModelOptStates:
         return self.read(index).loss_mask
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatesFolder.read_span`; the files are mapped, so no more than that is read."""
+        """See `StatesFolder.read_span`; the files are memory-mapped, so only that span is read."""
         stored = self.read(index)
         return stored.captured[begin:end], stored.hidden[begin:end]
 
@@ -63,17 +63,17 @@ def open_modelopt_states(
     """Open a folder of ModelOpt's .pt files.
 
     Args:
-        folder: its files, at whatever depth.
-        config: of the target that they are of; widths and ids are held against it, as nothing else is there.
-        captured: the layers that they are of, as the user says.
-        allow_pickle: whether pickles may be read at all; they are, with torch's `weights_only=True`.
+        folder: its files, at any depth.
+        config: of their target; widths and ids are checked against it, since the files have nothing else to check.
+        captured: their layers, as the user states them.
+        allow_pickle: whether pickles may be read at all; they are read with torch's `weights_only=True`.
 
     Raises:
-        StatesInvalid: pickles may not be read, there are none, or one is not of the schema or the target.
+        StatesInvalid: pickles may not be read, there are none, or one does not match the schema or the target.
     """
     files = tuple(sorted(folder.rglob(MODELOPT)))
     if not files:
-        raise StatesInvalid(f"{folder} holds no {MODELOPT} files", fix="Give the folder of ModelOpt's dump.")
+        raise StatesInvalid(f"{folder} holds no {MODELOPT} files", fix="Pass the folder of ModelOpt's dump.")
     if not allow_pickle:
         raise StatesInvalid(
             f"{files[0].name} is a pickle, which kconv reads only with --allow-pickle",
@@ -96,7 +96,7 @@ def open_modelopt_states(
 
 def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
     try:
-        # Mapped, so that asking for a file's length does not read its states.
+        # Memory-mapped, so that asking for a file's length does not read its states.
         values: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as fault:  # torch raises what unpickling raises: UnpicklingError, RuntimeError, EOFError, ...
         raise StatesInvalid(
@@ -106,18 +106,18 @@ def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
         raise _invalid(file, f"holds no {', '.join(KEYS)}")
     tokens, hidden, captured = (values[key] for key in KEYS)
     if values.get("hidden_states_prenorm"):
-        raise _invalid(file, "holds states of before the final norm, which lm_head does not read")
+        raise _invalid(file, "holds states from before the final norm, but lm_head needs those after it")
     expected = ((len(tokens),), (len(tokens), config.hidden), (len(tokens), layers * config.hidden))
     shapes = tuple(tuple(tensor.shape) for tensor in (tokens, hidden, captured))
     if shapes != expected:
         raise _invalid(
-            file, f"has shapes {shapes}, and {layers} layers of a target of width {config.hidden} have {expected}"
+            file, f"has shapes {shapes}, but {layers} layers of a target of width {config.hidden} need {expected}"
         )
     if len(tokens) < 2 or int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab:
         raise _invalid(file, f"holds token ids outside the target's {config.vocab}, or fewer than two")
     mask = values.get("loss_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape):
-        raise _invalid(file, "has a loss_mask of another length")
+        raise _invalid(file, "has a loss_mask with a different length")
     return StoredSequence(tokens.long(), captured, hidden, None if mask is None else mask.bool())
 
 

@@ -1,4 +1,4 @@
-"""Prompts to draft on."""
+"""Prompts for drafting."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from ..checkpoint.schema import parse_json, read_lines
 from ..errors import PromptsInvalid
 
-# Hex digits of a digest that a trained head's manifest keeps, and by which prompts are told apart: of 64 bits, a prompt
-# is taken for one of a million others once in 10^13. A million make 24 MB of kconv.json, which stays one file: a
-# sidecar would save a third of that, and could be lost, or be another head's.
+# Hex digits of a prompt digest in a trained head's manifest. With 64 bits, a prompt collides with one of a million
+# others once in 10^13. A million of them take 24 MB of kconv.json, which stays one file: a sidecar would save a third
+# of that, but could be lost or mixed up with another head's.
 KEPT = 16
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says to the target, turn by turn.
+    """The user's side of a dialogue, turn by turn.
 
     Attributes:
-        id: the file's own id, else the line number; unique in its file.
-        category: "" where the file does not say.
+        id: the file's own id, or the line number; unique in its file.
+        category: "" if the file states none.
         turns: the user's turns, none of them empty.
     """
 
@@ -33,28 +33,28 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """sha256 of the turns alone, so that a prompt is known again under another id or category."""
+        """sha256 of the turns alone, so that a prompt is recognized under another id or category."""
         return hashlib.sha256(json.dumps(self.turns, ensure_ascii=False).encode()).hexdigest()
 
 
 def read_prompts(file: Path) -> tuple[Prompt, ...]:
-    """Read prompts, one JSON object a line; blank lines are passed over.
+    """Read prompts, one JSON object per line; blank lines are skipped.
 
     A line is `{"prompt": "...", "category": "..."}`, or MT-Bench's
     `{"question_id": 81, "category": "...", "turns": ["...", "..."]}`
     (https://github.com/lm-sys/FastChat/blob/v0.2.36/fastchat/llm_judge/data/mt_bench/question.jsonl).
-    Ids and categories may be left out, and other keys are ignored.
+    Ids and categories are optional, and other keys are ignored.
 
     Raises:
-        PromptsInvalid: the file is missing, empty or no UTF-8, or a line is of neither form or repeats an id.
+        PromptsInvalid: the file is missing, empty or not UTF-8, or a line has neither form or repeats an id.
     """
     return tuple(each_prompt(file))
 
 
 def each_prompt(file: Path) -> Iterator[Prompt]:
-    """Yield what `read_prompts` returns, of which the ids alone stay in memory."""
+    """Yield what `read_prompts` returns, keeping only the ids in memory."""
     seen: set[str] = set()
-    for number, line in read_lines(file, PromptsInvalid, fix="Give a JSONL file in UTF-8."):
+    for number, line in read_lines(file, PromptsInvalid, fix="Pass a UTF-8 JSONL file."):
         prompt = _parse(line, number, file)
         if prompt.id in seen:
             raise _invalid(f"repeats the id {prompt.id!r}", number, file)
@@ -92,5 +92,5 @@ def _invalid(what: str, number: int, file: Path) -> PromptsInvalid:
 
 
 def digest_prompts(prompts: tuple[Prompt, ...]) -> str:
-    """Return one sha256 over prompts, whatever their order: what a figure was measured on."""
+    """Return one sha256 over prompts in any order, to identify what a figure was measured on."""
     return hashlib.sha256("".join(sorted(p.digest for p in prompts)).encode()).hexdigest()

@@ -22,7 +22,7 @@ from ..checkpoint.schema import load_json
 from ..errors import StatesInvalid
 from .config import TargetConfig
 
-# Imported where it is needed: states of another target are refused in less time than that takes.
+# Imported where needed: refusing states of another target takes less time than the import.
 if TYPE_CHECKING:
     import torch
 
@@ -32,13 +32,13 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class TargetRecord(Record):
-    """The target that the states are of.
+    """The target that the states come from.
 
     Attributes:
         source: as the user named it.
         config_sha256: of its config.json, as canonical JSON.
         model_type, layers, hidden, vocab: its dims.
-        lm_head_blake3: of its output matrix's bytes, which tells one fine-tune from another.
+        lm_head_blake3: of its output matrix's bytes, which distinguishes one fine-tune from another.
     """
 
     source: str
@@ -51,15 +51,15 @@ class TargetRecord(Record):
 
 
 class PromptsRecord(Record):
-    """What the sequences were made of.
+    """What the sequences were made from.
 
     Attributes:
-        file: the file's name, or a data set's id.
-        sha256: of the file; of a data set, of the tokens and masks that it gave.
-        chat: prompts went through the chat template; else they are plain text.
-        dialogues: it holds dialogues with their answers, and no prompts.
-        prompt_tokens: prompts were cut to this before they were continued; None for whole.
-        text_tokens: held-out text was cut to this; None for whole.
+        file: the file's name, or a dataset's id.
+        sha256: of the file; for a dataset, of the tokens and masks from it.
+        chat: whether prompts went through the chat template rather than plain text.
+        dialogues: whether it holds dialogues with their answers rather than prompts.
+        prompt_tokens: length to which prompts were cut before they were continued; None for whole.
+        text_tokens: length to which held-out text was cut; None for whole.
     """
 
     file: str
@@ -70,19 +70,19 @@ class PromptsRecord(Record):
     text_tokens: int | None
 
 
-# No pydantic model, which takes a kilobyte: a million prompts are millions of these.
+# Not a pydantic model, which takes a kilobyte: a million prompts make millions of these.
 @record_dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SequenceRecord:
     """One sequence of tokens with states.
 
     Attributes:
         prompt: the prompt's id.
-        category: the prompt's, "" where it has none.
+        category: the prompt's, "" if it has none.
         digest: sha256 of the prompt's turns.
         kind: the prompt's own text ("held-out"), the target's continuation of it, or a dialogue with its answers.
-        prompt_length: number of prompt tokens; 1 for held-out text; in a dialogue, the tokens before the first answer.
+        prompt_length: number of prompt tokens; 1 for held-out text; for a dialogue, the tokens before the first answer.
         length: number of tokens.
-        answered: of a dialogue, the digests of the prompts that are answered in it; `digest` is of all its turns.
+        answered: for a dialogue, the digests of the prompts answered in it; `digest` covers all its turns.
     """
 
     prompt: str
@@ -95,7 +95,7 @@ class SequenceRecord:
 
 
 class IndexRecord(Record):
-    """The file that holds the tokens and masks of all sequences, one after the other.
+    """The file that holds the tokens and masks of all sequences, in order.
 
     Attributes:
         file, size, sha256: the file.
@@ -126,16 +126,16 @@ class StatesRecord(Record):
 
     Attributes:
         kconv: the version that wrote it.
-        target: the target that the states are of.
+        target: the target that the states come from.
         captured: the layers, ascending, as outputs of 0-based decoder layers.
         dtype: of the states, as safetensors names it.
-        prompts: what the sequences were made of.
+        prompts: what the sequences were made from.
         tokenizer: the class, and sha256 of each of its files.
-        seed: of the sampled continuations; shard n is drawn with `seed + n`.
+        seed: of the sampled continuations; shard n uses `seed + n`.
         new_tokens: how many tokens were added, by kind.
         sequences: in order.
-        shards: in order; empty in the plan of an unfinished run.
-        index: only the tokens and masks, which training reads first; None in folders of older versions.
+        shards: in order; empty in the plan of a run that can be resumed.
+        index: only tokens and masks, which training reads first; None in folders of older versions.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -170,27 +170,27 @@ def read_record(folder: Path) -> StatesRecord:
     """Read a folder's states.json.
 
     Raises:
-        StatesInvalid: it is missing or not of the schema.
+        StatesInvalid: it is missing or does not match the schema.
     """
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
     return load_json(
         StatesRecord,
         folder / RECORD,
         StatesInvalid,
-        what="record of kconv's schema",
-        fix="Make the states again with this kconv.",
+        what="record of kconv states",
+        fix="Create the states again with this kconv.",
         missing=missing,
     )
 
 
 def config_sha256(config: dict[str, Any]) -> str:
-    """Return the sha256 of a config.json's values, however they were laid out."""
+    """Return the sha256 of a config.json's values, independent of formatting."""
     text = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cut_shards(lengths: Sequence[int], token_bytes: int, shard_bytes: int) -> list[range]:
-    """Cut sequences into runs of at most `shard_bytes`; one that is longer stands alone.
+    """Split sequences into runs of at most `shard_bytes`; a longer one gets a run of its own.
 
     Args:
         lengths: tokens of each sequence.
@@ -216,13 +216,13 @@ MODELOPT = "*.pt"
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """One sequence with the target's states over it.
+    """One sequence with the target's states for it.
 
     Attributes:
         tokens: ids [T].
-        captured: [T, A * H], the captured layers side by side, ascending.
+        captured: [T, A * H], the captured layers concatenated, ascending.
         hidden: [T, H], after the final norm: what `lm_head` reads.
-        loss_mask: [T], whether a token is an answer's; None where that is not said.
+        loss_mask: [T], whether a token belongs to an answer; None if unknown.
     """
 
     tokens: torch.Tensor
@@ -232,7 +232,7 @@ class StoredSequence:
 
 
 class StatesFolder(Protocol):
-    """States on disk, of which one sequence at a time is read."""
+    """States on disk, read one sequence at a time."""
 
     @property
     def folder(self) -> Path:
@@ -241,7 +241,7 @@ class StatesFolder(Protocol):
 
     @property
     def sequences(self) -> Sequence[SequenceRecord]:
-        """What each sequence is."""
+        """The record of each sequence."""
         ...
 
     def read_tokens(self, index: int) -> torch.Tensor:
@@ -253,7 +253,7 @@ class StatesFolder(Protocol):
         ...
 
     def read_mask(self, index: int) -> torch.Tensor | None:
-        """Read which tokens of a sequence are an answer's, [T] bool; None where that is not said.
+        """Read which tokens of a sequence belong to an answer, [T] bool; None if unknown.
 
         Raises:
             StatesInvalid: a file is missing or damaged.
@@ -261,7 +261,7 @@ class StatesFolder(Protocol):
         ...
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the captured and final states of a sequence's tokens from `begin` up to `end`, and no others.
+        """Read only the captured and final states of a sequence's tokens from `begin` up to `end`.
 
         Raises:
             StatesInvalid: a file is missing or damaged.
@@ -282,9 +282,9 @@ class StoredStates:
     """A folder that `kconv states` wrote.
 
     Attributes:
-        folder: where.
+        folder: its path.
         record: its states.json.
-        columns: the captured layers that are read, of those that are stored; places in the record's order.
+        columns: which of the stored captured layers to read; positions in the record's order.
     """
 
     folder: Path
@@ -326,7 +326,7 @@ class StoredStates:
         return StoredSequence(self.read_tokens(index), captured, hidden, self.read_mask(index))
 
     def _indexed(self, index: int, name: str) -> torch.Tensor:
-        """Return the tokens or the mask of a sequence, from the index where there is one."""
+        """Return the tokens or the mask of a sequence, from the index if there is one."""
         from ..checkpoint.tensors import read_tensor
 
         if self.record.index is None:
@@ -336,14 +336,14 @@ class StoredStates:
         return self._index[name][self._starts[index] : self._starts[index + 1]]
 
     def _open_index(self, index: IndexRecord) -> None:
-        """Map the index, and refuse one that is not of the record's length."""
+        """Map the index, and refuse one whose length differs from the record."""
         from ..checkpoint.tensors import read_tensor
 
         header = read_header(_sized(self.folder, index))
         rows = self.record.rows
         if any(name not in header or header[name].shape != (rows,) for name in ("input_ids", "loss_mask")):
             raise StatesInvalid(
-                f"{index.file} does not hold {rows:,} tokens, as {RECORD} says",
+                f"{index.file} does not hold the {rows:,} tokens that {RECORD} records",
                 where=self.folder,
                 fix="Fetch it again, or create the states again.",
             )
@@ -364,33 +364,33 @@ class StoredStates:
         return info
 
     def files_of(self, sequences: Iterable[int]) -> list[str]:
-        """Return the names of the files that sequences are in, in order."""
+        """Return the names of the files with these sequences, in order."""
         places = {bisect_right(self.record.shards, index, key=lambda shard: shard.first) - 1 for index in sequences}
         return [self.record.shards[place].file for place in sorted(places)]
 
     def check_files(self, sequences: Iterable[int]) -> None:
-        """Refuse a folder that lacks a file which these sequences are in.
+        """Refuse a folder that lacks a file with these sequences.
 
         Raises:
-            StatesInvalid: one is missing, or of another size.
+            StatesInvalid: one is missing, or has another size.
         """
         names = self.files_of(sequences)
         absent = [name for name in names if not (self.folder / name).exists()]
         if absent:
             raise StatesInvalid(
-                f"{len(absent)} of the {len(names)} files that this process reads are not here, first {absent[0]}",
+                f"{len(absent)} of the {len(names)} files that this process reads are missing, first {absent[0]}",
                 where=self.folder,
-                fix="Fetch them. On several nodes, kconv train --dry-run --json lists the files of each.",
+                fix="Fetch them. With several nodes, kconv train --dry-run --json lists the files of each.",
             )
         for shard in self.record.shards:
             if shard.file in names:
                 _sized(self.folder, shard)
 
     def verify(self) -> None:
-        """Hold every shard against its sha256.
+        """Check every shard against its sha256.
 
         Raises:
-            StatesInvalid: one is missing, or its bytes are not the ones that were written.
+            StatesInvalid: one is missing, or its bytes differ from those written.
         """
         for shard in (*self.record.shards, *([self.record.index] if self.record.index else [])):
             try:
@@ -413,15 +413,15 @@ class StoredStates:
 def open_states(
     folder: Path, *, config: TargetConfig | None = None, captured: Sequence[int] | None = None
 ) -> StoredStates:
-    """Open a folder of states, and refuse those of another target.
+    """Open a folder of states, and refuse states of another target.
 
     Args:
         folder: what `kconv states` wrote.
-        config: of the target that the states must be of; not checked if None.
-        captured: the layers that are wanted, as outputs; all that are stored if None.
+        config: of the target that the states must come from; not checked if None.
+        captured: the layers to read, as outputs; all stored ones if None.
 
     Raises:
-        StatesInvalid: there is no such folder, it is of another target, or lacks one of the layers.
+        StatesInvalid: there is no such folder, it comes from another target, or lacks one of the layers.
     """
     record = read_record(folder)
     _check_shards(folder, record)
@@ -439,7 +439,7 @@ def open_states(
 
 
 def _check_shards(folder: Path, record: StatesRecord) -> None:
-    """Refuse a record whose shards do not follow one another over all of its sequences, or leave the folder."""
+    """Refuse a record whose shards do not cover all of its sequences in order, or leave the folder."""
     ends = [0, *(shard.first + shard.count for shard in record.shards)]
     follows = [shard.first for shard in record.shards] == ends[:-1] and ends[-1] == len(record.sequences)
     named = [shard.file for shard in record.shards] + ([record.index.file] if record.index else [])
@@ -463,12 +463,12 @@ def _check_target(folder: Path, record: StatesRecord, config: TargetConfig) -> N
             raise StatesInvalid(
                 f"the states come from another target, {record.target.source}: {what} is {theirs} there and {own} here",
                 where=folder,
-                fix="Give the target that the states come from, or create states of this one.",
+                fix="Pass the target that the states come from, or create states for this one.",
             )
 
 
 def _sized(folder: Path, shard: ShardRecord | IndexRecord) -> Path:
-    """Return a file's path, and refuse one that is missing or of another size."""
+    """Return a file's path, and refuse one that is missing or has another size."""
     file = folder / shard.file
     try:
         size = file.stat().st_size
@@ -484,7 +484,7 @@ def _sized(folder: Path, shard: ShardRecord | IndexRecord) -> Path:
 
 
 def _rows_of(info: TensorInfo, begin: int, end: int) -> TensorInfo:
-    """Return a matrix's rows from `begin` up to `end` as a tensor of their own."""
+    """Return a matrix's rows from `begin` up to `end` as a separate tensor."""
     row = info.size // info.shape[0]
     return info._replace(shape=(end - begin, *info.shape[1:]), begin=info.begin + begin * row, size=(end - begin) * row)
 

@@ -1,8 +1,8 @@
-"""Hidden states that a running target gives while a head is trained on them.
+"""Hidden states from a running target while a head is trained on them.
 
-The sequences are planned as `write_states` plans them, so the rows cut from them are those of stored states. Nothing
-is kept: a sequence is asked for each time that a row holds a part of it. What waits at once is bounded by whoever
-reads: so many batches ahead, so many requests side by side.
+`write_states` plans the sequences, so the rows cut from them equal those of stored states. Nothing is kept: a sequence
+is requested each time a row needs a part of it. The reader bounds what waits: a number of batches ahead, and a number
+of parallel requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .write_states import PlannedStates, Runner
 
 @dataclass(frozen=True)
 class StreamedStates:
-    """Planned sequences of dialogues, and the target that gives their states.
+    """Planned sequences of dialogues, and the target that computes their states.
 
     Attributes:
         planned: the sequences, with their whole tokens and their masks of answers.
@@ -48,11 +48,11 @@ class StreamedStates:
         return self.planned.sequences[index].mask
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatesFolder.read_span`; the target runs over the whole sequence, as it does where states are stored.
+        """See `StatesFolder.read_span`; the target runs over the whole sequence, as for stored states.
 
         Raises:
-            EngineFailed: the server died, or hands out no states.
-            StatesInvalid: the states are not those of the sequence.
+            EngineFailed: the server died, or returns no states.
+            StatesInvalid: the states do not match the sequence.
         """
         captured, hidden = self.runner.capture(self.read_tokens(index)[None], self.planned.record.captured)
         return captured[0, begin:end], hidden[0, begin:end]

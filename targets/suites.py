@@ -15,23 +15,23 @@ from ..errors import MissingExtra, SuiteInvalid
 from ..installed import install_command
 from .prompts import Prompt, digest_prompts, read_prompts
 
-# Rows whose text is another owner's stand for it until NVIDIA's prepare_data.py of examples/specdec_bench fills them:
-# https://huggingface.co/datasets/nvidia/SPEED-Bench. Drafting the sentence itself would measure nothing.
+# Placeholder for rows whose text another owner holds, until NVIDIA's prepare_data.py (examples/specdec_bench) fills
+# them: https://huggingface.co/datasets/nvidia/SPEED-Bench. Drafting the placeholder itself would measure nothing.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 SHOWN = 3
 
 
 @dataclass(frozen=True)
 class NamedSuite:
-    """A suite with a name.
+    """A named suite.
 
     Attributes:
-        dataset: what acceptance.json calls it.
-        repo, file: where it lies on the Hub, as a data set.
-        revision: what is fetched unless the user pins another; a branch is resolved, and its commit recorded.
+        dataset: its name in acceptance.json.
+        repo, file: its location on the Hub, as a dataset.
+        revision: the default unless the user pins another; a branch is resolved and its commit recorded.
         categories: all of them.
-        each: prompts of a category.
-        digest: `digest_prompts` of them; None where nobody may hand out the whole, each fills it for themselves.
+        each: prompts per category.
+        digest: `digest_prompts` of them; None if nobody may publish the whole suite and each user fills it in.
     """
 
     dataset: str
@@ -43,7 +43,7 @@ class NamedSuite:
     digest: str | None = None
 
     def is_it(self, prompts: tuple[Prompt, ...]) -> bool:
-        """Say whether prompts are this suite: these very ones where that can be told, else as many of each category."""
+        """Return whether prompts are this suite: by digest if it has one, else by the number in each category."""
         each = Counter(prompt.category for prompt in prompts)
         return each == dict.fromkeys(self.categories, self.each) and self.digest in (None, digest_prompts(prompts))
 
@@ -63,7 +63,8 @@ SUITES = {
         "SPEED-Bench",
         "nvidia/SPEED-Bench",
         "qualitative/test-00000-of-00001.parquet",
-        # What SGLang's own loader pins after v0.5.23, as SPEED_BENCH_REVISION in benchmark/datasets/speed_bench.py.
+        # The revision that SGLang's own loader pins after v0.5.23, SPEED_BENCH_REVISION in
+        # benchmark/datasets/speed_bench.py.
         "487aa718444e816458d1a0a52bfce7a454285cf4",
         ("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem",
          "summarization", "writing"),
@@ -79,8 +80,8 @@ class Suite:
     Attributes:
         dataset: its name, or a file's.
         revision: a commit, or "sha256:..." of a file.
-        groups: category and its prompts, in the suite's order; one category "" where the file names none.
-        whole: whether these are all categories of a suite that has a name.
+        groups: category and its prompts, in the suite's order; a single category "" if the file names none.
+        whole: whether these are all categories of a named suite.
     """
 
     dataset: str
@@ -95,7 +96,7 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """One sha256 over what is asked."""
+        """One sha256 over the prompts."""
         return digest_prompts(self.prompts)
 
 
@@ -106,22 +107,22 @@ def load_suite(
 
     Args:
         name: "mt-bench", "speed-bench", or a JSONL file; a file that holds a named suite's prompts counts as that.
-        revision: of the data set on the Hub.
-        categories: only these.
-        limit: only so many prompts of each category, from the top.
+        revision: of the dataset on the Hub.
+        categories: if given, only these.
+        limit: at most this many prompts of each category, from the top.
 
     Raises:
         SuiteInvalid: a category is missing, prompts are placeholders, or a revision is given for a file.
         PromptsInvalid: the file cannot be read.
-        HubRefused, HubUnreachable: the data set cannot be had.
-        MissingExtra: reading it takes pyarrow.
+        HubRefused, HubUnreachable: the dataset cannot be downloaded.
+        MissingExtra: reading it requires pyarrow.
     """
     known = SUITES.get(name)
     if known:
         prompts, pinned = _fetch(known, revision or known.revision)
     else:
         if revision:
-            raise SuiteInvalid("a file has no revision", where=name, fix="Leave --revision out.")
+            raise SuiteInvalid("a file has no revision", where=name, fix="Remove --revision.")
         if not Path(name).exists() and (close := get_close_matches(name.lower(), SUITES, n=1)):
             raise SuiteInvalid(
                 f"there is no suite and no file {name}", where="--suite", fix=f"Did you mean {close[0]}?"
@@ -148,7 +149,7 @@ def _suite(
         raise SuiteInvalid(
             f"{dataset} has no prompt of the category {', '.join(missing)}; it has {', '.join(order) or 'none'}",
             where=revision,
-            fix="Use the whole suite, or --categories that it has.",
+            fix="Use the whole suite, or choose --categories that it has.",
         )
     suite = Suite(dataset, revision, tuple(by_category.items()), whole=set(wanted) == set(order) and limit is None)
     empty = [p.id for p in suite.prompts if any(PLACEHOLDER in turn for turn in p.turns)]
@@ -156,14 +157,14 @@ def _suite(
         raise SuiteInvalid(
             f"{len(empty)} of {len(suite.prompts)} prompts are placeholders, {', '.join(empty[:SHOWN])} among them",
             where=f"{dataset} {revision}",
-            fix="Run prepare_data.py of NVIDIA Model-Optimizer's examples/specdec_bench, and give the file that it "
+            fix="Run prepare_data.py of NVIDIA Model-Optimizer's examples/specdec_bench and pass the file that it "
             "writes, or choose complete --categories.",
         )
     return suite
 
 
 def _fetch(known: NamedSuite, revision: str) -> tuple[tuple[Prompt, ...], str]:
-    # Here, as importing huggingface_hub takes some tenths of a second, which a file must not pay.
+    # Imported here: huggingface_hub takes some tenths of a second, which a file should not cost.
     from ..checkpoint.hub import fetch_dataset_file
 
     file, commit = fetch_dataset_file(known.repo, known.file, revision)
@@ -176,11 +177,11 @@ def _read_parquet(file: Path) -> tuple[Prompt, ...]:
     except ImportError as fault:
         raise MissingExtra(
             "reading SPEED-Bench from the Hub needs pyarrow",
-            fix=f"Run {install_command('optimize')}, or give a JSONL file.",
+            fix=f"Run {install_command('optimize')}, or pass a JSONL file.",
         ) from fault
     columns = ["question_id", "category", "turns"]
     rows = parquet.read_table(file, columns=columns).to_pylist()
-    # Through the one reader of prompts, which says what is wrong with a row.
+    # Read through the one reader of prompts, which reports errors in rows.
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
         lines.flush()

@@ -21,13 +21,13 @@ from ..errors import PromptsInvalid, TargetInvalid
 from .config import read_target_config
 from .prompts import read_prompts
 
-# Bytes of a text whose tokens are counted; the counts settle long before.
+# Bytes of text whose tokens are counted; the counts converge long before.
 MAX_COUNTED = 1 << 30
-# What rendering one dialogue may take: a template can ask for any length of text in a line.
+# Memory limit for rendering one dialogue: one line of a template can produce any length of text.
 MAX_RENDERED = 1 << 30
-# Tokens past a limit that are still read, as where a text is cut its last ones are others.
+# Tokens read past a limit, since the last ones change where a text is cut.
 SLACK = 16
-# Kimi-K2's is a tiktoken.model with Python beside it.
+# Kimi-K2's tokenizer is a tiktoken.model with Python code.
 FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
 
 
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Its class, and the sha256 of each file that it is made of: what token ids mean hangs on these."""
+        """Its class, and the sha256 of each of its files, which define the meaning of token ids."""
         folder = Path(self.inner.name_or_path)
         files = sorted(file for pattern in FILES for file in folder.glob(pattern))
         return {"class": type(self.inner).__name__} | {file.name: file_digest(file) for file in files}
@@ -56,9 +56,9 @@ class Tokenizer:
         return dict(sorted((added | named).items()))
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
-        """Return the ids of a text, without special tokens around it; of a long one the first `limit` alone.
+        """Return the ids of a text, without special tokens around it; for a long text only the first `limit`.
 
-        Of a text of 100 MB all ids take gigabytes, so no more of it is read than `limit` tokens can be long.
+        All ids of a 100 MB text take gigabytes, so only as many characters are read as `limit` tokens can have.
         """
         if limit is not None:
             text = text[: (limit + SLACK) * self._longest]
@@ -66,7 +66,7 @@ class Tokenizer:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token: no fewer than it stands for, as tokens are written by their bytes."""
+        """Characters of the longest token: an upper bound, since tokens are spelled in bytes."""
         return max(map(len, self.inner.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,11 +75,11 @@ class Tokenizer:
         return str(text)
 
     def encode_chat(self, turns: Sequence[str], limit: int | None = None) -> list[int]:
-        """Return the ids of a dialogue up to where the target answers.
+        """Return the ids of a dialogue up to the start of the target's answer.
 
         Args:
-            turns: what was said, in turn by the user and the assistant, beginning and ending with the user.
-            limit: as of `encode`.
+            turns: the turns of user and assistant in alternation, beginning and ending with the user.
+            limit: as in `encode`.
 
         Raises:
             TargetInvalid: see `render_chat`.
@@ -89,14 +89,14 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, answer=True), limit)
 
     def render_chat(self, messages: Sequence[dict[str, str]], *, answer: bool) -> str:
-        """Return a dialogue as the chat template writes it.
+        """Return a dialogue as rendered by the chat template.
 
         Args:
             messages: {"role": ..., "content": ...} of each turn.
-            answer: go on up to where the assistant's next answer begins.
+            answer: whether to add the start of the assistant's next answer.
 
         Raises:
-            TargetInvalid: the folder has no chat template, or it fails or grows without bounds.
+            TargetInvalid: the folder has no chat template, or it fails or produces too much text.
         """
         if not self.inner.chat_template:
             raise TargetInvalid(
@@ -106,7 +106,7 @@ class Tokenizer:
         try:
             with _bounded(MAX_RENDERED):
                 text = self.inner.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False)
-        except Exception as fault:  # Jinja's own, or whatever a template of a stranger's makes of its values
+        except Exception as fault:  # Jinja's errors, or any other that an untrusted template causes
             why = "it takes too much memory" if isinstance(fault, MemoryError) else f"{type(fault).__name__}: {fault}"
             raise TargetInvalid(
                 f"the target's chat template fails on this dialogue: {why}",
@@ -118,7 +118,7 @@ class Tokenizer:
 
 @contextmanager
 def _bounded(room: int) -> Iterator[None]:
-    """Let this process grow by some bytes at the most: past them whatever asks for more gets a MemoryError."""
+    """Limit this process's memory growth to some bytes: allocations past that raise MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     most = pages * resource.getpagesize() + room
@@ -133,21 +133,21 @@ def _bounded(room: int) -> Iterator[None]:
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer that stands in a target's folder.
+    """Load the tokenizer in a target's folder.
 
     Args:
         folder: the target's.
-        trust_remote_code: run the Python that the folder brings, as Kimi-K2's own tokenizer needs. It is never
-            fetched from elsewhere: what is run is what lies in the folder, of the revision that it was fetched at.
+        trust_remote_code: run the Python code in the folder, as Kimi-K2's own tokenizer needs. Code is never fetched
+        from elsewhere: only files in the folder run, at the revision of the folder.
 
     Raises:
-        TargetInvalid: there is no tokenizer, it is broken, it needs code that may not be run, or its code is
-            another repository's.
+        TargetInvalid: there is no tokenizer, it is broken, it needs code that may not run, or its code belongs to
+        another repository.
     """
     if trust_remote_code:
         _refuse_elsewhere(folder)
     try:
-        # An empty config, for transformers knows no kimi_k2 and would look for remote code in config.json too.
+        # An empty config: transformers does not know kimi_k2 and would look for remote code in config.json too.
         inner = AutoTokenizer.from_pretrained(
             folder, config=PreTrainedConfig(), trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -155,14 +155,14 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
         raise TargetInvalid(
             f"the tokenizer of {folder.name} cannot be loaded: {str(fault).strip().splitlines()[0]}",
             where=folder,
-            fix="Check tokenizer.json and tokenizer_config.json; if the tokenizer is Python code that you have "
+            fix="Check tokenizer.json and tokenizer_config.json. If the tokenizer is Python code that you have "
             "read and trust, add --trust-remote-code.",
         ) from fault
     return Tokenizer(inner)
 
 
 def _refuse_elsewhere(folder: Path) -> None:
-    """Refuse an auto_map that leads to another repository, whose revision nobody pinned.
+    """Refuse an auto_map that refers to another repository, whose revision is not pinned.
 
     transformers writes such a reference as org/name--module.Class:
     https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/dynamic_module_utils.py
@@ -174,15 +174,15 @@ def _refuse_elsewhere(folder: Path) -> None:
     for word in words:
         if isinstance(word, str) and "--" in word:
             raise TargetInvalid(
-                f"the tokenizer's code is {word.split('--')[0]}'s, whose revision is not pinned",
+                f"the tokenizer's code belongs to {word.split('--')[0]}, whose revision is not pinned",
                 where=file,
-                fix="Copy that module into the folder once you have read it, and take the repository out of auto_map.",
+                fix="Read that module, copy it into the folder, and remove the repository from auto_map.",
             )
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a head's draft vocabulary is cut from.
+    """The parts of a target from which a head's draft vocabulary is made.
 
     Attributes:
         layers: number of the target's decoder layers.
@@ -205,21 +205,21 @@ class Vocabulary:
         """Count the tokens of a text.
 
         Args:
-            file: prompts if its name ends in .jsonl (see `read_prompts`), whose turns are counted without a
-                template; else plain text.
+            file: if its name ends in .jsonl, prompts (see `read_prompts`), whose turns are counted without a template;
+            otherwise plain text.
 
         Returns:
-            [size] int64, how often each id stands in the text.
+            [size] int64, how often each id occurs in the text.
 
         Raises:
             PromptsInvalid: the file cannot be read, or holds no text.
-            TargetInvalid: the tokenizer gives ids that the target has no row for.
+            TargetInvalid: the tokenizer gives ids for which the target has no row.
         """
         texts = [turn for p in read_prompts(file) for turn in p.turns] if file.suffix == ".jsonl" else [_text(file)]
         ids = torch.tensor([i for text in texts for i in self.tokenizer.encode(text)], dtype=torch.int64)
         if not len(ids):
             raise PromptsInvalid(
-                f"{file.name} holds no text", where=file, fix="Give text like the text that you serve."
+                f"{file.name} holds no text", where=file, fix="Pass text that resembles what you serve."
             )
         if int(ids.max()) >= self.size:
             raise TargetInvalid(
@@ -230,16 +230,16 @@ class Vocabulary:
 
 
 def read_vocabulary(source: Source, *, trust_remote_code: bool = False) -> Vocabulary:
-    """Read a target's vocabulary; of a hub id, only the files that hold it are downloaded.
+    """Read a target's vocabulary; for a hub id, only the files that hold it are downloaded.
 
     Args:
         source: the target's.
-        trust_remote_code: run the Python that the folder brings, as Kimi-K2's own tokenizer needs.
+        trust_remote_code: run the Python code in the folder, as Kimi-K2's own tokenizer needs.
 
     Raises:
         HubRefused, HubUnreachable, OutputFailed: see `checkpoint.hub_faults`.
-        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it is no checkpoint.
-        TargetInvalid: it is no causal language model, or its tokenizer cannot be loaded.
+        NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: it is not a checkpoint.
+        TargetInvalid: it is not a causal language model, or its tokenizer cannot be loaded.
     """
     folder = source.fetch_tokenizer()
     config = read_target_config(folder)
@@ -251,4 +251,4 @@ def read_vocabulary(source: Source, *, trust_remote_code: bool = False) -> Vocab
 
 
 def _text(file: Path) -> str:
-    return read_text(file, PromptsInvalid, limit=MAX_COUNTED, fix="Give a file in UTF-8.")
+    return read_text(file, PromptsInvalid, limit=MAX_COUNTED, fix="Pass a UTF-8 file.")

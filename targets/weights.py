@@ -1,4 +1,4 @@
-"""A target's weights in whatever form they are stored, read as plain numbers.
+"""A target's weights in any stored form, read as plain numbers.
 
 The forms: plain; INT4 in groups (compressed-tensors); FP8 in blocks (DeepSeek); NVFP4 (ModelOpt, and kconv).
 """
@@ -17,19 +17,19 @@ from ..checkpoint.tensors import read_span, read_tensor
 from ..errors import SourceFormatUnknown, TensorShape
 from .config import TargetConfig
 
-# Elements that are dequantized at a time: some ten MiB with all that comes between.
+# Elements to dequantize at a time: about ten MiB with all intermediate values.
 BLOCK = 1 << 21
 
 
 class StoredWeight(Protocol):
-    """A weight in whatever form it is stored.
+    """A weight in any stored form.
 
     Attributes:
         name: its name as a plain tensor, e.g. "model.layers.1.mlp.experts.0.up_proj.weight".
         shape: its dims as a plain tensor.
-        dtype: safetensors name of what it is read as.
-        form: of the stored form, as `target.source_formats` names it.
-        infos: the tensors on disk that it is made of.
+        dtype: safetensors name of the dtype that it is read as.
+        form: the stored form, as in `target.source_formats`.
+        infos: the tensors on disk that hold it.
     """
 
     @property
@@ -48,13 +48,13 @@ class StoredWeight(Protocol):
         ...
 
     def read(self) -> torch.Tensor:
-        """Return it whole, dequantized, in memory of its own."""
+        """Return it whole and dequantized, in memory of its own."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor that is stored as what it is."""
+    """A tensor that is stored as itself."""
 
     info: TensorInfo
     form = "plain"
@@ -91,7 +91,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class _InBlocks:
-    """A quantized matrix, which is read by blocks of rows."""
+    """A quantized matrix, read by blocks of rows."""
 
     def blocks(self) -> Iterator[torch.Tensor]:
         raise NotImplementedError
@@ -103,7 +103,7 @@ class _InBlocks:
 
 @dataclass(frozen=True)
 class _Scaled(_InBlocks):
-    """A weight under its own name, with scales beside it."""
+    """A weight stored under its own name, with separate scales."""
 
     weight: TensorInfo
     scale: TensorInfo
@@ -116,11 +116,11 @@ class _Scaled(_InBlocks):
 
 
 def spans(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the row ranges that cut a matrix into blocks of about `BLOCK` elements.
+    """Yield the row ranges that split a matrix into blocks of about `BLOCK` elements.
 
     Args:
         shape: [rows, columns].
-        multiple: each range but the last is a multiple of it.
+        multiple: each range except the last is a multiple of it.
     """
     rows, columns = shape
     step = max(BLOCK // max(columns, 1) // multiple, 1) * multiple
@@ -128,16 +128,16 @@ def spans(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]
         yield begin, min(begin + step, rows)
 
 
-# compressed-tensors' pack-quantized INT4, as Kimi-K2-Thinking and K2.5 have it.
+# compressed-tensors' pack-quantized INT4, as used by Kimi-K2-Thinking and K2.5.
 #
-# A weight [out, in] is three tensors: `weight_packed` I32 [out, in/8], whose lowest four bits are the first of eight
-# columns, each value plus 8; `weight_scale` [out, in/group]; `weight_shape` [2]. A value is (nibble - 8) * scale, the
-# product rounded to the scale's dtype:
+# A weight [out, in] is three tensors: `weight_packed` I32 [out, in/8], whose lowest four bits hold the first of eight
+# columns, each stored as its value plus 8; `weight_scale` [out, in/group]; `weight_shape` [2]. A value is
+# (nibble - 8) * scale, rounded to the scale's dtype:
 # https://github.com/vllm-project/compressed-tensors/blob/0.17.0/src/compressed_tensors/compressors/pack_quantized/base.py
 
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
 SCALES = ("BF16", "F16", "F32")
-# What a config group's `weights` must say; a key that is absent has compressed-tensors' default.
+# What a config group's `weights` must state; an absent key has compressed-tensors' default.
 DEMANDS = {
     "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",), "dynamic": (False,),
     "actorder": (None, False), "block_structure": (None,),
@@ -146,7 +146,7 @@ DEMANDS = {
 
 @dataclass(frozen=True)
 class Int4(_InBlocks):
-    """A weight in groups of INT4 that share a scale."""
+    """A weight in INT4 groups that share a scale."""
 
     packed: TensorInfo
     scale: TensorInfo
@@ -160,7 +160,7 @@ class Int4(_InBlocks):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in]; nibbles that only fill up the last I32 of a row are not counted."""
+        """[out, in]; nibbles that only pad the last I32 of a row are not counted."""
         return self.packed.shape[0], self.scale.shape[1] * self.group
 
     @property
@@ -185,23 +185,23 @@ class Int4(_InBlocks):
             yield dequantize_int4(packed, scale)
 
     def packed_blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield it in consecutive blocks of rows as it is stored: I32 [rows, in/8] and scales [rows, in/group]."""
+        """Yield it in consecutive blocks of rows as stored: I32 [rows, in/8] and scales [rows, in/group]."""
         for begin, end in spans(self.shape):
             yield read_span(self.packed, begin, end), read_span(self.scale, begin, end)
 
     def check(self) -> None:
-        """Raise TensorShape if `weight_shape` says another shape than the packed values and the scales have."""
+        """Raise TensorShape if `weight_shape` contradicts the shapes of the packed values and the scales."""
         said = tuple(read_tensor(self.extent).flatten().tolist())
         if said != self.shape:
             raise TensorShape(
-                f"{self.extent.name} says {list(said)}, and the packed values are {list(self.shape)}",
+                f"{self.extent.name} says {list(said)}, but the packed values are {list(self.shape)}",
                 where=self.extent.file,
                 fix="Fetch the shard again; compare its sha256 with the publisher's.",
             )
 
 
 def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return INT4 values as numbers, bit for bit as compressed-tensors does.
+    """Return INT4 values as numbers, bit for bit like compressed-tensors.
 
     Args:
         packed: I32 [rows, columns/8].
@@ -210,7 +210,7 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     Returns:
         [rows, columns] in the scale's dtype; the product is rounded to it once.
     """
-    # Little-endian: the low nibble of each byte is the even column.
+    # Little-endian: the low nibble of each byte holds the even column.
     halves = packed.view(torch.uint8)
     values = torch.empty(halves.shape[0], halves.shape[1], 2, dtype=torch.int8)
     torch.bitwise_and(halves, 15, out=values[:, :, 0].view(torch.uint8))
@@ -220,7 +220,7 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def check_int4(quantization: dict, where: object) -> None:
-    """Raise SourceFormatUnknown unless a compressed-tensors config is the INT4 that is read here."""
+    """Raise SourceFormatUnknown unless a compressed-tensors config is the INT4 that kconv reads."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _unknown("its config_groups are missing", where)
@@ -230,20 +230,20 @@ def check_int4(quantization: dict, where: object) -> None:
             raise _unknown(f"{name} has no weights", where)
         for key, allowed in DEMANDS.items():
             if key in weights and weights[key] not in allowed:
-                raise _unknown(f"{name} has {key} {weights[key]!r}, and kconv reads {allowed[0]!r}", where)
+                raise _unknown(f"{name} has {key} {weights[key]!r}, but kconv reads {allowed[0]!r}", where)
         if weights.get("num_bits") != 4 or weights.get("strategy") != "group":
-            raise _unknown(f"{name} does not say that it is 4 bits in groups", where)
+            raise _unknown(f"{name} does not state 4 bits in groups", where)
 
 
 def int4_of(base: str, tensors: dict[str, TensorInfo]) -> Int4:
-    """Return the weight of a module whose packed values were found.
+    """Return the weight of a module from its packed values.
 
     Args:
         base: the module's name on disk.
         tensors: the checkpoint's tensors.
 
     Raises:
-        SourceFormatUnknown: the scales or the shape are missing, or of another dtype.
+        SourceFormatUnknown: the scales or the shape are missing, or have another dtype.
         TensorShape: the scales do not divide the packed values into groups.
     """
     found = [tensors.get(f"{base}.{suffix}") for suffix in SUFFIXES]
@@ -267,14 +267,14 @@ def _unknown(what: str, where: object) -> SourceFormatUnknown:
     return SourceFormatUnknown(
         f"this compressed-tensors checkpoint cannot be read: {what}",
         where=where,
-        fix="kconv reads pack-quantized symmetric INT4 in groups, as Kimi-K2-Thinking, K2.5 and K2.6 have it.",
+        fix="kconv reads pack-quantized symmetric INT4 in groups, as used by Kimi-K2-Thinking, K2.5 and K2.6.",
     )
 
 
-# FP8 in blocks, as DeepSeek-V3 and Kimi-K2-Instruct have it.
+# FP8 in blocks, as used by DeepSeek-V3 and Kimi-K2-Instruct.
 #
-# A weight [out, in] is F8_E4M3 beside `weight_scale_inv` [ceil(out/128), ceil(in/128)]; a value is the product of the
-# two in float32, rounded to bf16, as DeepSeek's `weight_dequant` has it:
+# A weight [out, in] is F8_E4M3 with `weight_scale_inv` [ceil(out/128), ceil(in/128)]; a value is the product of the
+# two in float32, rounded to bf16, as in DeepSeek's `weight_dequant`:
 # https://github.com/deepseek-ai/DeepSeek-V3/blob/06231633430c449a1f6a8c0b5a1d6f99860b8eb2/inference/kernel.py#L78-L81
 
 SCALE = "weight_scale_inv"
@@ -282,7 +282,7 @@ SCALE = "weight_scale_inv"
 
 @dataclass(frozen=True)
 class Fp8(_Scaled):
-    """A weight in blocks of FP8 that share a scale.
+    """A weight in FP8 blocks that share a scale.
 
     Attributes:
         weight: F8_E4M3 [out, in].
@@ -314,7 +314,7 @@ class Fp8(_Scaled):
 
 
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return FP8 values as numbers, bit for bit as DeepSeek's own kernel does.
+    """Return FP8 values as numbers, bit for bit like DeepSeek's own kernel.
 
     Args:
         weight: F8_E4M3 [rows, columns].
@@ -330,10 +330,10 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
 
 
 def block_of(quantization: dict, where: object) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, as a config says.
+    """Return the rows and columns that share a scale, from a config.
 
     Raises:
-        SourceFormatUnknown: this is FP8 of another kind.
+        SourceFormatUnknown: this is another kind of FP8.
     """
     match quantization:
         case {"weight_block_size": [int(rows), int(columns)]} if rows > 0 and columns > 0:
@@ -342,7 +342,7 @@ def block_of(quantization: dict, where: object) -> tuple[int, int]:
             raise SourceFormatUnknown(
                 f"this FP8 checkpoint has the weight_block_size {quantization.get('weight_block_size')!r}",
                 where=where,
-                fix="kconv reads FP8 in blocks, as Kimi-K2-Instruct and DeepSeek-V3 have it.",
+                fix="kconv reads FP8 in blocks, as used by Kimi-K2-Instruct and DeepSeek-V3.",
             )
     if quantization.get("fmt", "e4m3") != "e4m3":
         raise SourceFormatUnknown(
@@ -352,24 +352,24 @@ def block_of(quantization: dict, where: object) -> tuple[int, int]:
 
 
 def fp8_of(base: str, tensors: dict[str, TensorInfo], block: tuple[int, int]) -> Fp8:
-    """Return the weight of a module whose scales were found.
+    """Return the weight of a module from its scales.
 
     Raises:
-        SourceFormatUnknown: the weight is missing, or of another dtype.
-        TensorShape: the scales are not one for each block.
+        SourceFormatUnknown: the weight is missing, or has another dtype.
+        TensorShape: there is not one scale per block.
     """
     weight, scale = tensors.get(f"{base}.weight"), tensors[f"{base}.{SCALE}"]
     if weight is None or weight.dtype != "F8_E4M3" or scale.dtype not in ("F32", "BF16"):
         held = "missing" if weight is None else weight.dtype
         raise SourceFormatUnknown(
-            f"{base}.weight is {held}, and has scales in {scale.dtype}",
+            f"{base}.weight is {held} with scales in {scale.dtype}",
             where=scale.file,
             fix="Fetch the shard again; an FP8 weight is F8_E4M3 with scales in F32.",
         )
     wanted = tuple(-(-count // size) for count, size in zip(weight.shape, block, strict=False))
     if len(weight.shape) != 2 or scale.shape != wanted:
         raise TensorShape(
-            f"{scale.name} is {list(scale.shape)}, and {list(weight.shape)} in blocks of {list(block)} has "
+            f"{scale.name} is {list(scale.shape)}, but {list(weight.shape)} in blocks of {list(block)} needs "
             f"{list(wanted)}",
             where=scale.file,
             fix="Check that config.json and the weights belong to the same model.",
@@ -377,9 +377,9 @@ def fp8_of(base: str, tensors: dict[str, TensorInfo], block: tuple[int, int]) ->
     return Fp8(weight, scale, block)
 
 
-# NVFP4 as ModelOpt exports it, and as kconv writes it.
+# NVFP4, as ModelOpt exports it and kconv writes it.
 #
-# A weight [out, in] is U8 [out, in/2], whose low nibble is the even column; `weight_scale` F8_E4M3 [out, in/16];
+# A weight [out, in] is U8 [out, in/2], whose low nibble holds the even column; `weight_scale` F8_E4M3 [out, in/16];
 # `weight_scale_2` F32. A value is e2m1(nibble) * (weight_scale * weight_scale_2), in float32.
 
 GROUP = 16
@@ -387,7 +387,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1
 # Both values of each byte: [256, 2].
 PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=-1)
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
-# Beside a weight, for the engines alone: no part of its value.
+# Stored with a weight, but only for engines: they do not change its value.
 BESIDE = ("input_scale", "k_scale", "v_scale")
 
 
@@ -417,7 +417,7 @@ class Nvfp4(_Scaled):
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4 values as numbers, bit for bit as ModelOpt does.
+    """Return NVFP4 values as numbers, bit for bit like ModelOpt.
 
     Args:
         packed: U8 [rows, columns/2].
@@ -432,7 +432,7 @@ def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.T
 
 
 def check_nvfp4(quantization: dict, where: object) -> None:
-    """Raise SourceFormatUnknown unless a ModelOpt config is the NVFP4 that is read here."""
+    """Raise SourceFormatUnknown unless a ModelOpt config is the NVFP4 that kconv reads."""
     algorithm = quantization.get("quant_algo")
     if algorithm not in ALGORITHMS:
         raise SourceFormatUnknown(
@@ -443,11 +443,11 @@ def check_nvfp4(quantization: dict, where: object) -> None:
 
 
 def nvfp4_of(base: str, tensors: dict[str, TensorInfo]) -> Nvfp4:
-    """Return the weight of a module whose `weight_scale_2` was found.
+    """Return the weight of a module from its `weight_scale_2`.
 
     Raises:
-        SourceFormatUnknown: a part is missing, or of another dtype.
-        TensorShape: the scales are not one for each sixteen values.
+        SourceFormatUnknown: a part is missing, or has another dtype.
+        TensorShape: there is not one scale per sixteen values.
     """
     parts = {suffix: tensors.get(f"{base}.{suffix}") for suffix in ("weight", "weight_scale", "weight_scale_2")}
     held = {suffix: info.dtype if info else "missing" for suffix, info in parts.items()}
@@ -461,7 +461,7 @@ def nvfp4_of(base: str, tensors: dict[str, TensorInfo]) -> Nvfp4:
     fits = len(weight.shape) == 2 and scale.shape == (weight.shape[0], weight.shape[1] * 2 // GROUP)
     if not fits or weight.shape[1] * 2 % GROUP or scale_2.shape not in ((), (1,)):
         raise TensorShape(
-            f"{scale.name} is {list(scale.shape)}, which is not one for each {GROUP} of {list(weight.shape)} x 2",
+            f"{scale.name} is {list(scale.shape)}, which is not one scale per {GROUP} of {list(weight.shape)} x 2",
             where=scale.file,
             fix="Export or quantize the target again.",
         )
@@ -475,18 +475,18 @@ KNOWN = {
     "fp8": "FP8 in blocks",
     "nvfp4": "ModelOpt's NVFP4",
 }
-# Dtypes that are a weight's only together with scales.
+# Dtypes that form a weight only together with scales.
 PACKED = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32", "F4")
 
 
 def read_form(checkpoint: Checkpoint, config: TargetConfig) -> tuple[str, dict]:
-    """Return the form that a target's config says its weights have, and the config block that says so.
+    """Return the form of a target's weights according to its config, and the config block that states it.
 
     Returns:
         A key of `KNOWN`, and the quantization block, empty for "plain".
 
     Raises:
-        SourceFormatUnknown: the block is of a form that is not read here.
+        SourceFormatUnknown: kconv does not read the form in that block.
     """
     where = checkpoint.folder / "config.json"
     block = config.quantization
@@ -508,18 +508,18 @@ def read_form(checkpoint: Checkpoint, config: TargetConfig) -> tuple[str, dict]:
     raise SourceFormatUnknown(
         f"{checkpoint.folder.name} is quantized ({named}), which kconv cannot read",
         where=where,
-        fix=f"Give a target in {'; '.join(KNOWN.values())}.",
+        fix=f"Pass a target in {'; '.join(KNOWN.values())}.",
     )
 
 
 def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, StoredWeight]:
-    """Return every tensor of a target as what it stands for, by its name as a plain tensor.
+    """Return every tensor of a target as the weight that it stands for, by its name as a plain tensor.
 
-    Scales and shapes are part of their weight and no entry of their own; nothing is read but headers.
+    Scales and shapes are part of their weight and have no entry of their own; only headers are read.
 
     Raises:
-        SourceFormatUnknown: a form that is not read here, or tensors that are not what the config says.
-        TensorShape: scales that do not fit their values.
+        SourceFormatUnknown: kconv does not read the form, or the tensors contradict the config.
+        TensorShape: scales do not fit their values.
     """
     form, block = read_form(checkpoint, config)
     tensors = checkpoint.tensors
@@ -550,7 +550,7 @@ def stored_weights(checkpoint: Checkpoint, config: TargetConfig) -> dict[str, St
 
 
 def _side_block(checkpoint: Checkpoint) -> dict | None:
-    """Return what ModelOpt wrote beside a config that does not say it."""
+    """Return the settings that ModelOpt wrote to its own file when the config lacks them."""
     file = checkpoint.folder / SIDE_CONFIG
     if checkpoint.headers_only or not file.exists():
         return None

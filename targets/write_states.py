@@ -1,8 +1,8 @@
 """Hidden states written to disk, shard by shard.
 
-As many sequences' states are in memory as the target runs at once: one here, and what a server is asked for side by
-side. Finished shards wait in a hidden folder beside the output, each with its sha256; a run that was killed goes on
-behind them, and the folder gets its name when all are there.
+Memory holds as many sequences' states as the target runs at once: one here, or a server's parallel requests. Finished
+shards wait in a hidden folder next to the output, each with its sha256. A killed run resumes after them, and the
+folder gets its name once all are there.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ INT32 = "i"  # of an array
 
 @dataclass(frozen=True)
 class Wanted:
-    """What states are wanted.
+    """The states to create.
 
     Attributes:
         prompts: a JSONL of prompts.
         captured: layers, as outputs of 0-based decoder layers.
-        prompt_tokens: prompts are cut to this before they are continued; None for whole.
-        text_tokens: the prompts' own text is cut to this; None for whole.
+        prompt_tokens: length to which prompts are cut before they are continued; None for whole.
+        text_tokens: length to which the prompts' own text is cut; None for whole.
         sampled, greedy: tokens to continue each prompt by, at temperature 1 and at 0; 0 for no such sequences.
         held_out: whether the prompts' own text is run as well.
-        chat: put prompts through the chat template.
+        chat: whether prompts go through the chat template.
         seed: of the sampled continuations.
     """
 
@@ -87,12 +87,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class WantedAnswers:
-    """What states of dialogues, which hold their answers already, are wanted.
+    """The states of dialogues to create; dialogues already have their answers.
 
     Attributes:
         data: a JSONL file, or a dataset's id; see `targets.dialogues`.
         captured: layers, as outputs of 0-based decoder layers.
-        text_tokens: dialogues are cut to this; None for whole.
+        text_tokens: length to which dialogues are cut; None for whole.
         split, revision: of a dataset.
     """
 
@@ -105,11 +105,11 @@ class WantedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A sequence: what it is, its tokens as far as they are known, and a dialogue's mask of answers.
+    """A sequence: its record, its tokens as far as known, and a dialogue's mask of answers.
 
     Attributes:
-        record: what it is.
-        ids, answers: tokens, and bytes of 0 and 1; tensors of a few tokens would take half a kilobyte each.
+        record: its record.
+        ids, answers: tokens, and bytes of 0 and 1; small tensors would take half a kilobyte each.
     """
 
     record: SequenceRecord
@@ -118,12 +118,12 @@ class Planned:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The tokens as far as they are known, [L] int32."""
+        """The tokens as far as known, [L] int32."""
         return torch.frombuffer(self.ids, dtype=torch.int32)
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """A dialogue's mask of answers, [L]; None of anything else."""
+        """A dialogue's mask of answers, [L]; None for anything else."""
         return torch.frombuffer(bytearray(self.answers), dtype=torch.bool) if self.answers else None
 
 
@@ -144,13 +144,13 @@ def plan_states(
     wanted: Wanted | WantedAnswers,
     shard_bytes: int,
 ) -> PlannedStates:
-    """Plan every sequence and shard, before anything is run.
+    """Plan every sequence and shard before running anything.
 
-    Args as of `write_states.write_states`.
+    Args as in `write_states.write_states`.
 
     Raises:
         PromptsInvalid: no prompt is left, or one is too long for the target.
-        TrainingDataInvalid: the dialogues cannot be read, or hold no answer.
+        TrainingDataInvalid: the dialogues cannot be read, or have no answer.
         TargetInvalid: a layer cannot be captured.
     """
     captured = check_captured(wanted.captured, config.layers)
@@ -188,7 +188,7 @@ def _of_prompts(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> tuple[lis
     rows = list(_continued(wanted, tokenizer, longest))
     if not rows:
         raise PromptsInvalid(
-            "no prompt gives a sequence of at least two tokens", where=wanted.prompts, fix="Give longer prompts."
+            "no prompt gives a sequence of at least two tokens", where=wanted.prompts, fix="Use longer prompts."
         )
     return rows, PromptsRecord(
         file=wanted.prompts.name,
@@ -205,20 +205,20 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
         samples = list(encode_row(row, tokenizer, where))
         for sample in samples:
             ids, mask = sample.ids[: wanted.text_tokens].int(), sample.mask[: wanted.text_tokens]
-            # A draft starts behind an answer's first token: of nothing but a prompt there is nothing to learn.
+            # Drafting starts after an answer's first token, so a prompt alone teaches nothing.
             if not mask[1:].any():
                 continue
             if len(ids) > longest:
                 raise TrainingDataInvalid(
                     f"this dialogue has {len(ids)} tokens, but the target takes {longest}",
                     where=where,
-                    fix="Cut dialogues with --text-tokens, or take this one out.",
+                    fix="Cut dialogues with --text-tokens, or remove this one.",
                 )
             content.update(ids.numpy().tobytes() + mask.numpy().tobytes())
             record = SequenceRecord(
                 prompt=str(row.get("id", place)),
                 category=str(row.get("category") or ""),
-                # Of a dialogue that its template cuts in several, all parts are held out together or none is.
+                # If a template splits a dialogue into several parts, either all or none of them are held out.
                 digest=samples[-1].prompts[-1],
                 kind="dialogue",
                 prompt_length=max(1, int(mask.int().argmax())),
@@ -228,7 +228,7 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
             rows.append(Planned(record, array(INT32, ids.numpy().tobytes()), mask.numpy().tobytes()))
     if not rows:
         raise TrainingDataInvalid(
-            "no dialogue holds an answer", where=wanted.data, fix="Let kconv generate write the answers first."
+            "no dialogue has an answer", where=wanted.data, fix="Write the answers with kconv generate first."
         )
     file = Path(wanted.data)
     return rows, PromptsRecord(
@@ -242,8 +242,8 @@ def _of_dialogues(wanted: WantedAnswers, tokenizer: Tokenizer, longest: int) -> 
 
 
 def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[Planned]:
-    """Yield each sequence with its known tokens: all of held-out text, and the prompt of a continuation."""
-    # No more of a prompt is encoded than is kept.
+    """Yield each sequence with its known tokens: all of a held-out text, or the prompt of a continuation."""
+    # Encode no more of a prompt than is kept.
     most = (
         None
         if wanted.prompt_tokens is None or wanted.text_tokens is None
@@ -270,7 +270,7 @@ def _continued(wanted: Wanted, tokenizer: Tokenizer, longest: int) -> Iterator[P
 def _check_length(prompt: Prompt, length: int, longest: int) -> None:
     if length > longest:
         raise PromptsInvalid(
-            f"prompt {prompt.id} makes {length} tokens, but the target takes {longest}",
+            f"prompt {prompt.id} has {length} tokens, but the target accepts {longest}",
             fix="Shorten it with --prompt-tokens and --text-tokens.",
         )
 
@@ -280,16 +280,16 @@ Captured = tuple[torch.Tensor, torch.Tensor]
 
 
 class Runner(Protocol):
-    """A target that runs, here or behind a server."""
+    """A target that runs here or in a server."""
 
     @property
     def dtype(self) -> str:
-        """Safetensors name of the dtype that its states have."""
+        """Safetensors name of the states' dtype."""
         ...
 
     @property
     def at_once(self) -> int:
-        """How many sequences it runs side by side, each asked for from a thread of its own; 1 for no threads."""
+        """How many sequences it runs in parallel, each requested from its own thread; 1 for no threads."""
         ...
 
     def capture(self, tokens: torch.Tensor, captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,18 +315,18 @@ def capture_states(
     trust_remote_code: bool = False,
     log: Callable[[str], None] = lambda _: None,
 ) -> StatesRecord:
-    """Write the hidden states of a target that a user names, run here or by a server.
+    """Write the hidden states of a target that a user names; it runs here or in a server.
 
     Args:
-        target: the target; of a hub id the whole model is downloaded, or config, tokenizer and output matrix where a
+        target: the target; for a hub id the whole model is downloaded, or only config, tokenizer and output matrix if a
             server runs it.
-        wanted: gives what states are wanted, by the target's config.
-        out: the folder to make.
-        connect: gives the served target, by its config and the dtype of the states; None to load it here.
-        dtype: safetensors name of what is computed and stored in; None for the target's own.
-        shard_bytes: bound on a file's size.
-        trust_remote_code: run the tokenizer's own Python.
-        log: called with what is going on.
+        wanted: returns the states to create, from the target's config.
+        out: the folder to create.
+        connect: returns the served target, from its config and the dtype of the states; None to load it here.
+        dtype: safetensors name of the dtype for computing and storing; None for the target's own.
+        shard_bytes: limit on a file's size.
+        trust_remote_code: run the tokenizer's own Python code.
+        log: called with progress messages.
 
     Raises:
         OutputExists, OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid: see `write_states`.
@@ -336,11 +336,11 @@ def capture_states(
     config = read_target_config(target.fetch_config())
     chosen = dtype or config.dtype or "BF16"
     if connect:
-        # Of a target that is served elsewhere, only what its identity hangs on need be here.
+        # For a target that is served elsewhere, only the files that identify it are needed here.
         folder = target.fetch_tokenizer()
         checkpoint = Checkpoint(folder, config.raw, dict(find_ends(target).tensors), target.name)
     else:
-        # Before it is downloaded.
+        # Checked before the download.
         check_memory(target.open_headers(), TORCH[chosen])
         folder = target.fetch_model()
         checkpoint = open_checkpoint(folder, source=target.name)
@@ -364,13 +364,13 @@ def capture_states(
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        sequences, all_sequences: done, and in all.
-        tokens, all_tokens: done, and in all.
+        sequences, all_sequences: finished, and in total.
+        tokens, all_tokens: finished, and in total.
         captured: tokens that this run captured itself.
-        seconds: that this took.
+        seconds: time that this took.
     """
 
     sequences: int
@@ -381,7 +381,7 @@ class Progress:
     seconds: float
 
     def describe(self) -> str:
-        """Return it as a line: sequences, tokens per second, and what is left of both."""
+        """Return the progress as a line: sequences, tokens per second, and the remaining time."""
         line = f"{self.sequences:,} of {self.all_sequences:,} sequences"
         if not self.captured or not self.seconds:
             return line
@@ -401,22 +401,22 @@ def write_states(
     shard_bytes: int = SHARD_BYTES,
     advance: Callable[[Progress], None] = lambda _: None,
 ) -> StatesRecord:
-    """Write a target's states over prompts and continuations, or over dialogues; go on where a killed run stopped.
+    """Write a target's states over prompts and continuations, or over dialogues; resume a killed run.
 
     Args:
-        runner: the target, running; its dtype is that of the states.
+        runner: the running target; its dtype is that of the states.
         checkpoint, config: the same target's folder and config.
         tokenizer: the target's.
         wanted: what to write.
-        out: the folder to make.
-        shard_bytes: bound on a file's size.
-        advance: called with how far it is, after each shard.
+        out: the folder to create.
+        shard_bytes: limit on a file's size.
+        advance: called with the progress after each shard.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
         PromptsInvalid: no prompt is left, or one is too long for the target.
-        TrainingDataInvalid: the dialogues cannot be read, or hold no answer.
-        StatesInvalid: a run of other settings was interrupted here, or another one is at work.
+        TrainingDataInvalid: the dialogues cannot be read, or have no answer.
+        StatesInvalid: a run with other settings was interrupted here, or another one is active.
         TargetInvalid: a layer cannot be captured, or a state is NaN or Inf.
     """
     refuse_existing(out)
@@ -446,12 +446,12 @@ def write_states(
 
 
 class Captures:
-    """States of planned sequences, asked for ahead of need, so many at once as the target takes side by side.
+    """States of planned sequences, requested ahead of need, as many at once as the target runs in parallel.
 
     Args:
         runner: the target.
         planned: the sequences.
-        left: numbers of the shards whose sequences are asked for, in this order.
+        left: numbers of the shards whose sequences to request, in this order.
     """
 
     def __init__(self, runner: Runner, planned: PlannedStates, left: Sequence[int]) -> None:
@@ -468,17 +468,17 @@ class Captures:
         self._pool.shutdown(cancel_futures=True)
 
     def tokens(self, number: int) -> list[torch.Tensor]:
-        """Return the whole tokens of a shard's sequences; the draws hang on the shard alone, wherever a run begins."""
+        """Return the whole tokens of a shard's sequences; sampling depends only on the shard, wherever a run begins."""
         if number not in self._tokens:
             self._tokens[number] = self._continue(number)
         return self._tokens[number]
 
     def forget(self, number: int) -> None:
-        """Drop the tokens of a shard that was written."""
+        """Drop the tokens of a written shard."""
         del self._tokens[number]
 
     def take(self, index: int) -> Captured:
-        """Return the next sequence's states; they are given once, in the order of the shards."""
+        """Return the next sequence's states; each is returned once, in the order of the shards."""
         if self._runner.at_once == 1:
             place, tokens = next(self._next)
             states = self._capture(tokens)
@@ -488,7 +488,7 @@ class Captures:
             place, future = self._asked.popleft()
             states = future.result()
         if place != index:
-            raise RuntimeError(f"sequence {place} was next, and {index} is asked for")
+            raise RuntimeError(f"sequence {place} is next, but {index} was requested")
         return states
 
     def _capture(self, tokens: torch.Tensor) -> Captured:
@@ -510,7 +510,7 @@ class Captures:
 
 
 def _write_index(folder: Path, record: StatesRecord) -> IndexRecord:
-    """Write the tokens and masks of all sequences, one after the other."""
+    """Write the tokens and masks of all sequences, in order."""
     (folder / INDEX).unlink(missing_ok=True)
     stored = StoredStates(folder, record, ())
 
@@ -530,7 +530,7 @@ def _write_index(folder: Path, record: StatesRecord) -> IndexRecord:
 
 
 def _write_shard(captures: Captures, planned: PlannedStates, folder: Path, name: str, number: int) -> ShardRecord:
-    """Write one shard under a name of its own, give it its name when it is on the disk, and note its sha256."""
+    """Write one shard under a temporary name, rename it once it is on disk, and note its sha256."""
     running = folder / PROGRESS / name
     running.unlink(missing_ok=True)
     cut = planned.shards[number]
@@ -548,13 +548,13 @@ def _write_shard(captures: Captures, planned: PlannedStates, folder: Path, name:
 
 
 def _entries(captures: Captures, planned: PlannedStates, index: int, tokens: torch.Tensor) -> Iterator[Entry]:
-    """Yield a sequence's tensors; its states are waited for when the first of them is asked for."""
+    """Yield a sequence's tensors; the first one waits for its states."""
     record, sequence = planned.record, planned.sequences[index]
     length, hidden, states = len(tokens), record.target.hidden, {}
 
     def give(which: str) -> Iterator[memoryview]:
         if not states:
-            # A file's tensors are written by dtype and name, so the two states of a sequence follow each other.
+            # A file's tensors are written by dtype and name, so the two states of a sequence are adjacent.
             states["aux_hidden_states"], states["hidden_states"] = captures.take(index)
         yield states.pop(which)[0].contiguous().view(torch.uint8).numpy().reshape(-1).data
 
@@ -579,7 +579,7 @@ def _check_finite(name: str, values: Values) -> None:
         raise TargetInvalid(
             f"{values.not_finite} of the target's states are NaN or Inf",
             where=name,
-            fix="Run it in another dtype (--dtype), and check its weights.",
+            fix="Run the target in another dtype (--dtype), and check its weights.",
         )
 
 
@@ -587,10 +587,10 @@ PLAN = "plan.json"
 
 
 def read_finished(folder: Path, name: str) -> ShardRecord | None:
-    """Return what an earlier run noted of a shard, if the file is still what it wrote."""
+    """Return an earlier run's note on a shard, if the file is still the one it wrote."""
     try:
         note = folder / PROGRESS / f"{name}.json"
-        done = load_json(ShardRecord, note, StatesInvalid, what="record of a shard", fix="Delete it.")
+        done = load_json(ShardRecord, note, StatesInvalid, what="shard record", fix="Delete it.")
         return done if file_digest(folder / name) == done.sha256 else None
     except (OSError, StatesInvalid):
         return None
@@ -598,9 +598,9 @@ def read_finished(folder: Path, name: str) -> ShardRecord | None:
 
 @contextmanager
 def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
-    """Give the hidden folder where a run of this plan writes, and hold it against other runs.
+    """Yield the hidden folder in which a run of this plan writes, locked against other runs.
 
-    It outlives a fault, as what is finished in it counts; its lock goes with the process.
+    It survives errors, since its finished parts count; the lock ends with the process.
     """
     folder = out.parent / f"{PARTIAL}{out.name[:40]}-states"
     try:
@@ -623,7 +623,7 @@ def _hold_plan(folder: Path, plan: StatesRecord) -> None:
     if not file.exists():
         file.write_bytes(text)
         return
-    # Parsed it is many times as large.
+    # The parsed form takes many times the memory.
     if file.is_file() and file.stat().st_size == len(text) and file.read_bytes() == text:
         return
     before, now = _load_plan(file), json.loads(text)
@@ -640,5 +640,5 @@ def _load_plan(file: Path) -> dict[str, object]:
     try:
         held = parse_json(read_bounded(file, StatesInvalid, limit=MAX_JSON, fix="Delete this folder."))
         return held if isinstance(held, dict) else {}
-    except ValueError:  # killed while it was written; no shard can be there
+    except ValueError:  # the run was killed while writing it; no shard can exist yet
         return {}

@@ -1,4 +1,4 @@
-"""A tiny Kimi-K2: config, tokenizer, text, training; what the demo and the tests stand on."""
+"""A tiny Kimi-K2: config, tokenizer, text, training; the basis of the demo and the tests."""
 
 from .. import _callable
 

@@ -1,4 +1,4 @@
-"""Recipes of tiny targets, and the cache that keeps what they make."""
+"""Recipes of tiny targets, and the cache that keeps their results."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from ..checkpoint.staging import cache_root as cache_root  # what is made of a recipe is kept there
+from ..checkpoint.staging import cache_root as cache_root  # results of recipes are kept there
 
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """A tiny Kimi-K2: its dimensions, under the names of its config.json, and its training.
+    """A tiny Kimi-K2: its dimensions, named as in its config.json, and its training.
 
-    Steps, not seconds, are counted, so that a recipe gives the same target on a slow machine.
+    It counts steps, not seconds, so that a recipe gives the same target on a slow machine.
 
-    The latent and rotary dims stay Kimi-K2's own: vLLM's MLA on CPU takes `kv_lora_rank + qk_rope_head_dim`
-    of 576 only, and no fewer than 7 layers give Eagle3's default capture three distinct ones.
+    The latent and rotary dims stay Kimi-K2's own: vLLM's MLA on CPU accepts only `kv_lora_rank + qk_rope_head_dim` of
+    576, and Eagle3's default capture has three distinct layers only with 7 or more layers.
 
     Attributes:
         steps: optimizer steps.
         batch: sequences per step.
         seq: tokens per sequence.
         lr: peak learning rate of AdamW; it warms up for `warmup` steps and falls to 0 along a cosine.
-        ends_lr: the same for the embedding and the output matrix, whose rows are few tokens' own.
-        balance: by how much a router's `e_score_correction_bias` moves per step towards equal loads
+        ends_lr: the same for the embedding and the output matrix, each of whose rows belongs to few tokens.
+        balance: how far a router's `e_score_correction_bias` moves per step towards equal loads
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
         seed: of the weights and of the batches.
     """
@@ -67,16 +67,16 @@ TEST = TinyRecipe(
 )  # fmt: skip
 
 
-# What a recipe's outcome hangs on besides the recipe: the text is Python's, the numbers are the libraries'.
+# What a recipe's result depends on besides the recipe: the text comes from Python, the numbers from the libraries.
 LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def recipe_key(recipe: Any, *, source: str) -> str:
-    """Return 16 hex digits that name what a recipe makes on this installation.
+    """Return 16 hex digits that identify a recipe's result on this installation.
 
     Args:
         recipe: a dataclass of JSON values.
-        source: a constant that is raised when the code that follows the recipe changes its outcome.
+        source: a constant that is raised when the code that follows the recipe changes its result.
     """
     parts = {
         "recipe": dataclasses.asdict(recipe),

@@ -1,4 +1,4 @@
-"""A tiny target: its tokenizer, its training, and the folder that it becomes."""
+"""A tiny target: its tokenizer, its training, and its folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..targets.tokenizer import load_tokenizer
 from .recipe import DEMO, TEST, TinyRecipe, cache_root, recipe_key
 from .text import Corpus, read_corpus
 
-# Documents that heads are only evaluated on while they are trained.
+# Documents for evaluating heads during training only.
 EVALUATED = 6
-# As Kimi-K2 names them. Pad comes first, for a config class that falls back to its defaults says bos 0 and eos 1,
-# and that must not happen to be right.
+# Named as in Kimi-K2. Pad comes first: a config class that falls back to its defaults says bos 0 and eos 1, and these
+# must not happen to be right.
 PAD, BOS, EOS = "[PAD]", "[BOS]", "[EOS]"
 
-# The target has read documents, not dialogues: a turn is a document's beginning, without a role.
+# The target was trained on documents, not dialogues: a turn is the start of a document, without a role.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 
 
@@ -39,8 +39,8 @@ def train_tokenizer(documents: Iterable[str], vocab: int, max_positions: int) ->
 
     Args:
         documents: the text to learn merges from.
-        vocab: number of entries, special tokens and 256 bytes included.
-        max_positions: tokens; stands in the tokenizer's config.
+        vocab: number of entries, including special tokens and 256 bytes.
+        max_positions: tokens; stated in the tokenizer's config.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,7 +66,7 @@ def train_tokenizer(documents: Iterable[str], vocab: int, max_positions: int) ->
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template into a folder."""
     tokenizer.save_pretrained(folder)
-    # transformers 5 names a class here that transformers 4 does not know; this one both do.
+    # transformers 5 would name a class here that transformers 4 does not know; both know this one.
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(config, indent=2) + "\n")
@@ -84,17 +84,17 @@ WEIGHT_DECAY = 0.1
 CLIP = 1.0
 
 Progress = Callable[[int, int, float], None]
-"""Called after each step with the steps done, the steps in all, and the step's loss in nats per token."""
+"""Called after each step with the steps done, the steps in total, and the step's loss in nats per token."""
 
 
 @torch.no_grad()
 def initialize(model: CausalLM) -> None:
     """Set a fresh model's weights so that it learns from the first step.
 
-    With embeddings as small as transformers draws them, the residual stream holds what untrained layers add to it
-    and next to nothing of the token. Here it holds the token alone: embeddings are of unit scale, and each layer's
-    outputs start at 0. In the demo's dims that gave 3.81 nats held out after 120 steps of AdamW at 3e-3, where
-    200 steps from transformers' own weights gave 4.53 at best.
+    With embeddings as small as transformers initializes them, the residual stream holds mostly what untrained layers
+    add, and almost nothing of the token. Here it holds only the token: embeddings have unit scale, and each layer's
+    outputs start at 0. With the demo's dims that gave 3.81 nats held out after 120 steps of AdamW at 3e-3, while 200
+    steps from transformers' own weights gave 4.53 at best.
     """
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     for name, parameter in model.named_parameters():
@@ -112,7 +112,7 @@ def train(model: CausalLM, tokens: torch.Tensor, recipe: TinyRecipe, progress: P
         progress: called after each step.
 
     Raises:
-        TrainingFailed: the loss is no longer a number.
+        TrainingFailed: the loss is NaN or infinite.
     """
     generator = torch.Generator().manual_seed(recipe.seed)
     offsets = torch.arange(recipe.seq + 1)
@@ -141,7 +141,7 @@ def train(model: CausalLM, tokens: torch.Tensor, recipe: TinyRecipe, progress: P
 
 
 class Balance:
-    """DeepSeek-V3's balancing without an auxiliary loss: a router's bias rises for experts that get too little."""
+    """DeepSeek-V3's balancing without an auxiliary loss: a router's bias rises for experts with too few tokens."""
 
     def __init__(self, model: CausalLM, speed: float) -> None:
         self.speed = speed
@@ -169,7 +169,7 @@ def held_out_loss(model: CausalLM, tokens: torch.Tensor, seq: int) -> float:
     """Return the mean negative log-likelihood of a token stream, in nats per token.
 
     Args:
-        tokens: [N] int64; cut into windows of `seq` tokens, each read without what stands before it.
+        tokens: [N] int64; cut into windows of `seq` tokens, each read without the text before it.
     """
     windows = (len(tokens) - 1) // seq
     inputs = tokens[: windows * seq].view(windows, seq)
@@ -182,7 +182,7 @@ def held_out_loss(model: CausalLM, tokens: torch.Tensor, seq: int) -> float:
 
 
 def unigram_loss(train: torch.Tensor, held_out: torch.Tensor, vocab: int) -> float:
-    """Return the held-out loss, in nats per token, of add-one smoothed token frequencies: what any model must beat."""
+    """Return the held-out loss, in nats per token, of add-one smoothed token frequencies; any model must beat it."""
     counts = torch.bincount(train, minlength=vocab).double() + 1
     return -(counts / counts.sum()).log()[held_out].mean().item()
 
@@ -203,10 +203,10 @@ def _groups(model: CausalLM, recipe: TinyRecipe) -> list[dict]:
 
 
 KIND = "tiny-kimi-k2"
-# Raise it with each change to tiny/ that alters what a recipe makes.
+# Raise it with each change to tiny/ that alters a recipe's result.
 SOURCE = "2"
 
-# What a tiny target shares with Kimi-K2.5's text_config to the letter.
+# What a tiny target shares exactly with Kimi-K2.5's text_config.
 FIXED = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "kimi_k2",
@@ -238,16 +238,16 @@ def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_:
     """Train a tiny target from scratch, or find the one that this recipe made before.
 
     Args:
-        recipe: what to make.
+        recipe: the target to make.
         cache: the folder under which targets are kept.
         progress: called after each training step.
 
     Returns:
         A folder with config.json, generation_config.json, model.safetensors (fp32, one tensor per expert),
-        the tokenizer, and training.json, which says how it was made and how well it predicts.
+        the tokenizer, and training.json, which records how it was made and how well it predicts.
 
     Raises:
-        TrainingFailed: the loss is no longer a number, or this Python has no text to train on.
+        TrainingFailed: the loss is NaN or infinite, or this Python has no text to train on.
         OutputFailed: the cache is not writable.
     """
     out = kept_at(recipe, cache)
@@ -257,13 +257,13 @@ def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_:
         with one_thread(), staged(out) as folder:
             _write(folder, recipe, progress)
     except OutputExists:
-        # Another process made the same target meanwhile, and its rename came first.
+        # Another process made the same target in the meantime and renamed it first.
         return out
     return out
 
 
 def kept_at(recipe: TinyRecipe, cache: Path) -> Path:
-    """Return the folder that a recipe's target is kept in, made already or not."""
+    """Return the folder of a recipe's target, which need not exist yet."""
     return cache / f"{KIND}-{recipe_key(recipe, source=SOURCE)}"
 
 
@@ -320,17 +320,17 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 def write_tiny(
     out: Path, size: Literal["demo", "test"], *, prompts: int, prompt_tokens: int, documents: int | None = None
 ) -> None:
-    """Train a tiny target, or find it in the cache, and write it and texts for it into a new folder.
+    """Train a tiny target, or find it in the cache, and write it with texts for it into a new folder.
 
     The folder has `target/`, `train.jsonl` to train heads on, `eval.jsonl` for the evaluations during training, and
     `held-out.jsonl`, prompts to draft on.
 
     Args:
-        out: the folder to make.
+        out: the folder to create.
         size: of the target.
         prompts: how many held-out prompts.
-        prompt_tokens: the least tokens of one.
-        documents: the most documents to train on; None for all.
+        prompt_tokens: the minimum length of one.
+        documents: the maximum number of documents to train on; None for all.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.

@@ -1,4 +1,4 @@
-"""Text that is already on every machine: the standard library's docstrings and Python's reference topics."""
+"""Text that every machine already has: the standard library's docstrings and Python's reference topics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import TrainingFailed
 
-# Distributions of Python split these off into packages of their own, so not every machine has them.
+# Some Python distributions put these into separate packages, so not every machine has them.
 OPTIONAL_MODULES = frozenset({"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle", "turtledemo"})
 SHORTEST = 40  # characters; below it a docstring is a label, not a text
 FEWEST = 1000  # documents; a Python 3.11 has about 4,000
@@ -25,10 +25,10 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents, split; no document stands twice, and no paragraph of a held-out one stands in a trained one.
+    """The documents, split; no document occurs twice, and no paragraph of a held-out one occurs in a trained one.
 
     Attributes:
-        train: to train the tokenizer, the tiny target and its draft heads on.
+        train: for training the tokenizer, the tiny target and its draft heads.
         held_out: never trained on; somewhat less than `HELD_OUT` of all documents.
     """
 
@@ -38,20 +38,20 @@ class Corpus:
 
 @functools.cache
 def read_corpus() -> Corpus:
-    """Read this Python's own documentation; the same for each run of one Python version.
+    """Read this Python's own documentation; the result is the same for each run of one Python version.
 
-    No module is imported: the sources are only parsed. The order is by each document's sha256, which is also
-    what splits them. The help topics contain one another, and docstrings are copied from class to class; so a
-    document that would be held out is left out where one of its paragraphs is also trained on.
+    No module is imported: the sources are only parsed. Each document's sha256 decides the order and the split. Help
+    topics contain one another, and docstrings are copied from class to class, so a document is not held out if one of
+    its paragraphs is also trained on.
 
     Raises:
-        TrainingFailed: this Python comes without the sources of its standard library.
+        TrainingFailed: this Python has no sources of its standard library.
     """
     documents = {text.strip() for text in _read_texts()}
     ranked = sorted((hashlib.sha256(d.encode()).digest(), d) for d in documents if len(d) >= SHORTEST)
     if len(ranked) < FEWEST:
         raise TrainingFailed(
-            f"only {len(ranked)} docstrings of the standard library were found, and {FEWEST} are needed",
+            f"only {len(ranked)} docstrings of the standard library were found, but {FEWEST} are needed",
             where=sysconfig.get_path("stdlib"),
             fix="Use a Python that was installed with the sources (*.py) of its standard library.",
         )
@@ -63,7 +63,7 @@ def read_corpus() -> Corpus:
 
 
 def _paragraphs(document: str) -> set[str]:
-    """Return a document's paragraphs that are long enough to tell it from others, each on one line."""
+    """Return a document's paragraphs that are long enough to identify it, each on one line."""
     parts = (" ".join(part.split()) for part in document.split("\n\n"))
     return {part for part in parts if len(part) >= SHORTEST}
 
@@ -81,7 +81,7 @@ def _read_texts() -> Iterator[str]:
 
 def _parse(file: Path) -> ast.Module:
     with warnings.catch_warnings():
-        # Some sources hold invalid escapes, which is no concern of the reader of their docstrings.
+        # Some sources hold invalid escapes, which do not matter for reading docstrings.
         warnings.simplefilter("ignore")
         return ast.parse(file.read_bytes())
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run.
 
-A checkpoint holds the head and its optimizer's state by name, as torch.distributed.checkpoint writes them into
-safetensors: each process writes a part, and reads what it needs, however they were spread over processes. So a run goes
-on from it with `--shard` or without.
+A checkpoint holds the head and its optimizer's state by name, in the safetensors form of torch.distributed.checkpoint:
+each process writes a part, and reads what it needs, however the parts are distributed. So a run can resume with
+`--shard` or without.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..checkpoint.staging import alone, refuse_existing, writing
 from ..errors import KconvError, OutputExists, OutputFailed, TrainingFailed
 
 STATE, RUN = "trainer_state.json", "run.json"
-# Of an output: the folder of ModelOpt's own module, and the report in it.
+# In an output: the folder of ModelOpt's own module, and the report in it.
 MODULE, REPORT = "modelopt", "training.json"
 # In the order in which the Trainer writes them; its own state comes last:
 # https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer.py#L3065-L3119
@@ -47,14 +47,14 @@ PARTS = (HEAD, OPTIMIZER, SCHEDULE)
 PREFIX = "eagle_module."
 
 
-# Bytes that most file systems take as one name.
+# The longest file name on most file systems, in bytes.
 LONGEST = 255
 
 
 def workplace(out: Path) -> Path:
-    """Return where the checkpoints of a run stand: in `.NAME.training` beside its output.
+    """Return the folder of a run's checkpoints: `.NAME.training` next to its output.
 
-    Of a name that leaves no room for that, its beginning and a digest of it stand there.
+    If the name is too long for that, it is shortened and a digest of it added.
     """
     name = f".{out.name}.training"
     if len(os.fsencode(name)) > LONGEST:
@@ -64,11 +64,11 @@ def workplace(out: Path) -> Path:
 
 @contextmanager
 def hold(out: Path) -> Iterator[Path]:
-    """Give the folder of an output's checkpoints, held against other runs by the first of a run's processes.
+    """Yield the folder of an output's checkpoints; the first of a run's processes locks it against other runs.
 
     Raises:
-        OutputExists: there is something at `out`, or another run is at work on it.
-        OutputFailed: the folder cannot be made.
+        OutputExists: something exists at `out`, or another run is using it.
+        OutputFailed: the folder cannot be created.
     """
     work = workplace(out)
     if int(os.environ.get("RANK", "0")):
@@ -79,13 +79,13 @@ def hold(out: Path) -> Iterator[Path]:
         work.mkdir(parents=True, exist_ok=True)
     busy = OutputExists(f"another run is training {out}", where=work, fix="Wait for it, or choose another name.")
     with alone(work, busy):
-        # The run that held it before may just have ended.
+        # The run that held the lock may just have ended.
         refuse_existing(out)
         yield work
 
 
 def clear_finished(out: Path) -> None:
-    """Remove the checkpoints of the very run that made what is at `out`, where it was killed before it did that."""
+    """Remove the checkpoints of the run that made `out`, if it was killed before it could."""
     work = workplace(out)
     with suppress(OSError, KconvError, KeyError):
         if read_json(work / RUN)["key"] == read_json(out / MODULE / REPORT)["key"]:
@@ -95,9 +95,9 @@ def clear_finished(out: Path) -> None:
 
 @contextmanager
 def writing_checkpoint(work: Path) -> Iterator[None]:
-    """Turn what the disk refuses of a checkpoint into OutputFailed.
+    """Turn disk errors while writing a checkpoint into OutputFailed.
 
-    torch.save raises it as a RuntimeError, torch.distributed.checkpoint with the fault of each process in its own:
+    torch.save raises them as RuntimeError, torch.distributed.checkpoint wraps each process's exception in its own:
     https://github.com/pytorch/pytorch/blob/v2.13.0/caffe2/serialize/inline_container.cc#L672
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/api.py#L30-L41
     """
@@ -111,20 +111,20 @@ def writing_checkpoint(work: Path) -> Iterator[None]:
         raise OutputFailed(
             f"a checkpoint in {work} could not be written",
             where=work,
-            fix="Free some space, and repeat the command: it resumes from the checkpoint before.",
+            fix="Free some space, and repeat the command: it resumes from the previous checkpoint.",
         ) from fault
 
 
 def claim(work: Path, key: str, world: int) -> None:
-    """Make a run's folder, or take up the one that the same run left.
+    """Create a run's folder, or reuse the one that the same run left.
 
     Args:
         work: the folder of its checkpoints.
-        key: names everything that decides what comes out of the run.
-        world: how many processes the run is of; a checkpoint holds random numbers of each.
+        key: identifies everything that determines the run's result.
+        world: the number of processes; a checkpoint holds each one's random state.
 
     Raises:
-        OutputExists: another run's checkpoints are there, or this run's of another number of processes.
+        OutputExists: it holds another run's checkpoints, or this run's with another number of processes.
     """
     work.mkdir(parents=True, exist_ok=True)
     record = work / RUN
@@ -136,25 +136,25 @@ def claim(work: Path, key: str, world: int) -> None:
     found = read_json(record)
     if found.get("key") != key:
         raise OutputExists(
-            "a stopped run with another recipe, target, data or other libraries is here",
+            "this folder holds a stopped run with another recipe, target, data or libraries",
             where=work,
             fix="Repeat that run's command to resume it, or delete the folder to start over.",
         )
     if found.get("processes") != world:
         raise OutputExists(
-            f"the stopped run here had WORLD_SIZE {found.get('processes')}, not {world}",
+            f"the stopped run had WORLD_SIZE {found.get('processes')}, not {world}",
             where=work,
-            fix="Start as many processes to resume it, or delete the folder to start over.",
+            fix="Start as many processes as then to resume it, or delete the folder to start over.",
         )
 
 
 def write_head(model: nn.Module, folder: Path, step: int) -> None:
-    """Write the head's weights; each process has to call, and writes a part.
+    """Write the head's weights; each process must call this, and writes a part.
 
     Args:
-        model: ModelOpt's Eagle model, which may be spread over processes.
+        model: ModelOpt's Eagle model, which may be distributed over processes.
         folder: the checkpoint's.
-        step: after which they are.
+        step: the step that produced them.
 
     Raises:
         TrainingFailed: a weight is NaN or Inf.
@@ -165,16 +165,16 @@ def write_head(model: nn.Module, folder: Path, step: int) -> None:
         raise TrainingFailed(
             f"{len(broken)} of the head's tensors hold NaN or Inf after step {step}",
             where=broken[0],
-            fix="Lower the recipe's lr. The checkpoint before this one is kept.",
+            fix="Lower the recipe's lr. The previous checkpoint is kept.",
         )
     _save(state, folder / HEAD)
 
 
 def load_head(model: nn.Module, folder: Path) -> None:
-    """Give ModelOpt's Eagle model, which may be spread over processes, the weights of a checkpoint.
+    """Load a checkpoint's weights into ModelOpt's Eagle model, which may be distributed over processes.
 
     Raises:
-        TrainingFailed: they are another head's.
+        TrainingFailed: they belong to another head.
     """
     _load(_head(model), folder / HEAD)
 
@@ -182,7 +182,7 @@ def load_head(model: nn.Module, folder: Path) -> None:
 def write_optimizer(
     model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, folder: Path, *, first: bool
 ) -> None:
-    """Write an optimizer's state, of which each process writes a part; and by the first one what is no tensor in it."""
+    """Write an optimizer's state: each process writes a part, and the first one also writes everything but tensors."""
     state = get_optimizer_state_dict(model, optimizer)
     _save(_tensors(state), folder / OPTIMIZER)
     if first:
@@ -190,8 +190,8 @@ def write_optimizer(
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, folder: Path) -> None:
-    """Give an optimizer, which may be spread over processes, and its schedule the state of a checkpoint."""
-    # What a step of no length leaves: tensors of the right shapes, which the checkpoint's are read into.
+    """Load a checkpoint's state into an optimizer, which may be distributed over processes, and into its schedule."""
+    # A step with learning rate 0 creates tensors of the right shapes, into which the checkpoint's are read.
     state = get_optimizer_state_dict(model, optimizer)
     _load(_tensors(state), folder / OPTIMIZER)
     told = torch.load(folder / SCHEDULE, weights_only=True)
@@ -200,13 +200,13 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
 
 
 def _head(model: nn.Module) -> dict[str, Tensor]:
-    """Return the head's own weights as they lie in the processes; the target's ends are no part of a checkpoint."""
+    """Return the head's own weights as the processes hold them; a checkpoint omits the target's ends."""
     state = get_model_state_dict(model)
     return {name: tensor for name, tensor in state.items() if name.startswith(PREFIX)}  # pyright: ignore
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state by parameter and by what they are."""
+    """Return the tensors of an optimizer's state by parameter and kind."""
     return {f"{name}.{what}": value for name, held in state["state"].items() for what, value in held.items()}
 
 
@@ -216,7 +216,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let nobody read that a run of one process is one."""
+    """Silence the warning that a run has only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -224,14 +224,14 @@ def _quiet() -> Iterator[None]:
 
 def _save(state: Mapping[str, Tensor], folder: Path) -> None:
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    # Parameters as plain tensors, which are all that it writes.
+    # Parameters as plain tensors, the only kind that it writes.
     plain = {name: tensor.detach() for name, tensor in state.items()}
     with _quiet():
         save(plain, storage_writer=writer, no_dist=not is_initialized())
 
 
 def _load(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Read a checkpoint into tensors in place."""
+    """Read a checkpoint into tensors, in place."""
     try:
         plain = {name: tensor.detach() for name, tensor in state.items()}
         with _quiet():
@@ -240,29 +240,29 @@ def _load(state: Mapping[str, Tensor], folder: Path) -> None:
         raise TrainingFailed(
             f"the checkpoint is damaged or belongs to another head: {fault}",
             where=folder,
-            fix="Delete the folder it is in, and repeat the command.",
+            fix="Delete its folder, and repeat the command.",
         ) from fault
 
 
 def newest(work: Path, steps: int) -> Path | None:
-    """Return the checkpoint that a run of so many steps goes on from; None where there is none.
+    """Return the checkpoint from which a run of this many steps resumes; None if there is none.
 
-    It is the newest whole one before the last step: from that of the last step the Trainer would take one more, as it
-    looks whether it is done only after a step.
+    It is the newest whole one before the last step: from the last step's checkpoint the Trainer would take one more
+    step, since it checks whether it is done only after a step.
     https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/trainer_callback.py#L590-L593
     """
     return max((folder for folder in work.glob("checkpoint-*") if _is_usable(folder, steps)), key=step_of, default=None)
 
 
 def drop_unusable(work: Path, steps: int) -> None:
-    """Delete the checkpoints that `newest` passes over: cut short by a kill, or of the last step."""
+    """Delete the checkpoints that `newest` skips: incomplete after a kill, or of the last step."""
     for folder in work.glob("checkpoint-*"):
         if not _is_usable(folder, steps):
             shutil.rmtree(folder)
 
 
 def step_of(folder: Path) -> int:
-    """Return after which step a checkpoint was written."""
+    """Return the step after which a checkpoint was written."""
     return int(folder.name.rpartition("-")[2])
 
 

@@ -1,4 +1,4 @@
-"""What a head is trained on, as rows of token ids.
+"""Training data for a head, as rows of token ids.
 
 They come from dialogues and texts (see `targets.dialogues`), or from stored states.
 """
@@ -21,13 +21,13 @@ from ..targets.states import StatesFolder
 from ..targets.tokenizer import Tokenizer
 
 HELD_OUT = 0.02  # share of the samples, or of the prompts
-OPEN = 64  # rows that wait for more when samples are packed
-FEWEST = 4  # rows to look at; fewer say nothing
+OPEN = 64  # rows kept open for more samples while packing
+FEWEST = 4  # evaluation rows; fewer mean nothing
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to train on, rows that are only looked at, what the manifest is to say of them, and the prompts trained on.
+    """Training rows, evaluation rows, their description for the manifest, and the training prompts.
 
     Prompts are named by their digests.
     """
@@ -39,19 +39,19 @@ class Prepared:
 
 
 Span = tuple[int, int, int]
-"""A stored sequence's number, the token that is begun with, and how many are taken."""
+"""A stored sequence's number, its first token, and the number of tokens."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Rows cut from stored sequences; of each the spans it is made of, one behind the other; the prompts' digests."""
+    """Rows cut from stored sequences; for each, its consecutive spans; and the prompts' digests."""
 
     rows: Rows
     places: tuple[tuple[Span, ...], ...]
     prompts: frozenset[str]
 
     def sequences_of(self, rank: int) -> set[int]:
-        """Return the numbers of the sequences that a process's rows are made of."""
+        """Return the numbers of the sequences in a process's rows."""
         shares = self.rows.shares or (range(len(self.places)),)
         return {sequence for row in shares[rank] for sequence, *_ in self.places[row]}
 
@@ -72,13 +72,13 @@ def prepare_dialogues(
         name: a JSONL file, or a dataset's id.
         tokenizer: the target's.
         seq: tokens per row.
-        held_out: another file or dataset to look at; else one sample of `name` in fifty is held out, chosen by
-            its tokens' digest, so that the choice hangs on nothing else.
+        held_out: another file or dataset for evaluation; otherwise one sample of `name` in fifty is held out, chosen by
+            its tokens' digest, so that the choice depends on nothing else.
         split, revision: of a dataset.
-        pack: lay several samples into a row to train on.
+        pack: whether to put several samples into a training row.
 
     Raises:
-        TrainingDataInvalid: it cannot be read, or a row of `held_out` is trained on too.
+        TrainingDataInvalid: it cannot be read, or a row of `held_out` is also a training row.
     """
     samples = {_digest(s): s for s in _samples(name, tokenizer, split, revision)}
     if held_out:
@@ -105,16 +105,16 @@ def prepare_dialogues(
 def place_sequences(
     states: StatesFolder, seq: int, *, held_out: bool, pack: bool = False, processes: int = 1
 ) -> Placed:
-    """Cut stored sequences into rows, by their tokens and masks alone: no states are read.
+    """Cut stored sequences into rows, from their tokens and masks alone: no states are read.
 
-    Each process has rows of its own, of sequences that follow each other, so that it reads a few files alone.
+    Each process has its own rows, from consecutive sequences, so that it reads only a few files.
 
     Args:
-        states: what was stored.
-        seq: tokens per row; what is shorter is padded and masked.
-        held_out: the rows to look at instead of the rows to train on: those of one prompt in fifty.
-        pack: lay several sequences into a row.
-        processes: that share the rows.
+        states: the stored states.
+        seq: tokens per row; a shorter row is padded and masked.
+        held_out: return the evaluation rows instead of the training rows: those of one prompt in fifty.
+        pack: whether to put several sequences into a row.
+        processes: number of processes that share the rows.
     """
     spans: list[Span] = []
     pieces: list[Piece] = []
@@ -132,7 +132,7 @@ def place_sequences(
     lengths = [length for *_, length in spans]
     arranged: list[list[int]] = []
     shares: list[tuple[int, ...]] = []
-    # Without packing each piece is a row, however short it is.
+    # Without packing each piece is a row, however short.
     for run in divide(lengths if pack else [1] * len(lengths), processes):
         own = [[run[piece] for piece in row] for row in arrange([lengths[at] for at in run], seq, pack=pack)]
         shares.append(tuple(range(len(arranged), len(arranged) + len(own))))
@@ -142,7 +142,7 @@ def place_sequences(
         raise TrainingDataInvalid(
             f"the stored states give {len(places)} rows {'for evaluation' if held_out else 'for training'}",
             where=states.folder,
-            fix="Store the states of more prompts.",
+            fix="Create states of more prompts.",
         )
     told = (states.sequences[number] for number, *_ in spans)
     prompts = frozenset(digest for record in told for digest in (record.answered or (record.digest,)))
@@ -150,13 +150,13 @@ def place_sequences(
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[range]:
-    """Divide things that follow each other into runs of nearly one size; where they are too few, runs share them."""
+    """Divide consecutive things into runs of nearly equal size; if there are too few, runs share them."""
     if len(sizes) < parts:
         return [range(at % len(sizes), at % len(sizes) + 1) for at in range(parts)] if sizes else []
     ends, cuts = list(accumulate(sizes)), [0]
     for part in range(1, parts):
         at = bisect_left(ends, ends[-1] * part / parts) + 1
-        # Each run has one at least.
+        # Each run has at least one.
         cuts.append(min(max(at, cuts[-1] + 1), len(sizes) - parts + part))
     return [range(*pair) for pair in pairwise([*cuts, len(sizes)])]
 
@@ -171,7 +171,7 @@ def _digest(sample: Sample) -> str:
 
 
 def _choose(digests: Collection[str]) -> set[str]:
-    """Return the digests of what is held out."""
+    """Return the digests of the held-out prompts."""
     return set(sorted(digests)[: max(FEWEST, round(HELD_OUT * len(digests)))])
 
 
@@ -180,7 +180,7 @@ def _refuse_few(rows: Rows, name: str) -> None:
         raise TrainingDataInvalid(
             f"only {len(rows.ids)} rows are left for evaluation; at least {FEWEST} are needed",
             where=name,
-            fix="Give more data, or --held-out FILE.",
+            fix="Use more data, or pass --held-out FILE.",
         )
 
 
@@ -189,23 +189,23 @@ def _behind(prompt: int, length: int) -> Tensor:
 
 
 Piece = tuple[Tensor, Tensor]
-"""Token ids [L] and mask [L] of what goes into one row."""
+"""Token ids [L] and mask [L] of one piece of a row."""
 
 
 def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> Rows:
-    """Lay samples out in rows of one length: cut what is longer into rows of its own, pad what is shorter.
+    """Arrange samples in rows of one length: split longer ones into several rows, pad shorter ones.
 
-    Padding stands at the end and is masked; a causal model's states before it do not depend on it.
+    Padding comes at the end and is masked; a causal model's states before it do not depend on it.
 
     Args:
-        samples: what to lay out.
+        samples: the samples to arrange.
         seq: tokens per row.
-        pack: lay several of them into a row.
+        pack: whether to put several of them into a row.
 
     Returns:
-        The rows. Those in which nothing counts are left out.
+        The rows, without those in which no token counts.
     """
-    # A draft starts behind the answer's first token, which the target's prefill gives.
+    # A draft starts after the answer's first token, which the target's prefill gives.
     pieces = [
         (ids, mask)
         for sample in samples
@@ -214,7 +214,7 @@ def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> 
     ]
     if not pieces:
         raise TrainingDataInvalid(
-            "the data holds no answers or texts to train on", fix="Give dialogues with answers, or texts."
+            "the data holds no answers or texts to train on", fix="Use dialogues with answers, or texts."
         )
     return lay_out(pieces, arrange([len(ids) for ids, _ in pieces], seq, pack=pack), seq, pack=pack)
 
@@ -222,13 +222,14 @@ def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> 
 def arrange(lengths: Sequence[int], seq: int, *, pack: bool) -> list[list[int]]:
     """Return which pieces go into which row: one each, or as many as fit.
 
-    Each goes into the first of some open rows that has room for it, so that what stands together in the data stays
-    together on the disk; the fullest row is closed for a new one.
+    Each goes into the first of some open rows with enough room, so that adjacent data stays close together on disk.
+    When a
+    new row is needed, the fullest one is closed.
 
     Args:
-        lengths: of the pieces, `seq` at most.
+        lengths: of the pieces, at most `seq`.
         seq: tokens per row.
-        pack: lay several of them into a row.
+        pack: whether to put several of them into a row.
     """
     if not pack:
         return [[place] for place in range(len(lengths))]
@@ -264,7 +265,7 @@ def lay_out(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], seq: int, *,
 
 
 def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
-    """Return `count` windows of a text that do not overlap, in random order: `[count, seq]`.
+    """Return `count` windows of a text, without overlap and in random order: `[count, seq]`.
 
     Args:
         text: [N] token ids.
@@ -273,13 +274,13 @@ def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
         seed: of the choice and the order.
 
     Raises:
-        RecipeInvalid: the text holds fewer.
+        RecipeInvalid: the text has fewer.
     """
     whole = len(text) // seq
     if whole < count:
         raise RecipeInvalid(
             f"the recipe needs {count:,} windows of {seq} tokens, but the text has {whole:,}",
-            fix="Lower the recipe's batches, or give more text.",
+            fix="Lower the recipe's batches, or use more text.",
         )
     chosen = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:count]
     return text[: whole * seq].view(whole, seq)[chosen]
@@ -297,8 +298,8 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
         specials: ids that are kept whatever their frequency.
 
     Raises:
-        RecipeInvalid: the text holds fewer distinct tokens.
-        ConfigInvalid: the special tokens alone are more.
+        RecipeInvalid: the text has fewer distinct tokens.
+        ConfigInvalid: there are more special tokens than that.
     """
     counts = torch.bincount(text, minlength=vocab)
     counts[list(specials)] += 1
@@ -306,7 +307,7 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
     if distinct < size:
         raise RecipeInvalid(
             f"the draft vocabulary has {size} tokens, but the text has only {distinct} distinct ones",
-            fix="Lower draft_vocab, or give more text.",
+            fix="Lower draft_vocab, or use more text.",
         )
     return offsets(keep_most_frequent(counts, size, specials))
 
@@ -315,8 +316,8 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
 class Rows:
     """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool.
 
-    Of packed rows `documents` [N, T] int32 numbers the documents of each row, -1 for padding. `shares` are the numbers
-    of each process's rows, where it cannot read all.
+    For packed rows, `documents` [N, T] int32 numbers the documents of each row, -1 for padding. `shares` holds the row
+    numbers of each process, if it cannot read all rows.
     """
 
     ids: Tensor
@@ -326,20 +327,20 @@ class Rows:
 
     @property
     def usable(self) -> int:
-        """How many rows a pass takes, as each process takes as many."""
+        """How many rows a pass takes; each process takes equally many."""
         return len(self.ids) if self.shares is None else min(map(len, self.shares)) * len(self.shares)
 
     def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
-        """Return the numbers of a process's rows, [n] int64: as many as each other has, in whole batches.
+        """Return the numbers of a process's rows, [n] int64: equally many for each process, in whole batches.
 
         Args:
             rank: the process.
-            processes: all of them; rows without shares go round among them.
+            processes: their number; rows without shares are dealt out in turn.
             batch: rows of one process in a batch.
         """
         count = len(self.ids)
         shares: Sequence[Sequence[int]] = self.shares or [
-            # Where there are fewer rows than processes, several have the same.
+            # With fewer rows than processes, several processes have the same row.
             range(at, count, processes) if count >= processes else [at % count]
             for at in range(processes)
         ]

@@ -1,19 +1,19 @@
-"""ModelOpt's draft decoders, made to train what engines serve.
+"""ModelOpt's draft decoders, changed to train what engines serve.
 
-ModelOpt 0.47 builds a head from a decoder layer class of its choice. Four things about that choice are mended,
-each without touching a weight's name or shape:
+ModelOpt 0.47 builds a head from a decoder layer class of its choice. This module corrects four things about that
+choice, without changing any weight's name or shape:
 
-* `kimik2` downloads a decoder from the hub, without a revision, and runs it; with transformers 5 it does not
-  import. Here it is transformers' own DeepSeek-V3 layer, which needs no download and takes any batch.
+* `kimik2` downloads a decoder from the Hub, without a revision, and runs it; with transformers 5 it fails to import.
+  Here it is transformers' own DeepSeek-V3 layer, which needs no download and accepts any batch.
   https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L509
 * The latent norms `q_a_layernorm` and `kv_a_layernorm` get the config's `rms_norm_eps`, as vLLM gives them
   (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1082-L1098);
-  transformers leaves them at 1e-6 whatever the config says
+  transformers always uses 1e-6
   (https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/modeling_deepseek_v3.py#L382-L390).
 * RoPE's frequencies stay float32 (`ExactRotary`).
 * The hidden state is normed once. ModelOpt norms the embedding (`input_layernorm`) and the hidden state
   (`hidden_norm`) in a hook before the first attention, but leaves `input_layernorm` in the layer as well, so the
-  hook is handed a hidden state that has gone through the embedding's norm. Engines hand it the residual stream.
+  hook receives a hidden state that went through the embedding's norm. Engines pass the residual stream.
   https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80
   https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/llama_eagle3.py#L131-L143
 """
@@ -49,13 +49,13 @@ class _ServedOrder:
 
 
 class GqaLayer(_ServedOrder, LlamaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Llama's decoder layer as `eagle_decoder_type: llama` uses it."""
+    """Llama's decoder layer, for `eagle_decoder_type: llama`."""
 
 
 class ExactRotary(DeepseekV3RotaryEmbedding):
     """RoPE whose frequencies stay float32, as engines keep them.
 
-    ModelOpt casts the whole head to the target's dtype, buffers included; frequencies in bf16 are off by up to one
+    ModelOpt casts the whole head to the target's dtype, including buffers. Frequencies in bf16 are off by up to one
     part in 512, which is several radians at position 4,096.
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L399
     """
@@ -64,13 +64,13 @@ class ExactRotary(DeepseekV3RotaryEmbedding):
         kept = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, exact in kept.items():
-            # Only the device may change.
+            # Changes only the device.
             setattr(self, name, exact.to(getattr(self, name).device))
         return self
 
 
 class MlaLayer(_ServedOrder, DeepseekV3DecoderLayer):
-    """DeepSeek-V3's decoder layer as `eagle_decoder_type: kimik2` uses it; RoPE is DeepSeek's interleaved one."""
+    """DeepSeek-V3's decoder layer, for `eagle_decoder_type: kimik2`; its RoPE is DeepSeek's interleaved one."""
 
     def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -90,9 +90,9 @@ class MlaLayer(_ServedOrder, DeepseekV3DecoderLayer):
 
 @contextmanager
 def served_decoders() -> Iterator[None]:
-    """Let ModelOpt's Eagle3 conversion take the layers above while the context is open.
+    """Make ModelOpt's Eagle3 conversion use the layers above inside this context.
 
-    Only building a head looks the classes up, so the context has to be open around `mtsp.convert` and no longer.
+    Only building a head looks up the classes, so the context should span `mtsp.convert` and nothing more.
     """
     before = hf_eagle._setup_kimi_k2_decoder, hf_eagle.LlamaDecoderLayer
     hf_eagle._setup_kimi_k2_decoder, hf_eagle.LlamaDecoderLayer = lambda: MlaLayer, GqaLayer

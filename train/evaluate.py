@@ -1,8 +1,8 @@
-"""A head in training, measured on text that it never sees.
+"""Measure a head in training on text that it never trains on.
 
 ModelOpt's own validation needs a GPU, and its trainer's hook reports nothing
 (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L950-L1010), so
-acceptance is that of kconv's forward and chain, as `kconv validate` measures it.
+acceptance comes from kconv's own forward and chain, as `kconv validate` measures it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .recipe import EagleRecipe
 
 
 def spec_of(recipe: EagleRecipe, target: TargetConfig) -> HeadSpec:
-    """Return what the head of a recipe is, for a target."""
+    """Return the spec of a recipe's head, for a target."""
     return HeadSpec(
         attention=recipe.attention,
         hidden=target.hidden,
@@ -52,12 +52,12 @@ def _one_or_more(eos: tuple[int, ...]) -> int | tuple[int, ...] | None:
 
 
 def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -> DraftHead:
-    """Return kconv's forward over the weights that a head has now.
+    """Return kconv's forward over the head's current weights.
 
     Args:
         state: of ModelOpt's `eagle_module`, whole.
-        model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target; its
-            device is the head's.
+        model: ModelOpt's Eagle model, for the embedding and output matrix that the head shares with its target; the
+            head uses its device.
         spec: the head's.
     """
     shared = {"embed_tokens": model._base_model_embeddings.weight, "lm_head": model._base_model_lm_head.weight}
@@ -75,23 +75,24 @@ def draft_head(state: Mapping[str, Tensor], model: EagleModel, spec: HeadSpec) -
 def evaluate(
     model: EagleModel, head: DraftHead, unseen: Feed, recipe: EagleRecipe, gather: Callable[[list[Any]], list[Any]]
 ) -> dict[str, float]:
-    """Measure a head on batches that it is never trained on.
+    """Measure a head on batches that it never trains on.
 
     Args:
         model: ModelOpt's Eagle model, unwrapped.
         head: kconv's forward of its head.
-        unseen: the batches; positions that the loss mask leaves out do not count.
+        unseen: the batches; positions outside the loss mask do not count.
         recipe: the head's; K is its `ttt_steps`.
-        gather: gives the items of all processes, of which each measured the head on as many batches of its own.
+        gather: returns the items of all processes, each of which measured the head on equally many batches of its own.
 
     Returns:
-        `loss`: the trained one, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of places
-        where step k's likeliest token is the target's; `acceptance`: sampled acceptance length at K, bonus token
-        included; `rate_k`: share of drafts accepted up to place k.
+        `loss`: the training loss, nats, summed over the draft steps with the recipe's decay; `top1_k`: share of
+        positions where step k's most likely token is the target's; `acceptance`: sampled acceptance length at K,
+        including the bonus token;
+        `rate_k`: share of drafts accepted up to position k.
     """
     steps = recipe.ttt_steps
     found: list[tuple[Tensor, Tensor, Acceptance]] = []
-    model.train()  # ModelOpt takes all draft steps only then
+    model.train()  # only then does ModelOpt run all draft steps
     for index in range(len(unseen)):
         batch: Batch = _to(unseen[index], head.weights["fc"].device)
         output = run_eagle(model, batch, recipe)
@@ -99,7 +100,7 @@ def evaluate(
         target_logits = model._base_model_lm_head(outputs["base_model_hidden_states"])
         drafted = draft_logits(head, batch["input_ids"], outputs["aux_hidden_states"], steps)
         shares = overlap(drafted, target_logits, head.target_ids)
-        # Chain t drafts behind token t + 1; it counts where all that it predicts from is an answer.
+        # Chain t drafts after token t + 1; it counts if everything that it predicts from belongs to an answer.
         chains = shares.shape[2]
         counts = torch.stack([batch["loss_mask"][:, k : k + chains] for k in range(1, steps + 1)]).all(0)
         accepted = overlap_acceptance(shares[:, counts].unsqueeze(1))
@@ -113,13 +114,13 @@ def evaluate(
 
 
 def head_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of ModelOpt's `eagle_module`, whole and under its own names; each process has to ask."""
+    """Return the weights of ModelOpt's `eagle_module`, whole and under its own names; every process must call this."""
     eagle: nn.Module = model.eagle_module  # pyright: ignore[reportAssignmentType]
     return {name: whole_tensor(tensor.detach()) for name, tensor in eagle.state_dict().items()}
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be spread over processes (FSDP2) whole; each process has to ask."""
+    """Return a tensor whole that may be distributed over processes (FSDP2); every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -130,7 +131,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], steps: int) -> None:
-    """Draw the loss of each logged step, and what the evaluations found.
+    """Plot the loss of each logged step, and the evaluations' figures.
 
     Args:
         file: the PNG to write.
@@ -138,7 +139,7 @@ def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], steps: int) ->
         steps: K, draft steps.
 
     Raises:
-        ImportError: matplotlib, of kconv[plots], is not installed.
+        ImportError: matplotlib is not installed; it comes with kconv[plots].
     """
 
     def series(key: str) -> tuple[list[int], list[float]]:
@@ -152,7 +153,7 @@ def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], steps: int) ->
         right.plot(*series("eval_acceptance"), color=COLOURS[0], marker="o", markersize=3, label="acceptance length")
         for k in range(1, steps + 1):
             colour = COLOURS[k % len(COLOURS)]
-            right.plot(*series(f"eval_rate_{k}"), color=colour, linewidth=0.8, label=f"accepted up to place {k}")
+            right.plot(*series(f"eval_rate_{k}"), color=colour, linewidth=0.8, label=f"accepted up to position {k}")
         right.set(xlabel="step", ylabel=f"sampled, held out, K = {steps}")
         for axes in (left, right):
             axes.legend()

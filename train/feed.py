@@ -1,8 +1,8 @@
-"""Batches for training: token ids, and the target's states over them.
+"""Batches for training: token ids, and the target's states for them.
 
-Online, the target is in memory and runs over each batch; offline, its states were stored before (`kconv states`), or a
-server gives them while training runs. Each gives what ModelOpt's offline forward reads, so training does not know which
-one it is.
+Online, the target is in memory and runs over each batch. Offline, its states were stored before (`kconv states`), or a
+server returns them during training. Each gives what ModelOpt's offline forward reads, so training does not depend on
+the source.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ Batch = dict[str, Any]
 """`input_ids` [B, T] int64, `loss_mask` [B, T] bool, and `base_model_outputs`: `aux_hidden_states` [B, T, A * H] and
 `base_model_hidden_states` [B, T, H], from which ModelOpt computes the target's logits again."""
 
-# Bytes of states that are kept for later passes.
+# Bytes of states to keep for later passes.
 KEEP = 2 << 30
-# Batches of stored states that are read before they are asked for.
+# Batches of stored states to read ahead.
 AHEAD = 2
 
 
 class StatesSource(Protocol):
-    """Where a row's states come from."""
+    """The source of a row's states."""
 
     @property
     def ahead(self) -> bool:
-        """Whether rows are read before they are asked for."""
+        """Whether rows are read ahead."""
         ...
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return captured [B, T, A * H] and final [B, T, H] states of rows [B], whose ids are [B, T].
 
-        They may be on any device: the trainer moves what is not on its own.
+        They may be on any device: the trainer moves them to its own.
         """
         ...
 
 
 class Online:
-    """The target itself.
+    """The target itself, in memory.
 
     Args:
         target: a whole target, on the device that trains.
         captured: the layers that the head reads.
-        documents: of packed rows, see `Rows`; the target runs over each by itself.
+        documents: of packed rows, see `Rows`; the target runs over each one separately.
     """
 
     ahead = False
@@ -79,11 +79,11 @@ class Online:
 
 
 class Kept:
-    """States that are kept for later passes over the same rows, as many as there is room for.
+    """States that are kept for later passes over the same rows, as far as there is room.
 
     Args:
-        states: what gives them.
-        room: bytes that may be kept; beyond them they are asked for again.
+        states: the source.
+        room: bytes to keep; beyond that, states are requested again.
     """
 
     def __init__(self, states: StatesSource, room: int = KEEP) -> None:
@@ -104,7 +104,7 @@ class Kept:
 
 
 def keep_read_again(text: StatesSource, unseen: StatesSource, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
-    """Return states to train on and to look at, kept where they are read again."""
+    """Return the states for training and for evaluation; those that are read again are kept."""
     again = recipe.steps * recipe.accumulate > recipe.batches
     return Kept(text) if again else text, Kept(unseen)
 
@@ -112,23 +112,23 @@ def keep_read_again(text: StatesSource, unseen: StatesSource, recipe: EagleRecip
 def online_states(
     target: CausalLM, recipe: EagleRecipe, documents: Tensor | None = None
 ) -> tuple[StatesSource, StatesSource]:
-    """Return a target's states to train on and to look at, kept where they are read again.
+    """Return a target's states for training and for evaluation; those that are read again are kept.
 
     Args:
-        target: as of `Online`.
+        target: as in `Online`.
         recipe: the head's.
-        documents: of the rows to train on, where they are packed.
+        documents: of the training rows, if they are packed.
     """
     return keep_read_again(Online(target, recipe.captured, documents), Online(target, recipe.captured), recipe)
 
 
 class Offline:
-    """States on disk, or of a server.
+    """States on disk, or from a server.
 
     Args:
-        states: what was stored, or is served.
-        places: of each row, the spans that it is made of.
-        spread: maps a function over spans, side by side where a server gives them.
+        states: the stored or served states.
+        places: for each row, its spans.
+        spread: maps a function over spans, in parallel if a server returns them.
     """
 
     ahead = True
@@ -139,7 +139,7 @@ class Offline:
         self._states, self._places, self._spread = states, places, spread
 
     def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StatesSource.read`; behind a sequence's end the states are zero."""
+        """See `StatesSource.read`; after a sequence's end the states are zero."""
         places = [self._places[row] for row in rows.tolist()]
         spans = iter(self._spread(self._span, [span for place in places for span in place]))
         parts = [self._row([next(spans) for _ in place], ids.shape[1]) for place in places]
@@ -164,11 +164,11 @@ class Feed(Dataset[Batch]):
     Args:
         ids: [N, T] int64.
         mask: [N, T] bool, which tokens count in the loss.
-        batch: rows per batch; rows that fill no whole batch are left out.
+        batch: rows per batch; rows that do not fill a batch are omitted.
         states: the target's, over these rows.
-        dtype: what the states are given in, whatever they were stored in.
+        dtype: the dtype of the returned states, whatever they were stored in.
         documents: of packed rows, see `Rows`.
-        own: numbers of the rows that are given, [n] int64; None for all of them.
+        own: numbers of the rows to return, [n] int64; None for all of them.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Feed(Dataset[Batch]):
         self._documents = documents
         self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
         self._own = torch.arange(len(ids)) if own is None else own
-        # One thread for each batch that is read ahead: so a server has the next one's requests before this one's last.
+        # One thread per batch read ahead, so that a server has the next one's requests before this one's last.
         self._reader = ThreadPoolExecutor(AHEAD, thread_name_prefix="read-ahead")
         self._order: list[int] = []
         self._coming: dict[int, Future[Batch]] = {}
@@ -193,12 +193,12 @@ class Feed(Dataset[Batch]):
         return len(self._own) // self._batch
 
     def follow(self, order: Sequence[int]) -> None:
-        """Say in which order batches will be asked for; those of stored states are then read ahead of need."""
+        """Announce the order of batches; those of stored states are then read ahead."""
         self._coming.clear()
         self._order = list(order) if self._states.ahead else []
 
     def __getitem__(self, index: int) -> Batch:
-        # What was not foreseen is read now.
+        # What was not announced is read now.
         coming = self._coming.pop(index, None)
         if index in self._order:
             after = self._order.index(index) + 1

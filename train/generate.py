@@ -1,7 +1,7 @@
-"""Responses of the served target itself, to train on.
+"""Generate training responses with the served target itself.
 
-A head drafts what its target says, so it is trained on the target's own words: NVIDIA's and lightseek's Kimi heads
-were trained on regenerated answers.
+A head drafts what its target says, so it is trained on the target's own words: NVIDIA's and lightseek's Kimi heads were
+trained on regenerated answers.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LONGEST_PAUSE = 60.0  # seconds
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """How a server is asked.
+    """How to query a server.
 
     Attributes:
         url: its root, e.g. "http://127.0.0.1:8000".
         model: the name under which it serves the target.
-        max_tokens: of one answer; one that is cut there is kept, and says so.
-        temperature: of the drawn tokens.
-        concurrency: prompts that are asked at once.
-        attempts: how often one turn is asked before its prompt counts as failed.
+        max_tokens: of one answer; an answer that is cut there is kept and marked.
+        temperature: for sampling.
+        concurrency: prompts in flight.
+        attempts: how often one turn is tried before its prompt counts as failed.
         timeout: seconds that one answer may take.
-        seed: of the drawn tokens.
+        seed: for sampling.
     """
 
     url: str
@@ -60,19 +60,19 @@ def generate(
     out: Path,
     progress: Callable[[Counter[str]], None] = lambda _: None,
 ) -> Counter[str]:
-    """Have a server answer prompts turn by turn, and write a line for each as it is done.
+    """Let a server answer prompts turn by turn, and write a line for each one when it is done.
 
-    When the run ends, the lines stand in the order of the prompts, one of each, behind those of other prompts: so a run
-    that was killed leaves the same file as one that was not, if the server says the same.
+    When the run ends, the lines are in the order of the prompts, one per prompt, after those of other prompts. So a
+    killed and resumed run leaves the same file as an uninterrupted one, if the server gives the same answers.
 
-    A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. What a
-    server parsed out of an answer as its reasoning stands beside it, as "reasoning_content". Prompts that `out`
-    already has an answer to are skipped, so a run that was stopped goes on; failed ones are asked again.
+    A line is {"id", "digest", "category", "messages", "finish_reasons"} or {"id", "digest", "failed": why}. Reasoning
+    that the server separated from an answer is stored next to it, as "reasoning_content". Prompts that already have an
+    answer in `out` are skipped, so a stopped run resumes; failed ones are tried again.
 
     Args:
-        prompts: what to ask.
-        request: how.
-        out: a JSONL file, which is added to.
+        prompts: the prompts.
+        request: how to query the server.
+        out: a JSONL file, to which lines are added.
         progress: called with the counts so far.
 
     Returns:
@@ -80,8 +80,8 @@ def generate(
 
     Raises:
         OutputFailed: `out` cannot be written.
-        PromptsInvalid: `out` holds something else than answers.
-        EngineFailed: not one prompt was answered, or the server cannot be connected to, after some attempts.
+        PromptsInvalid: `out` holds something other than answers.
+        EngineFailed: no prompt was answered, or the server cannot be reached after some attempts.
     """
     done = _answered(out)
     left = [prompt for prompt in prompts if prompt.digest not in done]
@@ -110,7 +110,7 @@ def generate(
         ) from fault
     if left and not counts[ANSWERED]:
         raise EngineFailed(
-            f"none of {len(left)} prompts was answered; the last one: {why}",
+            f"none of {len(left)} prompts was answered; the last one failed with: {why}",
             where=request.url,
             fix="Check the address and the model's name; the same command resumes.",
         )
@@ -123,7 +123,7 @@ def _write(file: TextIO, line: dict[str, Any]) -> None:
 
 
 def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
-    """Write a file's lines anew: the last one of each prompt, in the order of the prompts."""
+    """Rewrite a file's lines: the last one of each prompt, in the order of the prompts."""
     places: dict[str, tuple[int, int]] = {}
     ordered = out.with_name(f".{out.name}.ordered")
     with out.open("rb") as file, ordered.open("wb") as other:
@@ -140,7 +140,7 @@ def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def _answered(out: Path) -> set[str]:
-    """Return the digests of the prompts that a file has an answer to; a line that a kill cut short is taken off."""
+    """Return the digests of the prompts with an answer in a file; a line that a kill cut short is removed."""
     fix = "Choose another file."
     if not os.path.lexists(out):
         return set()
@@ -163,16 +163,16 @@ def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
         try:
-            # As a chat sends them: without the reasoning of earlier answers.
+            # As a chat client sends them: without the reasoning of earlier answers.
             choice = _complete(client, request, [{key: said[key] for key in ("role", "content")} for said in messages])
             answer, reason = choice["message"], choice["finish_reason"]
             content = answer["content"]
         except httpx.ConnectError as fault:
-            # Not this prompt's fault: each of the others would wait for the same.
+            # Not this prompt's error: every other prompt would run into the same one.
             raise EngineFailed(
-                f"no server is there any more, or none ever was: {type(fault).__name__}: {fault}",
+                f"the server cannot be reached: {type(fault).__name__}: {fault}",
                 where=request.url,
-                fix="Start it, or check the address; the same command goes on where it stopped.",
+                fix="Start the server, or check the address; the same command resumes.",
             ) from fault
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
             return line | {"failed": f"{type(fault).__name__}: {fault}"}
@@ -184,7 +184,7 @@ def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict
 
 
 def _complete(client: httpx.Client, request: GenerateRequest, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the server's choice, asked again where it is busy or the connection broke."""
+    """Return the server's choice; retry if it is busy or the connection broke."""
     body = {
         "model": request.model,
         "messages": messages,

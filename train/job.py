@@ -1,4 +1,4 @@
-"""What to train, on what."""
+"""What to train, and on what data."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from .recipe import EagleRecipe, check_keys, complete
 
 @dataclass(frozen=True)
 class Pace:
-    """How a run is watched and kept; nothing in it changes the head that comes out.
+    """How to monitor and save a run; nothing in it changes the resulting head.
 
     Attributes:
         save_every: steps between checkpoints.
-        eval_every: steps between evaluations on held-out text; the last step has one in any case.
-        shard: spread parameters and optimizer over the processes (FSDP2) instead of copying them to each.
-        tensorboard: write TensorBoard's event files.
+        eval_every: steps between evaluations on held-out text; the last step always has one.
+        shard: distribute parameters and optimizer over the processes (FSDP2) instead of copying them to each.
+        tensorboard: write TensorBoard event files.
     """
 
     save_every: int = 200
@@ -59,16 +59,16 @@ class Pace:
 
 
 def place() -> tuple[int, int]:
-    """Return which process this is, and how many there are, as torchrun says."""
+    """Return this process's rank and the number of processes, from torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_processes(batch: int, pace: Pace) -> None:
-    """Raise RecipeInvalid where this process is one of those that cannot share a run.
+    """Raise RecipeInvalid if this process belongs to a group that cannot share a run.
 
     Args:
         batch: the recipe's, rows.
-        pace: whether the head is to be spread over them.
+        pace: states whether the head is distributed over them.
     """
     world = place()[1]
     if batch % world:
@@ -81,7 +81,7 @@ def check_processes(batch: int, pace: Pace) -> None:
 
 
 def can_shard() -> bool:
-    """Say whether accelerate shards here: on CPUs it goes on without a word, each process with a copy of its own.
+    """Return whether accelerate shards here: on CPUs it silently gives each process its own copy.
 
     https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/state.py#L986-L1016
     """
@@ -89,32 +89,32 @@ def can_shard() -> bool:
 
 
 def refuse_sharding() -> NoReturn:
-    """Raise what --shard is refused with."""
+    """Raise the error that refuses --shard."""
     raise RecipeInvalid(
         "--shard needs GPUs and torchrun",
-        fix="Leave --shard out. Each process then holds a copy and they share the batches.",
+        fix="Remove --shard. Each process then holds a copy, and they share the batches.",
     )
 
 
-# Raise it with each change to train/ that alters what a recipe makes.
+# Raise it with each change to train/ that alters a recipe's result.
 SOURCE = "2"
 LIBRARIES = ("torch", "transformers", "accelerate", "nvidia-modelopt")
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What to train, on what.
+    """What to train, and on what data.
 
     Attributes:
-        target: a folder with the target's config and tokenizer; its layers are loaded only by `states`.
-        recipe: how.
-        text, unseen: what is trained on, and what is only looked at.
-        states: gives the target's states over the two, when training begins.
-        data: what the rows were made of, as the manifest is to say it.
-        specials: token ids that a reduced draft vocabulary keeps in any case.
-        init_from: a head to go on from, in any layout.
-        ends: of the target, where nothing else of it is read; None where all of it lies in `target`, and is.
-        lm_head: blake3 of the output matrix that the target has to have; None where no states say it.
+        target: a folder with the target's config and tokenizer; only `states` loads its layers.
+        recipe: how to train.
+        text, unseen: the training rows, and the evaluation rows.
+        states: returns the target's states for the two, when training begins.
+        data: a description of the rows' origin, for the manifest.
+        specials: token ids that a reduced draft vocabulary always keeps.
+        init_from: a head to continue from, in any layout.
+        ends: the target's ends, if nothing else of it is read; None if the whole target is in `target` and is read.
+        lm_head: blake3 of the output matrix that the target must have; None if no states record it.
     """
 
     target: Path
@@ -135,7 +135,7 @@ class TrainJob:
 
 
 def check_target(job: TrainJob) -> None:
-    """Raise StatesInvalid where stored states are of a target with the same config and another output matrix."""
+    """Raise StatesInvalid for stored states of a target with the same config but another output matrix."""
     if job.ends is None or job.lm_head is None:
         return
     name = job.ends.config.lm_head
@@ -143,16 +143,17 @@ def check_target(job: TrainJob) -> None:
         raise StatesInvalid(
             f"the states come from a target whose lm_head differs from {job.ends.name}'s",
             where=name,
-            fix="Give the target that the states come from, or create states of this one.",
+            fix="Pass the target that the states come from, or create states for this one.",
         )
 
 
 def draft_coverage(job: TrainJob) -> Coverage | None:
-    """Return how much of what is trained on the head can draft; None where it drafts the whole vocabulary.
+    """Return how much of the training text the head can draft; None if it drafts the whole vocabulary.
 
     Raises:
-        RecipeInvalid, ConfigInvalid: the text holds too few distinct tokens for the draft vocabulary, or it is too
-            small for the special ones.
+        RecipeInvalid, ConfigInvalid: the text has too few distinct tokens for the draft vocabulary, or the vocabulary
+            is too
+        small for the special tokens.
     """
     if job.recipe.draft_vocab is None:
         return None
@@ -162,21 +163,21 @@ def draft_coverage(job: TrainJob) -> Coverage | None:
 
 
 def draft_map(job: TrainJob, size: int, vocab: int) -> Tensor:
-    """Return `d2t` as offsets, [size] int64: that of the head to go on from, or the text's most frequent tokens."""
+    """Return `d2t` as offsets, [size] int64: from the head to continue, or from the text's most frequent tokens."""
     if job.init_from is not None:
         return read_slot(job.init_from, "d2t")
     return map_draft_vocab(job.text.ids[job.text.mask], size, vocab, job.specials)
 
 
 def job_key(job: TrainJob) -> str:
-    """Return 16 hex digits that name what a job makes on this installation; what it needs of the target is read."""
+    """Return 16 hex digits that identify a job's result on this installation; reads what it needs of the target."""
     config = job.target / "config.json"
-    # The layers of a target that is not run leave their mark in its states, whose digests stand in `data`.
+    # The layers of a target that is not run affect its states, whose digests are in `data`.
     files = [config] if job.ends else sorted([config, *job.target.glob("*.safetensors")])
     tensors = [job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask]
     tensors += [] if job.text.documents is None else [job.text.documents]
     recipe = dataclasses.asdict(job.recipe)
-    # A head of before there was a choice keeps its name.
+    # A head from before this option existed keeps its name.
     for field_ in ("kernel", "pack"):
         if recipe[field_] == getattr(EagleRecipe, field_):
             del recipe[field_]
@@ -200,11 +201,11 @@ DEFAULT_PACE = Pace()
 
 @dataclass(frozen=True)
 class Data:
-    """Dialogues or texts, and what is held out.
+    """Dialogues or texts, and the part that is held out.
 
     Attributes:
         name: a JSONL file, or a dataset's id.
-        held_out: another one to look at; None for some of `name`.
+        held_out: another one for evaluation; None to hold out a part of `name`.
         split, revision: of a dataset.
     """
 
@@ -225,22 +226,22 @@ def prepare_job(
     pace: Pace = DEFAULT_PACE,
     trust_remote_code: bool = False,
 ) -> TrainJob:
-    """Return a job from what a user gives; what can be refused before the target is downloaded is refused then.
+    """Return a job from the user's options; checks everything possible before the target is downloaded.
 
     Args:
-        target: the target; of a hub id the whole model is downloaded where it is run, and else its ends alone.
-        values: the recipe, as `recipe.complete` takes it.
+        target: the target; for a hub id the whole model is downloaded if it is run here, otherwise only its ends.
+        values: the recipe, as in `recipe.complete`.
         data: dialogues or texts to run the target over; either these or `states`.
         states: a folder that kconv states wrote.
-        connect: gives the target as a server runs it, by its config and the dtype of its states; None to run it here.
+        connect: returns the target in a server, from its config and the dtype of its states; None to run it here.
         init_from: a head whose weights training starts from, in any layout.
-        pace: how the run is to be watched and kept.
-        trust_remote_code: run the tokenizer's own Python.
+        pace: how to monitor and save the run.
+        trust_remote_code: run the tokenizer's own Python code.
 
     Raises:
         ValueError: neither `data` nor `states` is given, or both.
         RecipeInvalid, LayoutCannot, ConfigInvalid: see `check_job`.
-        TrainingDataInvalid, StatesInvalid: the data or the states cannot be.
+        TrainingDataInvalid, StatesInvalid: the data or the states are unusable.
     """
     if data is not None and states is not None:
         raise ValueError("give either data or states")
@@ -257,7 +258,7 @@ def prepare_job(
         tokenizer, config = load_tokenizer(folder, trust_remote_code=trust_remote_code), read_target_config(folder)
         runner = connect(config, config.dtype or "BF16")
         return streamed_job(folder, config, tokenizer, values, data, runner, init_from, find_ends(target))
-    # Before it is downloaded, or read for its digest.
+    # Checked before it is downloaded or hashed.
     check_memory(target.open_headers(), TORCH[values.get("dtype", EagleRecipe.dtype)])
     folder = target.fetch_model()
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -267,21 +268,21 @@ def prepare_job(
 def check_job(
     values: Mapping[str, Any], config: TargetConfig, init_from: Head | None, pace: Pace = DEFAULT_PACE
 ) -> None:
-    """Raise what a job must fail on whatever its data: these, and the target's weights, may take hours to come.
+    """Raise the errors that a job must fail with whatever its data, since data and weights may take hours.
 
     Args:
-        values: the recipe, as `recipe.complete` takes it.
+        values: the recipe, as in `recipe.complete`.
         config: the target's.
-        init_from: a head to go on from.
-        pace: how the run is to be watched and kept.
+        init_from: a head to continue from.
+        pace: how to monitor and save the run.
 
     Raises:
-        RecipeInvalid: the recipe cannot be, is not the target's, or does not fit the processes.
+        RecipeInvalid: the recipe is invalid, or does not fit the target or the number of processes.
         LayoutCannot: no engine could load the head.
-        ConfigInvalid: the head to go on from does not state what the trained one's config would; see
+        ConfigInvalid: the head to continue from does not state what the trained one's config would; see
             `refuse_unstated`.
     """
-    # Here, as convert.config cannot be imported before convert.read.
+    # Imported here: convert.config cannot be imported before convert.read.
     from ..convert.config import refuse_unstated
 
     if init_from is not None:
@@ -305,12 +306,12 @@ def online_job(
         target: its folder.
         config: the target's.
         tokenizer: the target's.
-        values: the recipe, as `recipe.complete` takes it.
-        data: what to train on.
-        init_from: a head to go on from.
+        values: the recipe, as in `recipe.complete`.
+        data: the training data.
+        init_from: a head to continue from.
 
     Raises:
-        TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
+        TrainingDataInvalid, RecipeInvalid: the data or the recipe is invalid.
     """
     check_job(values, config, init_from)
     prepared = prepare_dialogues(
@@ -343,13 +344,13 @@ def offline_job(
     init_from: Head | None,
     ends: Ends | None = None,
 ) -> TrainJob:
-    """Return a job that reads the target's states from `folder`, where kconv states wrote them.
+    """Return a job that reads the target's states from `folder`, written by kconv states.
 
-    What the recipe does not say of the captured layers, the states do. `ends` are the target's, wherever they are; by
-    default in its folder. Other arguments and faults as of `online_job`.
+    Captured layers that the recipe does not state come from the states. `ends` are the target's; by default they are in
+    its folder. Other arguments and errors as in `online_job`.
 
     Raises:
-        StatesInvalid: they are of another target, or lack a layer that the recipe captures.
+        StatesInvalid: they come from another target, or lack a layer that the recipe captures.
     """
     stored = open_states(folder, config=config)
     if init_from is None:
@@ -357,9 +358,9 @@ def offline_job(
     check_job(values, config, init_from)
     text, unseen = _place(stored, values)
     recipe = complete(values, config, text.rows.usable, init_from.spec if init_from else None)
-    # Now that the recipe is whole: the layers it wants, in its order.
+    # Now that the recipe is complete: the layers it wants, in its order.
     wanted = open_states(folder, config=config, captured=recipe.captured)
-    # A node may hold the files of its own processes alone.
+    # A node may hold only the files of its own processes.
     wanted.check_files(text.sequences_of(place()[0]) | unseen.sequences_of(place()[0]))
     facts: dict[str, object] = {"name": folder.name, "sha256": _digest(stored.record)}
 
@@ -380,16 +381,16 @@ def streamed_job(
     init_from: Head | None,
     ends: Ends | None = None,
 ) -> TrainJob:
-    """Return a job whose states a server gives while training runs: the rows are those of states that were stored.
+    """Return a job whose states come from a server during training; the rows equal those of stored states.
 
     Args:
-        runner: the target, as a server runs it.
-        data: what to train on; its `held_out` is not looked at.
+        runner: the target in a server.
+        data: the training data; its `held_out` is ignored.
 
-    Other arguments as of `offline_job`.
+    Other arguments as in `offline_job`.
 
     Raises:
-        TrainingDataInvalid, RecipeInvalid: the data or the recipe cannot be.
+        TrainingDataInvalid, RecipeInvalid: the data or the recipe is invalid.
         TargetInvalid: a layer cannot be captured.
     """
     check_job(values, config, init_from)
@@ -403,7 +404,7 @@ def streamed_job(
     recipe = complete(values, config, text.rows.usable, spec)
 
     def states() -> tuple[StatesSource, StatesSource]:
-        # Of one too: batches are read ahead by several threads.
+        # Even for one: several threads read batches ahead.
         spread = ThreadPoolExecutor(runner.at_once, thread_name_prefix="requests").map
         return keep_read_again(Offline(served, text.places, spread), Offline(served, unseen.places, spread), recipe)
 
@@ -413,14 +414,14 @@ def streamed_job(
 
 
 def _place(stored: StatesFolder, values: Mapping[str, Any]) -> tuple[Placed, Placed]:
-    """Return the rows to train on and to look at, divided among the processes."""
+    """Return the training rows and the evaluation rows, divided among the processes."""
     pack, processes = values.get("pack", EagleRecipe.pack), place()[1]
     text = place_sequences(stored, _seq(values), held_out=False, pack=pack, processes=processes)
     return text, place_sequences(stored, _seq(values), held_out=True, processes=processes)
 
 
 def _of_states(job: TrainJob, record: StatesRecord, text: Placed, tokenizer: Tokenizer, ends: Ends | None) -> TrainJob:
-    """Complete a job by what the record of its states says."""
+    """Complete a job with the record of its states."""
     facts = {"states": record.prompts.model_dump(), "sequences": len(record.sequences), "dtype": record.dtype}
     facts |= {"prompts": record_prompts(text.prompts, job.init_from)}
     own, told = ends or find_ends(Folder(job.target)), record.target.lm_head_blake3
@@ -428,12 +429,12 @@ def _of_states(job: TrainJob, record: StatesRecord, text: Placed, tokenizer: Tok
 
 
 def _digest(record: StatesRecord) -> str:
-    """Return a sha256 of the shards' own: of the states themselves, where the rows' digests are of their tokens."""
+    """Return a sha256 over the shards' digests: it covers the states, while the rows' digests cover their tokens."""
     return hashlib.sha256("".join(shard.sha256 for shard in record.shards).encode()).hexdigest()
 
 
 def _own_device() -> torch.device:
-    """Return where transformers' Trainer will train, before there is one: the process's own GPU, if it has any."""
+    """Return the device on which transformers' Trainer will train: the process's own GPU, if it has any."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
 
 
@@ -442,11 +443,11 @@ def _seq(values: Mapping[str, Any]) -> int:
 
 
 def record_prompts(digests: Iterable[str], init_from: Head | None) -> list[str]:
-    """Return the beginnings of prompts' digests, for the manifest.
+    """Return the leading digits of prompts' digests, for the manifest.
 
     Args:
-        digests: of the prompts that are trained on; "" where a prompt's text is not known.
-        init_from: a head that training goes on from; what it was trained on counts too.
+        digests: of the training prompts; "" if a prompt's text is unknown.
+        init_from: a head to continue from; its training prompts count too.
     """
     told = read_provenance(init_from.checkpoint.folder).training if init_from else None
     before = told.get("data", {}).get("prompts", ()) if told else ()
@@ -458,15 +459,15 @@ ORDER = ("trtllm", "vllm")
 
 
 def choose_layout(spec: HeadSpec) -> Layout:
-    """Return the layout that a head will be written in: TensorRT-LLM's, or vLLM's where only that engine can load it.
+    """Return the layout to write a head in: TensorRT-LLM's, or vLLM's if only vLLM can load it.
 
-    It is asked for before training, so that no head is trained that could not be written.
+    Checked before training, so that no head is trained that could not be written.
 
     Args:
-        spec: what the head will be.
+        spec: the head's.
 
     Raises:
-        LayoutCannot: neither can load it; vLLM's reason is given.
+        LayoutCannot: neither can load it; the message gives vLLM's reason.
     """
     refused: list[Limit] = []
     for name in ORDER:

@@ -1,18 +1,18 @@
 """ModelOpt's Eagle3 loss in memory that grows with the tokens, over rows that may hold several documents.
 
-ModelOpt's forward holds the attention scores of all heads and the logits of all tokens, for each draft step: at
-Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. What is put in its place here computes the same sums:
+For each draft step, ModelOpt's forward holds the attention scores of all heads and the logits of all tokens: at
+Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. The replacements here compute the same sums:
 
-* attention over some queries at a time, by torch's scaled_dot_product_attention; a lot of queries is given the keys
-  that its documents and chains have, and no others, and is computed again for the gradient;
-* keys and values of the draft steps side by side, where a cache would join them into a copy for each step;
-* the loss over some tokens at a time, and only over those that count; their logits are computed again for the gradient;
-* the MLP's inner activations are computed again for the gradient;
-* masks that keep attention, draft chains and loss inside a document, so that a packed row has the loss of its
-  documents by themselves.
+* attention for a block of queries at a time, by torch's scaled_dot_product_attention; a block gets only the keys of its
+  documents and chains, and is recomputed for the gradient;
+* keys and values of the draft steps kept separately, where a cache would join them into a copy per step;
+* the loss for a block of tokens at a time, and only for those that count; their logits are recomputed for the gradient;
+* the MLP's inner activations recomputed for the gradient;
+* masks that keep attention, draft chains and loss inside a document, so that a packed row has the same loss as its
+  documents separately.
 
-What is kept of a token is counted in `plan`; scripts/bench-train-memory measures the peak. The layout of draft steps is
-ModelOpt's own; see `module` for what stands where.
+`plan` counts what is kept per token; scripts/bench-train-memory measures the peak. The layout of draft steps is
+ModelOpt's own; `module` describes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SDPA = "kconv_sdpa"
-# ModelOpt's forward leaves torch cuDNN's kernel and the one that holds all scores, which CPUs then take.
+# ModelOpt's forward disables all of torch's kernels but cuDNN's and the one that holds all scores; CPUs use the latter.
 # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L570-L584
 KERNELS = [
     SDPBackend.FLASH_ATTENTION,
@@ -38,11 +38,11 @@ KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 ]
-# Bytes of float32 logits that are held at a time, and never fewer tokens than these.
+# Bytes of float32 logits to hold at a time, and a minimum number of tokens.
 LOGIT_BYTES, FEWEST_TOKENS = 256 << 20, 16
 
 
-# Queries that attend at a time: few are given little that they may not see, many are fewer calls.
+# Queries per block: smaller blocks get fewer keys that they may not see, larger ones need fewer calls.
 QUERIES = 256
 
 
@@ -53,7 +53,7 @@ class Documents:
     Attributes:
         numbers: [B, T], -1 for padding.
         positions: [B, T], of each token in its document.
-        firsts: of each lot of queries, where the first of its documents begins.
+        firsts: for each block of queries, where the first of its documents begins.
     """
 
     numbers: Tensor
@@ -62,7 +62,7 @@ class Documents:
 
 
 def find_documents(numbers: Tensor) -> Documents:
-    """Return where the documents of rows begin; a document's tokens stand side by side."""
+    """Return where the documents of rows begin; a document's tokens are consecutive."""
     at = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -71,7 +71,7 @@ def find_documents(numbers: Tensor) -> Documents:
 
 
 class Steps:
-    """Keys and values of the draft steps so far, each step's by itself; stands for transformers' cache."""
+    """Keys and values of the draft steps so far, each step's separately; replaces transformers' cache."""
 
     def __init__(self) -> None:
         self.keys: tuple[Tensor, ...] = ()
@@ -83,7 +83,7 @@ class Steps:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Add a step's, and return those of all steps."""
-        # MLA's values are a part of what its projection gives, which is not to be kept for them.
+        # MLA's values are a slice of a larger projection, which should not be kept alive for them.
         self.keys, self.values = (*self.keys, key), (*self.values, value.contiguous())
         return self.keys, self.values
 
@@ -97,23 +97,23 @@ def attend(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in a draft step as transformers' eager attention does under ModelOpt's mask, some queries at a time.
+    """Attend in a draft step like transformers' eager attention under ModelOpt's mask, a block of queries at a time.
 
-    Of the first step's keys a query sees those of its document up to `step` tokens before it; of step i's the one at
-    `step - i` tokens before it: its own chain's.
+    A query sees the first step's keys of its document up to `step` tokens before it, and step i's key at `step - i`
+    tokens before it, which belongs to its own chain.
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/utils.py#L556-L567
 
     Args:
-        module: the attention, which transformers gives.
+        module: the attention, passed by transformers.
         query: [B, heads, T, D].
         key, value: of each draft step so far, [B, key heads, T, D or the values' width].
-        documents: what stands in the place of a mask.
+        documents: used instead of a mask.
         scaling: of the scores.
     """
     step, found = len(key) - 1, []
     for lot, first in enumerate(documents.firsts):
         begin, end = lot * QUERIES, min((lot + 1) * QUERIES, query.shape[2])
-        # Of each step, counted from 0, the keys that any of these queries sees.
+        # For each step, counted from 0, the keys that any of these queries sees.
         spans = [(first, max(first, end - step))]
         spans += [(max(0, begin - step + i), end - step + i) for i in range(1, step + 1)]
         parts = [part[:, :, a:b] for steps in (key, value) for part, (a, b) in zip(steps, spans, strict=True)]
@@ -123,7 +123,7 @@ def attend(
 
 
 def _seen(numbers: Tensor, queries: range, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return which keys of `spans` queries see, [B, 1, queries, keys]; each query sees its own step's key at least."""
+    """Return which keys the queries of `spans` see, [B, 1, queries, keys]; each sees at least its own step's key."""
     step, at = len(spans) - 1, torch.arange(numbers.shape[1], device=numbers.device)
     own = slice(queries.start, queries.stop)
     behind = [at[own, None] - at[None, begin:end] for begin, end in spans]
@@ -134,12 +134,12 @@ def _seen(numbers: Tensor, queries: range, spans: Sequence[tuple[int, int]]) -> 
 
 
 def _attend_lot(scaling: float, seen: Tensor, query: Tensor, *parts: Tensor) -> Tensor:
-    """Return what queries see of keys and values, [B, queries, heads, the values' width]."""
+    """Return the attention output of queries, [B, queries, heads, the values' width]."""
     key, value = (torch.cat(half, 2) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
     width = value.shape[-1]
-    # The kernels that hold no scores take one width alone: MLA's values are narrower than its keys.
+    # The kernels that hold no scores accept only one width, but MLA's values are narrower than its keys.
     value = F.pad(value, (0, query.shape[-1] - width))
-    # Nor do they share keys among heads.
+    # They do not share keys among heads either.
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, 1) if shared > 1 else part for part in (key, value))
     with sdpa_kernel(KERNELS):
@@ -151,13 +151,13 @@ ALL_ATTENTION_FUNCTIONS.register(SDPA, attend)
 
 
 def make_lean(model: Any) -> None:
-    """Let ModelOpt's Eagle model, in place, compute its loss as this module says.
+    """Change ModelOpt's Eagle model in place so that it computes its loss as described in this module.
 
     Args:
-        model: as `build_module` makes it, of a recipe whose `kernel` is "sdpa".
+        model: from `build_module`, with a recipe whose `kernel` is "sdpa".
     """
     for name, method in METHODS.items():
-        # On the object alone: its class, which ModelOpt makes, is every Eagle model's.
+        # Only on this object: ModelOpt's class is shared by all Eagle models.
         setattr(model, name, partial(method, model, getattr(model, name)))
     model.kconv_documents = None
     for layer in model.eagle_module.layers:
@@ -168,9 +168,9 @@ def run_lean(model: Any, inner: Any, batch: dict[str, Any]) -> Any:
     """Run ModelOpt's forward over a batch; see `make_lean`.
 
     Args:
-        model: what is called: `inner`, or what shares it among processes.
+        model: the model to call: `inner`, or its wrapper that shares it among processes.
         inner: ModelOpt's Eagle model.
-        batch: as a `Feed` gives it; `documents` [B, T] numbers the documents of a row, -1 for padding.
+        batch: from a `Feed`; `documents` [B, T] numbers the documents of a row, -1 for padding.
     """
     values = dict(batch)
     documents = values.pop("documents", None)
@@ -184,21 +184,21 @@ def run_lean(model: Any, inner: Any, batch: dict[str, Any]) -> Any:
 
 
 def _again(function: Any, *inputs: Tensor) -> Tensor:
-    """Call a function whose inner values are computed again for the gradient."""
+    """Call a function whose inner values are recomputed for the gradient."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
 
 def _no_mask(model: Any, *_: Any) -> Documents:
-    """Stand for `_prepare_decoder_attention_mask` and `_get_ttt_attention_mask`; `attend` makes its own masks."""
+    """Replace `_prepare_decoder_attention_mask` and `_get_ttt_attention_mask`; `attend` builds its own masks."""
     return model.kconv_documents
 
 
 def _inputs(
     model: Any, original: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, base: Any
 ) -> tuple[Any, ...]:
-    """Stand for `_prepare_eagle_inputs`: give the target's final states where ModelOpt gives its probabilities."""
+    """Replace `_prepare_eagle_inputs`: return the target's final states where ModelOpt returns its probabilities."""
     hidden = base.out_hiddens
     base.logits = hidden.new_zeros(*hidden.shape[:2], 1)
     embeds, hiddens, seen, places, *_ = original(ids, mask, positions, cache, base)
@@ -206,12 +206,12 @@ def _inputs(
 
 
 def _logits_of_nothing(model: Any, original: Any, logits: Tensor) -> Tensor:
-    """Stand for `_map_logits_to_draft_vocab`, which `_inputs` leaves nothing to map."""
+    """Replace `_map_logits_to_draft_vocab`, which `_inputs` leaves nothing to map."""
     return logits
 
 
 def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any, places: Any, cache: Any = None) -> Any:
-    """Stand for `_eagle_forward`: give the head's final states where ModelOpt gives its logits."""
+    """Replace `_eagle_forward`: return the head's final states where ModelOpt returns its logits."""
     cache = cache if isinstance(cache, Steps) else Steps()
     normed, residual, cache = model.eagle_module(
         hidden, embeds, attention_mask=mask, position_ids=places, use_cache=True, past_key_values=cache
@@ -220,15 +220,15 @@ def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any,
 
 
 def _loss(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand for `_eagle_loss`: the mean soft cross-entropy over the tokens that count, and the share of equal tops."""
+    """Replace `_eagle_loss`: the mean soft cross-entropy over the tokens that count, and the share of equal tops."""
     documents: Documents = model.kconv_documents
     step = documents.numbers.shape[1] - 1 - mask.shape[1]
-    # The place that is predicted from, and that of which the chain begins, are of one document.
+    # The position predicted from and the chain's start must be in one document.
     inside = documents.positions[:, 1 + step :] > step
     counted = mask[:, : head.shape[1]].bool() & inside & (documents.numbers[:, 1 + step :] >= 0)
     known, drafted = target[counted], head[counted]
     size = max(FEWEST_TOKENS, LOGIT_BYTES // (4 * model.config.vocab_size))
-    # A sum of none still hangs on the head.
+    # An empty sum must still depend on the head.
     total, equal = head.sum() * 0.0, torch.zeros((), device=head.device)
     for own, other in zip(known.split(size), drafted.split(size), strict=True):
         part, same = checkpoint(_part, model, own, other, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
@@ -241,7 +241,7 @@ def _part(model: Any, target: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         known, rows = model._base_model_lm_head, slice(None)
         if hasattr(model.eagle_module, "d2t"):
-            # Of the target's tokens those that the head drafts: the others cost as much, and nothing looks at them.
+            # Only the target's tokens that the head drafts: the others cost as much, and nothing uses them.
             d2t = model.eagle_module.d2t
             rows = torch.arange(len(d2t), device=d2t.device) + d2t
         logits = F.linear(target, known.weight[rows], None if known.bias is None else known.bias[rows])

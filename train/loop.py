@@ -1,8 +1,8 @@
-"""The training loop: transformers' Trainer over ModelOpt's Eagle model.
+"""The training loop: transformers' Trainer with ModelOpt's Eagle model.
 
-The Trainer brings devices, processes, FSDP2, accumulation, schedules, logs and checkpoints that go on where they
-stopped (data position and random numbers included). What is not its own: the loss is ModelOpt's, a checkpoint holds
-the head and not its frozen target, and evaluation on held-out text is kconv's own chain.
+The Trainer provides devices, processes, FSDP2, accumulation, schedules, logs and checkpoints that resume exactly
+(including data position and random state). Different here: the loss is ModelOpt's, a checkpoint holds only the head and
+not its frozen target, and evaluation on held-out text uses kconv's own chain.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .optimizer import make_optimizer
 from .recipe import EagleRecipe
 
 Progress = Callable[[int, int, float], None]
-"""Called after each step with the steps done, the steps in all, and the step's loss in nats."""
+"""Called after each step with the steps done, the steps in total, and the step's loss in nats."""
 
 
 class EagleTrainer(Trainer):
     """Trains a head.
 
     Args:
-        model: as `build_module` gives it.
-        spec: what the head is.
-        recipe: how it is trained.
-        feeds: batches to train on, and batches to look at it on.
+        model: from `build_module`.
+        spec: the head's.
+        recipe: how to train it.
+        feeds: batches for training, and batches for evaluation.
         work: folder of the checkpoints and logs.
-        pace: how often.
+        pace: how often to log, evaluate and save.
         progress: called after each step.
     """
 
@@ -58,10 +58,10 @@ class EagleTrainer(Trainer):
         progress: Progress,
     ) -> None:
         self.recipe, self.spec, self.progress, self.feeds = recipe, spec, progress, feeds
-        # As the last evaluation found it, and the loss of the step that is being taken.
+        # From the last evaluation, and the loss of the current step.
         self.head: dict[str, Tensor] = {}
         self.step_loss = 0.0
-        # Tokens per second of all processes, once it has trained.
+        # Tokens per second of all processes, once training has finished.
         self.rate = 0.0
         super().__init__(
             model=model,
@@ -72,9 +72,9 @@ class EagleTrainer(Trainer):
         )
         if pace.shard and not self.is_fsdp_enabled:
             refuse_sharding()
-        # It prints every log to stdout, which is for results.
+        # It would print every log to stdout, which is for results.
         self.remove_callback(PrinterCallback)
-        # ModelOpt's forward takes any keyword; it does not divide by the number of tokens it is told.
+        # ModelOpt's forward accepts any keyword, but does not divide by the number of tokens passed to it.
         self.model_accepts_loss_kwargs = False
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -97,11 +97,11 @@ class EagleTrainer(Trainer):
         return run_eagle(model, inputs, self.recipe).loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Count none: the Trainer walks the model in every step to count the frozen target, and the head once for K."""
+        """Count nothing: the Trainer walks the model in every step, counting the frozen target too."""
         return 0
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Take the gradients of one batch, and stop where the loss is no number."""
+        """Compute the gradients of one batch, and stop if the loss is NaN or infinite."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         value, step = loss.item(), self.state.global_step + 1
         if not math.isfinite(value):
@@ -111,7 +111,7 @@ class EagleTrainer(Trainer):
                 fix="Lower the recipe's lr, and check that the target's states are finite. The same command resumes "
                 "from the last checkpoint before this step.",
             )
-        # Of the batches that make a step (accumulate), each brings its share.
+        # Each of the batches that form a step (accumulate) adds its share.
         self.step_loss += value
         if self.accelerator.sync_gradients:
             self.progress(step, self.state.max_steps, self.step_loss)
@@ -121,7 +121,7 @@ class EagleTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Measure the head on held-out text, and log the figures.
 
-        Every process measures it on rows of its own, and has the figures of all.
+        Every process measures it on its own rows, and gets the figures of all.
         """
         model: Any = self.accelerator.unwrap_model(self.model)
         self.head = head_state(model)
@@ -133,13 +133,13 @@ class EagleTrainer(Trainer):
         return logged
 
     def whole(self, build: Callable[[], EagleModel]) -> EagleModel:
-        """Return ModelOpt's model with the whole head in it, on the CPU; training is over then.
+        """Return ModelOpt's model with the whole head, on the CPU; training is over then.
 
         Args:
-            build: makes a model to put it into, where the trained one is spread over processes.
+            build: creates a model to put it into, if the trained one is distributed over processes.
         """
         if not self.is_fsdp_enabled:
-            # What writes a head reads it on the CPU.
+            # Heads are written from the CPU.
             return self.accelerator.unwrap_model(self.model).cpu().eval()  # pyright: ignore[reportReturnType]
         model = build()
         model.eagle_module.load_state_dict(self.head)
@@ -150,7 +150,7 @@ class EagleTrainer(Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the head of a checkpoint."""
+        """Write the head into a checkpoint."""
         write_head(self.model, Path(output_dir or str(self.args.output_dir)), self.state.global_step)  # pyright: ignore
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -164,30 +164,32 @@ class EagleTrainer(Trainer):
             load_optimizer(*self._trained(), Path(checkpoint))
 
     def _trained(self) -> tuple[Any, Any, Any]:
-        """Return model, optimizer and schedule; the Trainer has them from its first step on."""
+        """Return model, optimizer and schedule; the Trainer has them from its first step."""
         return self.model, self.optimizer, self.lr_scheduler
 
 
 def _only(batches: list[Batch]) -> Batch:
-    """Return the one batch that a feed gives at a time."""
+    """Return the single batch that a feed yields at a time."""
     (batch,) = batches
     return batch
 
 
 class EpochOrder(Sampler[int]):
-    """Every batch once a pass, in an order that hangs on the seed and the pass alone.
+    """Every batch once per pass, in an order that depends only on the seed and the pass.
 
-    So it is the same after a restart, and on each of several processes, of which each has batches of its own. The
-    pass is asked for: accelerate would tell it, but not to a sampler behind the batches that a run of several processes
-    skips when it goes on
+    So the order survives a restart, and is the same on each of several processes, which have their own batches. The
+    pass is
+    queried: accelerate would report it, but not to a sampler behind the batches that a resumed run of several processes
+    skips
     (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/data_loader.py#L622-L640).
 
     Args:
         length: number of batches.
         seed: of the orders.
-        epoch: gives the pass that begins, from 0.
+        epoch: returns the pass that begins, from 0.
         begin: called with the order of a pass that begins.
-        processes: that take turns in what is yielded, as accelerate lets them; so each batch is, once for each of them.
+        processes: number of processes that take turns, as accelerate has it; each batch is yielded once for each of
+            them.
     """
 
     def __init__(
@@ -207,16 +209,17 @@ class EpochOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed)
         orders = [torch.randperm(self._length, generator=generator) for _ in range(self._epoch() + 1)]
-        # Backwards, and drawn one after the other: so the loop before this one took them, of which the recorded heads
-        # and figures are. Another order is another head of every recipe of more than one pass.
+        # Backwards, and drawn one after the other, like the loop before this one, which made the recorded heads and
+        # figures.
+        # Another order would change the head of every recipe with more than one pass.
         order = orders[-1].flip(0).tolist()
         self._begin(order)
         yield from (batch for batch in order for _ in range(self._processes))
 
 
-# Seconds that processes wait for the first one, which digests, evaluates and writes while they do.
+# Seconds that processes wait for the first one while it hashes, evaluates and writes.
 PATIENCE = 6 * 3600
-# The layer of each decoder that FSDP2 shards as one.
+# Each decoder's layer class that FSDP2 shards as one unit.
 LAYERS = {"llama": "GqaLayer", "kimik2": "MlaLayer"}
 
 
@@ -226,13 +229,13 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
     Args:
         recipe: the head's.
         work: folder of the checkpoints and logs.
-        pace: how often.
+        pace: how often to log, evaluate and save.
 
     Raises:
         RecipeInvalid: the Trainer refuses a value.
     """
     cuda = torch.cuda.is_available()
-    # No precision is given: it is `run_module`'s, so that a head that is spread has the loss of one that is not.
+    # No precision here: `run_module` sets it, so that a distributed head has the same loss as an undistributed one.
     sharding = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     try:
         arguments = TrainingArguments(
@@ -255,7 +258,7 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
             disable_tqdm=True,
             log_level="error",
             remove_unused_columns=False,
-            # Batches are put together in this process, where pinning is one copy more, and fails on online states.
+            # Batches are assembled in this process, where pinning costs one more copy, and fails for online states.
             dataloader_pin_memory=False,
             use_cpu=not cuda,
             ddp_backend="gloo" if "RANK" in os.environ and not cuda else None,
@@ -266,8 +269,8 @@ def make_arguments(recipe: EagleRecipe, work: Path, pace: Pace) -> TrainingArgum
         )
     except ValueError as fault:
         raise RecipeInvalid(
-            f"transformers' Trainer refuses this recipe: {fault}", fix="Correct the value that it names."
+            f"transformers' Trainer refuses this recipe: {fault}", fix="Correct the value that the message names."
         ) from fault
-    # One process trains on one GPU; on several the Trainer would fall back to DataParallel. torchrun is for those.
+    # One process trains on one GPU; with several the Trainer would use DataParallel. Use torchrun for several GPUs.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments

@@ -1,7 +1,7 @@
-"""A head as ModelOpt's own module: built, exported, kept, loaded again, run.
+"""A head as ModelOpt's own module: build, export, save, load, run.
 
-A target is given a head by `mtsp.convert` in ModelOpt's offline mode: the target's layers are dropped, and each
-forward is fed what they would have put out (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/speculative_decoding/README.md).
+`mtsp.convert` adds a head to a target in ModelOpt's offline mode: the target's layers are dropped, and each
+forward takes their outputs as input (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/examples/speculative_decoding/README.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .lean import SDPA, make_lean, run_lean
 from .recipe import EagleRecipe, check_fit, parse_recipe
 
 EagleModel = Any
-"""A target that `build_module` turned into ModelOpt's Eagle model; ModelOpt makes its class at run time."""
+"""A target that `build_module` turned into ModelOpt's Eagle model; ModelOpt creates its class at run time."""
 
 WEIGHTS, RECIPE = "eagle_module.safetensors", "recipe.json"
 
@@ -43,8 +43,7 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
     """Turn a target, in place, into ModelOpt's Eagle model with an untrained head.
 
     Args:
-        target: as `load_target` gives it. Its layers are dropped; embedding, final norm and `lm_head` stay,
-            frozen.
+        target: from `load_target`. Its layers are dropped; embedding, final norm and `lm_head` stay, frozen.
         recipe: the head's.
 
     Returns:
@@ -55,14 +54,14 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
     """
     check_fit(recipe, target.config.num_hidden_layers, target.config.vocab_size)
     settings = eagle_settings(recipe, target)
-    # ModelOpt tells on stdout where it finds the target's parts: three lines a head, and no result.
+    # ModelOpt prints three lines per head to stdout about the target's parts, which are not results.
     with torch.random.fork_rng(devices=[]), served_decoders(), contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(recipe.seed)
         try:
             model: EagleModel = mtsp.convert(target, [("eagle", settings)])
         except (AssertionError, ValueError) as fault:
             raise RecipeInvalid(
-                f"ModelOpt refuses this recipe: {fault}", fix="Correct the dims that it names."
+                f"ModelOpt refuses this recipe: {fault}", fix="Correct the dims that the message names."
             ) from fault
     if recipe.kernel == "sdpa":
         make_lean(model)
@@ -72,8 +71,8 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
 def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
     """Return ModelOpt's EagleConfig for a recipe.
 
-    What ModelOpt would fill in from its own templates or from config class defaults (RoPE, special tokens,
-    dtype) is spelled out, so that the exported config says how the head was trained.
+    Values that ModelOpt would take from its own templates or config class defaults (RoPE, special tokens, dtype) are
+    explicit, so that the exported config states how the head was trained.
     """
     attention = dataclasses.asdict(recipe.attention)
     heads = attention.pop("heads")
@@ -97,7 +96,7 @@ def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
         "_attn_implementation": "eager" if recipe.kernel == "eager" else SDPA,
     }
     if getattr(target.config, "sliding_window", None):
-        # ModelOpt reads these as the target's class of config does, gpt-oss' with a window in every other layer.
+        # ModelOpt reads these like the target's config class, e.g. gpt-oss with a window in every other layer.
         architecture |= {"layer_types": ["full_attention"], "sliding_window": None}
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         architecture[token] = getattr(target.config, token)
@@ -109,17 +108,17 @@ def eagle_settings(recipe: EagleRecipe, target: CausalLM) -> dict[str, Any]:
         "eagle_ttt_steps": recipe.ttt_steps,
         "eagle_loss_decay_factor": recipe.loss_decay,
         "eagle_use_torch_compile": False,
-        # By default the export of an unscaled head claims YaRN of factor 32, which it never saw.
+        # By default, the export of an unscaled head claims YaRN of factor 32, which it never used.
         "eagle_export_rope_scaling": {},
         "eagle_architecture_config": architecture,
     }
 
 
 def reduce_vocab(model: EagleModel, d2t: torch.Tensor) -> None:
-    """Give a head its draft vocabulary, and the target's rows of these tokens to start from.
+    """Set a head's draft vocabulary, and copy the target's rows of these tokens as a start.
 
     Args:
-        model: of a recipe with a `draft_vocab`; ModelOpt leaves its map at zeros and its `lm_head` random.
+        model: of a recipe with a `draft_vocab`; ModelOpt leaves its map zero and its `lm_head` random.
         d2t: offsets, [draft_vocab] int64.
     """
     model.eagle_module.d2t.copy_(d2t)
@@ -131,8 +130,8 @@ def run_eagle(model: Any, batch: Mapping[str, Any], recipe: EagleRecipe) -> Any:
     """Run ModelOpt's forward, with its matrix products in the recipe's precision.
 
     Args:
-        model: ModelOpt's Eagle model, or what shares it among processes.
-        batch: as a `Feed` gives it, on the model's device.
+        model: ModelOpt's Eagle model, or its wrapper that shares it among processes.
+        batch: from a `Feed`, on the model's device.
         recipe: the head's.
     """
     device = batch["input_ids"].device.type
@@ -155,7 +154,7 @@ def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
     """Write a head as ModelOpt's exporter does: model.safetensors and config.json.
 
     Raises:
-        TrainingFailed: ModelOpt refuses to export, or the exported config states another RoPE than the trained.
+        TrainingFailed: ModelOpt refuses to export, or the exported config states a different RoPE.
     """
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -166,12 +165,12 @@ def export_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
     if rope != recipe.rope:
         raise TrainingFailed(
             f"the head was trained with {recipe.rope}, but ModelOpt's export says {rope}",
-            fix="Train with a RoPE that ModelOpt exports.",
+            fix="Train with a RoPE that ModelOpt can export.",
         )
 
 
 def save_module(model: EagleModel, folder: Path, recipe: EagleRecipe) -> None:
-    """Write a head's weights under ModelOpt's own names, and the recipe that builds the module for them."""
+    """Write a head's weights under ModelOpt's own names, and the recipe that rebuilds the module."""
     state = model.eagle_module.state_dict()
     write_safetensors(folder / WEIGHTS, [entry(name, tensor) for name, tensor in state.items()])
     (folder / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
@@ -181,7 +180,7 @@ def load_module(folder: Path, target_folder: Path) -> EagleModel:
     """Build ModelOpt's module again, with the weights that `save_module` wrote.
 
     Args:
-        folder: where they are.
+        folder: the folder with them.
         target_folder: the target that the head was trained for.
 
     Raises:
@@ -190,31 +189,30 @@ def load_module(folder: Path, target_folder: Path) -> EagleModel:
     """
     recipe = parse_recipe(read_json(folder / RECIPE))
     state = {name: read_tensor(info) for name, info in read_header(folder / WEIGHTS).items()}
-    # As ModelOpt computes it: what is asked of a module is the logits of every token.
+    # As ModelOpt computes it: a module is used for the logits of every token.
     plain = dataclasses.replace(recipe, kernel="eager", pack=False)
     model = build_module(load_target(target_folder, TORCH[recipe.dtype]), plain)
     try:
         model.eagle_module.load_state_dict(state)
     except RuntimeError as fault:
         raise NotACheckpoint(
-            f"the weights do not match the recipe beside them: {fault}",
+            f"the weights do not match the recipe in their folder: {fault}",
             where=folder,
             fix="Train the head again.",
         ) from fault
     return model.eval()
 
 
-# The program before any conversion: ModelOpt's own module drafts, on its own weights.
+# Drafting with ModelOpt's own module and weights, before any conversion.
 #
-# Nothing of kconv's own forward takes part, so what kconv computes from an exported or converted head can be
-# held against it.
+# It uses nothing of kconv's own forward, so it can check what kconv computes from an exported or converted head.
 #
 # How ModelOpt's training-time test lays out its draft steps
 # (https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L765-L855),
 # for a text x of T tokens, at step k = 1, 2, ... and index q:
 #
 # * token: x[q+1] at every step; the embeddings are rolled by one, once.
-# * hidden state: at step 1 `fc` of the target's captured states at q; later the step before's output at q-1, before
+# * hidden state: at step 1 `fc` of the target's captured states at q; later the previous step's output at q-1, before
 #   the final norm (the outputs are rolled by one after each step).
 # * rotary position: q, at every step.
 # * keys seen: step 1's at indices <= q-(k-1); of each step i = 2..k the one at index q-(k-i)
@@ -230,10 +228,10 @@ def draft_logits(module_folder: Path, target_folder: Path, tokens: Tensor, state
     """Load ModelOpt's module and run K draft steps of all chains of a text.
 
     Args:
-        module_folder: what `save_module` wrote (`modelopt/` in the folder of a trained head).
+        module_folder: a folder that `save_module` wrote (`modelopt/` in the folder of a trained head).
         target_folder: the target that the head was trained for.
-        tokens: the text `[B, T]`; step k takes its tokens, whatever step k-1 drafted (teacher forcing).
-        states: of that target, over the same tokens, with the recipe's captured layers.
+        tokens: the text `[B, T]`; step k uses its tokens, whatever step k-1 drafted (teacher forcing).
+        states: of that target, for the same tokens, with the recipe's captured layers.
         steps: K.
 
     Returns:
@@ -248,34 +246,34 @@ def draft_logits(module_folder: Path, target_folder: Path, tokens: Tensor, state
 
 
 def run_module(model: EagleModel, tokens: Tensor, states: States, steps: int) -> Tensor:
-    """Run K draft steps as `draft_logits` does, with a module that is already loaded.
+    """Run K draft steps like `draft_logits`, with a loaded module.
 
     Args:
-        model: as `load_module` gives it.
+        model: from `load_module`.
     """
     chains = tokens.shape[1] - 1 - steps
     if chains < 1:
         raise PromptsInvalid(
             f"a text of {tokens.shape[1]} tokens is too short for {steps} draft steps",
-            fix=f"Give at least {steps + 2} tokens, or fewer steps.",
+            fix=f"Use a text of at least {steps + 2} tokens, or fewer draft steps.",
         )
     outputs = _listen(model, tokens, states, steps)
-    # Chain t of step k stands at index t+k-1.
+    # Chain t of step k is at index t+k-1.
     return torch.stack([logits[:, k : k + chains] for k, logits in enumerate(outputs)])
 
 
 @torch.no_grad()
 def _listen(model: EagleModel, tokens: Tensor, states: States, steps: int) -> list[Tensor]:
-    """Return what the head's lm_head puts out at each draft step of one ModelOpt forward, each `[B, T, V]`."""
+    """Return the output of the head's lm_head at each draft step of one ModelOpt forward, each `[B, T, V]`."""
     outputs: list[Tensor] = []
-    # The target's logits are given, so nothing but the head's steps calls this matrix.
+    # The target's logits are given, so only the head's steps call this matrix.
     lm_head = getattr(model.eagle_module, "lm_head", model.lm_head)
     hook = lm_head.register_forward_hook(lambda _module, _args, output: outputs.append(output))
     trained_steps = model.eagle_ttt_steps
     try:
         _forget_masks(model)
         model.eagle_ttt_steps = steps
-        # Only in training mode does ModelOpt take more than one step; there is no dropout in it.
+        # ModelOpt runs more than one step only in training mode; it has no dropout.
         model.train()
         model(input_ids=tokens, base_model_outputs=offline_inputs(states))
     finally:
@@ -285,14 +283,14 @@ def _listen(model: EagleModel, tokens: Tensor, states: States, steps: int) -> li
         _forget_masks(model)
     if len(outputs) != steps:
         raise TrainingFailed(
-            f"ModelOpt's module made {len(outputs)} draft steps instead of {steps}",
-            fix="Use the ModelOpt version that kconv's constraints name.",
+            f"ModelOpt's module ran {len(outputs)} draft steps instead of {steps}",
+            fix="Use the ModelOpt version in kconv's constraints.",
         )
     return outputs
 
 
 def _forget_masks(model: EagleModel) -> None:
-    """Drop ModelOpt's cached attention masks, which it keys by draft step, whatever the length of the text.
+    """Drop ModelOpt's cached attention masks, which it stores by draft step, whatever the length of the text.
 
     https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L431-L437
     """

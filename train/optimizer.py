@@ -1,7 +1,7 @@
 """Muon for a head's matrices and AdamW for the rest, as one optimizer.
 
-torch has both, and no way to run two under one learning-rate schedule, which is what transformers' Trainer,
-accelerate and their checkpoints expect.
+torch has both, but no way to run two under one learning-rate schedule, which transformers' Trainer, accelerate and
+their checkpoints expect.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .recipe import EagleRecipe
 class MuonAdamW(torch.optim.Optimizer):
     """Two optimizers that step together.
 
-    Parameter groups and state are this optimizer's, and the two work on the very same dicts: so a schedule that sets
-    a group's `lr` sets it for the one that reads it, and what saves, shards or moves an optimizer sees an ordinary one.
+    Parameter groups and state belong to this optimizer, and the two work on the same dicts. So a schedule that sets a
+    group's `lr` sets it for the optimizer that reads it, and code that saves, shards or moves an optimizer sees an
+    ordinary one.
 
     Args:
         matrices: parameters of two dimensions, for Muon.
@@ -48,7 +49,7 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the state of both again."""
+        """Connect to the state of both again."""
         super().load_state_dict(state_dict)
         # Loading replaces the dicts.
         self._share()
@@ -57,9 +58,11 @@ class MuonAdamW(torch.optim.Optimizer):
 def make_optimizer(head: nn.Module, recipe: EagleRecipe) -> torch.optim.Optimizer:
     """Return the recipe's optimizer over a head's parameters.
 
-    Muon is not meant for gains, nor for an output matrix, whose rows are few tokens' own. In the few steps that a
-    tiny head gets it comes further: after 300 of a GQA head, sampled acceptance at K=3 is 2.93 tokens, against
-    2.64 with AdamW (the best learning rate of each of five; one seed).
+    Muon does not suit gains, nor an output matrix, each of whose rows belongs to few tokens. In the few steps that a
+    tiny head gets it makes more progress: after 300 steps of a GQA head, sampled acceptance at K=3 is 2.93 tokens,
+    against
+        2.64
+    with AdamW (the best learning rate of each of five; one seed).
     """
     named = dict(head.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim == 2 and name != "lm_head.weight"]

@@ -1,4 +1,4 @@
-"""What a training run takes, reckoned before it: steps, memory of a process, disk, hours."""
+"""Estimate what a training run takes: steps, memory per process, disk, hours."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .lean import FEWEST_TOKENS, LOGIT_BYTES
 from .recipe import EagleRecipe
 
 WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
-# The frozen parts of a target that a head shares, and what follows from another slot.
+# The frozen parts of a target that a head shares, and slots that follow from others.
 NOT_TRAINED = ("embed_tokens", "d2t", "t2d")
-# Checkpoints at once: the two that are kept, and the one that is being written.
+# Checkpoints on disk at once: the two that are kept, and the one being written.
 CHECKPOINTS = 3
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What a run takes.
+    """The estimate of a run.
 
     Attributes:
-        parameters: that are trained.
+        parameters: trained parameters.
         steps: of the optimizer.
-        tokens: that go through the head, padding too.
+        tokens: that go through the head, including padding.
         processes: that share each batch.
-        memory: bytes of one process by what holds them; empty where they are not reckoned (`kernel: eager`).
-        states: bytes of the target's states over the text, in its own dtype.
-        checkpoints: bytes of the checkpoints beside the output.
+        memory: bytes per process by purpose; empty if not estimated (`kernel: eager`).
+        states: bytes of the target's states for the text, in its own dtype.
+        checkpoints: bytes of the checkpoints next to the output.
         output: bytes of the output.
-        hours: None where no rate was given.
-        nodes: of each of several nodes, the files of stored states that its processes read.
+        hours: None without a rate.
+        nodes: for each of several nodes, the files of stored states that its processes read.
     """
 
     parameters: int
@@ -63,26 +63,26 @@ def plan_training(
     text: int | None = None,
     rate: float | None = None,
 ) -> TrainPlan:
-    """Reckon what a run takes.
+    """Estimate what a run takes.
 
     Args:
-        recipe: how the head is trained.
+        recipe: how to train the head.
         config: the target's.
         processes: that share each batch.
-        shard: whether head, optimizer and the target's ends are spread over them.
+        shard: whether head, optimizer and the target's ends are distributed over them.
         text: tokens of the text; by default as many as fit into the recipe's rows.
         rate: tokens per second of all processes together.
     """
     spec = spec_of(recipe, config)
     own = needs(spec)
     shared = NOT_TRAINED + (() if recipe.draft_vocab else ("lm_head",))
-    # The target's output matrix is written into the head that comes out.
+    # The target's output matrix is also written into the resulting head.
     lent = 0 if recipe.draft_vocab else config.vocab * config.hidden
     written = WIDTHS[recipe.compute or recipe.dtype]
     trained = sum(prod(need.shape) for name, need in own.items() if name not in shared)
     width = WIDTHS[recipe.dtype]
     kept = [(prod(need.shape), len(need.shape)) for name, need in own.items() if name not in shared]
-    # AdamW keeps two numbers of each weight, Muon one of a matrix's.
+    # AdamW keeps two numbers per weight, Muon one per weight of a matrix.
     moments = sum(count * (1 if recipe.optimizer == "muon" and dims == 2 else 2) for count, dims in kept) * width
     tokens = recipe.steps * recipe.accumulate * recipe.batch * recipe.seq
     rows = recipe.batches * recipe.batch * recipe.seq
@@ -95,7 +95,7 @@ def plan_training(
         memory=_memory(recipe, config, trained, moments, processes, shard) if recipe.kernel == "sdpa" else {},
         states=stored * (rows if text is None else text),
         checkpoints=CHECKPOINTS * (trained * width + moments),
-        # As it is exported, and as ModelOpt's own module.
+        # As exported, and as ModelOpt's own module.
         output=(trained + lent) * written + trained * width,
         hours=tokens / rate / 3600 if rate else None,
     )
@@ -107,7 +107,7 @@ def _memory(
     width, parts = WIDTHS[recipe.dtype], processes if shard else 1
     tokens = recipe.batch // processes * recipe.seq
     ends = 2 * config.vocab * config.hidden * width
-    # Under autocast each matrix is held in bf16 too, until the step's gradients are there.
+    # Under autocast each matrix also exists in bf16, until the step's gradients are computed.
     copies = trained * 2 if recipe.compute else 0
     given = tokens * config.hidden * (len(recipe.captured) + 1) * width
     return {
@@ -123,14 +123,14 @@ def _memory(
 
 
 def token_bytes(recipe: EagleRecipe, hidden: int) -> int:
-    """Return what is kept of a token in one draft step for the gradient, by kernel "sdpa".
+    """Return what is kept per token and draft step for the gradient, with kernel "sdpa".
 
-    That is what linears and norms are given, keys and values, and what the loss is computed of again; see `lean`.
+    That is the inputs of linear layers and norms, keys and values, and what the loss is recomputed from; see `lean`.
     """
     full, half = WIDTHS[recipe.dtype], WIDTHS[recipe.compute or recipe.dtype]
     attention = recipe.attention
-    # The stream into the layer, the two norms of its inputs, and the joined input of the attention's matrices;
-    # the stream behind the attention, its norm and what the MLP is given; the same of the last norm; what counts.
+    # The stream into the layer, the two norms of its inputs, and the joined input of the attention's matrices; the
+    # stream after the attention, its norm and the MLP's input; the same for the last norm; what counts.
     stream = hidden * (11 * full + 2 * half)
     # RoPE is computed in the stream's dtype, and leaves queries and keys in it.
     if isinstance(attention, Mla):
@@ -144,7 +144,7 @@ def token_bytes(recipe: EagleRecipe, hidden: int) -> int:
 
 
 def _at_once(recipe: EagleRecipe, config: TargetConfig, tokens: int) -> int:
-    """Return the most that is computed again at a time: of the MLP, or of some tokens' logits, with gradients."""
+    """Return the most memory recomputed at a time: of the MLP, or of some tokens' logits, with gradients."""
     half = WIDTHS[recipe.compute or recipe.dtype]
     logits = max(LOGIT_BYTES, 4 * FEWEST_TOKENS * config.vocab)
     return max(8 * tokens * recipe.intermediate * half, 6 * min(logits, 4 * tokens * config.vocab))

@@ -1,4 +1,4 @@
-"""How a draft head is made: recipes in code, by name, and from files."""
+"""How to train a draft head: recipes in code, by name, and from files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..targets.config import TargetConfig
 class EagleRecipe:
     """An Eagle3 head of one decoder layer, and its training with ModelOpt.
 
-    Steps, not seconds, are counted, so that a recipe gives the same head on a slow machine.
+    It counts steps, not seconds, so that a recipe gives the same head on a slow machine.
 
     Attributes:
         attention: decides ModelOpt's decoder: `Mla` is its `kimik2`, `Gqa` (or MHA) its `llama`.
@@ -36,23 +36,23 @@ class EagleRecipe:
             text; None for the target's whole vocabulary and its own `lm_head`.
         ttt_steps: draft steps that are trained at once (training-time test).
         loss_decay: weight of each draft step's loss relative to the step before.
-        batches: distinct batches of text; the target runs over each of them once.
-        steps: optimizer steps; more steps than `batches` are further passes, each in a new order.
+        batches: distinct batches of text; the target runs over each once.
+        steps: optimizer steps; steps beyond `batches` are further passes, each in a new order.
         batch: sequences per batch.
         seq: tokens per sequence.
         optimizer: "muon" for the matrices and AdamW for the rest, or "adamw" for all.
         lr: peak learning rate of the matrices.
         rest_lr: peak learning rate of the norms and of the head's own `lm_head`.
-        schedule: how both fall after `warmup` steps, by transformers' name.
+        schedule: how both decay after `warmup` steps, by transformers' name.
         warmup: steps.
-        accumulate: batches whose gradients make one step.
+        accumulate: batches whose gradients are summed into one step.
         seed: random seed of the weights and of the order of the texts.
-        dtype: of the weights that are trained, as safetensors names it. In BF16 a step below 1/256 of a weight is
-            lost: a gain of 1.0 stays 1.0 at usual rates.
+        dtype: of the trained weights, as safetensors names it. In BF16 a step below 1/256 of a weight is lost: a gain
+            of 1.0 stays 1.0 at usual rates.
         kernel: "eager" computes as ModelOpt does, with the scores of all heads and the logits of all tokens in memory;
-            "sdpa" computes the same sums in bounded memory, in another order; see `lean`.
-        pack: put several documents into a row, isolated from each other; only with kernel "sdpa".
-        compute: of the matrix products over them (autocast), and of the head that comes out; None for `dtype`.
+            "sdpa" computes the same sums in bounded memory, equal up to the order of additions; see `lean`.
+        pack: put several documents into a row, none of which sees another; needs kernel "sdpa".
+        compute: dtype of the matrix products (autocast) and of the resulting head; None for `dtype`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -88,7 +88,7 @@ class EagleRecipe:
 
 
 _CHECK = TypeAdapter(EagleRecipe)
-# What pydantic calls each alternative of a choice, in the place of an error.
+# pydantic's name for each alternative of a choice, in an error's location.
 CHOICES = {one.__name__: one for one in (Gqa, Mla, Yarn, Linear, Llama3)}
 POSITIVE = (
     "intermediate", "ttt_steps", "batches", "steps", "batch", "seq", "accumulate", "lr", "rest_lr", "eps", "loss_decay",
@@ -96,10 +96,10 @@ POSITIVE = (
 
 
 class Stated(dict[str, Any]):
-    """A recipe's keys as a file states them; `stated | settings` are those with the values of --set on top.
+    """A recipe's keys as a file states them; `stated | settings` adds the values of --set.
 
     Attributes:
-        name: of the file, or of the recipe that kconv brings.
+        name: of the file, or of kconv's own recipe.
         text: its YAML.
         settings: the keys of --set.
     """
@@ -112,7 +112,7 @@ class Stated(dict[str, Any]):
         return Stated({**self, **settings}, self.name, self.text, self.settings | settings.keys())
 
     def where(self, place: Sequence[str | int]) -> str:
-        """Return where a key stands: the file and its line, or --set."""
+        """Return where a key comes from: the file and its line, or --set."""
         if place and place[0] in self.settings:
             return f"--set {place[0]}"
         line = line_of(self.text, place)
@@ -120,7 +120,7 @@ class Stated(dict[str, Any]):
 
 
 Where = Callable[[Sequence[str | int]], str]
-"""Tells where a key of a recipe stands; see `Stated.where`."""
+"""Returns where a key of a recipe comes from; see `Stated.where`."""
 
 
 def _where(values: Mapping[str, Any]) -> Where:
@@ -128,14 +128,14 @@ def _where(values: Mapping[str, Any]) -> Where:
 
 
 def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> EagleRecipe:
-    """Read a recipe from plain values, as a YAML file gives them.
+    """Read a recipe from plain values, e.g. from a YAML file.
 
     Args:
         values: the keys and their values.
-        where: tells where a key stands; by default as the values know it themselves.
+        where: returns where a key comes from; by default as the values themselves know it.
 
     Raises:
-        RecipeInvalid: a key that does not exist, one that is missing, or a value of a wrong type or range.
+        RecipeInvalid: a key does not exist or is missing, or a value has a wrong type or range.
     """
     where = where or _where(values)
     try:
@@ -153,15 +153,15 @@ def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Eagle
 
 
 def _wrong_at(fault: ValidationError) -> tuple[tuple[str | int, ...], str]:
-    """Return the keys that lead to the first thing that is wrong, and what is wrong, with the nearest right key."""
+    """Return the keys that lead to the first error, and the error, with the nearest valid key."""
     choices: dict[tuple[str | int, ...], list[Any]] = {}
     for error in fault.errors():
         tag = max((i + 1 for i, part in enumerate(error["loc"]) if part in CHOICES), default=0)
         choices.setdefault(error["loc"][:tag], []).append(error)
-    # A choice (GQA or MLA) reports the errors of each alternative; the one with the fewest was meant. What is wrong
-    # outside of all choices is so whatever was meant.
+    # A choice (GQA or MLA) reports the errors of each alternative; the one with the fewest was meant. Errors outside of
+    # all choices hold in any case.
     errors = choices.get(()) or min(choices.values(), key=len)
-    # A key with a typo is missing under its own name too, and the typo is what to mend.
+    # A misspelled key also leaves the right one missing; the typo is what the user must fix.
     first = next((error for error in errors if error["type"] == "unexpected_keyword_argument"), errors[0])
     place = tuple(part for part in first["loc"] if part not in CHOICES)
     if first["type"] != "unexpected_keyword_argument":
@@ -172,20 +172,20 @@ def _wrong_at(fault: ValidationError) -> tuple[tuple[str | int, ...], str]:
 
 
 def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
-    """Raise RecipeInvalid for values that cannot be, whatever the target."""
+    """Raise RecipeInvalid for values that are invalid for any target."""
     wrong = [(name, f"{name} is {value}") for name in POSITIVE if not (value := getattr(recipe, name)) > 0]
     if recipe.warmup < 0:
         wrong.append(("warmup", f"warmup is {recipe.warmup}"))
-    if not 0 <= recipe.seed < 2**32:  # numpy's bounds, which the Trainer seeds too
+    if not 0 <= recipe.seed < 2**32:  # the bounds of numpy, which the Trainer also seeds
         wrong.append(("seed", f"seed is {recipe.seed}"))
     if recipe.seq < recipe.ttt_steps + 2:
         wrong.append(("seq", f"{recipe.seq} tokens are too few for {recipe.ttt_steps} draft steps"))
     if not recipe.captured or list(recipe.captured) != sorted(set(recipe.captured)) or recipe.captured[0] < 0:
-        wrong.append(("captured", f"captured is {list(recipe.captured)}, no list of ascending layers"))
+        wrong.append(("captured", f"captured is {list(recipe.captured)}, not a list of ascending layers"))
     if recipe.pack and recipe.kernel != "sdpa":
-        wrong.append(("pack", "pack is true, and kernel is not sdpa, whose masks keep documents apart"))
+        wrong.append(("pack", "pack is true, but it needs kernel sdpa, whose masks keep documents apart"))
     if isinstance(recipe.attention, Gqa) and recipe.attention.bias:
-        wrong.append(("attention", "attention.bias is true, and engines drop the bias of o_proj"))
+        wrong.append(("attention", "attention.bias is true, but engines drop the bias of o_proj"))
     if wrong:
         raise RecipeInvalid(
             f"the recipe is invalid: {'; '.join(what for _, what in wrong)}",
@@ -195,34 +195,34 @@ def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
 
 
 def check_fit(recipe: EagleRecipe, layers: int, vocab: int, where: Where = lambda _: "") -> None:
-    """Raise RecipeInvalid for a recipe that asks of a target what it has not.
+    """Raise RecipeInvalid for a recipe that does not fit a target.
 
     Args:
         recipe: the head's.
         layers: how many the target has.
         vocab: rows of its vocabulary.
-        where: tells where a key stands.
+        where: returns where a key comes from.
     """
     if recipe.captured[-1] >= layers:
         raise RecipeInvalid(
             f"the recipe captures layer {recipe.captured[-1]}, but the target's layers are 0 to {layers - 1}",
             where=where(("captured",)),
-            fix="Give 0-based layer outputs.",
+            fix="Use 0-based layer outputs.",
         )
     if recipe.draft_vocab is not None and not 0 < recipe.draft_vocab < vocab:
         raise RecipeInvalid(
             f"draft_vocab is {recipe.draft_vocab}, but the target's vocabulary has {vocab} tokens",
             where=where(("draft_vocab",)),
-            fix="Give fewer tokens than the target has, or null for all of them.",
+            fix="Use fewer tokens than the target has, or null for all of them.",
         )
 
 
 # Kimi-K2.5's own, which the MLA heads share.
 KIMI_ROPE = Rope(50000.0, Yarn(64.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0))
-# A GQA head is trained without scaling, and its config says so.
+# A GQA head is trained without scaling, and its config states that.
 PLAIN_ROPE = Rope(10000.0)
 
-# For the tiny target of the demo. The latent and rotary dims are Kimi-K2's, for the sake of vLLM on CPU.
+# For the demo's tiny target. The latent and rotary dims are Kimi-K2's, as vLLM on CPU requires.
 TINY_MLA = EagleRecipe(
     attention=Mla(4, q_lora_rank=64, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32),
     intermediate=384,
@@ -231,7 +231,7 @@ TINY_MLA = EagleRecipe(
 )
 TINY_GQA = dataclasses.replace(TINY_MLA, attention=Gqa(4, kv_heads=2, head_dim=32), rope=PLAIN_ROPE)
 
-# For the tiny target of the tests: enough steps to learn something, in seconds.
+# For the tests' tiny target: enough steps to learn something, in seconds.
 TEST_MLA = dataclasses.replace(
     TINY_MLA,
     attention=Mla(2, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32),
@@ -247,19 +247,19 @@ TEST_MHA = dataclasses.replace(TEST_GQA, attention=Gqa(4, kv_heads=4, head_dim=1
 
 NAMES = ("eagle3-mla", "eagle3-gqa")
 DECODERS = ("mla", "gqa")
-# What a head that training goes on from decides.
+# The keys that a head to continue from decides.
 OF_THE_HEAD = ("attention", "intermediate", "captured", "rope", "eps", "draft_vocab")
-# Of a file, or of --set: the recipe's own, and the two that `complete` resolves.
+# The keys of a file or --set: the recipe's own, and the two that `complete` resolves.
 KEYS = ("decoder", "passes", *(field.name for field in fields(EagleRecipe)))
 
 
 def read_recipe_file(name: str) -> Stated:
-    """Read a recipe that kconv brings, or a YAML file.
+    """Read one of kconv's own recipes, or a YAML file.
 
     Raises:
-        RecipeInvalid: there is no such recipe, or the file is no YAML mapping.
+        RecipeInvalid: there is no such recipe, or the file is not a YAML mapping.
     """
-    fix = f"Name one of {', '.join(NAMES)}, or a YAML file."
+    fix = f"Use one of {', '.join(NAMES)}, or a YAML file."
     if name in NAMES:
         text = (files("kconv.train") / "recipes" / f"{name}.yaml").read_bytes()
     else:
@@ -270,13 +270,13 @@ def read_recipe_file(name: str) -> Stated:
         raise RecipeInvalid(
             f"{name} is not a mapping of keys to values",
             where=name,
-            fix="Write KEY: VALUE lines, as eagle3-mla.yaml has.",
+            fix="Write KEY: VALUE lines, as in eagle3-mla.yaml.",
         )
     return Stated(values, name, text)
 
 
 def check_keys(values: Mapping[str, Any]) -> None:
-    """Raise RecipeInvalid for keys that no recipe has; nothing but the values is needed for that."""
+    """Raise RecipeInvalid for unknown keys; this needs only the values."""
     unknown = [str(key) for key in values if key not in KEYS]
     if unknown:
         near = get_close_matches(unknown[0], KEYS, n=1)
@@ -290,18 +290,18 @@ def check_keys(values: Mapping[str, Any]) -> None:
 def complete(
     values: Mapping[str, Any], target: TargetConfig, rows: int, init_from: HeadSpec | None = None
 ) -> EagleRecipe:
-    """Return a whole recipe: what a file does not say is the head's to go on from, or else the target's.
+    """Return a complete recipe: keys missing in a file come from the head to continue, or from the target.
 
     Args:
-        values: as the file has them; `decoder` ("mla" or "gqa") stands for an attention of the target's dims, and
-            `passes` for as many steps as take the data through so often.
+        values: from the file; `decoder` ("mla" or "gqa") stands for an attention with the target's dims, and `passes`
+            for the steps of that many passes through the data.
         target: the target's config.
         rows: rows of training data.
-        init_from: the head that training goes on from.
+        init_from: the head that training continues from.
 
     Raises:
-        RecipeInvalid: a key does not exist, a value cannot be or contradicts the head, or the head or a value is of
-            another target.
+        RecipeInvalid: a key does not exist, a value is invalid or contradicts the head, or the head or a value does not
+        fit the target.
     """
     check_keys(values)
     where, values = _where(values), dict(values)
@@ -313,7 +313,7 @@ def complete(
         raise RecipeInvalid(
             f"passes is {passes!r}",
             where=where(("passes",)),
-            fix="Give the number of passes through the data: 1 or more.",
+            fix="Set passes to the number of passes through the data: 1 or more.",
         )
     values.setdefault("batches", rows // _count(values, "batch"))
     values.setdefault("steps", max(1, _count(values, "batches") * passes // _count(values, "accumulate")))
@@ -328,19 +328,19 @@ def complete(
             raise RecipeInvalid(
                 f"the recipe's {', '.join(wrong)} differs from the --init-from head",
                 where=where(wrong[:1]),
-                fix="Leave these keys out. The head decides them.",
+                fix="Remove these keys. The head decides them.",
             )
     if recipe.batches * recipe.batch > rows:
         raise RecipeInvalid(
             f"the recipe needs {recipe.batches:,} batches of {recipe.batch}, but the data has {rows:,} rows",
             where=where(("batches",)),
-            fix="Lower batches or batch, or give more data.",
+            fix="Lower batches or batch, or use more data.",
         )
     return replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10)) if "warmup" not in stated else recipe
 
 
 def _count(values: Mapping[str, Any], key: str) -> int:
-    """Return a count to reckon with; of one that cannot be, `parse_recipe` says what is wrong."""
+    """Return a count for arithmetic; if it is invalid, `parse_recipe` reports the error."""
     count = values.get(key, EagleRecipe.__dataclass_fields__[key].default)
     return count if isinstance(count, int) and count > 0 else 1
 
@@ -356,12 +356,12 @@ def _of_head(spec: HeadSpec, target: TargetConfig) -> dict[str, Any]:
         "layers": spec.layers != 1,
         "norms": spec.norms != Norms(),
         "biases": spec.mlp_bias or spec.fc_bias,
-        "a width of its own": spec.hidden != spec.target_hidden,
+        "a different width": spec.hidden != spec.target_hidden,
     }
     if any(unlike.values()):
         raise RecipeInvalid(
             f"ModelOpt cannot continue this head: it has {', '.join(what for what, has in unlike.items() if has)}",
-            fix="Continue with the trainer that made it.",
+            fix="Continue with the trainer that made the head.",
         )
     return {
         "attention": asdict(spec.attention),
@@ -383,9 +383,9 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
         return defaults | ({} if "rope" in stated else {"rope": asdict(read_rope(target.rope))})
     if decoder not in DECODERS:
         raise RecipeInvalid(
-            f"the recipe's decoder is {decoder!r}, and it has no attention dims",
+            f"the recipe's decoder is {decoder!r}, and no attention dims are given",
             where=where(("decoder",)),
-            fix=f"Write decoder: {' or '.join(DECODERS)}, or give the attention's dims.",
+            fix=f"Write decoder: {' or '.join(DECODERS)}, or state the attention's dims.",
         )
     if decoder == "gqa":
         # Without the target's scaling: engines differ in how they scale a Llama layer's softmax under YaRN.
@@ -396,7 +396,7 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
     if absent:
         raise RecipeInvalid(
             f"the target has no {', '.join(absent)}, which an MLA head would copy",
-            fix="Give the attention's dims in the recipe, or train a GQA head.",
+            fix="State the attention's dims in the recipe, or train a GQA head.",
         )
     return defaults | {
         "attention": {"heads": target.heads} | {key: target.text[key] for key in dims},
@@ -405,7 +405,7 @@ def _of_target(target: TargetConfig, decoder: str | None, stated: dict[str, Any]
 
 
 def _theta(target: TargetConfig) -> float:
-    """Return the base of a target's RoPE, whatever scales it: a scaling that no head can have among them."""
+    """Return the base of a target's RoPE, even if its scaling is one that no head can have."""
     parameters = target.rope.get("rope_parameters")
     nested = parameters.get("rope_theta") if isinstance(parameters, dict) else None
     return read_rope({"rope_theta": target.rope.get("rope_theta", nested)}).theta

@@ -1,9 +1,9 @@
-"""A training run from data to head, resumed where it stopped.
+"""Run a training from data to head, resuming where it stopped.
 
-OUT holds the head in TensorRT-LLM's layout, which is ModelOpt's names under a config that says what was trained (or in
-vLLM's, see `job.choose_layout`), with kconv's manifest; and in `modelopt/` the same head as ModelOpt's own module,
-training.json, and the curves. The report stands in training.json with every evaluation and without the prompts'
-digests, and in the manifest the other way round.
+OUT holds the head in TensorRT-LLM's layout, i.e. ModelOpt's names with a config that states what was trained (or in
+vLLM's, see `job.choose_layout`), with kconv's manifest. Its folder `modelopt/` holds the same head as ModelOpt's own
+module, training.json, and the curves. The report in training.json has every evaluation but no prompt digests; the one
+in the manifest has the digests but not every evaluation.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ from .module import EagleModel, build_module, export_module, reduce_vocab, save_
 from .recipe import EagleRecipe, check_recipe
 
 LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused")
-# Enough for a curve; kconv validate measures the head that comes out.
+# Enough for a curve; kconv validate measures the resulting head.
 EVAL_BATCHES = 16
 
 
 def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = lambda *_: None) -> Path:  # noqa: B008
-    """Train a head, or go on with a run that stopped.
+    """Train a head, or resume a stopped run.
 
     Under torchrun each process calls this with the same arguments; the first one writes.
 
     Args:
         job: what to train.
-        out: the folder to make. Checkpoints stand beside it, in `.NAME.training`, until the run is done.
-        pace: how often the run is watched and kept.
+        out: the folder to create. Until the run is done, checkpoints are in `.NAME.training` next to it.
+        pace: how to monitor and save the run.
         progress: called after each step.
 
     Raises:
-        RecipeInvalid: the recipe cannot be, or does not fit the target, the data or the processes.
+        RecipeInvalid: the recipe is invalid, or does not fit the target, the data or the processes.
         LayoutCannot: no engine could load the head.
-        ManifestMismatch: the manifest of the head to go on from is not of the schema.
-        TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
-        OutputExists: something is at `out`, another run is at work on it, or beside it stand checkpoints of another
+        ManifestMismatch: the manifest of the head to continue from does not match the schema.
+        TrainingFailed: the loss is NaN or infinite, or ModelOpt fails to export the head.
+        OutputExists: something exists at `out`, another run is using it, or next to it are checkpoints of another
             run, or of this one with another number of processes.
         OutputFailed: `out` is not writable, or the disk has no room for a checkpoint.
     """
@@ -87,7 +87,7 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
     clear_finished(out)
     refuse_existing(out)
     layout = choose_layout(spec_of(job.recipe, read_target_config(job.target)))
-    # What the head to go on from was calibrated on, training does not make unseen.
+    # Prompts that calibrated the initial head do not become unseen by training.
     converted = None
     if job.init_from:
         converted = read_provenance(job.init_from.checkpoint.folder).conversion(None, exact=False)
@@ -112,11 +112,11 @@ def train(job: TrainJob, out: Path, pace: Pace = Pace(), progress: Progress = la
 
 @contextmanager
 def _others_end() -> Iterator[None]:
-    """Say plainly that another process ended, where torch says that its connection is closed."""
+    """Say that another process ended, where torch only reports a closed connection."""
     try:
         yield
     except RuntimeError as fault:
-        # Gloo's faults have no class of their own.
+        # Gloo's exceptions have no class of their own.
         if place()[1] == 1 or not (isinstance(fault, DistError) or LOST.search(str(fault))):
             raise
         raise TrainingFailed(
@@ -126,7 +126,7 @@ def _others_end() -> Iterator[None]:
 
 
 def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrainer:
-    """Train to the last step, from the newest checkpoint before it in `work` if there is one."""
+    """Train to the last step, from the newest earlier checkpoint in `work` if there is one."""
     recipe, (rank, world) = job.recipe, place()
     if not rank:
         check_target(job)
@@ -138,7 +138,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     batch, dtype = recipe.batch // world, TORCH[recipe.dtype]
     text = job.text.own(rank, world, batch)
     evaluated = job.unseen.own(rank, world)[: EVAL_BATCHES * batch]
-    # There may be fewer rows to look at than a batch has.
+    # There may be fewer evaluation rows than a batch has.
     shown = min(batch, len(evaluated))
     feeds = (
         Feed(job.text.ids, job.text.mask, batch, states, dtype, job.text.documents, text),
@@ -152,7 +152,7 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     trainer.accelerator.wait_for_everyone()
     if resume is None:
         untrained = trainer.evaluate() | {"step": 0}
-        # Beside the checkpoints, for training begins with an empty log.
+        # Stored with the checkpoints, since training begins with an empty log.
         if trainer.accelerator.is_main_process:
             with writing(work):
                 (work / UNTRAINED).write_text(json.dumps(untrained))
@@ -175,7 +175,7 @@ def _start(job: TrainJob) -> EagleModel:
 
 
 def _take_over(model: EagleModel, head: Head) -> None:
-    """Give a module the weights of a head in any layout."""
+    """Load the weights of a head in any layout into a module."""
     own = model.eagle_module.state_dict()
     for name, row in stored(by_name("modelopt"), head.spec).items():
         if name in own:
@@ -186,11 +186,11 @@ CURVES, UNTRAINED = "curves.png", "untrained.json"
 
 
 def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dict[str, Any]:
-    """Write a trained head as ModelOpt exports it, its module, and what is known of the run; return the latter.
+    """Write a trained head in ModelOpt's export, its module, and the report of the run; return the report.
 
     Args:
-        work: where the run's key and first look lie.
-        folder: the folder to make.
+        work: the folder with the run's key and first evaluation.
+        folder: the folder to create.
     """
     model = trainer.whole(lambda: build_module(load_ends(job.own_ends, TORCH[job.recipe.dtype]), job.recipe))
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     data = {name: value for name, value in job.data.items() if name != "prompts"}
-    # How fast it went is no part of what came out, which is the same however often a run was stopped.
+    # Speed is not part of the result, which is the same however often a run was stopped.
     told = report | {"data": data, "tokens_per_second": round(trainer.rate, 1)}
     (folder / MODULE / REPORT).write_text(json.dumps(told, indent=2) + "\n")
     if find_spec("matplotlib"):
@@ -223,15 +223,15 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
 
 
 def is_made(out: Path, key: str) -> bool:
-    """Say whether a folder holds what a job of this key makes."""
+    """Return whether a folder holds the result of a job with this key."""
     report = out / MODULE / REPORT
     return report.exists() and read_json(report).get("key") == key
 
 
-# A head from plain text, kept by the hash of its recipe.
+# A head from plain text, cached by the hash of its recipe.
 #
 # The folder holds model.safetensors and config.json, exactly as ModelOpt exports them, and `modelopt/`: the same
-# head as ModelOpt's own module (`module.save_module`), and training.json, which says how it was made.
+# head as ModelOpt's own module (`module.save_module`), and training.json, which records how it was made.
 
 HELD_OUT_BATCHES = 8
 
@@ -244,24 +244,24 @@ def train_head(
     held_out: Tensor,
     progress: Progress = lambda *_: None,
 ) -> Path:
-    """Train an Eagle3 head for a target with ModelOpt, or find the one that was made so before.
+    """Train an Eagle3 head for a target with ModelOpt, or find one made before in the same way.
 
     Args:
         target_folder: the target; it is loaded whole.
-        out: the folder to make. If a head of the same recipe, target, text and libraries is there, it is kept.
-        recipe: what to make.
-        text: token ids to train on, documents one after the other: [N] int64.
-        held_out: token ids of other documents, [M] int64, on which the head is measured and never trained.
+        out: the folder to create. If it holds a head of the same recipe, target, text and libraries, that is kept.
+        recipe: the head to make.
+        text: token ids for training, documents in sequence: [N] int64.
+        held_out: token ids of other documents, [M] int64, for measuring the head, never for training.
         progress: called after each training step.
 
     Returns:
         `out`.
 
     Raises:
-        RecipeInvalid: the recipe cannot be, or does not fit the target or the texts.
-        TrainingFailed: the loss is no longer a number, or ModelOpt does not export what was trained.
+        RecipeInvalid: the recipe is invalid, or does not fit the target or the texts.
+        TrainingFailed: the loss is NaN or infinite, or ModelOpt fails to export the head.
         TargetInvalid: the target cannot be loaded.
-        OutputExists: something else is at `out`.
+        OutputExists: something else exists at `out`.
         OutputFailed: `out` is not writable.
     """
     job = _job(target_folder, recipe, text, held_out)
@@ -270,7 +270,7 @@ def train_head(
         return out
     refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be making the same head: it goes first, and then there is nothing left to do.
+    # Another process may be making the same head: wait for it, and then nothing is left to do.
     with FileLock(out.parent / f".{out.name}.lock"):
         if is_made(out, job_key(job)):
             return out
@@ -282,7 +282,7 @@ def train_head(
 
 
 def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> str:
-    """Return 16 hex digits that name what `train_head` makes of the same arguments on this installation."""
+    """Return 16 hex digits that identify the result of `train_head` with these arguments on this installation."""
     return job_key(_job(target_folder, recipe, text, held_out))
 
 

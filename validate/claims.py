@@ -1,7 +1,7 @@
-"""What a manifest says of a head beside its bytes, derived again from the head itself.
+"""Statements of a manifest other than digests, derived again from the head itself.
 
-`checkpoint.manifest.verify` holds bytes and what follows from the manifest alone. What the head is, which layers it
-captures and how many weights it has, a manifest might say of any bytes; here they are read anew.
+`checkpoint.manifest.verify` checks bytes and what follows from the manifest alone. A manifest could claim any captured
+layers, number of weights and other facts for any bytes; here they are read again.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ..engines import by_name
 from ..errors import ManifestMismatch
 from ..head.slots import needs
 
-# Where kconv's own trainer leaves its record, in the folder of ModelOpt's module.
+# Where kconv's own trainer puts its record, in the folder of ModelOpt's module.
 MODULE, REPORT = "modelopt", "training.json"
 AGAIN = "Fetch the folder again, or convert the head again with kconv."
 
 
 def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint | None = None) -> None:
-    """Hold what a manifest says of a head against the head, and how its source was read against the source.
+    """Check what a manifest says about a head against the head, and how its source was read against the source.
 
-    Of a target nothing is derived: its manifest speaks of a recipe.
+    For a target nothing is derived: its manifest describes a recipe.
 
     Args:
-        checkpoint: the folder that the manifest lies in, whose bytes match it.
-        manifest: what it says.
-        source: what the head was made of, where it is at hand.
+        checkpoint: the manifest's folder, whose bytes match it.
+        manifest: the manifest.
+        source: what the head was made from, if available.
 
     Raises:
-        ManifestMismatch: one of these is said otherwise than it is.
+        ManifestMismatch: one of its statements is wrong.
         KconvError: the head cannot be read.
     """
     if manifest.spec.get("kind") == "target":
         return
     head = read(checkpoint, layout=by_name(manifest.layout)).sound_head()
-    # As JSON has it: tuples are lists there.
+    # As in JSON, where tuples are lists.
     spec = parse_json(json.dumps(asdict(head.spec) | {"kind": head.spec.kind}))
     stated = parse_json(json.dumps(manifest.spec))
     for name in sorted(spec.keys() | stated.keys()):
@@ -53,7 +53,7 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
             raise _says(f"{name} {stated[name]}", f"the head has {spec[name]}")
     missing = sorted(spec.keys() - stated.keys())
     if missing:
-        raise _says("nothing of the head's " + ", ".join(missing), "every output's manifest does")
+        raise _says("nothing about the head's " + ", ".join(missing), "every kconv output records this")
     _check_training(checkpoint.folder, manifest, spec)
     counted = _count(head)
     if manifest.parameters != counted:
@@ -62,32 +62,34 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
         return
     read_by = read(source, layout=by_name(manifest.source_layout), hints=Hints(**manifest.hints.model_dump()))
     if read_by.captured is not None and read_by.captured.how != manifest.captured_by:
-        raise _says(f"the captured layers were decided so: {manifest.captured_by}", f"it is {read_by.captured.how}")
+        raise _says(
+            f"the captured layers were decided this way: {manifest.captured_by}", f"they were {read_by.captured.how}"
+        )
 
 
-# What a recipe and a head both say, under one name; and what of a head an attention that was converted changes.
+# The fields that a recipe and a head share, and those that an attention conversion changes in a head.
 OF_RECIPE, OF_ATTENTION = ("intermediate", "captured", "eps", "attention", "rope"), ("attention", "rope")
-# What of training.json stands in no manifest.
+# Keys of training.json that no manifest has.
 OF_REPORT = ("evaluations", "tokens_per_second")
 
 
 def _check_training(folder: Path, manifest: Manifest, spec: Mapping[str, Any]) -> None:
-    """Hold how a head is said to have been trained against the head, and against the trainer's own record beside it.
+    """Check the record of a head's training against the head, and against the trainer's own record in its folder.
 
-    Data, rate and figures leave no mark in a head: of those, manifest and record can only say the same.
+    Data, rate and figures leave no mark in a head; for those, manifest and record can only agree with each other.
     """
     training = manifest.training
     if training is None:
         return
     recipe = training.get("recipe")
     if not isinstance(recipe, dict):
-        raise _says("that the head was trained, and not by which recipe", "kconv always says it")
+        raise _says("that the head was trained", "kconv always records the recipe too")
     altered = manifest.conversion is not None
     for name in OF_RECIPE:
         if not (altered and name in OF_ATTENTION) and recipe.get(name) != spec[name]:
             raise _says(f"it was trained with {name} {recipe.get(name)}", f"the head has {spec[name]}")
     own = manifest.parameters_by_origin.trained
-    # A reduced lm_head is the head's own, which only a conversion beside its target could count so.
+    # A reduced lm_head belongs to the head; only a conversion with its target could count it otherwise.
     reduced = recipe.get("draft_vocab")
     either = (own, own + reduced * spec["hidden"] if isinstance(reduced, int) else own)
     packed = any(step.action == "quantized" for step in manifest.tensors)
@@ -97,20 +99,20 @@ def _check_training(folder: Path, manifest: Manifest, spec: Mapping[str, Any]) -
     if os.path.lexists(record):
         kept = read_json(record)
         data = training.get("data")
-        # Digests of prompts stand in the manifest alone.
+        # Only the manifest has digests of prompts.
         told = training | (
             {"data": {k: v for k, v in data.items() if k != "prompts"}} if isinstance(data, dict) else {}
         )
         for name in sorted(kept.keys() | told.keys()):
             if name not in OF_REPORT and kept.get(name) != told.get(name):
-                raise _says(f"{name} of the training otherwise than {MODULE}/{REPORT}", "one run made both")
+                raise _says(f"another {name} of the training than {MODULE}/{REPORT}", "one run wrote both")
 
 
 def _count(head: Head) -> int:
-    """Count a head's weights, as `convert.provenance.count_parameters` does: scales and maps are none."""
+    """Count a head's weights, as `convert.provenance.count_parameters` does: without scales and maps."""
     known = needs(head.spec)
     return sum(prod(known[slot].shape) for slot in head.places if slot in known and not known[slot].slot.dtype)
 
 
 def _says(what: str, instead: str) -> ManifestMismatch:
-    return mismatch(MANIFEST, f"it says {what}, and {instead}", AGAIN)
+    return mismatch(MANIFEST, f"it says {what}, but {instead}", AGAIN)

@@ -1,4 +1,4 @@
-"""What can be measured of a head, an engine or a quantized target."""
+"""Everything that can be measured about a head, an engine or a quantized target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 TextKind = Literal["held-out", "sampled", "greedy"]
-# Of every part of a report: no other keys, and nothing is changed afterwards.
+# For every part of a report: no other keys, and values cannot change.
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -16,7 +16,7 @@ class _Record(BaseModel):
 
 
 class TextFigures(_Record):
-    """A text that figures were measured on.
+    """A text that was used for measuring.
 
     Attributes:
         kind: "held-out" (the prompts' own text), or the target's "sampled" (temperature 1) or "greedy"
@@ -38,13 +38,13 @@ class AcceptanceFigures(_Record):
         drafter: "source", "output", "bigram", "prompt lookup", or a name.
         text: the text's kind.
         steps: drafted tokens per verify step (K).
-        drafts: verify steps (greedy) or positions (sampled) that the figures are over.
+        drafts: the number of verify steps (greedy) or positions (sampled).
         length: acceptance length, 1 to K + 1, bonus token included.
-        standard_error: of the length, over sequences; None where there is but one.
-        rates: share of drafts that were accepted up to each place.
+        standard_error: of the length, over sequences; None for a single sequence.
+        rates: share of drafts accepted up to each position.
         note: how it was measured.
-        category: the prompts' category that the figures are of; "" for all prompts.
-        sequences: how many sequences they are over.
+        category: the prompts' category; "" for all prompts.
+        sequences: number of sequences.
         rate_errors: the rates' standard errors, over sequences.
     """
 
@@ -62,11 +62,11 @@ class AcceptanceFigures(_Record):
 
 
 class StepFigures(_Record):
-    """How far the output is from the source at one draft step; fields as in `ParityFigures`.
+    """The difference between output and source at one draft step; fields as in `ParityFigures`.
 
     Attributes:
         step: from 1.
-        rate_difference: acceptance rate up to this place, the output's minus the source's.
+        rate_difference: acceptance rate up to this position, the output's minus the source's.
         rate_difference_se: its paired standard error, over sequences.
     """
 
@@ -88,13 +88,13 @@ class ParityFigures(_Record):
         relative_error: largest absolute difference over the source's largest absolute logit.
         rms_error: root mean square of the differences over that of the source's logits.
         kl: mean KL divergence of the output's distribution from the source's, nats.
-        top1: share of places where both have the same likeliest token.
+        top1: share of positions where both have the same most likely token.
         length_difference: acceptance length of the output minus the source's, paired.
-        length_difference_se: its paired standard error, over sequences; None where there is but one.
-        category: the prompts' category that the figures are of; "" for all prompts.
+        length_difference_se: its paired standard error, over sequences; None for a single sequence.
+        category: the prompts' category; "" for all prompts.
         by_step: the same at each draft step.
-        kept: share of the source's acceptance length that the output keeps.
-        kept_se: its paired standard error, over sequences; None where there is but one.
+        kept: share of the source's acceptance length that the output retains.
+        kept_se: its paired standard error, over sequences; None for a single sequence.
     """
 
     text: TextKind
@@ -112,7 +112,7 @@ class ParityFigures(_Record):
 
 
 class PartFigures(_Record):
-    """How far a part of the output's first draft step is from the source's, on the source's own inputs.
+    """How far a part of the output's first draft step differs from the source's, on the source's own inputs.
 
     Attributes:
         part: "fc", "norms", "attention", "mlp" or "lm_head".
@@ -127,17 +127,17 @@ class PartFigures(_Record):
 
 
 class ReadingFigures(_Record):
-    """Acceptance of a head under one way to read it, beside the best; see `validate.readings`.
+    """Acceptance of a head under one reading, compared with the best; see `validate.readings`.
 
     Attributes:
         captured, rope_theta, norm_before_residual: the reading, as phrases.
-        taken: whether it is the one that the head is read in.
+        taken: whether this is the reading in use.
         text: the kind of the text.
         steps: drafted tokens per verify step (K).
-        sequences: how many sequences it is over.
+        sequences: number of sequences.
         length: acceptance length, bonus token included.
         behind_best: the best reading's length minus this one's.
-        behind_best_se: its paired standard error, over sequences; None where there is but one.
+        behind_best_se: its paired standard error, over sequences; None for a single sequence.
     """
 
     captured: str
@@ -153,25 +153,24 @@ class ReadingFigures(_Record):
 
 
 class EngineFigures(_Record):
-    """What an engine did with a head, and what kconv computes that it should do.
+    """An engine's results with a head, and what kconv expects.
 
     Attributes:
         engine: "vllm", "sglang" or "trtllm".
-        url: the server, where one was reached; "" where it was started for this.
+        url: the running server; "" if kconv started one.
         prompts: how many prompts it continued.
         new_tokens: tokens of each continuation.
         steps: drafted tokens per verify step (K).
         same_output: how many continuations equal the reference, token for token.
-        reference: whose continuations those are: "the same engine without speculation", or "kconv's forward".
+        reference: the source of those: "the same engine without speculation", or "kconv's forward".
         drafts: verify steps, as the engine counted them.
-        accepted: drafted tokens that it accepted; None where it does not say.
-        per_position: drafts accepted up to each place; None where it does not count places.
-        length: acceptance length, bonus token included.
+        accepted: drafted tokens that it accepted; None if it does not report them.
+        per_position: drafts accepted up to each position; None if it does not count positions.
+        length: acceptance length, including the bonus token.
         expected_drafts, expected_per_position, expected_length: what kconv's chain gives on the reference.
-        expected_accepted: what of it an engine counts that leaves out what an answer's limit cuts off; None where it
+        expected_accepted: the part of it that an engine counts if it omits tokens past an answer's limit; None if it
             counts all.
-        unreached: the head's parameters that no tensor reached, by the engine's names; None where that was not looked
-            at.
+        unreached: the head's parameters that no tensor filled, by the engine's names; None if not checked.
     """
 
     engine: str
@@ -193,13 +192,13 @@ class EngineFigures(_Record):
 
 
 class NoiseFigures(_Record):
-    """How far a quantized target's weights are from its source's, over the tensors that became NVFP4.
+    """The difference between a quantized target's weights and its source's, over the tensors that became NVFP4.
 
     Attributes:
-        tensors: how many there are.
-        median, worst: signal over noise, dB; None where no tensor has any noise.
+        tensors: their number.
+        median, worst: signal over noise, dB; None if no tensor has any noise.
         worst_tensor: the name of the worst.
-        by_tensor: of each tensor, dB.
+        by_tensor: for each tensor, dB.
     """
 
     tensors: int
@@ -210,16 +209,17 @@ class NoiseFigures(_Record):
 
 
 class PerplexityFigures(_Record):
-    """A quantized target beside its source on held-out text, both computed in fp32 on dequantized weights.
+    """A quantized target compared with its source on held-out text, both in fp32 on dequantized weights.
 
-    What an NVFP4 linear with an input_scale reads is rounded as an engine rounds it.
+    Inputs of NVFP4 linear layers with an input_scale are rounded as an engine rounds them.
 
     Attributes:
-        prompts, tokens: texts, and the tokens in them that have one before them.
+        prompts, tokens: number of texts, and of their tokens after the first.
         source, output: perplexity of each.
-        log_ratio: mean loss of the output less the source's, nats a token: the logarithm of their perplexities' ratio.
-        log_ratio_se: its paired standard error, over texts; None where there is but one.
-        top1: share of tokens for which both have the same likeliest one.
+        log_ratio: mean loss of the output minus the source's, nats per token: the logarithm of their perplexities'
+            ratio.
+        log_ratio_se: its paired standard error, over texts; None for a single text.
+        top1: share of tokens for which both predict the same most likely token.
     """
 
     prompts: int
@@ -232,17 +232,17 @@ class PerplexityFigures(_Record):
 
 
 class Figures(_Record):
-    """Everything that was measured.
+    """All measurements of a report.
 
     Attributes:
-        identical: whether every weight of the output has the source's bytes; None where no source was given.
-        texts, acceptance, parity: one entry for each text, drafter and text, text.
-        acceptance_by_category, parity_by_category: the same by the prompts' category, where they have several.
-        parts: one entry for each part of a head and text.
-        readings: one entry for each reading of the head that was measured, the one it is read in first.
-        engine: what an engine did; None where none was asked.
+        identical: whether every weight of the output is byte-identical to the source; None without a source.
+        texts, acceptance, parity: one entry per text, per drafter and text, per text.
+        acceptance_by_category, parity_by_category: the same by the prompts' category, if there are several.
+        parts: one entry per part of a head and text.
+        readings: one entry per measured reading of the head, the one in use first.
+        engine: an engine's results; None if no engine was queried.
         noise: of a quantized target against its source; None for anything else.
-        perplexity: of both on held-out text; None where none was given.
+        perplexity: of both on held-out text; None without held-out text.
     """
 
     identical: bool | None = None

@@ -27,10 +27,10 @@ class HeldOut:
     """Held-out prompts as a target reads them.
 
     Attributes:
-        file: the file's name, or the suite's and its commit.
-        revision: what the prompts are of: the suite's commit, or the file's sha256.
+        file: the file's name, or the suite's name and its commit.
+        revision: the suite's commit, or the file's sha256.
         prompts: the prompts.
-        tokens: token ids of each prompt's first turn, in the same order; empty where a prompt has none.
+        tokens: token ids of each prompt's first turn, in the same order; empty for a prompt without tokens.
     """
 
     file: str
@@ -39,31 +39,31 @@ class HeldOut:
     tokens: tuple[list[int], ...]
 
     def describe(self) -> dict[str, object]:
-        """Return what a report says of them: no text, but digests of it."""
+        """Return their description for a report: digests rather than texts."""
         return {"file": self.file, "revision": self.revision, "sha256_of_turns": digest_prompts(self.prompts)}
 
 
 def encode_held_out(name: str, target: Source, limit: int, *, trust_remote_code: bool = False) -> HeldOut:
-    """Read held-out prompts, and encode their first turns as plain text; of the target only its tokenizer is fetched.
+    """Read held-out prompts, and encode their first turns as plain text; only the target's tokenizer is downloaded.
 
     Args:
-        name: as of `read_held_out`.
-        target: whose tokenizer is used.
+        name: as in `read_held_out`.
+        target: provides the tokenizer.
         limit: texts are cut to this many tokens.
-        trust_remote_code: whether the tokenizer may run code of its own.
+        trust_remote_code: whether the tokenizer may run its own Python code.
 
     Raises:
         PromptsInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `read_held_out`; or no prompt has a token.
         TargetInvalid: the tokenizer cannot be loaded.
     """
-    # Here, as it needs transformers, which measuring a server does not.
+    # Imported here: it needs transformers, which measuring a server does not.
     from ..targets.tokenizer import load_tokenizer
 
     prompts, revision = read_held_out(name)
     tokenizer = load_tokenizer(target.fetch_tokenizer(), trust_remote_code=trust_remote_code)
     tokens = tuple(tokenizer.encode(prompt.turns[0], limit) for prompt in prompts)
     if not any(tokens):
-        raise PromptsInvalid("no prompt has a token", where=name, fix="Give prompts with text.")
+        raise PromptsInvalid("no prompt has any tokens", where=name, fix="Use prompts with text.")
     return HeldOut(Path(name).name, revision, prompts, tokens)
 
 
@@ -71,13 +71,13 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
     """Read held-out prompts.
 
     Args:
-        name: a JSONL file, or a suite of the Hub at a commit, as mt-bench@<40 hex digits>.
+        name: a JSONL file, or a suite on the Hub at a commit, e.g. mt-bench@<40 hex digits>.
 
     Returns:
-        The prompts, and the revision they are of: a commit, or a file's sha256.
+        The prompts, and their revision: a commit, or a file's sha256.
 
     Raises:
-        PromptsInvalid: they cannot be read, or a suite is named without its commit.
+        PromptsInvalid: they cannot be read, or a suite is named without a commit.
         SuiteInvalid, HubRefused, HubUnreachable: see `bench_suites`.
     """
     suite, _, revision = name.partition("@")
@@ -94,16 +94,16 @@ def read_held_out(name: str) -> tuple[tuple[Prompt, ...], str]:
 
 
 def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[Path] = ()) -> None:
-    """Refuse prompts that a head was trained or calibrated on: a figure on these says nothing of others.
+    """Refuse prompts that a head was trained or calibrated on: figures on them do not generalize.
 
     Args:
-        digests: of the prompts, as `Prompt.digest` gives them; "" where a prompt's text is not known.
+        digests: of the prompts, from `Prompt.digest`; "" if a prompt's text is unknown.
         head: its folder, whose manifest may record its training and its calibration.
-        calibrated_on: further records of its calibration: states.json, kconv.json, any JSON with prompts' digests,
-            or folders that hold one of the first two.
+        calibrated_on: further records of its calibration: states.json, kconv.json, any JSON with prompts' digests, or
+            folders with one of the first two.
 
     Raises:
-        PromptsInvalid: one stands in such a record, or a record names no digest.
+        PromptsInvalid: a prompt is in such a record, or a record has no digests.
         NotACheckpoint, ConfigInvalid: a record cannot be read.
     """
     held_out = {digest[:KEPT] for digest in digests if digest}
@@ -116,7 +116,7 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[P
             raise PromptsInvalid(
                 "this file records no prompts to compare with",
                 where=file,
-                fix="Give the states.json that the head was calibrated on.",
+                fix="Pass the states.json that the head was calibrated on.",
             )
         both = sorted(held_out & known)
         if both:
@@ -136,7 +136,7 @@ def _records(head: Path, calibrated_on: Sequence[Path]) -> Iterator[Path]:
         found = [path / name for name in (RECORD, MANIFEST) if (path / name).exists()] if path.is_dir() else [path]
         if not found:
             raise PromptsInvalid(
-                f"{path} holds neither {RECORD} nor {MANIFEST}", where=path, fix="Name the record of the calibration."
+                f"{path} holds neither {RECORD} nor {MANIFEST}", where=path, fix="Pass the record of the calibration."
             )
         yield from found
 

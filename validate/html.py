@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no script, no font, no picture from elsewhere."""
+"""A report as one self-contained HTML file: no script, font or picture from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TEMPLATE = "report.html.jinja"
 SEVERITIES = ("error", "warning", "note")
 # Of a chart, in its own units; the page scales it.
 WIDTH, NAME, ROW, RIGHT, TOP, BOTTOM = 640, 170, 26, 70, 8, 34
-# Of a name, in the larger letters of a phone; one that is longer is cut, as it would be at the picture's edge.
+# Length limit of a name, in a phone's larger letters; a longer one is cut, as it would be at the picture's edge.
 LETTER, LETTERS = 9.5, 32
-# Of the standard error: a 95 % interval of a normal mean.
+# Standard errors: a 95 % interval of a normal mean.
 SPREAD = 1.96
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a subject of checks came to for an engine: its words, and "error", "warning", "good" or "none"."""
+    """The result of a subject of checks for an engine: its words, and "error", "warning", "good" or "none"."""
 
     text: str
     kind: str
@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Dot:
-    """A row of a chart: a name, a value, half its interval (None where there is none), and which series it is of."""
+    """A row of a chart: a name, a value, half its interval (None if there is none), and its series."""
 
     name: str
     value: float
@@ -66,7 +66,7 @@ def to_html(report: Report) -> str:
 
 
 def _shown(value: object) -> object:
-    """Return a value without what a browser would obey beside HTML: control characters, and turned directions."""
+    """Remove characters that a browser obeys apart from HTML: control characters, and changes of text direction."""
     return value if isinstance(value, Markup) else terminal(value)
 
 
@@ -80,10 +80,10 @@ def _matrix(report: Report, judged: Sequence[Verdict]) -> Iterator[tuple[str, li
     of_target = report.figures.noise is not None or any(finding.rule in in_target for finding in report.findings)
     for title, own in ids.items():
         found = [finding for finding in report.findings if finding.rule in own]
-        # A note alone, such as one on an unverified fact, does not mean that something was measured.
+        # A note alone, such as one on an unverified fact, does not mean that anything was measured.
         if all(one.severity == "note" for one in found) and not _applies(report, title, of_target):
             continue
-        # What was not read may be wrong, and nothing was found there.
+        # Unread parts may be wrong, so nothing found there is not a pass.
         blind = UNREAD in report.provenance or (own <= measured and not report.weights)
         yield title, [_cell([f for f in found if one.concerns(f)], blind) for one in judged]
 
@@ -105,7 +105,7 @@ def _cell(findings: Sequence[Finding], blind: bool) -> Cell:
 
 def _charts(report: Report, title: str, rows: Sequence[AcceptanceFigures]) -> Iterator[tuple[str, Markup]]:
     """Yield a caption and a drawing for each text."""
-    # Of the same bytes the source's figures are the output's.
+    # If the bytes are the same, the source's figures are also the output's.
     shown = [row for row in rows if not (is_exact(report.figures) and row.drafter == "source")]
     series = list(dict.fromkeys(row.drafter for row in shown))
     for kind in dict.fromkeys(row.text for row in shown):
@@ -124,7 +124,7 @@ def _half(row: AcceptanceFigures) -> float | None:
 
 
 def _dots(dots: Sequence[Dot], steps: int) -> Markup:
-    """Draw lengths with their intervals, one below the other, on an axis of all that K drafts can give."""
+    """Draw lengths with their intervals, one below the other, on an axis over all values possible with K drafts."""
     low, high = 1.0, steps + 1.0
     height = TOP + ROW * len(dots) + BOTTOM
     names = max(NAME, *(10 + LETTER * len(dot.name) for dot in dots))

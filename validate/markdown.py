@@ -16,15 +16,15 @@ MARKDOWN, HTML = "report.md", "report.html"
 
 
 def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> None:
-    """Write report.json, report.md and report.html into a folder, which is made if it is not there.
+    """Write report.json, report.md and report.html into a folder, creating it if needed.
 
     Args:
-        report: what was found and measured.
-        folder: where.
-        more: lines to be added to report.md, e.g. its plots.
+        report: the findings and figures.
+        folder: the folder.
+        more: lines to add to report.md, e.g. its plots.
 
     Raises:
-        OutputFailed: the folder cannot be made, or not written to.
+        OutputFailed: the folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def write_report(report: Report, folder: Path, *, more: Sequence[str] = ()) -> N
         (folder / HTML).write_text(to_html(report), encoding="utf-8")
     except OSError as fault:
         raise OutputFailed(
-            f"the report cannot be written: {fault.strerror}", where=folder, fix="Give --out another folder."
+            f"the report cannot be written: {fault.strerror}", where=folder, fix="Choose another folder for --out."
         ) from fault
 
 
@@ -55,7 +55,7 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     if report.findings:
         lines += ["## Findings", "", *table(("severity", "rule", "where", "what", "fix", "seen in"), _rows(report)), ""]
     if figures.identical is not None:
-        said = "identical to the source's" if figures.identical else "**not** the source's"
+        said = "identical to the source's" if figures.identical else "**not** identical to the source's"
         lines += ["## Weights", "", f"The weights are {said}.", ""]
     for part in summary(figures):
         lines += _lines(part)
@@ -66,7 +66,7 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return a Markdown table, line by line; what a cell holds is text and no Markdown of its own."""
+    """Return a Markdown table, line by line; the content of cells is escaped."""
     cells = [[markdown(cell) for cell in row] for row in (heads, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
@@ -86,7 +86,7 @@ def _rows(report: Report) -> Iterable[Sequence[object]]:
 
 
 def illustrate(report: Report, folder: Path) -> list[str]:
-    """Return the lines that report.md has beyond its summary, and draw its plots into a folder.
+    """Return the lines that report.md has in addition to its summary, and draw its plots into a folder.
 
     Raises:
         OutputFailed: the folder cannot be written to.

@@ -1,14 +1,13 @@
-"""Drafters measured on a text, and two of them held against each other.
+"""Measure drafters on a text, and compare two of them.
 
-A drafter is a program that gives the logits of each draft step of each chain; two drafters may be two programs
-altogether, e.g. a trainer's own module and kconv's forward of the converted folder.
+A drafter is a program that gives the logits of each draft step of each chain. Two drafters may be different programs,
+e.g. a trainer's own module and kconv's forward of the converted folder.
 
-Acceptance has its uncertainty beside it. Positions of one sequence hang together, so the sequences are what is
-independent, and errors are taken over them. An acceptance length is 1 + R, with R = (accepted tokens) / (drafts) over
-all sequences: a ratio of two sums, in which a sequence i moves R by about e_i = (a_i - R n_i) / N. So the variance of R
-over m sequences is m / (m - 1) * sum(e_i^2) (the linearized variance of a ratio under cluster sampling: Cochran,
-Sampling Techniques, 3rd ed., section 6.4). Two drafters on the same sequences are compared by the differences of their
-e_i, whatever the two have in common being gone.
+Every acceptance has an uncertainty. Positions within a sequence are correlated, so errors are taken over sequences. An
+acceptance length is 1 + R, with R = (accepted tokens) / (drafts) over all sequences: a ratio of two sums, in which a
+sequence i moves R by about e_i = (a_i - R n_i) / N. So the variance of R over m sequences is m / (m - 1) * sum(e_i^2)
+(the linearized variance of a ratio under cluster sampling: Cochran, Sampling Techniques, 3rd ed., section 6.4). Two
+drafters on the same sequences are compared by the differences of their e_i, which removes what they have in common.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ from .figures import AcceptanceFigures, ParityFigures, PartFigures, StepFigures,
 from .parts import Parts
 from .texts import Batch, Text
 
-# Rows of what `differ` returns for a sequence; the first two are maxima, the others sums over places.
+# Rows of what `differ` returns for a sequence; the first two are maxima, the others sums over positions.
 LARGEST, SCALE, SQUARES, SOURCE_SQUARES, KL, SAME, PLACES = range(7)
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Two bigram tables, each counted on one half of a text's sequences, for the sequences of the other half.
+    """Two bigram tables, each counted on one half of a text's sequences and used for the other half.
 
     Attributes:
         tables: of the first and of the second half.
-        first: the places of the first half's sequences.
+        first: the positions of the first half's sequences.
     """
 
     tables: tuple[Bigram, Bigram]
     first: frozenset[int]
 
     def of(self, place: int) -> Bigram:
-        """Return the table in which the sequence of a place was not counted."""
+        """Return the table that did not count the sequence at a position."""
         return self.tables[place in self.first]
 
 
 def count_halves(text: Text, vocab: int) -> Halves | None:
-    """Count the pairs of a text, so that no sequence is drafted by what was seen in it; None of a single sequence.
+    """Count the pairs of a text so that no sequence is drafted from its own pairs; None for a single sequence.
 
     Args:
         text: the text.
@@ -75,14 +74,14 @@ def count_halves(text: Text, vocab: int) -> Halves | None:
 def differ(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tensor) -> list[Tensor]:
     """Compare two drafters' logits on one batch.
 
-    Where the two have other draft vocabularies, the tokens that both have are compared.
+    If their draft vocabularies differ, the tokens in both are compared.
 
     Args:
         source, output: `[K, B, T', draft_vocab]`.
-        source_ids, output_ids: `[draft_vocab]`, the target's id of each.
+        source_ids, output_ids: `[draft_vocab]`, the target id of each.
 
     Returns:
-        For each of the B sequences `[7, K]` float64; see the rows' names.
+        For each of the B sequences, `[7, K]` float64; see the rows' names.
 
     Raises:
         TargetInvalid: no token is in both vocabularies.
@@ -111,20 +110,20 @@ def differ(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tenso
 
 
 def add_up(rows: Sequence[Tensor]) -> Tensor:
-    """Add up sequences: `[7, K]`, maxima of the maxima and sums of the sums."""
+    """Combine sequences into `[7, K]`: maxima of the maxima and sums of the sums."""
     stacked = torch.stack(list(rows))
     return torch.cat([stacked[:, :SQUARES].amax(0), stacked[:, SQUARES:].sum(0)])
 
 
 def over_steps(total: Tensor) -> Tensor:
-    """Add up the draft steps: `[7, K]` to `[7, 1]`."""
+    """Combine the draft steps: `[7, K]` to `[7, 1]`."""
     return torch.cat([total[:SQUARES].amax(1, keepdim=True), total[SQUARES:].sum(1, keepdim=True)])
 
 
 def name_figures(total: Tensor, step: int = 0) -> dict[str, float]:
-    """Return the figures of one column by the names that the report has for them."""
+    """Return the figures of one column by their names in the report."""
     column = total[:, step].tolist()
-    # A source whose logits are all zero is no head; the differences then stand for themselves.
+    # A source whose logits are all zero is not a head; then the differences are reported as they are.
     return {
         "relative_error": column[LARGEST] / (column[SCALE] or 1.0),
         "rms_error": (column[SQUARES] / (column[SOURCE_SQUARES] or 1.0)) ** 0.5,
@@ -145,7 +144,7 @@ def _common(source: Tensor, output: Tensor, source_ids: Tensor, output_ids: Tens
 
 
 def influences(parts: Sequence[Acceptance]) -> Tensor:
-    """Return by how much each sequence moves the pooled figures: `[m, K + 1]`, each place's rate and then the length.
+    """Return how much each sequence moves the pooled figures: `[m, K + 1]`, each position's rate and then the length.
 
     Args:
         parts: the acceptance on each of m sequences, of the same K.
@@ -158,7 +157,7 @@ def influences(parts: Sequence[Acceptance]) -> Tensor:
 
 
 def standard_errors(moved: Tensor) -> list[float | None]:
-    """Return the standard error of each pooled figure, from `influences`; None where there is but one sequence.
+    """Return the standard error of each pooled figure, from `influences`; None for a single sequence.
 
     For two drafters on the same sequences, the difference of their influences gives the paired standard errors.
     """
@@ -170,12 +169,12 @@ def standard_errors(moved: Tensor) -> list[float | None]:
 
 @dataclass
 class Gathered:
-    """What was found on each sequence of a text, in one order.
+    """Results for each sequence of a text, in one order.
 
     Attributes:
         categories: each sequence's.
         acceptance: by drafter.
-        apart: differences of the two that are compared.
+        apart: differences of the two compared drafters.
     """
 
     categories: list[str] = field(default_factory=list)
@@ -183,7 +182,7 @@ class Gathered:
     apart: list[Tensor] = field(default_factory=list)
 
     def only(self, category: str) -> Gathered:
-        """Return what was found on the sequences of one category."""
+        """Return the results for the sequences of one category."""
         own = [i for i, name in enumerate(self.categories) if name == category]
         return Gathered(
             [category] * len(own),
@@ -216,7 +215,7 @@ def acceptance_figures(text: Text, gathered: Gathered, category: str) -> list[Ac
 
 
 def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], category: str) -> ParityFigures:
-    """Return how far the second of two drafters is from the first; errors of differences are over paired sequences."""
+    """Return the difference of two drafters; errors of differences are over paired sequences."""
     source, output = (gathered.acceptance[name] for name in compare)
     before, after = pool(source), pool(output)
     errors = standard_errors(influences(output) - influences(source))
@@ -245,7 +244,7 @@ def parity_figures(text: Text, gathered: Gathered, compare: tuple[str, str], cat
 
 
 def text_figures(text: Text) -> TextFigures:
-    """Return how large a text is, and how much it repeats itself."""
+    """Return a text's size, and how much it repeats itself."""
     rows = [batch.tokens for batch in text.batches]
     return TextFigures(
         kind=text.kind,
@@ -266,9 +265,9 @@ class Drafter:
     """A head as a program.
 
     Attributes:
-        logits: from tokens `[B, T]` and the target's states over them to `[K, B, T', draft_vocab]`, in the
-            alignment of `head.chain`.
-        target_ids: `[draft_vocab]`, the target's id of each draft id.
+        logits: from tokens `[B, T]` and the target's states for them to `[K, B, T', draft_vocab]`, in the alignment of
+            `head.chain`.
+        target_ids: `[draft_vocab]`, the target id of each draft id.
     """
 
     logits: Callable[[Tensor, States], Tensor]
@@ -281,7 +280,7 @@ def head_drafter(head: DraftHead, steps: int, stored: tuple[int, ...] | None = N
     Args:
         head: the head.
         steps: K.
-        stored: the layers whose outputs the states hold, the head's own among them; just these if None.
+        stored: the layers whose outputs the states hold, including the head's own; only the head's own if None.
     """
     own = head.spec.captured
     stored = stored or own
@@ -296,12 +295,12 @@ def head_drafter(head: DraftHead, steps: int, stored: tuple[int, ...] | None = N
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one text: the text itself, each drafter's acceptance, and parity where two were compared.
+    """Figures of one text: the text itself, each drafter's acceptance, and parity if two were compared.
 
     Attributes:
         text, acceptance, parity: over all prompts.
-        acceptance_by_category, parity_by_category: the same by category; empty where there is but one.
-        parts: the error of each part, where two heads were given for that.
+        acceptance_by_category, parity_by_category: the same by category; empty if there is only one.
+        parts: the error of each part, if two heads were passed for that.
     """
 
     text: TextFigures
@@ -329,7 +328,7 @@ def measure(
         text: the text.
         model: the target.
         captured: layers whose outputs the drafters read.
-        steps, drafters, compare, bigram, parts: as of `measure_states`.
+        steps, drafters, compare, bigram, parts: as in `measure_states`.
     """
 
     def run(batch: Batch) -> States:
@@ -353,13 +352,13 @@ def measure_states(
 
     Args:
         text: the text.
-        run: gives the target's states over a batch, wherever it has them from.
+        run: returns the target's states for a batch, whatever their origin.
         steps: K.
         drafters: by name.
-        compare: names of the source and the output, to be compared place by place.
-        bigram: a bigram table to show beside the heads, with prompt lookup, or two by halves of the text; neither is
+        compare: names of the source and the output, to be compared position by position.
+        bigram: a bigram table to show next to the heads, with prompt lookup, or two by halves of the text; neither is
             shown if None.
-        parts: two heads whose parts are to be compared.
+        parts: two heads whose parts to compare.
     """
     gathered = Gathered(acceptance={name: [] for name in drafters})
     for batch in text.batches:

@@ -1,4 +1,4 @@
-"""What a report has to say, as sentences and tables of text, for Markdown, HTML and the terminal alike."""
+"""A report's figures as sentences and tables of text, for Markdown, HTML and the terminal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from .figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
 from .report import Report, Verdict, verdicts
 
-EXACT = "Bit-identical to the source, in every weight and every logit: there is no difference to show."
-NO_PART_DIFFERS = "Each part of the head gives the very numbers of the source's."
+EXACT = "Bit-identical to the source, in every weight and every logit."
+NO_PART_DIFFERS = "Each part of the head gives exactly the source's numbers."
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A table of what was measured.
+    """A table of measurements.
 
     Attributes:
-        title, note: what stands above it; the note may be empty.
-        heads, rows: as they are shown; both empty where the note says all.
+        title, note: shown above it; the note may be empty.
+        heads, rows: the text of the cells; both empty if the note says everything.
     """
 
     title: str
@@ -29,7 +29,7 @@ class Numbers:
 
 
 def summary(figures: Figures) -> Iterator[Numbers]:
-    """Yield what a reader looks for first: acceptance, and parity with the source."""
+    """Yield the figures that a reader looks for first: acceptance, and parity with the source."""
     if figures.acceptance:
         heads = ("drafter", "text", "K", "acceptance length", "standard error", "positions")
         yield Numbers("Acceptance", "The bonus token is included.", heads, list(map(_acceptance, figures.acceptance)))
@@ -42,7 +42,7 @@ def summary(figures: Figures) -> Iterator[Numbers]:
 
 
 def details(figures: Figures) -> Iterator[Numbers]:
-    """Yield what else was measured: by category, by step, by part, in an engine, of a quantized target."""
+    """Yield the other figures: by category, by step, by part, in an engine, of a quantized target."""
     if figures.acceptance_by_category:
         heads = ("category", "text", "drafter", "sequences", "acceptance length", "standard error")
         rows = [
@@ -60,7 +60,7 @@ def details(figures: Figures) -> Iterator[Numbers]:
 
 
 def is_exact(figures: Figures) -> bool:
-    """Say whether every weight is the source's and so is every number that was measured of both."""
+    """Return whether every weight is identical to the source's, and so is every figure measured for both."""
     return figures.identical is True and not any(row.rms_error for row in (*figures.parity, *figures.parts))
 
 
@@ -80,7 +80,15 @@ def _differences(figures: Figures) -> Iterator[Numbers]:
         ]
         yield Numbers("Parity by category", "", heads, rows)
     if any(row.by_step for row in figures.parity):
-        heads = ("text", "step", "RMS of logits", "largest", "KL, nats", "same likeliest token", "accepted up to here")
+        heads = (
+            "text",
+            "step",
+            "RMS of logits",
+            "largest",
+            "KL, nats",
+            "same most likely token",
+            "accepted up to here",
+        )
         rows = [
             (
                 row.text,
@@ -118,7 +126,7 @@ def _engine(found: EngineFigures) -> Numbers:
         f"{found.engine} ({by}), {found.prompts} prompts continued greedily by {found.new_tokens} tokens, "
         f"K={found.steps}: {found.same_output} of {found.prompts} outputs equal those of {found.reference}."
     )
-    return Numbers("Engine", note, ("who", "drafts", "accepted up to each place", "acceptance length"), rows)
+    return Numbers("Engine", note, ("who", "drafts", "accepted up to each position", "acceptance length"), rows)
 
 
 def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) -> list[tuple[str, str]]:
@@ -136,8 +144,8 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
             ("perplexity on held-out text", f"{text.output:.4f}"),
             ("the source's", f"{text.source:.4f}"),
             ("difference", f"{math.expm1(text.log_ratio):+.2%}{error}"),
-            ("same likeliest token", f"{text.top1:.2%} of {text.tokens:,} places in {text.prompts} texts"),
-            ("activations", "not rounded: the weights alone were run, and no input_scale"),
+            ("same most likely token", f"{text.top1:.2%} of {text.tokens:,} positions in {text.prompts} texts"),
+            ("activations", "not rounded: only the weights are quantized, without input_scale"),
         ]
     return rows
 
@@ -150,7 +158,7 @@ def verdict_words(verdict: Verdict) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """Return what a report comes to in a line."""
+    """Return a report's result in one line."""
     counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "note")}
     shown = {severity: count for severity, count in counts.items() if count or severity != "error"}
     said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in shown.items())
@@ -188,7 +196,7 @@ WORDS = ((None, "none"), (True, "yes"), (False, "no"))
 
 
 def plain(value: object) -> str:
-    """Return a value of the provenance as a person reads it: names and values, no Python."""
+    """Return a value of the provenance in readable form: names and values, no Python syntax."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
     if isinstance(value, list | tuple):

@@ -48,16 +48,16 @@ from .verdict import Claim, judge_baselines, judge_fingerprint, judge_retention
 
 
 def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
-    """Load a head to be run by kconv's own forward; of a quantized one inputs are rounded as engines round them.
+    """Load a head for kconv's own forward; a quantized head's inputs are rounded as engines round them.
 
     Args:
         head: the head on disk.
-        target: the target it drafts for; gives embed_tokens and lm_head where the head has none of its own.
+        target: the target that it drafts for; provides embed_tokens and lm_head if the head has none of its own.
         config: the target's config.
-        dtype: what to compute in.
+        dtype: the dtype to compute in.
 
     Raises:
-        TargetInvalid: the target is of other dims than the head was made for, or lacks the layers it reads.
+        TargetInvalid: the target's dims do not fit the head, or it lacks the layers that the head reads.
     """
     spec = head.spec
     for what, ours, theirs in (
@@ -66,15 +66,15 @@ def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch
     ):
         if ours != theirs:
             raise TargetInvalid(
-                f"the head needs a target with {what} {ours}; this one has {theirs}",
+                f"the head needs a target with {what} {ours}, but this one has {theirs}",
                 where=target.folder,
-                fix="Give the target that the head was trained on.",
+                fix="Pass the target that the head was trained on.",
             )
     if spec.captured[-1] >= config.layers:
         raise TargetInvalid(
             f"the head reads layer {spec.captured[-1]}, but the target has {config.layers} layers",
             where=target.folder,
-            fix="Give the target that the head was trained on, or correct the captured layers (--captured-are).",
+            fix="Pass the target that the head was trained on, or correct the captured layers (--captured-are).",
         )
     weights, inputs = read_served(head) if head.is_quantized else (read_weights(head), {})
     shared = {"embed_tokens": config.embed_tokens, "lm_head": config.lm_head}
@@ -87,25 +87,25 @@ def load_head(head: Head, target: Checkpoint, config: TargetConfig, dtype: torch
 
 
 Say = Callable[[str], None]
-# What a manifest says of tensors whose values are near their source's and not those.
+# A manifest's actions for tensors whose values are close to their source's but not equal.
 APPROXIMATE: tuple[Action, ...] = ("converted", "quantized")
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How parity is measured.
+    """How to measure parity.
 
     Attributes:
         target: the target.
-        prompts: held-out prompts, cut to `prompt_tokens` + `new_tokens`; they are read before any weight is.
-        states: stored states of the target over held-out prompts; one of the two is given.
+        prompts: held-out prompts, cut to `prompt_tokens` + `new_tokens`; they are read before any weights.
+        states: stored states of the target for held-out prompts; pass either these or prompts.
         steps: K, drafted tokens per verify step.
-        prompt_tokens: prompts are cut to this before they are continued.
+        prompt_tokens: length to which prompts are cut before they are continued.
         new_tokens: length of the continuations.
         seed: of the sampled continuations.
-        calibrated_on: what the head was calibrated on, beside what its own manifest says.
+        calibrated_on: what the head was calibrated on, in addition to its own manifest's record.
         allow_pickle: whether ModelOpt's .pt files may be read as states.
-        min_retention: share of its source's acceptance length that an approximate head must keep.
+        min_retention: share of its source's acceptance length that an approximate head must retain.
     """
 
     target: Source
@@ -122,7 +122,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class ParityFound:
-    """What was measured, one entry a text, what it was measured with, and what that says of the head."""
+    """The measurements, one entry per text, how they were made, and the findings about the head."""
 
     measured: tuple[Measured, ...]
     provenance: dict[str, object]
@@ -133,24 +133,24 @@ class ParityFound:
 def measure_parity(
     output: Head, source: Head | None, parity: Parity, say: Say, still_open: Collection[str] = ()
 ) -> ParityFound:
-    """Measure a head, and its source beside it, on held-out prompts.
+    """Measure a head, and its source if given, on held-out prompts.
 
     Args:
         output: the head.
-        source: what it was made of.
+        source: what it was made from.
         parity: how to measure.
-        say: told what is going on.
-        still_open: what its files leave open, or rests on a user's word; see `validate.readings`.
+        say: called with progress messages.
+        still_open: facts that its files leave open, or that rest on the user's word; see `validate.readings`.
 
     Raises:
-        PromptsInvalid: one is among the calibration's own, or no text is long enough to draft in.
-        StatesInvalid: the states cannot be read, or are of another target or other layers.
-        TargetInvalid: the target cannot be read, or does not belong to the head.
+        PromptsInvalid: a prompt was used in the calibration, or no text is long enough for a draft.
+        StatesInvalid: the states cannot be read, or come from another target or other layers.
+        TargetInvalid: the target cannot be read, or is not this head's target.
     """
     if parity.states is not None:
         return _from_states(output, source, parity, parity.states, say, still_open)
     if parity.prompts is None:
-        raise PromptsInvalid("there is no text to measure on", fix="Give prompts or stored states.")
+        raise PromptsInvalid("there is no text to measure on", fix="Pass prompts or stored states.")
     return _from_target(output, source, parity, parity.prompts, say, still_open)
 
 
@@ -190,7 +190,7 @@ def _from_states(
     output: Head, source: Head | None, parity: Parity, folder: Path, say: Say, still_open: Collection[str]
 ) -> ParityFound:
     config = read_target_config(parity.target.fetch_config())
-    # What ModelOpt stored has no record, and holds the layers that the head was trained with.
+    # ModelOpt's dump has no record, and holds the layers that the head was trained with.
     stored = read_record(folder).captured if (folder / RECORD).exists() else _captured(output, source)
     readings = find_readings(output, config, still_open, stored)
     captured = _layers(output, source, readings, stored)
@@ -214,16 +214,16 @@ def _from_states(
 
 @dataclass(frozen=True)
 class _Bench:
-    """What a head is judged with, wherever the target's states come from.
+    """Everything for measuring a head, whatever the origin of the target's states.
 
     Attributes:
         output: the head on disk.
-        heads: "output", and "source" where there is one.
-        texts: what is drafted on.
-        run: gives the target's states over a batch.
+        heads: "output", and "source" if there is one.
+        texts: the texts to draft on.
+        run: returns the target's states for a batch.
         layers: the layers whose outputs they hold.
         config: the target's.
-        readings: those of the head that are measured against each other.
+        readings: the readings of the head to compare.
     """
 
     output: Head
@@ -255,7 +255,7 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
     if "source" in heads:
         findings += _judge_approximation(bench, parity, measured)
     else:
-        say("measuring the head read otherwise")
+        say("measuring the head with known mistakes undone")
         known = [one.spec for one in bench.readings]
         gains = measure_mistakes(
             heads["output"], bench.texts, bench.run, bench.layers, parity.steps, targets_own(bench.config), known
@@ -270,23 +270,23 @@ def _measure(bench: _Bench, parity: Parity, about: dict[str, object], say: Say) 
 
 
 def targets_own(config: TargetConfig) -> TargetsOwn:
-    """Return what a target's config states of what its heads often share with it."""
+    """Return the settings in a target's config that its heads often share."""
     eps = config.text.get("rms_norm_eps")
     try:
         rope = read_rope(config.rope)
-    except KconvError:  # of a kind that no head has
+    except KconvError:  # a kind that no head has
         rope = None
     return TargetsOwn(rope, float(eps) if isinstance(eps, float) else None, "kv_lora_rank" in config.text)
 
 
 def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]) -> Iterator[Finding]:
-    """Hold an approximate head against its manifest; one whose bits are its source's is compared by these."""
+    """Compare an approximate head with its manifest; an exact one is compared by its bits."""
     try:
         manifest = read_manifest(bench.output.checkpoint.folder)
-    except (NotACheckpoint, ManifestMismatch):  # a finding of its own, where it is one
+    except (NotACheckpoint, ManifestMismatch):  # reported as a separate finding
         return
     record = manifest.conversion
-    # A head that was only renamed since keeps all of its source's acceptance; one that was pruned claims nothing.
+    # A head that was only renamed since retains all of its source's acceptance; a pruned one makes no claim.
     if any(step.action in APPROXIMATE for step in manifest.tensors):
         yield from judge_retention(measured, Claim.of(record), parity.min_retention)
     if record and record.fingerprint:
@@ -294,15 +294,15 @@ def _judge_approximation(bench: _Bench, parity: Parity, measured: list[Measured]
 
 
 def _layers(output: Head, source: Head | None, readings: Sequence[Reading], stored: Collection[int]) -> tuple[int, ...]:
-    """Return the layers whose outputs are measured with, of those at hand: the head's and its readings', and without a
-    source their neighbors, which a head that is captured too early or too late should have read."""
+    """Return the available layers to measure with: the head's and its readings'. Without a source also their neighbors,
+    which a head that captures too early or too late should have read."""
     own = set(_captured(output, source))
     near = set() if source else find_layers(output.spec.captured, stored)
     return tuple(sorted({*own, *near, *(layer for one in readings for layer in one.spec.captured)}))
 
 
 def _captured(output: Head, source: Head | None) -> tuple[int, ...]:
-    """Return the layers that the two heads read, which differ where a conversion was told otherwise than its source."""
+    """Return the layers that the two heads read; they differ if the conversion used other options than the source."""
     return tuple(sorted({*output.spec.captured, *(source.spec.captured if source else ())}))
 
 
@@ -315,7 +315,7 @@ def _open_states(folder: Path, captured: tuple[int, ...], config: TargetConfig, 
 
 
 def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -> None:
-    """Refuse states of a target with the same config and other weights, which its output matrix tells."""
+    """Refuse states of a target with the same config but other weights, detected by its output matrix."""
     from ..checkpoint.bytes import digest
 
     own = digest(target.open_tensors({config.lm_head})[config.lm_head])
@@ -323,7 +323,7 @@ def _check_lm_head(states: StoredStates, target: Source, config: TargetConfig) -
         raise StatesInvalid(
             f"the states come from {states.record.target.source}, whose lm_head differs from {target.name}'s",
             where=states.folder,
-            fix="Give the target that the states come from, or create states of this one.",
+            fix="Pass the target that the states come from, or create states for this one.",
         )
 
 
@@ -361,4 +361,4 @@ def _describe_states(states: StatesFolder) -> dict[str, object]:
         record = states.record
         about = record.model_dump(include={"prompts", "captured", "dtype", "seed", "new_tokens", "kconv"})
         return {"states": {"folder": str(states.folder), "target": record.target.source} | about}
-    return {"states": {"folder": str(states.folder), "captured": "not in the files; taken to be the head's"}}
+    return {"states": {"folder": str(states.folder), "captured": "not in the files; assumed to be the head's"}}

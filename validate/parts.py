@@ -1,7 +1,7 @@
 """Where two heads differ: the error of each part of the first draft step.
 
-Each part of both heads is given what the source's own stream has there, so that an error stands where it arises and
-not in all that follows.
+Each part of both heads gets the source's own input at that point, so an error shows where it arises and not in
+everything after it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PARTS = ("fc", "norms", "attention", "mlp", "lm_head")
 
 @dataclass
 class Parts:
-    """Errors gathered over batches.
+    """Errors collected over batches.
 
     Attributes:
         source, output: the two heads, of one hidden size and number of layers.
-        stored: the layers whose outputs the states hold, the heads' own among them.
+        stored: the layers whose outputs the states hold, including the heads' own.
     """
 
     source: DraftHead
@@ -36,13 +36,13 @@ class Parts:
 
     @property
     def comparable(self) -> bool:
-        """Whether the parts of both read and give the same widths."""
+        """Whether both heads' parts read and return the same widths."""
         a, b = self.source.spec, self.output.spec
         return (a.hidden, a.target_hidden, a.captured, a.layers) == (b.hidden, b.target_hidden, b.captured, b.layers)
 
     @torch.no_grad()
     def add(self, tokens: Tensor, captured: Tensor) -> None:
-        """Compare the parts on a batch, tokens `[B, T]` and the target's states over them."""
+        """Compare the parts on a batch, tokens `[B, T]` and the target's states for them."""
         columns = [self.stored.index(layer) for layer in self.output.spec.captured]
         own = captured.unflatten(-1, (len(self.stored), -1))[..., columns, :].flatten(-2)
         for part, ours, theirs in self._compare(tokens, own):
@@ -68,7 +68,7 @@ class Parts:
         )
 
     def _compare(self, tokens: Tensor, captured: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the outputs of both heads' parts; a part that each layer has comes up once a layer."""
+        """Yield the outputs of both heads' parts; a part that every layer has occurs once per layer."""
         one, other = self.source, self.output
         inputs, states = tokens[:, 1:], captured[:, :-1]
         hidden = one.fuse(states)

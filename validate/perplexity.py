@@ -1,8 +1,8 @@
-"""A quantized target on held-out text, beside its source.
+"""Compare a quantized target with its source on held-out text.
 
-Both are computed in fp32 on dequantized weights, one after the other and layer by layer from the disk, so that a target
-of any size can be run; of each only a loss and a token are kept for every place. What an NVFP4 linear reads is rounded
-by its input_scale, as an engine rounds it, so what differs is all that the format loses.
+Both run in fp32 on dequantized weights, one after the other and layer by layer from disk, so that a target of any size
+can run; for every position only a loss and a token are kept. The inputs of NVFP4 linear layers are rounded by their
+input_scale, as in an engine, so the difference covers everything that the format loses.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """What a target and its source are both run over.
+    """The text for a target and its source.
 
     Attributes:
-        source: what the target was quantized from.
+        source: the target before quantization.
         prompts: a JSONL file, or a suite's name and its revision on the Hub; their own text is read, no continuation.
-        tokens: texts are cut to this.
-        trust_remote_code: whether the source's tokenizer may run code of its own.
+        tokens: length to which texts are cut.
+        trust_remote_code: whether the source's tokenizer may run its own Python code.
     """
 
     source: Source
@@ -55,7 +55,7 @@ class HeldOutText:
 
 @dataclass(frozen=True)
 class Run:
-    """What a target says of each text: loss of every token but the first, and the likeliest token there."""
+    """A target's result for each text: the loss of every token but the first, and the most likely token there."""
 
     losses: list[Tensor]
     likeliest: list[Tensor]
@@ -63,12 +63,12 @@ class Run:
 
 @dataclass(frozen=True)
 class ReadyText:
-    """Held-out text that can be run over.
+    """Encoded held-out text.
 
     Attributes:
         folder: the source.
-        texts: token ids of each text, two at the least.
-        about: what it is, for the record.
+        texts: token ids of each text, at least two.
+        about: a description, for the record.
     """
 
     folder: Path
@@ -77,29 +77,29 @@ class ReadyText:
 
 
 def prepare_text(text: HeldOutText) -> ReadyText:
-    """Read and encode held-out text, and see that the targets' layers fit into memory; no weight is read.
+    """Read and encode held-out text, and check that the targets' layers fit into memory; reads no weights.
 
     Raises:
         PromptsInvalid: there are none, they cannot be read, or none has two tokens.
-        TargetTooLarge: a layer of the source is larger than the memory. Its output, dequantized, takes the same.
+        TargetTooLarge: a layer of the source is larger than memory. Its output, dequantized, takes the same.
         TargetInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `encode_held_out`.
-        SourceFormatUnknown, TensorShape: the source is stored in a form that is not read.
+        SourceFormatUnknown, TensorShape: kconv does not read the form in which the source is stored.
     """
     held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
     texts = [row for row in held_out.tokens if len(row) > 1]
     if not texts:
-        raise PromptsInvalid("no prompt has two tokens", where=text.prompts, fix="Give longer prompts.")
+        raise PromptsInvalid("no prompt has two tokens", where=text.prompts, fix="Use longer prompts.")
     check_layers_fit(text.source)
     folder = text.source.fetch_model()
     about: dict[str, object] = {
         "prompts": held_out.describe() | {"text_tokens": text.tokens},
-        "dtype": "float32, on dequantized weights; inputs of NVFP4 linears rounded by their input_scale",
+        "dtype": "float32, on dequantized weights; inputs of NVFP4 linear layers rounded by their input_scale",
     }
     return ReadyText(folder, texts, about)
 
 
 def check_layers_fit(target: Source) -> None:
-    """Raise TargetTooLarge if a layer of a target is larger than the memory; no weight is read, and none downloaded."""
+    """Raise TargetTooLarge if a layer of a target is larger than memory; reads and downloads no weights."""
     headers, config = target.open_headers(), read_target_config(target.fetch_config())
     must_part(stored_weights(headers, config), config, torch.float32, target.name)
 
@@ -109,13 +109,13 @@ def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: Non
 
     Args:
         output: the quantized target.
-        text: its source, and what both are run over.
-        say: told what is going on.
+        text: its source, and the text for both.
+        say: called with progress messages.
 
     Raises:
-        TargetInvalid: one of the two cannot be built, or has other tensors than its config asks for.
-        TargetTooLarge: a layer of one of the two is larger than what memory is left by now.
-        SourceFormatUnknown, TensorShape: one is stored in a form that is not read.
+        TargetInvalid: one of the two cannot be built, or its tensors do not match its config.
+        TargetTooLarge: a layer of one of the two is larger than the memory that is free by then.
+        SourceFormatUnknown, TensorShape: kconv does not read the form in which one is stored.
     """
     say("running the source over held-out text")
     source = _run(text.folder, text.texts)
@@ -135,7 +135,7 @@ def _run(folder: Path, texts: Sequence[Sequence[int]]) -> Run:
     lm_head = read_tensor(checkpoint.tensors[config.lm_head]).float()
     losses, likeliest = [], []
     for row, states in zip(tokens, hidden, strict=True):
-        # What follows the last token is not known.
+        # What follows the last token is unknown.
         logits = F.linear(rms_norm(states[0, :-1], norm, float(config.text["rms_norm_eps"])), lm_head)
         losses.append(F.cross_entropy(logits, row[1:], reduction="none").double())
         likeliest.append(logits.argmax(-1))
@@ -143,10 +143,10 @@ def _run(folder: Path, texts: Sequence[Sequence[int]]) -> Run:
 
 
 class RoundedInputs(LayerLinears):
-    """Rounds what a layer's NVFP4 linears read, by their input_scale; those without one read it as it is.
+    """Rounds the inputs of a layer's NVFP4 linear layers by their input_scale; without one they stay unchanged.
 
-    Modules that an engine fuses share the largest scale, and so do a layer's experts, as FlashInfer's and vLLM's own
-    kernels have it
+    Modules that an engine fuses share the largest scale, and so do a layer's experts, as in FlashInfer's and vLLM's own
+    kernels
     (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2095).
     """
 
@@ -167,7 +167,7 @@ class RoundedInputs(LayerLinears):
 
 
 def _shared(module: str) -> str:
-    """Return a name that is the same for all modules whose inputs have one scale."""
+    """Return a name that all modules with a common input scale share."""
     return fused_group(EXPERT.sub(".experts.", module))
 
 

@@ -1,4 +1,4 @@
-"""A report's figures as PNG."""
+"""A report's figures as PNG files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL = 4.0, 3.2  # inches
-# Reports are published, so no path of this installation.
-LEFT_OUT = "The plots are left out, because matplotlib is not installed. `kconv --version` prints the command for it."
+# Reports are published, so this text contains no path of this installation.
+LEFT_OUT = (
+    "The plots are missing, because matplotlib is not installed. `kconv --version` prints the command to install it."
+)
 
 
 def draw_plots(report: Report, folder: Path) -> list[str]:
-    """Draw what a report's figures give, and return the lines of Markdown that show it.
+    """Draw a report's figures, and return the Markdown lines that show them.
 
     Args:
         report: the report.
-        folder: where the PNGs go; made if it is not there.
+        folder: the folder for the PNGs; created if needed.
 
     Returns:
-        Nothing where nothing was measured; without matplotlib a line that says so.
+        Nothing if nothing was measured; without matplotlib a line that says so.
 
     Raises:
         OutputFailed: the folder cannot be written to.
@@ -46,7 +48,7 @@ def draw_plots(report: Report, folder: Path) -> list[str]:
         return ["## Plots", "", LEFT_OUT]
     except OSError as fault:
         raise OutputFailed(
-            f"the plots cannot be written: {fault.strerror}", where=folder, fix="Give --out another folder."
+            f"the plots cannot be written: {fault.strerror}", where=folder, fix="Choose another folder for --out."
         ) from fault
     return lines[:-1]
 
@@ -99,7 +101,7 @@ def _by_part(report: Report, file: Path) -> None:
             places, heights = [parts.index(part) for part in shown], [values[part] for part in shown]
             _bars(axes, places, heights, None, place, len(kinds), kind)
         axes.set_xticks(range(len(parts)), parts)
-        # Linear around zero: a part that is bit for bit the source's stands there.
+        # Linear around zero, where bit-identical parts are.
         axes.set_yscale("symlog", linthresh=min(row.rms_error for row in rows if row.rms_error > 0))
         axes.set_ylim(0.0, None)
         axes.set_ylabel("RMS error, relative")
@@ -129,7 +131,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 Draw = Callable[[Report, Path], None]
-# File, caption, how it is drawn, and whether a report has what it takes.
+# File, caption, drawing function, and whether a report has the data for it.
 PLOTS: tuple[tuple[str, str, Draw, Callable[[Report], bool]], ...] = (
     (
         "acceptance-by-category.png",

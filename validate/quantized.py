@@ -1,10 +1,11 @@
-"""A quantized target against the target it was made from, tensor by tensor.
+"""Compare a quantized target with the target that it was made from, tensor by tensor.
 
-Perplexity forgives much: a whole expert with its scale doubled hardly moves it. The noise of one tensor does not:
-NVFP4 leaves about 20 dB of signal over noise, a doubled scale 0 dB, swapped nibbles or an exchanged gate less than 0.
+Perplexity is insensitive: it hardly moves when a whole expert's scale is doubled. The noise of one tensor shows it:
+NVFP4
+leaves about 20 dB of signal over noise, a doubled scale 0 dB, swapped nibbles or an exchanged gate less than 0.
 
-Of its config are not compared token ids, which generation_config.json states as well, and the part of a wrapped target
-that is no text model: exporters write both anew.
+Two parts of its config are not compared, since exporters write both anew: token ids, which generation_config.json also
+states, and the part of a wrapped target that is not a text model.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .figures import NoiseFigures
 from .report import Finding
 from .rules.comparisons import AS_THE_SOURCE, FLOOR
 
-# Each key of the text model that decides a number, with what its absence means to every reader; None where readers
-# differ, or fail. An exporter may write such a value down, or leave it out.
+# Each key of the text model that affects a number, with the meaning of its absence for every reader; None if readers
+# differ, or fail. An exporter may write such a value explicitly, or omit it.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L305-L387
 # https://github.com/huggingface/transformers/blob/v5.14.1/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L82-L116
 KEYS: Mapping[str, Any] = {
@@ -48,7 +49,7 @@ KEYS: Mapping[str, Any] = {
     "v_head_dim": None,
     "attention_bias": False,
     "rope_interleave": True,
-    # Experts, and how they are chosen and weighed.
+    # Experts, their choice and their weights.
     "first_k_dense_replace": None,
     "moe_layer_freq": 1,
     "moe_intermediate_size": None,
@@ -65,11 +66,11 @@ KEYS: Mapping[str, Any] = {
 
 
 def check_config(output: TargetConfig, source: TargetConfig) -> list[Finding]:
-    """Return a finding for each key by which a quantized target is another model than its source.
+    """Return a finding for each key that makes a quantized target a different model from its source.
 
     Args:
         output: the quantized target's config.
-        source: the config of what it was made from.
+        source: the source's config.
     """
     theirs = dict(_deciding(source))
     return [_another(key, mine, theirs[key]) for key, mine in _deciding(output) if mine != theirs[key]]
@@ -84,7 +85,7 @@ def _deciding(config: TargetConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _rope(config: TargetConfig) -> Any:
-    """Return RoPE in one spelling of the two; as it stands where it is of a kind that kconv does not read."""
+    """Return RoPE in one of the two spellings; unchanged if kconv does not read its kind."""
     try:
         return read_rope(config.rope)
     except KconvError:
@@ -97,7 +98,7 @@ def _another(key: str, mine: Any, its: Any) -> Finding:
         rule="K393",
         severity="error",
         where=f"config.json: {key}",
-        message=f"it is {said}, and the source's is {wanted}",
+        message=f"it is {said}, but the source's is {wanted}",
         fix=AS_THE_SOURCE,
     )
 
@@ -105,12 +106,12 @@ def _another(key: str, mine: Any, its: Any) -> Finding:
 def check_quantized(
     output: Checkpoint, source: Checkpoint, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Finding], NoiseFigures]:
-    """Hold every tensor of a quantized target, and what its config decides, against its source's.
+    """Check every tensor of a quantized target, and the settings in its config, against its source.
 
     Args:
         output: the quantized target.
-        source: what it was made from, in any form that is read.
-        say: told what is going on.
+        source: what it was made from, in any form that kconv reads.
+        say: called with progress messages.
 
     Returns:
         Findings, and the noise over all tensors that became NVFP4.
@@ -122,14 +123,14 @@ def check_quantized(
     ours, theirs = map(stored_weights, (output, source), configs)
     findings = check_config(*configs)
     findings += [_absent(name, "is missing") for name in sorted(theirs.keys() - ours.keys())]
-    findings += [_absent(name, "is not the source's") for name in sorted(ours.keys() - theirs.keys())]
+    findings += [_absent(name, "is not in the source") for name in sorted(ours.keys() - theirs.keys())]
     noise: dict[str, float] = {}
     for i, name in enumerate(sorted(ours.keys() & theirs.keys())):
         if i % 100 == 0:
             say(f"comparing {name}")
         mine, its = ours[name], theirs[name]
         if mine.shape != its.shape:
-            findings.append(_absent(name, f"is {list(mine.shape)}, and the source's is {list(its.shape)}"))
+            findings.append(_absent(name, f"is {list(mine.shape)}, but the source's is {list(its.shape)}"))
         elif mine.form == "nvfp4" and its.form != "nvfp4":
             noise[name] = signal_to_noise(its, mine)
             if not noise[name] >= FLOOR:
@@ -144,7 +145,7 @@ def signal_to_noise(source: StoredWeight, output: StoredWeight) -> float:
 
     Args:
         source: the weight.
-        output: the same, quantized.
+        output: the same weight, quantized.
     """
     signal = change = 0.0
     for its, mine in _aligned(source, output):
@@ -155,14 +156,14 @@ def signal_to_noise(source: StoredWeight, output: StoredWeight) -> float:
 
 
 def decibels(signal: float, change: float) -> float:
-    """Return a power over another in dB; infinite where the second is nothing, NaN where that says nothing."""
+    """Return the ratio of two powers in dB; infinite if the second is zero, NaN if it means nothing."""
     if not change:
         return math.inf
     return 10 * math.log10(signal / change) if signal > 0 and math.isfinite(signal / change) else math.nan
 
 
 def _aligned(source: StoredWeight, output: StoredWeight) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both weights in the same blocks of rows, though each is read in its own."""
+    """Yield both weights in the same blocks of rows, though each is stored in different ones."""
     streams = (source.blocks(), output.blocks())
     held: list[torch.Tensor | None] = [None, None]
     while True:
@@ -202,8 +203,8 @@ def _noisy(name: str, decibels: float) -> Finding:
         rule="K390",
         severity="error",
         where=name,
-        message=f"its signal over noise is {decibels:.1f} dB, and rounding to NVFP4 leaves {FLOOR} dB at the least",
-        fix="Quantize the target again; a scale, the order of the nibbles or the tensor itself is another's.",
+        message=f"its signal over noise is {decibels:.1f} dB, but rounding to NVFP4 leaves at least {FLOOR} dB",
+        fix="Quantize the target again; a scale, the order of the nibbles or the tensor itself is wrong.",
     )
 
 
@@ -212,8 +213,8 @@ def _changed(name: str) -> Finding:
         rule="K391",
         severity="error",
         where=name,
-        message="it is not quantized, and its values are not the source's",
-        fix="Quantize the target again, and give the very target that it is made from.",
+        message="it is not quantized, but its values differ from the source's",
+        fix="Quantize the target again, and pass exactly the target that it is made from.",
     )
 
 
@@ -223,5 +224,5 @@ def _absent(name: str, what: str) -> Finding:
         severity="error",
         where=name,
         message=f"the tensor {what}",
-        fix="Quantize the target again, and give the very target that it is made from.",
+        fix="Quantize the target again, and pass exactly the target that it is made from.",
     )

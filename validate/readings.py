@@ -1,13 +1,13 @@
-"""How a head may be read, and which reading its target's states confirm.
+"""The possible readings of a head, and which one its target's states confirm.
 
-A trained head drafts best as it was trained, so a reading is measured: the same head under another spec, or with its
-weights in another order, drafts over the same text, and the two are compared by the paired standard error over
-sequences. It takes no source, only the target and some text.
+A trained head drafts best in the way it was trained, so readings are measured: the same head with another spec, or with
+its weights in another order, drafts over the same text, and the two are compared by the paired standard error over
+sequences. This needs no source, only the target and some text.
 
-Two kinds of readings. Those that files leave open or a user said: which layers a head reads, by which base its RoPE
-turns, whether its first residual is normed. And those that undo a known mistake of a loader, an exporter or a config,
-which leaves names, shapes and dtypes as they were: gate and up in the other order, RoPE's pairs as halves and as
-neighbors, keys and values of a fused projection in another order, norms that are one off (Gemma's).
+There are two kinds of readings. Some concern facts that files leave open or a user stated: which layers a head reads,
+its RoPE base, whether its first residual is normed. Others undo a known mistake of a loader, an exporter or a config
+that keeps names, shapes and dtypes: gate and up swapped, RoPE's pairs as halves or as neighbors, keys and values of a
+fused projection in another order, norms that are off by one (Gemma's).
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ from .texts import Batch, Text
 
 RULE = {rule.id: rule for rule in RULES}
 
-# By how many paired standard errors one reading must beat another to be told from it.
+# How many paired standard errors must separate two readings.
 TOLD = 3.0
-# Of fewer sequences a standard error says nothing; of fewer than `MANY` each one of them must say the same.
+# With fewer sequences a standard error means nothing; with fewer than `MANY` all of them must agree.
 FEWEST, MANY = 4, 8
-# A head that accepts less under its best reading hardly drafts, and what sets its readings apart is chance.
+# A head with less acceptance in its best reading hardly drafts, and the differences of its readings are chance.
 DRAFTS = 1.2
-# Bases that trainers and targets of Llama, Qwen, Kimi and DeepSeek have.
+# RoPE bases of trainers and targets of Llama, Qwen, Kimi and DeepSeek.
 BASES = (10000.0, 50000.0, 500000.0, 1000000.0)
-# Texts by how well they tell two readings apart: the longest first, and greedy text, which loops, last.
+# Texts by how well they separate two readings: the longest first, and greedy text, which loops, last.
 KINDS = ("held-out", "sampled", "greedy")
 FACTS = ("captured", "rope_theta", "norm_before_residual")
-# Sequences of each text that all mistakes are undone on, how many of the best then are on more, and on how many.
+# Sequences of each text for undoing all mistakes, how many of the best then run on more, and on how many.
 SCREENED, BEST, PROBED = 1, 6, 12
-# Fewer say too little of their spread.
+# Fewer show too little of their spread.
 LEAST = 6
-# A mistake is one where undoing it gains this many standard errors, and this share of the acceptance length.
+# A mistake counts if undoing it gains this many standard errors, and this share of the acceptance length.
 SIGMAS, GAIN = 4.0, 0.01
-# One that is not the best of many, but asked for by itself.
+# For a mistake that is not the best of many, but tested by itself.
 SIGMAS_OF_ONE, GAIN_OF_ONE = 3.0, 0.001
 TARGETS_ROPE = "the target's own RoPE"
 SCALES = (0.8, 0.9, 1.1, 1.25)
-# Orders of more states than these are too many to try.
+# More captured states than this have too many orders to try.
 MOST_STATES = 4
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A head's weights under one spec; `facts` are what it says of each of `FACTS`, as phrases."""
+    """A head's weights with one spec; `facts` has a phrase for each of `FACTS`."""
 
     spec: HeadSpec
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the reading says, by fact."""
+        """The reading's statements, by fact."""
         return {
             "captured": f"outputs of layers {list(self.spec.captured)}",
             "rope_theta": f"{self.spec.rope.theta:g}",
@@ -78,7 +78,7 @@ class Reading:
         }
 
     def options(self, fact: str) -> str:
-        """Return the option of kconv that says what this reading does of a fact."""
+        """Return the kconv option that states this reading's value of a fact."""
         return {
             "captured": f"--captured {','.join(map(str, self.spec.captured))}",
             "rope_theta": f"--rope-theta {self.spec.rope.theta:g}",
@@ -89,16 +89,16 @@ class Reading:
 def find_readings(
     head: Head, config: TargetConfig, still_open: Collection[str], stored: Collection[int] | None = None
 ) -> tuple[Reading, ...]:
-    """Return the readings of a head that are to be measured, the one that was taken first.
+    """Return the readings of a head to measure, the one in use first.
 
-    The captured layers are always among what is measured: one layer early and one late, which is the difference
-    between layer inputs and outputs.
+    They always vary the captured layers: one layer early and one late, which is the difference between layer inputs and
+    outputs.
 
     Args:
-        head: as it was read.
+        head: as read.
         config: its target's.
-        still_open: those of `FACTS` that its files leave open, or that rest on a user's word.
-        stored: the layers whose outputs are at hand; None for all of the target's.
+        still_open: those of `FACTS` that its files leave open, or that rest on the user's word.
+        stored: the layers whose outputs are available; None for all of the target's.
     """
     spec = head.spec
     shifted = [tuple(i + by for i in spec.captured) for by in (0, -1, 1)]
@@ -127,7 +127,7 @@ def find_readings(
 
 
 def choose_text(texts: Sequence[Text]) -> Text:
-    """Return the text that tells readings apart best."""
+    """Return the text that separates readings best."""
     return min(texts, key=lambda text: KINDS.index(text.kind))
 
 
@@ -136,7 +136,7 @@ class ReadingsMeasured:
     """Acceptance of each reading on one text.
 
     Attributes:
-        readings: the one that was taken first.
+        readings: the one in use first.
         text: the text's kind.
         parts: for each reading, its acceptance on each sequence.
     """
@@ -158,7 +158,7 @@ class ReadingsMeasured:
 
     @property
     def sequences(self) -> int:
-        """How many sequences the text has."""
+        """The number of sequences in the text."""
         return len(self.parts[0])
 
     def behind(self, one: int, other: int) -> tuple[float, float | None]:
@@ -166,7 +166,7 @@ class ReadingsMeasured:
         return _behind(self.parts[one], self.parts[other])
 
     def beats(self, other: int, one: int) -> bool:
-        """Say whether a reading is better than another one by more than the noise."""
+        """Return whether one reading is better than another by more than the noise."""
         gap, error = self.behind(one, other)
         if error is None or self.sequences < FEWEST or self.lengths[other] < DRAFTS or gap <= max(TOLD * error, 0.0):
             return False
@@ -204,7 +204,7 @@ def _accept(
     batches: Iterable[tuple[Text, Batch]], run: Callable[[Batch], States], stored: tuple[int, ...], steps: int,
     heads: Callable[[], Iterable[tuple[Key, DraftHead]]],
 ) -> dict[Key, list[Acceptance]]:  # fmt: skip
-    """Return the acceptance of each head on each sequence; heads are asked for anew for each batch."""
+    """Return the acceptance of each head on each sequence; `heads` is evaluated again for each batch."""
     found: dict[Key, list[Acceptance]] = {}
     for text, batch in batches:
         states = run(batch)
@@ -223,10 +223,10 @@ def measure_readings(
 
     Args:
         text: the text.
-        run: gives the target's states over a batch.
+        run: returns the target's states for a batch.
         stored: the layers whose outputs these states hold, in their order.
         steps: K.
-        head: the head in memory, under any of its readings.
+        head: the head in memory, in any of its readings.
         found: the readings.
     """
     heads = [(place, DraftHead(one.spec, head.weights)) for place, one in enumerate(found)]
@@ -235,9 +235,9 @@ def measure_readings(
 
 
 def _nearest_right(measured: ReadingsMeasured) -> int:
-    """Return the reading that changes the fewest facts of the first, of those that beat it and that the best does not.
+    """Return the reading that changes the fewest facts of the first, among those that beat it and tie with the best.
 
-    What does not move the acceptance length, such as theta over short texts, is then not advised to be changed.
+    A fact that does not affect the acceptance length, such as theta over short texts, then stays unchanged.
     """
     first = measured.readings[0].facts
     right = [
@@ -250,12 +250,12 @@ def _nearest_right(measured: ReadingsMeasured) -> int:
 
 
 def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, taken: bool = True) -> Iterator[Finding]:
-    """Yield what the measurement says: a reading that another one beats, and each open fact that it decides or not.
+    """Yield the findings: a reading that another one beats, and for each open fact whether the measurement decides it.
 
     Args:
-        measured: what was measured.
-        still_open: those of `FACTS` that the head's files leave open, or that rest on a user's word.
-        taken: whether the head is read in the first reading; not so of one that cannot be read without a word.
+        measured: the measurements.
+        still_open: those of `FACTS` that the head's files leave open, or that rest on the user's word.
+        taken: whether the head is in use with the first reading; false for a head that cannot be read without options.
     """
     best, lengths = measured.best, measured.lengths
     on = f"{measured.sequences} sequence{'s' * (measured.sequences != 1)} of {measured.text} text"
@@ -264,7 +264,7 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
         best = _nearest_right(measured)
     first, winner = measured.readings[0], measured.readings[best]
     apart = [fact for fact in FACTS if beaten and first.facts[fact] != winner.facts[fact]]
-    # What the files state is not doubted for a trifle, which a head that is hardly trained may gain by any change.
+    # A trifle does not call the files' statements into doubt: a barely trained head may gain it from any change.
     if apart and (set(apart) & set(still_open) or measured.behind(0, best)[0] > GAIN * lengths[0]):
         gap, error = measured.behind(0, best)
         read, instead = (", ".join(f"{fact}: {one.facts[fact]}" for fact in apart) for one in (first, winner))
@@ -287,7 +287,7 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
                     f"measured: {winner.facts[fact]}, acceptance length {lengths[best]:.3f}; the next best reading,"
                     f" {measured.readings[nearest].facts[fact]}, has {lengths[nearest]:.3f} (-{gap:.3f} ± {error:.3f},"
                     f" on {on})",
-                    f"Give {winner.options(fact)}.",
+                    f"Pass {winner.options(fact)}.",
                 )
             )
         else:
@@ -296,8 +296,8 @@ def judge_readings(measured: ReadingsMeasured, still_open: Collection[str], *, t
             yield RULE["K314"].finding(
                 Found(
                     f"config.json: {fact}",
-                    f"measured, but cannot be decided: {shown}; the differences are within the noise of {on}",
-                    "Give more prompts, or longer ones (--new-tokens), and states of the layers beside these.",
+                    f"the measurement cannot decide it: {shown}; the differences are within the noise of {on}",
+                    "Use more prompts, or longer ones (--new-tokens), and states of the adjacent layers.",
                 )
             )
 
@@ -310,12 +310,13 @@ class Mistake:
     """A known mistake, undone.
 
     Attributes:
-        name: how the head is read then, as the end of "accepted more often with ...".
-        kind: "structure" where weights or config would mean another thing altogether, "scale" where a norm is only
-            stronger or weaker, which a head that is not fully trained may gain from too, "target's" where the config
-            would state what the target's does: one guess and no search, so less is asked of what it gains.
-        head: the head so read.
-        expected: whether heads of this kind are built so; one that is not should draft better as it is.
+        name: the change, as the end of "accepted more often with ...".
+        kind: "structure" if weights or config would mean something else entirely, "scale" if a norm is only stronger or
+            weaker, from which a partly trained head may gain too, "target's" if the config would state what the
+            target's
+            does: a single guess rather than a search, so a smaller gain suffices.
+        head: the changed head.
+        expected: whether heads of this kind are built this way; if not, the head should draft better unchanged.
     """
 
     name: str
@@ -326,7 +327,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Gain:
-    """What undoing a mistake gains over the head as it stands: acceptance length and its paired standard error."""
+    """The gain from undoing a mistake: acceptance length and its paired standard error."""
 
     name: str
     kind: Kind
@@ -337,27 +338,27 @@ class Gain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is more than chance, and more than a little."""
+        """Whether the gain is more than chance, and more than a little."""
         if self.kind == "target's":
             return self.gained > SIGMAS_OF_ONE * self.error and self.gained > GAIN_OF_ONE * self.before
         return self.gained > SIGMAS * self.error and self.gained > GAIN * self.before
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is clearly worse than the head as it stands, which that confirms."""
+        """Whether the change is clearly worse, which confirms the head as it is."""
         return -self.gained > SIGMAS_OF_ONE * self.error
 
 
 @dataclass(frozen=True)
 class TargetsOwn:
-    """What a target's config states, and its heads' often state too; `mla` where its attention is that."""
+    """Settings of a target's config that its heads often state too; `mla` if it has latent attention."""
 
     rope: Rope | None
     eps: float | None
     mla: bool
 
     def readings(self, head: DraftHead) -> Iterator[Mistake]:
-        """Yield a head read by it, where the head's own config states otherwise."""
+        """Yield the head with each of them, if the head's own config states something else."""
         spec = head.spec
         if self.rope is not None and self.rope != spec.rope:
             expected = self.mla and isinstance(spec.attention, Mla)
@@ -367,7 +368,7 @@ class TargetsOwn:
 
 
 def find_layers(captured: Sequence[int], layers: Collection[int]) -> frozenset[int]:
-    """Return the layers whose outputs the mistakes of a head want, those of a target that has them."""
+    """Return the layers whose outputs a head's mistakes need, as far as the target has them."""
     return frozenset(layer + by for layer in captured for by in (-1, 0, 1) if layer + by in layers)
 
 
@@ -375,8 +376,8 @@ def known_mistakes(head: DraftHead, layers: Iterable[int], but: Collection[HeadS
     """Yield the head with each known mistake undone.
 
     Args:
-        head: the head as its files say.
-        layers: target layers whose outputs are at hand.
+        head: the head according to its files.
+        layers: target layers whose outputs are available.
         but: specs that are measured as readings anyway.
     """
     spec, weights = head.spec, head.weights
@@ -412,19 +413,19 @@ def measure_mistakes(
 ) -> list[Gain]:
     """Undo each known mistake of a head on the first sequences of held-out and sampled text, and the best on more.
 
-    Greedy text says little: a small target's runs in circles, which any reading drafts well.
+    Greedy text shows little: a small target's runs in circles, which any reading drafts well.
 
     Args:
-        head: the head as its files say.
-        texts: as of `texts.make_texts`.
-        run: gives the target's states over a batch.
+        head: the head according to its files.
+        texts: as in `texts.make_texts`.
+        run: returns the target's states for a batch.
         stored: the layers whose outputs these states hold, in their order.
         steps: K.
-        target: what the target's own config states.
+        target: the target's own settings.
         but: specs that are measured as readings anyway.
 
     Returns:
-        What the best ones gain, and those by the target's config, the greatest gain first; nothing where there is too
+        The gains of the best ones, and of those from the target's config, the greatest first; nothing if there is too
         little text.
     """
 
@@ -456,21 +457,21 @@ def measure_mistakes(
 
 
 def judge_mistakes(gains: Sequence[Gain]) -> Iterator[Finding]:
-    """Find that a head is accepted more often with a mistake undone; the greatest gain names what is wrong."""
+    """Yield a finding if undoing a mistake raises the head's acceptance; the greatest gain names the error."""
     clear = [gain for gain in gains if gain.is_clear]
-    # What the target states needs no guess; another reading may gain the same by coming near to it. And a scale that
-    # makes up for half of what is wrong elsewhere is not what is wrong; nor is a swap that makes up for half of it.
+    # The target's statement needs no guess, though another reading may gain the same by coming close to it. And a scale
+    # that compensates half of an error elsewhere is not the error, nor is a swap that does.
     certain = [gain for gain in clear if gain.kind != "scale" and 2 * gain.gained > clear[0].gained]
     own = [gain for gain in certain if gain.kind == "target's" and gain.gained > certain[0].gained - certain[0].error]
     for gain in (own or certain or clear)[:1]:
         rule = RULE["K365" if gain.kind == "scale" else "K364"]
         after = gain.before + gain.gained
-        said = f"with {gain.name} it is accepted {after:.3f} tokens a step, as it stands {gain.before:.3f}"
+        said = f"with {gain.name} the acceptance length is {after:.3f}, unchanged it is {gain.before:.3f}"
         yield rule.finding(Found(gain.name, f"{said} (a gain of {gain.gained:.3f} ± {gain.error:.3f})"))
     for gain in gains:
         if gain.expected and not gain.is_clear and not gain.is_loss:
             after = gain.before + gain.gained
-            said = f"with it the head is accepted {after:.3f} tokens a step, with its own {gain.before:.3f}"
+            said = f"with the target's the acceptance length is {after:.3f}, with its own {gain.before:.3f}"
             apart = f"a difference of {gain.gained:+.3f} ± {gain.error:.3f}"
             yield RULE["K366"].finding(Found(gain.name, f"the head's RoPE is not its target's: {said} ({apart})"))
 
@@ -501,7 +502,7 @@ def _hidden_norms(spec: HeadSpec) -> list[str]:
 
 
 def _structure(head: DraftHead, at: str) -> Iterator[Mistake]:
-    """Yield a layer's linears in other orders."""
+    """Yield a layer's linear layers in other orders."""
     weights, attention = head.weights, head.spec.attention
     gate, up = f"{at}gate_proj", f"{at}up_proj"
     yield _with(head, f"{_plain(gate)} and {_plain(up)} swapped", {gate: weights[up], up: weights[gate]})
@@ -545,7 +546,7 @@ Turn = Callable[[Tensor], Tensor]
 
 
 def _to_halves(rows: Tensor) -> Tensor:
-    """Take rows whose pairs are neighbors, as if they were to be halves: `[..., dims, in]`."""
+    """Take rows whose pairs are neighbors as if they were halves: `[..., dims, in]`."""
     return torch.cat([rows[..., 0::2, :], rows[..., 1::2, :]], dim=-2)
 
 
@@ -591,12 +592,12 @@ def _orders(head: DraftHead) -> Iterator[Mistake]:
     for order in permutations(range(count)):
         if list(order) != sorted(order):
             layers = [head.spec.captured[place] for place in order]
-            # Column block i of the fc so read takes what block order[i] took.
+            # Column block i of the changed fc reads what block order[i] read.
             yield _with(head, f"the states before fc in the order {layers}", {"fc": blocks[:, order].flatten(1)})
 
 
 def _specs(spec: HeadSpec, layers: frozenset[int]) -> Iterator[tuple[str, HeadSpec]]:
-    """Yield the configs that the same weights may be read by."""
+    """Yield the configs with which the same weights may be read."""
     own = spec.captured
     moved = [tuple(layer + by for layer in own) for by in (-1, 1)]
     moved += [(*own[:i], layer + by, *own[i + 1 :]) for i, layer in enumerate(own) for by in (-1, 1)]

@@ -1,4 +1,4 @@
-"""One shape for what was found and measured: text, JSON and card are made of it."""
+"""The one form of findings and figures, from which text, JSON and cards are made."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 REPORT = "report.json"
-# In a report's provenance: why a rule that found nothing may not have been applied.
+# In a report's provenance: why a rule without findings may not have been applied.
 UNREAD = "unread"
 
 
 class Finding(BaseModel):
-    """Something that is wrong, or that a user must know.
+    """A problem, or something that a user must know.
 
     Attributes:
         rule: its id, e.g. "K101".
-        severity: "error" where an engine would fail or serve wrong numbers; "warning" where only the target
-            or a user could decide; "note" for what a launch flag must supply.
+        severity: "error" if an engine would fail or serve wrong numbers; "warning" if only the target or a user could
+            decide; "note" for what a launch flag must supply.
         where: the tensor, key or file.
         message: what was found, one sentence with its figures.
         fix: what to do.
@@ -57,12 +57,12 @@ class Report(BaseModel):
     """The findings and figures about one folder; the schema of report.json.
 
     Attributes:
-        subject: the folder that was validated, as named by the user.
+        subject: the validated folder, as the user named it.
         weights: sha256 of each weight file; the report holds for these bytes only.
         config: sha256 of config.json, if it was on this machine; the same weights with another config are another head.
         findings: worst first.
-        figures: what was measured.
-        provenance: how it was measured: versions, target, prompts and their hash, seed, date.
+        figures: the measurements.
+        provenance: how they were made: versions, target, prompts and their hash, seed, date.
     """
 
     model_config = STRICT
@@ -78,20 +78,20 @@ class Report(BaseModel):
     @field_validator("provenance")
     @classmethod
     def _names_engines(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # What the gate and verdicts look into: of a text, any part of it would be an engine.
+        # Publishing and verdicts look into this list: in a text, any substring would count as an engine.
         asked = value.get("for", [])
         if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
-            raise ValueError(f"for is {asked!r}, and no list of engines")
+            raise ValueError(f"for is {asked!r}, not a list of engines")
         return value
 
     @property
     def clean(self) -> bool:
-        """Whether nothing of severity "error" was found."""
+        """Whether there is no finding of severity "error"."""
         return not any(finding.severity == "error" for finding in self.findings)
 
     @property
     def warned(self) -> bool:
-        """Whether something of severity "warning" was found."""
+        """Whether there is a finding of severity "warning"."""
         return any(finding.severity == "warning" for finding in self.findings)
 
     def to_json(self) -> str:
@@ -101,11 +101,11 @@ class Report(BaseModel):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a report says about one engine.
+    """A report's verdict about one engine.
 
     Attributes:
         title: the engine's, e.g. "vLLM".
-        runners: those of its readers that were checked, e.g. vllm-v1.
+        runners: its checked runners, e.g. vllm-v1.
         errors, warnings: how many findings concern it.
     """
 
@@ -120,12 +120,12 @@ class Verdict:
         return not self.errors
 
     def concerns(self, finding: Finding) -> bool:
-        """Say whether a finding is about it; one that names no engine is about all."""
+        """Return whether a finding concerns it; a finding without engines concerns all."""
         return not finding.engines or not set(self.runners).isdisjoint(finding.engines)
 
 
 def verdicts(report: Report) -> tuple[Verdict, ...]:
-    """Return a verdict for each engine that a report was made for; none where it names no engine."""
+    """Return a verdict for each engine in a report; none if it names no engine."""
     asked = [str(name) for name in report.provenance.get("for", ())]
     titles = {name: engine.title for engine in engines() for name in engine.runner_names}
     found = []
@@ -137,7 +137,7 @@ def verdicts(report: Report) -> tuple[Verdict, ...]:
 
 
 def report_file(path: Path) -> Path:
-    """Return a report's file, where that or the folder that it was written into is named."""
+    """Return a report's path, from its own path or from its folder's."""
     return path / REPORT if path.is_dir() else path
 
 
@@ -145,19 +145,17 @@ def read_report(file: Path) -> Report:
     """Read a report.json.
 
     Args:
-        file: the file, or the folder that it was written into (kconv validate --out).
+        file: the file, or its folder (kconv validate --out).
 
     Raises:
         NotACheckpoint: the file is missing.
-        ReportInvalid: it cannot be read, or is not of the schema.
+        ReportInvalid: it cannot be read, or does not match the schema.
     """
     file = report_file(file)
     missing = NotACheckpoint(
         f"there is no {file.name}", where=file.parent, fix=f"Run kconv validate ... --out {file.parent} first."
     )
-    return load_json(
-        Report, file, ReportInvalid, what="report of kconv's schema", fix="Run kconv validate again.", missing=missing
-    )
+    return load_json(Report, file, ReportInvalid, what="kconv report", fix="Run kconv validate again.", missing=missing)
 
 
 def digests(checkpoint: Checkpoint) -> dict[str, str]:
@@ -167,13 +165,13 @@ def digests(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def make_report(head: Head, findings: Sequence[Finding], figures: Figures, provenance: Mapping[str, object]) -> Report:
-    """Return the report on a head: findings worst first, and the digests of the weights they are about."""
+    """Return the report on a head: findings worst first, and the digests of its weights."""
     about = head.checkpoint
     return assemble(about.source, digests(about), findings, figures, provenance, config_digest(about))
 
 
 def config_digest(checkpoint: Checkpoint) -> str:
-    """Return the sha256 of a checkpoint's config.json; empty where it is not on this machine."""
+    """Return the sha256 of a checkpoint's config.json; empty if it is not on this machine."""
     file = checkpoint.folder / "config.json"
     return file_digest(file) if file.is_file() else ""
 
@@ -186,14 +184,14 @@ def assemble(
     provenance: Mapping[str, object],
     config: str = "",
 ) -> Report:
-    """Return a report: findings worst first, and what it was made with.
+    """Return a report: findings worst first, and the versions used.
 
     Args:
         subject: what was validated, as the user named it.
         weights: sha256 of each weight file, by its name.
         findings: in any order.
-        figures: what was measured.
-        provenance: what it was measured with, beside the versions and the date.
+        figures: the measurements.
+        provenance: how they were made, besides the versions and the date.
         config: sha256 of config.json.
     """
     worst_first = sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
@@ -209,7 +207,7 @@ def assemble(
 
 
 def figures(identical: bool | None, measured: Sequence[Measured]) -> Figures:
-    """Put what was measured on each text into the report's shape."""
+    """Put each text's measurements into the report's form."""
     return Figures(
         identical=identical,
         texts=tuple(m.text for m in measured),

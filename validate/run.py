@@ -1,4 +1,4 @@
-"""One validation from end to end."""
+"""Run a validation from end to end."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from .perplexity import HeldOutText
 
 
-# Rules that speak of what a head's files leave open, and a measurement can decide.
+# Rules about facts that a head's files leave open and a measurement can decide.
 ASSUMED = (UNDECIDED, "K015")
-# Names that a target has and no head: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
+# Names that only a target has: its own layers, under the prefixes of Kimi-K2 and Kimi-K2.5.
 TARGET_LAYERS = ("model.layers.", "language_model.model.layers.")
 
 
 def is_target(checkpoint: Checkpoint) -> bool:
-    """Say whether a checkpoint is a target, and no head."""
+    """Return whether a checkpoint is a target rather than a head."""
     if "eagle_config" in checkpoint.config or any(name.endswith("fc.weight") for name in checkpoint.tensors):
         return False
     return any(name.startswith(TARGET_LAYERS) for name in checkpoint.tensors)
@@ -53,35 +53,35 @@ def is_target(checkpoint: Checkpoint) -> bool:
 def refuse_unfit(
     checkpoint: Checkpoint, whole: bool, source: Head | None, quantized_from: Checkpoint | None, *, measured: bool
 ) -> None:
-    """Refuse what could only be passed over: a report would be clean of a comparison that nobody made.
+    """Refuse comparisons that could only be skipped: the report would be clean of a comparison that nobody made.
 
     Raises:
-        ComparisonUnfit: a target would be held against a head or the other way round, or its acceptance is asked for.
+        ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.
     """
     kind, other = ("target", "head") if whole else ("head", "target")
     if (source if whole else quantized_from) is not None:
         raise ComparisonUnfit(
             f"this is a {kind}, but --source is a {other}",
             where=checkpoint.source,
-            fix=f"Give the {kind} that it was made from.",
+            fix=f"Pass the {kind} that it was made from.",
         )
     if whole and measured:
         raise ComparisonUnfit(
-            "this is a target, but acceptance is measured of a head",
+            "this is a target, but only a head has an acceptance to measure",
             where=checkpoint.source,
-            fix="Validate the head with this as its --target. For a target's perplexity, give --source.",
+            fix="Validate the head with this as its --target. For a target's perplexity, pass --source.",
         )
 
 
 def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole: bool) -> Iterator[Finding]:
-    """Find the files that are not as kconv wrote them; nothing where kconv wrote no manifest.
+    """Find files that differ from those that kconv wrote; nothing without a manifest.
 
-    No weight is read again: files of the recorded sha256 hold the recorded tensors.
+    No weights are read again: files with the recorded sha256 hold the recorded tensors.
 
     Args:
         checkpoint: a head or a target.
         weights: sha256 of each of its weight files, by name.
-        whole: whether every recorded file must be there; of a repository only what is needed is downloaded.
+        whole: whether every recorded file must exist; from a repository only the needed files are downloaded.
     """
     folder = checkpoint.folder
     if not (folder / MANIFEST).exists():
@@ -93,44 +93,44 @@ def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole:
         return
     for file in sorted(folder.iterdir()):
         if file.name not in records and any(file.match(pattern) for pattern in READ_BY_ENGINES):
-            yield _broken(file.name, f"engines read it, and {MANIFEST} does not account for it")
+            yield _broken(file.name, f"engines read it, but {MANIFEST} does not record it")
     for name, record in sorted(records.items()):
         if Path(name).name != name:
             yield _broken(MANIFEST, f"it records {name!r}, which is not in its folder")
         elif not (folder / name).is_file():
             if whole or name in weights:
-                yield _broken(name, f"{MANIFEST} records it, and it is not there")
+                yield _broken(name, f"{MANIFEST} records it, but it is missing")
         elif (weights.get(name) or _sha256(folder / name)) != record.sha256:
-            yield _broken(name, f"its bytes are not the ones that {MANIFEST} records")
+            yield _broken(name, f"its bytes differ from those that {MANIFEST} records")
 
 
 def _sha256(file: Path) -> str:
     try:
         return file_digest(file)
     except OSError:
-        return ""  # as no recorded file's
+        return ""  # like no recorded file's
 
 
 def _broken(where: str, message: str) -> Finding:
     return Finding(rule="K301", severity="error", where=where, message=message, fix=MAKE_AGAIN)
 
 
-# What imports torch is imported where it is needed: headers are checked in less time than that takes.
+# torch is imported where needed: headers are checked in less time than the import takes.
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What a checkpoint is checked for.
+    """What to check a checkpoint for.
 
     Attributes:
         engines: names of `rules.rule.ENGINES`; None for those that its layout was written for.
-        layout: the layout that a head is in, None to go by its marks.
-        hints: what the user says where a head's config is silent.
-        target: the target that a head is for, where it is known.
-        headers_only: no value is read, and none downloaded.
-        lent: finds what it is asked for of the target's embedding and lm_head, by slot; called where a rule needs one,
-            as it may take a download. None where there is no target to ask.
+        layout: a head's layout, None to detect it from its marks.
+        hints: the user's options where a head's config is silent.
+        target: a head's target, if known.
+        headers_only: whether to read and download no values.
+        lent: finds requested slots among the target's embedding and lm_head; called only if a rule needs one, since it
+            may download. None without a target.
     """
 
     engines: tuple[str, ...] | None = None
@@ -152,25 +152,24 @@ def validate(
     held_out: HeldOutText | None = None,
     say: Say = print,
 ) -> Report:
-    """Check a head or a target, a head against its source and a target too where they are given.
+    """Check a head or a target, optionally against its source, and a head with its target.
 
     Args:
-        subject: what is checked.
-        checks: for whom it is checked, and what the user says of it.
+        subject: the checkpoint to check.
+        checks: the engines to check for, and the user's options.
         source: what a head was converted from.
         quantized_from: what a target was quantized from.
-        parity: how to measure logits and acceptance; nothing is measured if None.
-        engined: how to ask an engine that serves the head; none is asked if None.
-        held_out: what to run a quantized target and its source over; neither is run if None.
-        say: told what is going on.
+        parity: how to measure logits and acceptance; None to measure nothing.
+        engined: how to query an engine that serves the head; None for no engine.
+        held_out: text for a quantized target and its source; None to run neither.
+        say: called with progress messages.
 
     Returns:
-        The report. Faults of the checkpoint are findings in it, also where it cannot be read; faults of what else
-        the user gave are raised.
+        The report. Errors of the checkpoint are findings in it, even if it cannot be read; errors in the user's other
+        inputs are raised.
 
     Raises:
-        ComparisonUnfit: a target is to be held against a head or the other way round, or a target's acceptance
-            is asked for.
+        ComparisonUnfit: a target and a head are to be compared, or a target's acceptance is requested.
     """
     checks = checks or Checks()
     say("reading headers" if checks.headers_only else "reading every weight")
@@ -191,7 +190,7 @@ def validate(
 
 
 def _wanted(checkpoint: Checkpoint, checks: Checks, source: Origin | None) -> Iterator[Wanted]:
-    """Yield what is wanted of the weights of a checkpoint and its source: all of it by one reading of each byte."""
+    """Yield what to read of the weights of a checkpoint and its source, so that each byte is read once."""
     if checks.headers_only or checkpoint.headers_only:
         return
     for file in checkpoint.files:
@@ -231,7 +230,7 @@ def _check_head(
         rules = _written_for(rules, engined.engine if engined else None)
     findings = list(check_head(rules))
     about = _digests(checkpoint, checks, look)
-    if about and (source is None or rules.head is None):  # the comparison with a source holds the manifest too
+    if about and (source is None or rules.head is None):  # the comparison with a source checks the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
     if parity is None:
         findings += _not_verified(rules)
@@ -241,7 +240,7 @@ def _check_head(
     if rules.head is None:
         if parity is not None and (assumed := _assume(rules)) is not None:
             findings, figured = _measure_open(assumed, parity, findings, still_open, say)
-            provenance |= {"not_measured": "the head itself, which can be read in several ways; only the readings"}
+            provenance |= {"not_measured": "the head itself, since it can be read in several ways; only its readings"}
             return assemble(checkpoint.source, about, findings, figured, provenance, config_digest(checkpoint))
         provenance |= {UNREAD: "the head cannot be read"}
         provenance |= {"not_measured": "the head cannot be read"} if source or parity or engined else {}
@@ -281,16 +280,16 @@ def _check_head(
 
 
 def _unverified(rules: HeadSubject) -> list[Unverified | UnverifiedRecord]:
-    """Return what of a head rests on a user's word or on a default, here and at its conversion."""
+    """Return the facts about a head that rest on the user's word or on a default, now or at its conversion."""
     found: list[Unverified | UnverifiedRecord] = list(rules.reading.read.unverified if rules.reading.read else ())
-    # Where kconv did not write it there is no manifest, and of a broken one another finding speaks.
+    # A head that kconv did not write has no manifest, and another finding reports a broken one.
     with suppress(ManifestMismatch, NotACheckpoint):
         found += read_manifest(rules.checkpoint.folder).unverified
     return found
 
 
 def _not_verified(rules: HeadSubject) -> Iterator[Finding]:
-    """Find what rests on a user's word, or on a default that another trainer's may differ from, and is not measured."""
+    """Find facts that rest on the user's word, or on a default that trainers do not share, and are not measured."""
     for one in _unverified(rules):
         against = f"; {one.against}" if one.against else ""
         yield Finding(
@@ -298,18 +297,18 @@ def _not_verified(rules: HeadSubject) -> Iterator[Finding]:
             severity="warning" if one.against else "note",
             where=f"config.json: {one.fact}",
             message=f"{one.value}, by {one.word}, is not verified{against}",
-            fix="Have it measured: --target with --prompts or --states.",
+            fix="Measure it: add --target with --prompts or --states.",
         )
 
 
 def _still_open(rules: HeadSubject) -> frozenset[str]:
-    """Return the facts of a head that its files leave open, or that rest on a user's word here or at its conversion."""
+    """Return the facts about a head that its files leave open, or that rest on the user's word, now or earlier."""
     named = {one.fact for one in rules.reading.undecided} | {one.fact for one in _unverified(rules)}
     return frozenset(named)
 
 
 def _assume(rules: HeadSubject) -> Head | None:
-    """Return a head that can be read in several ways in the first of them; None where anything else is wrong."""
+    """Return a head with several readings in the first of them; None if there is any other error."""
     reading = rules.reading
     if not rules.with_values or any(problem.code not in ASSUMED for problem in reading.errors):
         return None
@@ -328,7 +327,7 @@ def _assume(rules: HeadSubject) -> Head | None:
 def _measure_open(
     head: Head, parity: Parity, findings: list[Finding], still_open: Collection[str], say: Say
 ) -> tuple[list[Finding], Figures]:
-    """Measure the readings of a head that its files do not decide; how it is read by itself is not measured."""
+    """Measure the readings of a head that its files leave open; without options the head itself is not measured."""
     from .parity import measure_parity
     from .readings import judge_readings
 
@@ -351,7 +350,7 @@ def _refuse_other_layers(output: Head, source: Origin) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Leave garbage be: a target's headers are millions of objects without a cycle, and looking costs a quarter."""
+    """Disable garbage collection: a target's headers are millions of objects without cycles, slow to scan."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -382,7 +381,7 @@ def _check_target(
     if held_out is not None:
         from .perplexity import prepare_text
 
-        # First, as its faults are the user's to mend, and a large target is read for hours.
+        # First, since its errors are the user's to fix, and reading a large target takes hours.
         say("reading the prompts")
         ready = prepare_text(held_out)
     with _uncollected():
@@ -414,12 +413,12 @@ def _check_target(
 
 
 def _written_for(rules: HeadSubject, served_by: str | None) -> HeadSubject:
-    """Check a head for whom its layout is written, and for the engine that it is served by here."""
+    """Check a head for the engines of its layout, and for the engine that serves it here."""
     return replace(rules, engines=frozenset(engines_of(rules.layout)) | set(registry.asked().get(served_by or "", ())))
 
 
 def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[str, object]:
-    """Say what was checked, for whom and why for them."""
+    """Describe what was checked, and for which engines and why."""
     return {
         "for": [engine for engine in ENGINES if engine in rules.engines],
         "for_by": "as requested" if checks.engines else "the engines that the layout is written for",
@@ -431,7 +430,7 @@ def _about(rules: HeadSubject, source: Origin | None, checks: Checks) -> dict[st
 
 
 def _draft(checkpoint: Checkpoint) -> dict[str, object]:
-    """Say whether a head is the draft that it came from, as its manifest has it; nothing where there is none."""
+    """Return whether a head is the draft that it started from, according to its manifest; nothing without one."""
     with suppress(ManifestMismatch, NotACheckpoint):
         return {"draft": DRAFTS[read_manifest(checkpoint.folder).as_it_ships]}
     return {}

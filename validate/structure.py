@@ -1,7 +1,7 @@
-"""A head against the manifest and the source that it was made from.
+"""Compare a head with its manifest and the source that it was made from.
 
-Linears that one head stores with scales and the other without have no bits in common. What was rounded is near its
-source all the same; what has another's scale, nibbles in another order or another weight's values is not.
+Linear layers that one head stores with scales and the other without have no bits in common. A rounded layer is still
+close to its source; one with the wrong scale, nibble order or values is not.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .rules.values import WEIGHTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-# An FP8 value is within a sixteenth of itself, three bits of mantissa: 24 dB. Four are left to values that the scale
-# of a fused group makes too small for that.
+# An FP8 value, with three mantissa bits, is within a sixteenth of itself: 24 dB. Four dB are left for values that the
+# scale of a fused group makes too small for that.
 FP8_FLOOR = 20.0
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form that linears are stored in.
+    """A form in which linear layers are stored.
 
     Attributes:
-        name: what it is called.
-        floor: signal over noise that rounding leaves at the least, dB.
-        unpack: the stored weight, and its scales by suffix, to what they stand for: `[out, in]`.
+        name: its name.
+        floor: minimum signal over noise after rounding, dB.
+        unpack: converts the stored weight, and its scales by suffix, to the dequantized weight `[out, in]`.
     """
 
     name: str
@@ -63,11 +63,11 @@ def _unpack_blocks(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unpack_fp8(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
-    # One for all, or one for each row.
+    # One for all, or one per row.
     return weight.float() * scales["weight_scale"].reshape(-1, 1)
 
 
-# By a scale that tells it from those below.
+# Identified by a scale that the formats below lack.
 FORMS = {
     "weight_scale_2": Form("NVFP4", FLOOR, _unpack_nvfp4),
     "weight_scale_inv": Form("FP8 in blocks", FP8_FLOOR, _unpack_blocks),
@@ -76,9 +76,9 @@ FORMS = {
 
 
 def rounded(output: Head, source: Head) -> dict[str, Form]:
-    """Return the linears, by slot, that an output stores with scales and its source without."""
+    """Return the linear layers, by slot, that an output stores with scales and its source without."""
     ours, theirs = needs(output.spec), needs(source.spec)
-    # What differs in its shape, too, is another's.
+    # A different shape too means a different layer.
     alike = sorted(slot for slot in ours.keys() & theirs.keys() if ours[slot].shape == theirs[slot].shape)
     found: dict[str, Form] = {}
     for suffix, form in FORMS.items():
@@ -89,9 +89,9 @@ def rounded(output: Head, source: Head) -> dict[str, Form]:
 
 
 def check_rounded(output: Head, source: Head, forms: Mapping[str, Form]) -> list[Finding]:
-    """Hold each linear that was rounded against its source: those too far from it, or how near all are."""
+    """Compare each rounded linear layer with its source: yield those too far from it, or a note on all."""
     noise = {slot: _noise(output, source, slot, form) for slot, form in forms.items()}
-    # NaN is no distance.
+    # NaN is not a distance.
     far = [slot for slot, found in noise.items() if not found >= forms[slot].floor]
     if noise and not far:
         return [_summary(noise, forms)]
@@ -99,14 +99,14 @@ def check_rounded(output: Head, source: Head, forms: Mapping[str, Form]) -> list
 
 
 def _noise(output: Head, source: Head, slot: str, form: Form) -> float:
-    """Return the power of a weight over that of its change, in dB."""
+    """Return the ratio of a weight's power to that of its change, in dB."""
     from ..targets.weights import spans
     from .quantized import decibels
 
     scales = {suffix: read_slot(output, f"{slot}.{suffix}") for suffix in FORMS if f"{slot}.{suffix}" in output.places}
     its, mine = read_slot(source, slot), form.unpack(read_slot(output, slot), scales)
     signal = change = 0.0
-    # In blocks of rows, as doubles of the whole would be four times the weight.
+    # In blocks of rows: in float64 the whole would take four times the weight.
     for begin, end in spans(tuple(its.shape)):
         one, other = its[begin:end].double(), mine[begin:end].double()
         signal += float(one.square().sum())
@@ -119,8 +119,7 @@ def _too_far(slot: str, found: float, form: Form) -> Finding:
         rule="K305",
         severity="error",
         where=slot,
-        message=f"its signal over noise is {found:.1f} dB, and rounding to {form.name} leaves {form.floor} dB at the"
-        " least",
+        message=f"its signal over noise is {found:.1f} dB, but rounding to {form.name} leaves at least {form.floor} dB",
         fix="Quantize the head again, and compare it with the head that it was made from.",
     )
 
@@ -132,20 +131,20 @@ def _summary(noise: Mapping[str, float], forms: Mapping[str, Form]) -> Finding:
         rule="K306",
         severity="note",
         where=worst,
-        message=f"{len(noise)} linears are rounded to {names}: signal over noise {median(noise.values()):.1f} dB in the"
-        f" middle, {noise[worst]:.1f} dB at worst; the scales of their inputs, which no source has, are not compared",
-        fix="Nothing to do. What the head keeps of its acceptance is measured by kconv quantize-head.",
+        message=f"{len(noise)} linear layers are rounded to {names}: signal over noise {median(noise.values()):.1f} dB"
+        f" median, {noise[worst]:.1f} dB at worst; their input scales, which no source has, are not compared",
+        fix="No action is needed. kconv quantize-head measured the acceptance that the head retains.",
     )
 
 
 def check_values(head: Head) -> list[Finding]:
-    """Read every weight and find those that cannot be right: NaN, Inf, or zero throughout."""
+    """Read every weight and find impossible ones: NaN, Inf, or all zeros."""
     return list(run_rules(WEIGHTS, HeadSubject(head.checkpoint)))
 
 
-# Actions that leave a slot's bits as they are.
+# Actions that keep a slot's bits.
 SAME_BITS = ("copied", "renamed", "repacked")
-# What a manifest's action changes about a head, beside the weights it speaks of.
+# What a manifest's action changes about a head, besides its weights.
 CHANGES = {
     "cast": {"dtype"},
     "pruned": {"draft_vocab"},
@@ -155,8 +154,8 @@ CHANGES = {
 
 
 def wanted(output: Head, source: Head) -> list[Wanted]:
-    """Return what is wanted of a head's files and its source's to hold the one against the other."""
-    # A slot that is packed with others is compared as a part of what is stored.
+    """Return what to read of a head's files and its source's in order to compare them."""
+    # A slot that is packed with others is compared as a part of the stored tensor.
     parts = [_part(head, slot) for head in (output, source) for slot in head.places]
     return [
         *wanted_digests(output.checkpoint, whole=True),
@@ -166,15 +165,15 @@ def wanted(output: Head, source: Head) -> list[Wanted]:
 
 
 def check_source(output: Head, source: Head, look: Look | None = None) -> list[Finding]:
-    """Hold an output against its source: the manifest byte by byte, and each slot bit by bit.
+    """Compare an output with its source: the manifest byte by byte, and each slot bit by bit.
 
-    What the manifest says was computed, added from the target or left out is not the source's, and is not
-    compared with it; what was quantized is, by its noise, with a manifest or without.
+    Tensors that the manifest records as computed, added from the target or dropped are not compared with the source;
+    quantized ones are compared by their noise, with or without a manifest.
 
     Args:
         output: the head.
         source: what it was made from.
-        look: what reads both already, as `wanted` says; a reading of its own if None.
+        look: the reader of both, if one is running, see `wanted`; a separate reading if None.
     """
     if look is None:
         with Look(wanted(output, source)) as look:
@@ -196,8 +195,8 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
                 rule="K302",
                 severity="warning",
                 where=MANIFEST,
-                message="the folder has no manifest; only its tensors are compared with the source's",
-                fix="Convert the head with kconv to have one.",
+                message="the folder has no manifest, so only its tensors are compared with the source",
+                fix="Convert the head with kconv to get one.",
             )
         )
     changed = {field for action in actions.values() for field in CHANGES.get(action, ())}
@@ -208,7 +207,7 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
                 rule="K303",
                 severity="error",
                 where="config.json",
-                message=f"the output is another head than the source: {', '.join(fields)} differ",
+                message=f"the output is a different head from the source: {', '.join(fields)} differ",
                 fix="Convert the source again.",
             )
         )
@@ -225,7 +224,7 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
                     rule="K304",
                     severity="error",
                     where=slot,
-                    message="the output's bits are not the source's",
+                    message="the output's bits differ from the source's",
                     fix="Convert the source again; do not serve this output.",
                 )
             )
@@ -233,13 +232,13 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
 
 
 def check_origin(source: Origin) -> list[Finding]:
-    """Find where a user's word made another head of a source than its own files do."""
+    """Find where the user's options made a different head of a source than its own files do."""
     fields = source.overruled
     if not fields:
         return []
     said = {name: (getattr(source.recorded.spec, name), getattr(source.alone.spec, name)) for name in fields}
     differ = "; ".join(
-        f"{name} is {told} by the conversion's options, {alone} by its own files"
+        f"{name} is {told} with the conversion's options, but {alone} in its own files"
         for name, (told, alone) in said.items()
     )
     return [
@@ -247,15 +246,15 @@ def check_origin(source: Origin) -> list[Finding]:
             rule="K307",
             severity="warning",
             where=f"{source.alone.checkpoint.source}/config.json",
-            message=f"the source reads otherwise by itself: {differ}",
+            message=f"without the conversion's options the source reads differently: {differ}",
             fix="Convert the source again without --captured, --captured-are and the other options that say how to "
-            "read it; or, if its config is wrong, correct it there.",
+            "read it. If its config is wrong, correct the config.",
         )
     ]
 
 
 def is_identical(output: Head, findings: list[Finding]) -> bool:
-    """Say whether every weight of an output has its source's bits: no bit was found to differ, and none computed."""
+    """Return whether every weight of an output has its source's bits: none differs, and none was computed."""
     if any(finding.rule in ("K301", "K304", "K305", "K306") for finding in findings):
         return False
     folder = output.checkpoint.folder
@@ -263,12 +262,12 @@ def is_identical(output: Head, findings: list[Finding]) -> bool:
 
 
 def from_fault(fault: KconvError, *, rule: str) -> Finding:
-    """Return a fault that stopped a check as a finding."""
+    """Return an error that stopped a check as a finding."""
     return Finding(rule=rule, severity="error", where=fault.where, message=fault.what, fix=fault.fix)
 
 
 def _part(head: Head, slot: str) -> TensorInfo | None:
-    """Return where a slot's bytes are in the tensor that holds them; None where its layout packs it in another way."""
+    """Return where a slot's bytes are inside its tensor; None if its layout packs it in another way."""
     row, info = head.places[slot]
     if isinstance(row.move, Same):
         return info

@@ -1,4 +1,4 @@
-"""The texts that heads are judged on.
+"""The texts for judging heads.
 
 Greedy text of a small target loops and flatters every drafter; held-out text and sampled continuations do not.
 """
@@ -17,7 +17,7 @@ from ..targets.forward import generate_greedy, generate_sampled
 from ..targets.states import StatesFolder
 from .figures import TextKind
 
-# Sequences measured side by side, and the bytes that their draft logits may take, which are in memory at once.
+# Sequences measured in parallel, and the bytes in memory for their draft logits.
 ROWS, LOGIT_BYTES = 8, 1 << 29
 
 
@@ -27,9 +27,9 @@ class Batch:
 
     Attributes:
         tokens: `[B, T]`.
-        prompt_length: how many of the T are the prompt.
-        categories: the prompts' categories, one a sequence; empty where none are known.
-        places: which of its text's sequences these are, in the order in which they were given.
+        prompt_length: how many of the T tokens are the prompt.
+        categories: the prompts' categories, one per sequence; empty if unknown.
+        places: the positions of these sequences in their text's original order.
     """
 
     tokens: Tensor
@@ -64,25 +64,25 @@ def make_texts(
     seed: int,
     categories: Sequence[str] = (),
 ) -> tuple[Text, ...]:
-    """Make the three texts of a set of prompts.
+    """Create the three texts of a set of prompts.
 
     Args:
-        model: the target, as `target.model.load_target` gives it.
+        model: the target, from `target.model.load_target`.
         prompts: token ids of each prompt.
-        prompt_tokens: prompts are cut to this many tokens before they are continued.
+        prompt_tokens: length to which prompts are cut before they are continued.
         new_tokens: length of the continuations.
         steps: draft steps that each text must have room for.
         seed: of the sampled continuations.
-        categories: of each prompt; empty where none are known.
+        categories: of each prompt; empty if unknown.
 
     Returns:
-        Held-out text (left out where no prompt is long enough), sampled and greedy continuations.
+        Held-out text (omitted if no prompt is long enough), sampled and greedy continuations.
 
     Raises:
         PromptsInvalid: there are no prompts.
     """
     if not prompts:
-        raise PromptsInvalid("there are no prompts", fix="Give a JSONL file with at least one prompt.")
+        raise PromptsInvalid("there are no prompts", fix="Use a JSONL file with at least one prompt.")
     named = categories or [""] * len(prompts)
     starts = [list(prompt[:prompt_tokens]) for prompt in prompts]
     sampled = generate_sampled(model, starts, new_tokens, temperature=1.0, seed=seed)
@@ -102,11 +102,11 @@ def make_texts(
 
 
 def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text, ...]:
-    """Make the texts of stored states; `Batch.places` are the sequences' numbers there.
+    """Create the texts of stored states; `Batch.places` are the sequences' numbers there.
 
     Args:
         states: the states.
-        steps: draft steps that each text must have room for; a sequence without is left out.
+        steps: draft steps that each text must have room for; shorter sequences are omitted.
         vocab: rows of the target's vocabulary.
 
     Raises:
@@ -116,7 +116,7 @@ def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text,
     for place, sequence in enumerate(states.sequences):
         if sequence.prompt_length + steps < sequence.length:
             tokens = states.read_tokens(place).tolist()
-            # Of a dialogue the text is given, as a prompt's own is: nothing is drawn here.
+            # A dialogue's text is given, like a prompt's own text: nothing is sampled here.
             kind = "held-out" if sequence.kind == "dialogue" else sequence.kind
             by_kind[kind].append(_Row(tokens, sequence.prompt_length, sequence.category, place))
     if not by_kind:
@@ -130,12 +130,12 @@ def stored_texts(states: StatesFolder, *, steps: int, vocab: int) -> tuple[Text,
 
 
 def fit_rows(length: int, steps: int, vocab: int) -> int:
-    """Return how many sequences of a length may be measured side by side, for their logits to stay in bounds."""
+    """Return how many sequences of a length may be measured in parallel without exceeding the memory for logits."""
     return max(1, min(ROWS, LOGIT_BYTES // ((steps + 1) * length * vocab * 4)))
 
 
 def _batch(rows: Sequence[_Row], side_by_side: int) -> tuple[Batch, ...]:
-    """Put rows of one length, with prompts of one length, side by side."""
+    """Stack rows of one length, with prompts of one length."""
     alike: dict[tuple[int, int], list[_Row]] = defaultdict(list)
     for row in rows:
         alike[len(row.tokens), row.prompt_length].append(row)

@@ -1,4 +1,4 @@
-"""What measured figures say of a head: what its manifest claims, what was asked for, and what needs no head at all.
+"""Judge measured figures of a head against its manifest, the required share, and drafters without a network.
 
 Each judgment allows for its standard error, so that a few prompts refuse nothing by chance.
 """
@@ -19,26 +19,26 @@ from .rules.rule import Found
 
 OUTPUT, BIGRAM, LOOKUP = "output", "bigram", "prompt lookup"
 BASELINES = (BIGRAM, LOOKUP)
-# Of a loss that is called one.
+# How large a loss must be to count.
 SIGMAS = 3.0
-# Text of another kind than the calibration's keeps a little more or less of the acceptance.
+# Text of another kind than the calibration's retains slightly more or less of the acceptance.
 OTHER_TEXT = 0.01
-# Texts that are judged beside drafters without a network; a small target's greedy text runs in circles, which prompt
-# lookup drafts better than any head.
+# Texts on which a head is compared with drafters without a network; a small target's greedy text runs in circles, which
+# prompt lookup drafts better than any head.
 OPEN_TEXTS = ("held-out", "sampled")
 _BY_ID = {rule.id: rule for rule in RULES}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a manifest says that an approximate head keeps of its source's sampled acceptance length."""
+    """A manifest's statement of how much of its source's sampled acceptance length an approximate head retains."""
 
     kept: float
     error: float
 
     @classmethod
     def of(cls, record: ConversionRecord | None) -> Claim | None:
-        """Return what a record says; None where it says nothing, or nothing that is a number."""
+        """Return a record's value; None if it is missing or not a number."""
         held_out = record.held_out if record else {}
         kept, error = held_out.get("kept"), held_out.get("kept_error")
         if not isinstance(kept, int | float):
@@ -47,41 +47,41 @@ class Claim:
 
 
 def judge_retention(measured: Iterable[Measured], claim: Claim | None, least: float | None) -> Iterator[Finding]:
-    """Hold what an approximate head keeps of its source against its manifest's claim, and against what is asked for.
+    """Compare the acceptance that an approximate head retains with its manifest's claim, and with the required share.
 
     Args:
         measured: both heads on each text.
-        claim: what the manifest says; None where it says nothing.
-        least: share that must be kept, sampled and greedy; None to ask for nothing.
+        claim: the manifest's statement; None if it has none.
+        least: share that must be retained, sampled and greedy; None to require nothing.
     """
     for one in measured:
         parity = one.parity
         if parity is None or parity.kept is None or parity.kept_se is None:
             continue
         kept, error = parity.kept, parity.kept_se
-        said = f"on {one.text.kind} text the head keeps {kept:.2%} ± {error:.2%} of its source's acceptance length"
+        said = f"on {one.text.kind} text the head retains {kept:.2%} ± {error:.2%} of its source's acceptance length"
         if claim is not None and one.text.kind in OPEN_TEXTS:
             short, apart = claim.kept - kept, SIGMAS * (error**2 + claim.error**2) ** 0.5
-            # NaN is no agreement.
+            # NaN does not agree.
             if not short <= max(apart, OTHER_TEXT):
                 stated = f"{MANIFEST} states {claim.kept:.2%} ± {claim.error:.2%}"
-                yield _finding("K360", MANIFEST, f"{said}, and {stated}")
+                yield _finding("K360", MANIFEST, f"{said}, but {stated}")
         if least is not None and not kept + GREEDY_SIGMAS * error >= least:
-            yield _finding("K361", one.text.kind, f"{said}, and {least:.2%} is asked for")
+            yield _finding("K361", one.text.kind, f"{said}, but {least:.2%} is required")
 
 
 def judge_fingerprint(apart: float | None) -> Iterator[Finding]:
-    """Find that a folder does not compute what the measured head did; see `head.fingerprint`."""
+    """Find a folder that does not compute what the measured head did; see `head.fingerprint`."""
     if apart is not None and not apart <= TOLERANCE:
-        said = f"its logits on fixed inputs are {apart:.1e} from those of the head that {MANIFEST} speaks of"
-        yield _finding("K362", MANIFEST, f"{said}, and rounding takes them {TOLERANCE:.0e} apart at the most")
+        said = f"its logits on fixed inputs differ by {apart:.1e} from those of the head in {MANIFEST}"
+        yield _finding("K362", MANIFEST, f"{said}, but rounding explains at most {TOLERANCE:.0e}")
 
 
 def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
-    """Find that a head drafts worse than drafters without a network do, in all or at a place of the draft.
+    """Find a head that drafts worse than drafters without a network, in total or at a position of the draft.
 
     Args:
-        rows: acceptance of the head and of `BASELINES`, on each text and of all prompts.
+        rows: acceptance of the head and of `BASELINES`, on each text and for all prompts.
     """
     for text in OPEN_TEXTS:
         own = {row.drafter: row for row in rows if row.text == text and not row.category}
@@ -91,27 +91,27 @@ def judge_baselines(rows: Sequence[AcceptanceFigures]) -> Iterator[Finding]:
             if (base := own.get(name)) is None:
                 continue
             if _is_below(head.length, head.standard_error, base.length, base.standard_error):
-                said = f"an acceptance length of {head.length:.3f}, and {_article(name)} has {base.length:.3f}"
+                said = f"its acceptance length is {head.length:.3f}, that of {_article(name)} is {base.length:.3f}"
                 yield _finding("K363", text, f"the head drafts worse than {_article(name)} on {text} text: {said}")
             elif place := _worse_place(head, base):
                 at = f"{head.rates[place - 1]:.1%} of its drafts are accepted up to token {place}"
                 yield _finding(
                     "K363",
                     text,
-                    f"the head drafts worse than {_article(name)} on {text} text from token {place} on: {at}, and "
+                    f"the head drafts worse than {_article(name)} on {text} text from token {place} on: {at}, but "
                     f"{base.rates[place - 1]:.1%} of the other's",
                 )
 
 
 def _is_below(one: float, its_error: float | None, other: float, other_error: float | None) -> bool:
-    """Say whether a figure is clearly below another; NaN is. Errors are taken as if nothing were paired: cautious."""
+    """Return whether a figure is clearly below another; NaN is. Assumes unpaired errors, which is cautious."""
     if its_error is None or other_error is None:
         return False
     return not one >= other - SIGMAS * (its_error**2 + other_error**2) ** 0.5
 
 
 def _worse_place(head: AcceptanceFigures, base: AcceptanceFigures) -> int:
-    """Return the first place, from 1, up to which clearly fewer drafts are accepted; 0 for none."""
+    """Return the first position, from 1, up to which clearly fewer drafts are accepted; 0 for none."""
     for place, (one, other) in enumerate(zip(head.rates, base.rates, strict=True)):
         if _is_below(one, head.rate_errors[place], other, base.rate_errors[place]):
             return place + 1

@@ -1,1 +1,1 @@
-"""From a finished folder to a tagged repository on the Hub, and nothing unproven on the way."""
+"""Publish a finished folder as a tagged repository on the Hub, with every step checked."""

@@ -17,28 +17,28 @@ from ...validate.figures import TextKind
 from ...validate.report import REPORT, Report
 from ..facts import Facts
 
-# The recipe that made a folder lies in it, and is published with it.
+# The recipe that made a folder is in it, and is published with it.
 RECIPE = "release.yaml"
 KEY, FACTS = "min_acceptance", "facts"
-# What a validation report measures on; how its tokens come about is said by the name.
+# The texts of a validation report; the name says how the tokens were produced.
 TEXTS = get_args(TextKind)
 Part = TypeVar("Part", bound=BaseModel)
 
 
 class Floor(BaseModel):
-    """What a head must reach to be published; every part of it has to be said.
+    """The minimum acceptance for publishing; every part of it must be stated.
 
     Attributes:
-        metric: as acceptance.json names it.
-        suite: the dataset that it is measured on, as acceptance.json names it; or, of a validation report, the kind
-            of text: "held-out", "sampled" or "greedy".
-        category: of the suite; the whole of it if empty.
-        target: what is drafted for, with its revision, as the figure's own file names it. One report is of one target,
-            so of a kind of text it may be left out.
-        temperature: that answers are drawn at, 0 for greedy ones; None of a kind of text.
-        draft_tokens: K; a figure at another K is another figure.
-        prompts: N at least, as one prompt shows nothing; of a validation report, its sequences.
-        at_least: the least figure, in the metric's unit.
+        metric: as named in acceptance.json.
+        suite: the dataset, as named in acceptance.json; or, for a validation report, the kind of text: "held-out",
+            "sampled" or "greedy".
+        category: of the suite; the whole suite if empty.
+        target: the target, with its revision, as named in the figure's own file. A report covers only one target, so
+            for a kind of text it may be omitted.
+        temperature: of the answers, 0 for greedy ones; None for a kind of text.
+        draft_tokens: K; a figure at another K is a different figure.
+        prompts: minimum N, since one prompt shows nothing; for a validation report, its sequences.
+        at_least: the minimum, in the metric's unit.
         max_loss: the largest loss of acceptance length against the head's source, as a share of the source's.
     """
 
@@ -56,19 +56,19 @@ class Floor(BaseModel):
 
     @property
     def of_text(self) -> bool:
-        """Whether it is of a validation report's kind of text."""
+        """Whether it refers to a kind of text in a validation report."""
         return self.suite in TEXTS
 
     @property
     def name(self) -> str:
-        """The metric and what it is over, e.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target"."""
+        """The metric and its conditions, e.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target"."""
         category = f" ({self.category})" if self.category else ""
         return f"{self.metric} on {self.suite}{category} at " + _how(self.draft_tokens, self.temperature, self.target)
 
     @model_validator(mode="after")
     def _says_how(self) -> Self:
         if self.of_text and self.temperature is not None:
-            raise ValueError(f"{self.suite} is a kind of text without a temperature; leave temperature out")
+            raise ValueError(f"{self.suite} is a kind of text without a temperature; remove temperature")
         if not self.of_text and (self.temperature is None or not self.target):
             raise ValueError(f"a floor on {self.suite} needs target and temperature")
         return self
@@ -76,35 +76,35 @@ class Floor(BaseModel):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A figure that can be held against a floor: its value, and which file says it."""
+    """A figure that can be compared with a floor: its value, and its file."""
 
     value: float
     where: str
 
 
 def read_floor(folder: Path) -> Floor | None:
-    """Return the floor that the recipe in a folder states; None where there is no recipe, or none in it.
+    """Return the floor in a folder's recipe; None without a recipe, or without a floor in it.
 
     Raises:
-        RecipeInvalid: the recipe is no YAML mapping, or its floor is not of the schema.
+        RecipeInvalid: the recipe is not a YAML mapping, or its floor does not match the schema.
     """
     return _read_part(folder, KEY, Floor)
 
 
 def recipe_facts(folder: Path) -> Facts | None:
-    """Return the facts that the recipe in a folder states; None where there is no recipe, or none in it.
+    """Return the facts in a folder's recipe; None without a recipe, or without facts in it.
 
     Raises:
-        RecipeInvalid: the recipe is no YAML mapping, or its facts are not of the schema.
+        RecipeInvalid: the recipe is not a YAML mapping, or its facts do not match the schema.
     """
     return _read_part(folder, FACTS, Facts)
 
 
 def read_parts(folder: Path) -> dict[str, Any]:
-    """Return the recipe in a folder as plain values, by the keys at its top; empty where there is none.
+    """Return a folder's recipe as plain values, by its top-level keys; empty without a recipe.
 
     Raises:
-        RecipeInvalid: it is no YAML that can be read.
+        RecipeInvalid: it cannot be read as YAML.
     """
     file, fix = folder / RECIPE, "Correct it there."
     if not os.path.lexists(file):
@@ -125,14 +125,14 @@ def _read_part(folder: Path, key: str, schema: type[Part]) -> Part | None:
 def find_measurements(
     floor: Floor, report: Report | None, acceptance: Mapping[str, AcceptanceFile]
 ) -> list[Measurement]:
-    """Return every figure about the head that the floor speaks of.
+    """Return every figure about the head to which the floor applies.
 
-    What is quoted from elsewhere does not count, nor what was measured on a part of the suite, for another target or
-    revision, at another temperature or K, or on fewer prompts.
+    Quoted figures do not count, nor those measured on a part of the suite, for another target or revision, at another
+    temperature or K, or on fewer prompts.
 
     Args:
-        floor: what is spoken of.
-        report: its figures count where the floor's suite is a kind of text.
+        floor: the floor.
+        report: its figures count if the floor's suite is a kind of text.
         acceptance: by the name of its file.
     """
     if floor.of_text:
@@ -164,13 +164,13 @@ def _on_text(floor: Floor, report: Report) -> list[Measurement]:
 
 
 def list_measured(report: Report | None, acceptance: Mapping[str, AcceptanceFile]) -> list[str]:
-    """Return what was measured of the head, whatever a floor speaks of.
+    """Return all measurements of the head, whatever the floor applies to.
 
     E.g. "al_incl_bonus on MT-Bench at K = 3, temperature 0, for org/target, 80 prompts, whole".
 
     Args:
         report: its figures count by their kind of text.
-        acceptance: by the name of its file; categories are left out, as their suite says what they are of.
+        acceptance: by the name of its file; categories are omitted, since their suite includes them.
     """
     suites = [
         f"{row.metric} on {row.dataset} at {_how(row.draft_tokens, row.temperature, row.target)}, {row.prompts or 0} "
@@ -189,7 +189,7 @@ def list_measured(report: Report | None, acceptance: Mapping[str, AcceptanceFile
 
 
 def _how(draft_tokens: int | None, temperature: float | None, target: str | None) -> str:
-    """Say under what a figure is measured, as far as that is stated."""
+    """Return a figure's conditions, as far as stated."""
     drawn = "" if temperature is None else f", temperature {temperature:g}"
     return f"K = {draft_tokens}{drawn}" + (f", for {target}" if target else "")
 
@@ -197,7 +197,7 @@ def _how(draft_tokens: int | None, temperature: float | None, target: str | None
 def largest_loss(report: Report, draft_tokens: int) -> float | None:
     """Return the largest loss of acceptance length against the source at K drafted tokens, as a share of the source's.
 
-    None where none was measured at this K.
+    None if it was not measured at this K.
     """
     at_k = [row for row in report.figures.acceptance if row.steps == draft_tokens]
     sources = {row.text: row.length for row in at_k if row.drafter == "source"}

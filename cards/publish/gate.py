@@ -1,4 +1,4 @@
-"""The gate that a release passes or not."""
+"""The checks that a release must pass."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from .floor import find_measurements, largest_loss, list_measured
 from .release import IMAGES, Candidate
 from .secrets import find_secrets
 
-# Of the card's front matter; the license checks see to the license and the base models.
+# Keys of the card's front matter; the license checks cover the license and the base models.
 NEEDED = ("pipeline_tag",)
-# What stands on a card around its exceptions.
+# Marks around the exceptions on a card.
 BEGIN, END = "<!-- kconv: exceptions -->", "<!-- kconv: end of exceptions -->"
 TITLE = "## Published with exceptions"
 
-# A warning of validation, as its user may have meant it; who downloads the release cannot know that.
-# K307: the head was read otherwise than its own files say.
+# A warning of validation that its user may have intended, but nobody who downloads the release can know that.
+# K307: the head was read differently from what its own files say.
 AS_ERRORS = frozenset({"K307"})
-# Code that a target may have, where it is its source's: a tokenizer of its own, as Kimi-K2's tokenization_kimi.py.
+# Code that a target may include if its source has it: its own tokenizer, e.g. Kimi-K2's tokenization_kimi.py.
 CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-KIND = "a release holds no files of this kind: they may be code, a pickle, or nobody's to see"
+KIND = "a release must not contain files of this kind: they may be code, a pickle, or private"
 
 
 def written_for(layout: str) -> tuple[str, ...]:
-    """Return whom a report on a layout must be for, as kconv validate names them."""
-    # Of a layout that is not known, nothing can have been checked.
+    """Return the engines that a report on a layout must cover, by their names in kconv validate."""
+    # For an unknown layout nothing can have been checked.
     return runners_of(layout) or (layout,)
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """A rule that is let pass, and the reason that the card gives."""
+    """A rule that is allowed to fail, and the reason that the card gives."""
 
     rule: str
     why: str
@@ -52,13 +52,13 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the gate.
+    """A release check.
 
     Attributes:
-        rule: its id.
-        says: what holds where it finds nothing.
+        id: its rule.
+        says: the statement that holds if it finds nothing.
         fix: what to do.
-        find: yields what is wrong: where, and one sentence.
+        find: yields each problem: where, and one sentence.
         allowable: whether --allow may let it pass.
     """
 
@@ -69,14 +69,14 @@ class Check:
     allowable: bool = True
 
     def run(self, candidate: Candidate) -> Iterator[Finding]:
-        """Yield what the check finds."""
+        """Yield the check's findings."""
         for where, message in self.find(candidate):
             yield Finding(rule=self.rule, severity="error", where=where, message=message, fix=self.fix)
 
 
 def _manifest(candidate: Candidate) -> Iterator[tuple[str, str]]:
     try:
-        _ = candidate.manifest  # Reads every byte, and raises.
+        _ = candidate.manifest  # reads every byte, and may raise
     except KconvError as fault:
         where, what = (text.replace(str(candidate.folder), str(candidate.origin)) for text in (fault.where, fault.what))
         yield where or str(candidate.origin), what
@@ -84,7 +84,7 @@ def _manifest(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _unaccounted(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name in candidate.unaccounted:
-        yield name, "nothing accounts for this file: it is not the manifest's, nor a part of a release"
+        yield name, "this file is neither in the manifest nor a known part of a release"
 
 
 def _links(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -100,21 +100,21 @@ def _unfit(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 
 def _not_the_sources(candidate: Candidate, name: str) -> str:
-    """Say why a file of code is no part of a target's release; "" of one that its source has, byte for byte.
+    """Return why a code file cannot be part of a target's release; "" for one that is byte-identical in its source.
 
-    The source is asked at the commit that the manifest names, and only where the card names it too: a manifest may be
-    a stranger's.
+    The source is downloaded at the manifest's commit, and only if the card names it too, since the manifest may be
+    untrusted.
     """
     manifest = candidate.manifest
     source = HUB_ID.fullmatch(manifest.source)
     if source is None or not COMMIT.fullmatch(source["revision"] or ""):
-        return f"it is code, and {manifest.source} is no commit of the Hub that it could be compared with"
+        return f"it is code, but {manifest.source} is not a Hub commit with which to compare it"
     if source["repo"] not in read_front_matter(candidate.card).base_models:
-        return f"it is code, said to be {source['repo']}'s, which the card does not name as base_model"
+        return f"it is code from {source['repo']}, which the card does not name as base_model"
     upstream = resolve(manifest.source).fetch_tokenizer() / name
     recorded = {file.name: file.sha256 for file in manifest.files}
     if not upstream.is_file() or file_digest(upstream) != recorded.get(name):
-        return f"it is code, and not that of {manifest.source}"
+        return f"it is code that differs from {manifest.source}"
     return ""
 
 
@@ -125,7 +125,7 @@ def _report(candidate: Candidate) -> Iterator[tuple[str, str]]:
 
 def _report_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if candidate.report and (other := foreign(candidate.report, candidate.identity)):
-        yield REPORT, f"the report is of {other}"
+        yield REPORT, f"the report is about {other}"
 
 
 def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -136,12 +136,12 @@ def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
             yield finding.where, f"validation found {finding.rule}: {finding.message}"
     if is_target(candidate.manifest):
         if report.provenance.get("checked") != "target":
-            yield REPORT, "the folder is a target, and was not checked as one"
+            yield REPORT, "the folder is a target, but was not checked as one"
         return
     layout = candidate.manifest.layout
     unchecked = [engine for engine in written_for(layout) if engine not in report.provenance.get("for", ())]
     if unchecked:
-        yield REPORT, f"the folder is in {layout}'s layout, and was not checked for {', '.join(unchecked)}"
+        yield REPORT, f"the folder has the layout of {layout}, but was not checked for {', '.join(unchecked)}"
 
 
 def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -154,15 +154,15 @@ def _nothing_lost(candidate: Candidate) -> Iterator[tuple[str, str]]:
         return
     figures = candidate.report.figures
     if candidate.manifest.exact and figures.identical is not True:
-        yield REPORT, "the weights are said to be the source's, and were not compared with them"
+        yield REPORT, "the manifest says that the weights are the source's, but they were not compared"
     if not candidate.manifest.exact and not figures.parity:
-        yield REPORT, "the weights are not the source's, and how far they are from it was not measured"
+        yield REPORT, "the weights differ from the source's, and the difference was not measured"
 
 
 def _floor_named(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    # A target drafts nothing: what it keeps is its perplexity, see P107.
+    # A target drafts nothing: its perplexity counts instead, see P107.
     if candidate.floor is None and not is_target(candidate.manifest):
-        yield "min_acceptance", "nobody has said which acceptance this head must reach"
+        yield "min_acceptance", "no minimum acceptance is stated for this head"
 
 
 def _floor_reached(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -186,7 +186,7 @@ def _loss(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if loss is None:
         yield REPORT, f"the loss of acceptance against the source was not measured at K = {floor.draft_tokens}"
     elif not loss <= floor.max_loss:
-        yield REPORT, f"{loss:.2%} of the source's acceptance is lost; {floor.max_loss:.2%} may be"
+        yield REPORT, f"{loss:.2%} of the source's acceptance is lost, but at most {floor.max_loss:.2%} is allowed"
 
 
 def _acceptance_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -198,12 +198,12 @@ def _acceptance_of_these(candidate: Candidate) -> Iterator[tuple[str, str]]:
 def _acceptance_says(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name, acceptance in candidate.acceptance.items():
         if acceptance.measured and not acceptance.weights:
-            yield name, "it does not say which weights the acceptance was measured on"
+            yield name, "it does not state on which weights the acceptance was measured"
 
 
 def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    # A card's prose is its owner's. What kconv wrote there of the manifest, the report and acceptance.json is rendered
-    # again and must stand in it, so that no figure was put in by hand, nor is left from an earlier head.
+    # A card's prose belongs to its owner. The parts that kconv wrote from the manifest, the report and acceptance.json
+    # are rendered again and must match, so that no figure was edited by hand or is left from an earlier head.
     if not candidate.card:
         yield CARD, "there is no card"
         return
@@ -213,23 +213,23 @@ def _card(candidate: Candidate) -> Iterator[tuple[str, str]]:
         return
     for key in NEEDED:
         if not getattr(front, key):
-            yield f"{CARD}: {key}", f"the card does not say its {key}"
+            yield f"{CARD}: {key}", f"the card does not state its {key}"
     for image in IMAGES.findall(candidate.card):
         if "://" not in image and image not in candidate.files:
             yield CARD, f"the card shows {image}, which is not in the folder"
     acceptance = tuple(candidate.acceptance.values())
     evidence = Evidence(candidate.folder, candidate.facts, candidate.manifest, candidate.report, acceptance)
     for line in not_repeated(evidence, candidate.card):
-        yield CARD, f"the card does not say what its evidence does: {line}"
+        yield CARD, f"the card does not match its evidence; this line is missing: {line}"
     if front.results and list(front.results) != results(evidence):
-        yield f"{CARD}: {INDEX}", "the figures in the front matter are not those of acceptance.json"
+        yield f"{CARD}: {INDEX}", "the figures in the front matter differ from acceptance.json"
 
 
 def _secrets(candidate: Candidate) -> Iterator[tuple[str, str]]:
     for name in candidate.files:
         data = None if name.endswith(".safetensors") else candidate.held(name)
         if data is not None and (kinds := find_secrets(data)):
-            yield name, f"it holds what looks like a secret: {', '.join(kinds)}"
+            yield name, f"it contains what looks like a secret: {', '.join(kinds)}"
 
 
 MANIFEST_HOLDS = Check(
@@ -254,7 +254,7 @@ CHECKS = (
     ),
     Check(
         "P108", "A floor is stated, with its metric, suite, target, temperature, K and prompts.",
-        "Put min_acceptance into the recipe, or give --min-acceptance with its options.", _floor_named,
+        "Put min_acceptance into the recipe, or pass --min-acceptance with its options.", _floor_named,
     ),
     Check("P109", "The acceptance reaches the floor.", "Train longer, or measure with kconv bench.", _floor_reached),
     Check("P110", "The loss of acceptance against the source is within the limit.", VALIDATE, _loss),
@@ -262,10 +262,10 @@ CHECKS = (
         "P111", "The acceptance was measured on these weights and this config.json.",
         "Run kconv bench on this folder.", _acceptance_of_these, allowable=False,
     ),
-    Check("P112", "The acceptance states its weights.", "Run kconv bench with the head at hand.", _acceptance_says),
+    Check("P112", "The acceptance states its weights.", "Run kconv bench with the head's files.", _acceptance_says),
     Check(
         "P113", "The card is complete and agrees with manifest, report and acceptance.",
-        "Write it again with kconv card and this evidence, and give its --facts here too.", _card,
+        "Write it again with kconv card and this evidence, and pass its --facts here too.", _card,
     ),
     Check(
         "P114", "No file except the weights contains a token, a key or a password.", "Remove it, and revoke it.",
@@ -281,7 +281,7 @@ CHECKS = (
 
 
 def judge(candidate: Candidate) -> list[Finding]:
-    """Return what the checks and the license checks find in a folder; where the manifest does not hold, that alone."""
+    """Return the findings of the checks and the license checks; if the manifest does not match, only that."""
     broken = list(MANIFEST_HOLDS.run(candidate))
     if broken:
         return broken
@@ -289,21 +289,21 @@ def judge(candidate: Candidate) -> list[Finding]:
         found = [finding for check in CHECKS for finding in check.run(candidate)]
         return [*found, *check_folder(candidate.folder, candidate.facts)]
     except KconvError as fault:
-        # Of the user's file, and not of the copy that is judged.
+        # About the user's file, not the checked copy.
         fault.where = fault.where.replace(str(candidate.folder), str(candidate.origin))
         raise
 
 
 def allowable() -> frozenset[str]:
-    """Return the ids of the checks that an allowance may let pass."""
+    """Return the ids of the checks that can be allowed."""
     return frozenset({check.rule for check in CHECKS if check.allowable} | LICENSE_CHECKS.keys())
 
 
 def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> list[tuple[Finding, Allowance]]:
-    """Return the findings that allowances let pass, each with its allowance.
+    """Return the findings that are allowed, each with its allowance.
 
     Raises:
-        PublishRefused: a finding of severity "error" is left, or an allowance is of a rule that nothing overrides.
+        PublishRefused: a finding of severity "error" remains, or an allowance names a rule that cannot be allowed.
     """
     by_rule = {allowance.rule: allowance for allowance in allowances}
     never = {check.rule for check in (MANIFEST_HOLDS, *CHECKS) if not check.allowable}
@@ -322,11 +322,11 @@ def let_pass(findings: Iterable[Finding], allowances: Sequence[Allowance]) -> li
 
 
 def record_exceptions(card: str, passed: Sequence[tuple[Finding, Allowance]]) -> str:
-    """Return the card with what was let pass, and why; with nothing of an earlier publication's.
+    """Return the card with the allowed findings and the reasons, replacing those of an earlier publication.
 
     Args:
         card: README.md's text.
-        passed: each finding that an allowance has let pass.
+        passed: each allowed finding with its allowance.
     """
     head, _, rest = card.partition(BEGIN)
     tail = rest.partition(END)[2]
@@ -334,5 +334,5 @@ def record_exceptions(card: str, passed: Sequence[tuple[Finding, Allowance]]) ->
     if not passed:
         return plain
     rows = [f"| {f.rule} | {cell(f.message)} | {cell(a.why)} |" for f, a in passed]
-    table = ["| check | what it found | why it was let pass |", "|---|---|---|", *rows]
+    table = ["| check | what it found | why it was allowed |", "|---|---|---|", *rows]
     return plain.rstrip("\n") + "\n\n" + "\n".join([BEGIN, TITLE, "", *table, END]) + "\n"

@@ -1,6 +1,6 @@
-"""A folder as it is to be published: put together, opened with its evidence, and listed for upload.
+"""A folder to be published: assembled, opened with its evidence, and listed for upload.
 
-The Hub knows a weight file by its sha256, and a small one by git's id of its content.
+The Hub identifies a weight file by its sha256, and a small file by git's id of its content.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ..facts import Facts
 from ..front_matter import CARD, read_card
 from .floor import RECIPE, Floor
 
-# What may lie beside a head's own files: the card and its pictures, licenses, and the evidence.
+# Files allowed next to a head's own: the card and its pictures, licenses, and the evidence.
 FURTHER = "acceptance-*.json"
-# In any case, and with what tells several apart: LICENSE-TARGET, THIRD_PARTY_NOTICES.md.
+# In any letter case, and with suffixes that distinguish several: LICENSE-TARGET, THIRD_PARTY_NOTICES.md.
 TERMS = r"(?i:LICEN[SC]E|COPYING|NOTICE|THIRD_PARTY)(?:[-_][\w-]+)?(?i:\.md|\.txt)?"
 EVIDENCE = r"README\.md|kconv\.json|release\.yaml|report\.json|report\.md|report\.html|acceptance(?:-\d+)?\.json"
 PICTURES = r"[A-Za-z0-9][\w-]*\.png"
 BESIDE = re.compile(f"{EVIDENCE}|{TERMS}|{PICTURES}", re.ASCII)
-# What a manifest may record of a head or a target: weights, configs, a tokenizer that is no code, and launch files.
+# Files that a manifest may record for a head or a target: weights, configs, a tokenizer without code, launch files.
 RECORDED = re.compile(
     r"[A-Za-z0-9][\w.-]*\.safetensors|model\.safetensors\.index\.json|config\.json|hf_quant_config\.json"
     r"|(?:generation|preprocessor|tokenizer|video_preprocessor)_config\.json|tokenizer\.json|tokenizer\.model"
@@ -52,8 +52,8 @@ RECORDED = re.compile(
 IMAGES = re.compile(r"!\[[^\]]*\]\(([^)\s]+)")
 
 
-# A weight file up to this is held in memory as every other file is: the Hub may take it for a small one, whose bytes go
-# into the commit as they are read then. A larger one is stored under the sha256 that was checked.
+# Weight files up to this size are held in memory like every other file: the Hub may treat them as small ones, whose
+# bytes are read again at the commit. Larger ones are stored under the sha256 that was checked.
 HELD = 16 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -64,7 +64,7 @@ class Upload:
 
     Attributes:
         name: its path in the repository.
-        content: where it is, or what is in it.
+        content: its path, or its content.
         size: bytes.
         sha256: of its bytes.
     """
@@ -89,20 +89,20 @@ class Upload:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is to be published, as it was when it was opened, with what the gate judges it by.
+    """A folder to be published, as it was when opened, with everything that the checks need.
 
-    What the checks read is what is uploaded: `folder` is a copy that nobody else writes to, and only large weight files
-    are led to where they lie; those are uploaded under the sha256 that was checked.
+    Exactly what the checks read is uploaded: `folder` is a copy that nobody else writes to, and only large weight files
+    are linked to their originals; those are uploaded under the sha256 that was checked.
 
     Attributes:
         folder: the copy.
         origin: the folder that the user named.
-        files: what would be published: where it is in the copy, by name.
-        odd: names of what is no plain file; its content is not the folder's own.
+        files: what would be published: the path in the copy, by name.
+        odd: names that are not plain files; their content is not the folder's own.
         report: a validation report.
-        acceptance: each acceptance.json that goes along, by its name.
-        floor: what its acceptance must reach.
-        facts: what no file says.
+        acceptance: each acceptance.json to include, by its name.
+        floor: the minimum acceptance.
+        facts: facts that no file states.
     """
 
     folder: Path
@@ -116,9 +116,9 @@ class Candidate:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, after every byte was compared with it, and what it says of the head with the head.
+        """The manifest, after comparing every byte with it, and its statements about the head with the head.
 
-        See `verify` and `check_claims` for what it raises.
+        See `verify` and `check_claims` for the errors.
         """
         manifest = verify(self.folder)
         check_claims(open_checkpoint(self.folder), manifest)
@@ -126,18 +126,18 @@ class Candidate:
 
     @property
     def identity(self) -> HeadIdentity:
-        """What evidence must be about, as the manifest has it."""
+        """The identity that evidence must match, from the manifest."""
         return identify(self.folder, self.manifest)
 
     @cached_property
     def unaccounted(self) -> list[str]:
-        """The files that neither the manifest records nor a release may hold."""
+        """The files that are neither in the manifest nor allowed in a release."""
         recorded = {file.name for file in self.manifest.files}
         return [name for name in self.files if name not in recorded and not BESIDE.fullmatch(name)]
 
     @cached_property
     def unfit(self) -> list[str]:
-        """The files that are of no kind that a release holds, whoever records them: pickles, code, hidden files."""
+        """The files of a kind that no release may contain, whatever the manifest says: pickles, code, hidden files."""
         return [
             name
             for name, file in self.files.items()
@@ -146,7 +146,7 @@ class Candidate:
         ]
 
     def held(self, name: str) -> bytes | None:
-        """Return the bytes of a file; None of one whose weights are too large to be held, or that is none."""
+        """Return the bytes of a file; None for a weight file too large to hold, or for a missing file."""
         file = self.files[name]
         return None if file.is_symlink() or not file.is_file() else _held(file)
 
@@ -157,14 +157,14 @@ class Candidate:
 
 
 def acceptance_name(number: int) -> str:
-    """Return what the first (0), second, ... acceptance.json is called in a release."""
+    """Return the name of the first (0), second, ... acceptance.json in a release."""
     return FURTHER.replace("*", str(number)) if number else ACCEPTANCE
 
 
 def refuse_absent(folder: Path) -> None:
-    """Raise NotACheckpoint where there is no such folder."""
+    """Raise NotACheckpoint if the folder does not exist."""
     if not folder.is_dir():
-        raise NotACheckpoint(f"there is no folder {folder}", fix="Give the folder that kconv card wrote.")
+        raise NotACheckpoint(f"there is no folder {folder}", fix="Pass the folder that kconv card wrote.")
 
 
 def write_release(
@@ -183,19 +183,18 @@ def write_release(
     target: Source | None = None,
     source: Source | None = None,
 ) -> None:
-    """Put a head, its evidence, its licenses and its card into one folder, which can be published.
+    """Assemble a head, its evidence, its licenses and its card in one folder that can be published.
 
     Args:
-        head: an output of kconv. Its files get a second name in `out`, or are copied where the disk cannot.
-        out: the folder to make, whole or not at all.
-        recipe: text of the recipe that made it, which goes along; empty where none did.
-        title: names the head where the facts do not; the name of `out` if empty.
+        head: an output of kconv. Its files are hard-linked into `out`, or copied if the disk cannot link.
+        out: the folder to create, whole or not at all.
+        recipe: text of the recipe that made it, which is included; empty without one.
+        title: the head's name if the facts do not state it; the name of `out` if empty.
         style, model_index, chart: see `make_card`.
-        report, acceptance, facts, license_files, target, source: see `gather_files`; report and figures go along.
-
+        report, acceptance, facts, license_files, target, source: see `gather_files`; report and figures are included.
     Raises:
-        OutputExists: `out` is already there.
-        ManifestMismatch: the head's bytes are not those that its manifest records.
+        OutputExists: `out` already exists.
+        ManifestMismatch: the head's bytes differ from its manifest.
         KconvError: see `gather_files` and `write`.
     """
     facts = facts or Facts()
@@ -207,7 +206,7 @@ def write_release(
         along = {acceptance_name(number): file for number, file in enumerate(acceptance)}
         for name, file in {**along, **({REPORT: report_file(report)} if report else {})}.items():
             missing = NotACheckpoint(f"there is no {file.name}", where=file, fix="Check the path.")
-            fix = "Give a file that kconv validate or kconv bench wrote."
+            fix = "Pass a file that kconv validate or kconv bench wrote."
             (folder / name).write_bytes(read_bounded(file, KconvError, limit=MAX_JSON, fix=fix, missing=missing))
         if recipe:
             (folder / RECIPE).write_text(recipe, encoding="utf-8")
@@ -215,7 +214,7 @@ def write_release(
             folder,
             report=report,
             acceptance=acceptance,
-            # A card is named after its folder otherwise, which has a name of chance while it is made.
+            # Otherwise a card is named after its folder, which has a random name while it is being made.
             facts=facts if facts.name else facts.model_copy(update={"name": title or out.name}),
             license_files=license_files,
             target=target,
@@ -225,7 +224,7 @@ def write_release(
 
 
 def _link(file: Path, to: Path) -> None:
-    """Give a file a second name, or a copy where the disk cannot; nothing changes an output in place."""
+    """Hard-link a file, or copy it if the disk cannot link; nothing changes an output in place."""
     try:
         os.link(file, to)
     except FileExistsError:
@@ -238,18 +237,18 @@ def _link(file: Path, to: Path) -> None:
 def open_candidate(
     folder: Path, report: Path | None, acceptance: Sequence[Path], floor: Floor | None, facts: Facts | None = None
 ) -> Candidate:
-    """Gather what a folder is judged by: its own report.json and acceptance*.json where no others are named.
+    """Collect what a folder is judged by: by default its own report.json and acceptance*.json.
 
     Args:
-        folder: what is to be published.
-        report, acceptance: evidence that lies elsewhere; of a report, its folder may be named too.
-        floor: what the acceptance must reach.
-        facts: what no file says; the license checks heed it.
+        folder: the folder to publish.
+        report, acceptance: evidence elsewhere; for a report, its folder may be named too.
+        floor: the minimum acceptance.
+        facts: facts that no file states, for the license checks.
 
     Raises:
-        NotACheckpoint: a file that was named is not there.
-        ReportInvalid, AcceptanceInvalid: one of them is not of its schema.
-        PublishRefused: a file cannot be read, or is larger than any of a release.
+        NotACheckpoint: a named file does not exist.
+        ReportInvalid, AcceptanceInvalid: one of them does not match its schema.
+        PublishRefused: a file cannot be read, or is too large for a release.
     """
     refuse_absent(folder)
     figures = {acceptance_name(number): file for number, file in enumerate(acceptance)}
@@ -258,7 +257,7 @@ def open_candidate(
     originals = dict(sorted({**own, **elsewhere}.items()))
     room = Path(tempfile.mkdtemp(prefix="kconv-publish-"))
     try:
-        # Named as the folder is, after which a card is headed where no facts name the head.
+        # Named like the folder, which heads the card if no facts name the head.
         copy = room / folder.resolve().name
         copy.mkdir()
         for name, file in originals.items():
@@ -288,7 +287,7 @@ def _open_copy(copy: Path, folder: Path, originals: Mapping[str, Path], floor: F
 
 
 def _hold(file: Path, to: Path) -> None:
-    """Copy a file, or lead to it where it is one of large weights; of a pipe or a device nothing is read."""
+    """Copy a file, or link to it if it is a large weight file; pipes and devices are not read."""
     to.parent.mkdir(parents=True, exist_ok=True)
     found = file.stat() if file.exists() else None
     if found is None and not file.is_symlink():
@@ -298,13 +297,13 @@ def _hold(file: Path, to: Path) -> None:
     if found.st_size > HELD and file.name.endswith(".safetensors"):
         to.symlink_to(file.absolute())
         return
-    fix = "Check the folder's permissions, and that the file belongs into a release."
+    fix = "Check the folder's permissions, and whether the file belongs in a release."
     to.write_bytes(read_bounded(file, PublishRefused, limit=MAX_JSON, fix=fix))
 
 
 @contextmanager
 def _named_as(originals: Mapping[str, Path], copy: Path, folder: Path) -> Iterator[None]:
-    """Have errors about the copy speak of the files that the user named."""
+    """Make errors about the copy name the user's files."""
     try:
         yield
     except KconvError as fault:
@@ -319,11 +318,11 @@ def _held(file: Path) -> bytes:
 
 
 def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
-    """Return what is published of a candidate that has passed the gate.
+    """Return what to publish of a candidate that passed the checks.
 
     Args:
         candidate: the folder.
-        card: README.md as it is published, which may say more than the folder's.
+        card: README.md to publish, which may contain more than the folder's.
 
     Raises:
         PublishRefused: a file cannot be read.
@@ -340,5 +339,5 @@ def uploads(candidate: Candidate, card: str) -> tuple[Upload, ...]:
 
 
 def digest_release(files: tuple[Upload, ...]) -> str:
-    """Return 16 hex digits that name these very files."""
+    """Return 16 hex digits that identify exactly these files."""
     return hashlib.sha256("".join(f"{f.sha256}  {f.name}\n" for f in files).encode()).hexdigest()[:16]

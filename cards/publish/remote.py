@@ -1,11 +1,11 @@
-"""A repository on the Hub: written to, its errors by kconv's names, and read back.
+"""A repository on the Hub: write to it, turn its errors into kconv's, and read it back.
 
-huggingface_hub tries uploads again by itself; the calls that it makes once (looking, committing, tagging, settings)
-are tried again here. Its own warnings are held back, as they repeat addresses that are signed.
+huggingface_hub retries uploads itself; the calls that it makes only once (looking, committing, tagging, settings) are
+retried here. Its own warnings are suppressed, since they contain signed addresses.
 
-Reading has its own words for the same answers, in `checkpoint.hub_faults`; connections and disks are named there.
+`checkpoint.hub_faults` has its own messages for reading, including connections and disks.
 
-A listing repeats what was announced; what is stored is known from the bytes alone, and these are read in a stream.
+A listing only repeats what was announced; the stored bytes prove what is there, and these are read as a stream.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from ...errors import HubMoved, HubRefused, HubUnreachable, KconvError, PublishR
 from .release import Upload
 
 Got = TypeVar("Got")
-# Seconds to wait before each further try, where the Hub does not say.
+# Seconds to wait before each retry, if the Hub does not say.
 WAITS = (1.0, 2.0, 4.0, 8.0)
 TRANSIENT = (408, 429, 500, 502, 503, 504)
-# What one waits at most for a Hub that asks for patience; CI jobs end at some time too.
+# The maximum wait for a busy Hub; CI jobs have a time limit too.
 LONGEST_WAIT = 600.0
-# The Hub's own, which tells git what is large.
+# The Hub's own file, which tells git which files are large.
 NOT_OURS = (".gitattributes",)
 MAIN = "main"
 
 
 @dataclass(frozen=True)
 class RepositoryState:
-    """What a repository is like.
+    """A repository's state.
 
     Attributes:
         private: whether only its owners see it.
@@ -67,8 +67,8 @@ class ListedFile:
 
     Attributes:
         size: bytes.
-        blob_id: git's id, of the file or of the pointer that stands for it.
-        sha256: of its bytes, where it is a large file.
+        blob_id: git's id, of the file or of the pointer that represents it.
+        sha256: of its bytes, if it is a large file.
     """
 
     size: int
@@ -81,7 +81,7 @@ class Remote:
 
     Args:
         repo: org/name.
-        say: told what is waited for.
+        say: called with messages about waiting.
     """
 
     def __init__(self, repo: str, say: Callable[[str], None]) -> None:
@@ -90,7 +90,7 @@ class Remote:
         self._say = say
 
     def look(self) -> RepositoryState | None:
-        """Return what the repository is like; None where there is none, or this account is not shown it."""
+        """Return the repository's state; None if it does not exist, or this account cannot see it."""
 
         def fetch() -> RepositoryState:
             info = self._api.model_info(self.repo)
@@ -98,7 +98,7 @@ class Remote:
             heads = {branch.name: branch.target_commit for branch in refs.branches}
             tags = {tag.name: tag.target_commit for tag in refs.tags}
             if not isinstance(info.private, bool) or MAIN not in heads:
-                raise TypeError("a repository without a visibility or a main branch")
+                raise TypeError("the repository has no visibility or no main branch")
             return RepositoryState(info.private, heads, tags)
 
         try:
@@ -106,7 +106,7 @@ class Remote:
         except RepositoryNotFoundError:
             return None
         except HfHubHTTPError as fault:
-            # To who shows no token the Hub does not say whether a repository exists.
+            # Without a token the Hub does not say whether a repository exists.
             if fault.response.status_code == 401 and "authorization" not in fault.response.request.headers:
                 return None
             raise
@@ -118,30 +118,30 @@ class Remote:
             tree = self._api.list_repo_tree(self.repo, recursive=True, revision=revision)
             files = [entry for entry in tree if isinstance(entry, RepoFile)]
             if not all(isinstance(file.path, str) for file in files):
-                raise TypeError("a listing without names")
+                raise TypeError("the listing has no names")
             return {f.path: ListedFile(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in files}
 
         return self._try(fetch)
 
     def create(self) -> None:
-        """Make the repository, private."""
+        """Create the repository, private."""
         self._try(lambda: self._api.create_repo(self.repo, private=True, exist_ok=True))
 
     def create_branch(self, branch: str, at: str) -> None:
-        """Make a branch that starts at a commit."""
+        """Create a branch that starts at a commit."""
         self._try(lambda: self._api.create_branch(self.repo, branch=branch, revision=at, exist_ok=True))
 
     def make_public(self) -> None:
-        """Show the repository to everybody."""
+        """Make the repository public."""
         self._try(lambda: self._api.update_repo_settings(self.repo, private=False))
 
     def tag(self, tag: str, commit: str, message: str) -> None:
-        """Give a commit a tag; a tag of that name that is there already stays where it is."""
+        """Tag a commit; an existing tag with that name stays where it is."""
         make = self._api.create_tag
         self._try(lambda: make(self.repo, tag=tag, revision=commit, tag_message=message, exist_ok=True))
 
     def find_pull(self, title: str) -> str | None:
-        """Return the ref of the open pull request of a title."""
+        """Return the ref of the open pull request with a title."""
 
         def fetch() -> str | None:
             listed = self._api.get_repo_discussions(self.repo, discussion_type="pull_request", discussion_status="open")
@@ -160,23 +160,23 @@ class Remote:
         pull: bool,
         landed: Callable[[], str | None],
     ) -> str:
-        """Upload files and make one commit of them.
+        """Upload files and commit them.
 
-        A commit whose answer was lost on its way is looked for before it is made a second time.
+        If the answer to a commit is lost, the commit is searched for before another one is made.
 
         Args:
-            files, delete: what the commit adds and takes away.
+            files, delete: what the commit adds and removes.
             title: its message.
-            branch: what it goes on.
+            branch: the branch to commit to.
             parent: the commit that the branch must be on.
-            pull: whether to open a pull request against `branch` in place of moving it.
-            landed: returns the commit, or the pull request's ref, if it is there after all.
+            pull: whether to open a pull request against `branch` instead of moving it.
+            landed: returns the commit, or the pull request's ref, if it exists after all.
 
         Returns:
             The commit's sha.
 
         Raises:
-            HubMoved: the branch is on another commit than `parent` by now.
+            HubMoved: the branch is no longer on `parent`.
         """
         operations = [*map(_addition, files), *(CommitOperationDelete(name) for name in delete)]
         lost = False
@@ -202,21 +202,21 @@ class Remote:
             if fault.response.status_code != 412:
                 raise
             raise HubMoved(
-                f"{self.repo} has moved on from {parent[:10]} since it was looked at",
+                f"{self.repo} has moved on from {parent[:10]} since it was checked",
                 where=branch,
-                fix="See what was committed meanwhile, then run the command again.",
+                fix="Check what was committed in the meantime, then run the command again.",
             ) from fault
 
     def _try(self, call: Callable[[], Got]) -> Got:
-        # Inside the retries: a fault of kconv's own is no answer of the Hub's.
+        # Inside the retries: a bug in kconv is not an answer of the Hub.
         with shaped():
             return _retry(call, self._say)
 
 
 def _addition(file: Upload) -> CommitOperationAdd:
-    """Return what adds a file, which must still be the one that was checked.
+    """Return the operation that adds a file, which must still be the one that was checked.
 
-    Of a file on the disk huggingface_hub takes the sha256 here; it is stored on the Hub under that, and nothing else.
+    For a file on disk huggingface_hub computes the sha256 here, and stores exactly that content on the Hub.
     """
     made = CommitOperationAdd(file.name, file.content)  # pyright: ignore[reportArgumentType]
     if (made.upload_info.size, made.upload_info.sha256.hex()) != (file.size, file.sha256):
@@ -229,7 +229,7 @@ def _addition(file: Upload) -> CommitOperationAdd:
 
 
 def _retry(call: Callable[[], Got], say: Callable[[str], None], statuses: Collection[int] = TRANSIENT) -> Got:
-    """Call, and again where the connection broke or the Hub answers with one of some statuses."""
+    """Call, and retry if the connection broke or the Hub answers with certain statuses."""
     for wait in WAITS:
         try:
             return call()
@@ -250,12 +250,12 @@ def _retry(call: Callable[[], Got], say: Callable[[str], None], statuses: Collec
 
 @contextmanager
 def writing(repo: str, say: Callable[[str], None]) -> Iterator[Remote]:
-    """Give a repository to write to, whose faults have kconv's names.
+    """Yield a repository to write to, with its errors turned into kconv's.
 
     Raises:
-        HubRefused: the token is missing, expired or may not write, or the repository is not to be created by it.
-        HubUnreachable: no connection, or a Hub that stays busy.
-        PublishRefused: the Hub refuses what the card says.
+        HubRefused: the token is missing, expired or may not write, or may not create the repository.
+        HubUnreachable: there is no connection, or the Hub stays busy.
+        PublishRefused: the Hub refuses the card's metadata.
     """
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
@@ -269,7 +269,7 @@ def writing(repo: str, say: Callable[[str], None]) -> Iterator[Remote]:
 
 @contextmanager
 def _named_faults(repo: str) -> Iterator[None]:
-    """Raise what huggingface_hub raises inside as a fault of kconv's; no text of an exception is repeated."""
+    """Turn huggingface_hub's exceptions into kconv's errors, without repeating their texts."""
     if is_offline_mode():
         raise HubUnreachable(
             f"HF_HUB_OFFLINE is set, but publishing {repo} needs the Hub", fix="Unset it, and run the command again."
@@ -303,26 +303,28 @@ def _name(fault: HfHubHTTPError, repo: str) -> KconvError:
             return HubRefused(
                 "the Hub does not accept the token; it may have expired",
                 where=page,
-                fix=f"Set HF_TOKEN to a new one, or run: {LOGIN}; then run the command again; it resumes.",
+                fix=f"Set HF_TOKEN to a new one, or run: {LOGIN}; then run the command again to resume.",
             )
         case 403:
             return HubRefused(
-                f"the token may not write to {repo}, or not create it",
+                f"the token may not write to {repo}, or may not create it",
                 where=page,
-                fix="Give it write access there. A trusted publisher's token cannot create a repository: do that once.",
+                fix="Give it write access. A trusted publisher's token cannot create a repository: create it first.",
             )
         case 404:
             return HubRefused(
-                f"the Hub shows no {repo}, or not this revision of it", where=page, fix="Check the spelling."
+                f"the Hub does not show {repo}, or not this revision of it", where=page, fix="Check the spelling."
             )
         case 409:
             return HubMoved(f"something else is changing {repo} right now", where=page, fix="Run the command again.")
         case 429:
             return HubUnreachable(
-                "the Hub refuses more requests from here for now", where=page, fix="Wait, then run the command again."
+                "the Hub is rate-limiting requests from this machine",
+                where=page,
+                fix="Wait, then run the command again.",
             )
     return HubUnreachable(
-        f"the Hub answered {status} for {repo}", where=page, fix="Run the command again in some minutes; it resumes."
+        f"the Hub answered {status} for {repo}", where=page, fix="Run the command again in a few minutes; it resumes."
     )
 
 
@@ -332,12 +334,12 @@ def differing(files: Iterable[Upload], listed: Mapping[str, ListedFile]) -> list
 
 
 def surplus(files: Iterable[Upload], listed: Mapping[str, ListedFile]) -> list[str]:
-    """Return the names that a listing holds and a release does not."""
+    """Return the names that a listing has and a release does not."""
     return sorted(listed.keys() - {file.name for file in files} - set(NOT_OURS))
 
 
 def same(files: tuple[Upload, ...], listed: Mapping[str, ListedFile]) -> bool:
-    """Say whether a listing is of these very files."""
+    """Return whether a listing has exactly these files."""
     return not differing(files, listed) and not surplus(files, listed)
 
 
@@ -345,15 +347,15 @@ def read_back(repo: str, commit: str, files: Iterable[Upload], say: Callable[[st
     """Download every file of a release and compare it, without keeping any.
 
     Raises:
-        ReadBackFailed: a file's bytes are not the ones that were uploaded.
+        ReadBackFailed: a file's bytes differ from those uploaded.
     """
     for file in files:
         say(f"reading back {file.name}")
         size, sha256 = _digest(repo, commit, file.name, say)
         if (size, sha256) != (file.size, file.sha256):
             raise ReadBackFailed(
-                f"the Hub gives back {file.name} with other bytes than were uploaded: "
-                f"sha256 {sha256[:16]} in place of {file.sha256[:16]}, {size:,} bytes of {file.size:,}",
+                f"the Hub returns {file.name} with other bytes than were uploaded: "
+                f"sha256 {sha256[:16]} instead of {file.sha256[:16]}, {size:,} bytes instead of {file.size:,}",
                 where=f"{repo}@{commit}",
                 fix="Nothing was tagged. Delete the file on the Hub with its stored object, then run this again.",
             )
@@ -366,8 +368,8 @@ def _is(file: Upload, stored: ListedFile | None) -> bool:
 
 
 def _digest(repo: str, commit: str, name: str, say: Callable[[str], None]) -> tuple[int, str]:
-    """Return the size and sha256 of what the Hub gives for a file."""
-    # Statuses are tried again by `http_stream_backoff` itself.
+    """Return the size and sha256 of what the Hub returns for a file."""
+    # `http_stream_backoff` retries on statuses itself.
     return _retry(lambda: _stream(repo, commit, name), say, statuses=())
 
 
@@ -379,7 +381,7 @@ def _stream(repo: str, commit: str, name: str) -> tuple[int, str]:
         hf_hub_url(repo, name, revision=commit),
         headers=headers,
         timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-        # Not tried again once bytes flow, as for headers (see checkpoint.hub_range); the caller does so.
+        # Not retried once bytes flow, as for headers (see checkpoint.hub_range); the caller retries.
         retry_on_exceptions=(),
     ) as response:
         hf_raise_for_status(response)

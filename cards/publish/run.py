@@ -1,8 +1,8 @@
 """A publication from end to end.
 
-The gate; the repository, private where it is new; one commit; every byte read back; then the tag; and last, if that
-is asked for, the repository is made public. So nothing that was not read back is ever found under the tag. Each step
-looks first whether it was done before: a repeated call does nothing, and an interrupted one goes on.
+The checks; the repository, private if it is new; one commit; every byte read back; then the tag; and last, if
+requested, the repository becomes public. So the tag never points to anything that was not read back. Each step first
+checks whether it was done before: a repeated call does nothing, and an interrupted one resumes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx")
 
 @dataclass(frozen=True)
 class Publication:
-    """How a folder is to be published.
+    """How to publish a folder.
 
     Attributes:
         repo: org/name.
-        tag: what to call this release; no tag if empty.
+        tag: this release's tag; no tag if empty.
         revision: the branch to commit to.
         private: whether the repository must not be public.
-        public: whether to make it public once everything was read back; as it is if neither is asked for.
-        create_pr: whether to open a pull request in place of moving the branch.
+        public: whether to make it public after the read-back; unchanged if neither is set.
+        create_pr: whether to open a pull request instead of moving the branch.
         expect_parent: the commit that the branch must be on; any if empty.
     """
 
@@ -52,12 +52,12 @@ class Publication:
 
 @dataclass(frozen=True)
 class ApprovedRelease:
-    """A candidate that has passed the gate.
+    """A candidate that passed the checks.
 
     Attributes:
-        files: what is published.
-        findings: everything that the checks found.
-        passed: those that an allowance has let pass.
+        files: what to publish.
+        findings: all findings of the checks.
+        passed: the allowed ones.
     """
 
     files: tuple[Upload, ...]
@@ -66,7 +66,7 @@ class ApprovedRelease:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that name these very files."""
+        """16 hex digits that identify exactly these files."""
         return digest_release(self.files)
 
     @property
@@ -77,15 +77,15 @@ class ApprovedRelease:
 
 @dataclass(frozen=True)
 class Published:
-    """What became of a publication; also what one would do, where nothing was done.
+    """The result of a publication, or its preview if nothing was done.
 
     Attributes:
         repo, revision, tag: where.
-        commit: the commit that holds the files; empty where it is not made yet.
+        commit: the commit with the files; empty if not made yet.
         digest: of the files.
-        uploaded, deleted: names of files that the commit changes; none where it was there before.
+        uploaded, deleted: names of files that the commit changes; none if it existed before.
         private: whether the repository is private now.
-        done: what was done, in order; nothing where all was done before.
+        done: what was done, in order; empty if everything had been done before.
         files: sha256 by name.
     """
 
@@ -113,39 +113,43 @@ def publish_folder(
     dry_run: bool = False,
     say: Say = lambda _: None,
 ) -> tuple[ApprovedRelease, Published]:
-    """Put a folder through the gate and publish it, or return what that would do.
+    """Check a folder and publish it, or return what publishing would do.
 
     Args:
         folder: a head with its card and evidence.
-        to: where to, and how.
-        report: report.json that lies elsewhere, or its folder; the folder's own if None.
-        acceptance: acceptance.json files that lie elsewhere; the folder's own if empty.
-        facts: what no file says, for the license checks; those of the folder's recipe if None.
-        floor: what the acceptance must reach; that of the folder's recipe if None.
-        allowances: checks that are let pass, and why.
-        dry_run: whether to look at the repository and change nothing.
+        to: where to publish, and how.
+        report: report.json elsewhere, or its folder; the folder's own if None.
+        acceptance: acceptance.json files elsewhere; the folder's own if empty.
+        facts: facts that no file states, for the license checks; those of the folder's recipe if None.
+        floor: the minimum acceptance; that of the folder's recipe if None.
+        allowances: checks to allow, with the reasons.
+        dry_run: whether to look at the repository without changing anything.
         say: receives progress messages.
 
     Returns:
-        What has passed the gate, and what became of it.
+        The checked release, and the result.
 
     Raises:
-        PublishRefused: a check fails and no allowance lets it pass, an allowance names no check that can be let pass,
-            or the floor differs from the recipe's; and as `publish`.
+        PublishRefused: a check fails without an allowance, an allowance names a check that cannot be allowed, or the
+            floor
+        differs from the recipe's; also see `publish`.
         HubMoved, HubRefused, HubUnreachable, ReadBackFailed: see `publish`.
-        NotACheckpoint, ReportInvalid, AcceptanceInvalid, RecipeInvalid: a file is missing, or not of its schema.
+        NotACheckpoint, ReportInvalid, AcceptanceInvalid, RecipeInvalid: a file is missing, or does not match its
+        schema.
     """
     refuse_contradictions(to)
     if unknown := sorted({allowance.rule for allowance in allowances} - allowable()):
         raise PublishRefused(
-            f"{unknown[0]} is not a check that may be allowed",
-            fix=f"Name one of {', '.join(sorted(allowable()))}.",
+            f"{unknown[0]} is not a check that can be allowed",
+            fix=f"Use one of {', '.join(sorted(allowable()))}.",
         )
     refuse_absent(folder)
     stated = read_floor(folder)
     if floor and stated and floor != stated:
         raise PublishRefused(
-            "the recipe states another floor", where=folder / RECIPE, fix="Leave the floor out, or change the recipe."
+            "the recipe states another minimum",
+            where=folder / RECIPE,
+            fix="Remove --min-acceptance, or change the recipe.",
         )
     say("checking every byte")
     candidate = open_candidate(folder, report, acceptance, floor or stated, facts or recipe_facts(folder))
@@ -154,10 +158,10 @@ def publish_folder(
 
 
 def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> ApprovedRelease:
-    """Put a folder through the gate.
+    """Run the release checks on a folder.
 
     Raises:
-        PublishRefused: a check speaks against it, and no allowance lets that pass.
+        PublishRefused: a check fails without an allowance.
     """
     findings = judge(candidate)
     passed = let_pass(findings, allowances)
@@ -166,10 +170,10 @@ def prepare(candidate: Candidate, allowances: Sequence[Allowance] = ()) -> Appro
 
 
 def preview(release: ApprovedRelease, to: Publication, say: Say) -> Published:
-    """Return what publishing would do, having looked at the repository and changed nothing.
+    """Return what publishing would do, after looking at the repository without changing anything.
 
     Raises:
-        HubMoved, HubRefused, HubUnreachable, PublishRefused: as `publish`.
+        HubMoved, HubRefused, HubUnreachable, PublishRefused: see `publish`.
     """
     refuse_contradictions(to)
     with writing(to.repo, say) as remote:
@@ -190,20 +194,20 @@ def preview(release: ApprovedRelease, to: Publication, say: Say) -> Published:
 
 
 def publish(release: ApprovedRelease, to: Publication, say: Say) -> Published:
-    """Publish what has passed the gate, or go on where an interrupted call stopped.
+    """Publish a release that passed the checks, or resume an interrupted call.
 
     Args:
-        release: what `prepare` returned.
-        to: where to, and how.
-        say: told what is going on.
+        release: from `prepare`.
+        to: where to publish, and how.
+        say: called with progress messages.
 
     Raises:
-        HubRefused: no token, an expired one, or one that may not do this.
-        HubMoved: the branch is not on the expected commit, moved on meanwhile, or the tag holds other files.
-        PublishRefused: the repository is public and a private one was asked for, or holds weights that kconv did not
+        HubRefused: there is no token, or it is expired or not allowed to do this.
+        HubMoved: the branch is not on the expected commit or moved in the meantime, or the tag has other files.
+        PublishRefused: the repository is public and a private one was requested, or holds weights that kconv did not
             publish.
-        ReadBackFailed: the Hub gives back other bytes; nothing is tagged then, nor made public.
-        HubUnreachable: no connection, or a Hub that stays busy.
+        ReadBackFailed: the Hub returns other bytes; then nothing is tagged or made public.
+        HubUnreachable: there is no connection, or the Hub stays busy.
     """
     refuse_contradictions(to)
     done: list[str] = []
@@ -243,7 +247,7 @@ def publish(release: ApprovedRelease, to: Publication, say: Say) -> Published:
 def _commit(
     remote: Remote, seen: RepositoryState, release: ApprovedRelease, to: Publication, say: Say
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return the commit that holds the files, with what it had to change."""
+    """Return the commit with the files, and what it had to change."""
     if to.revision not in seen.heads:
         remote.create_branch(to.revision, seen.heads[MAIN])
     parent = seen.heads.get(to.revision, seen.heads[MAIN])
@@ -290,7 +294,7 @@ def _check_listing(remote: Remote, commit: str, release: ApprovedRelease) -> Non
 
 
 def _tagged(remote: Remote, seen: RepositoryState, release: ApprovedRelease, to: Publication) -> str | None:
-    """Return the commit under the tag, if it is there with these files; a tag is never moved."""
+    """Return the commit under the tag, if it exists with these files; a tag is never moved."""
     if not to.tag or to.tag not in seen.tags:
         return None
     commit = seen.tags[to.tag]
@@ -309,7 +313,7 @@ def _tag(remote: Remote, release: ApprovedRelease, to: Publication, commit: str,
     now = remote.look()
     if now is None or now.tags.get(to.tag) != commit:
         raise HubMoved(
-            f"the tag {to.tag} of {to.repo} was given to another commit meanwhile", where=commit,
+            f"the tag {to.tag} of {to.repo} was given to another commit in the meantime", where=commit,
             fix="Find out who else publishes there, and choose another tag.",
         )  # fmt: skip
 
@@ -320,23 +324,23 @@ def _published(release: ApprovedRelease, to: Publication, **found) -> Published:
 
 
 def refuse_contradictions(to: Publication) -> None:
-    """Raise PublishRefused for a publication that cannot be, whatever the folder and the repository are."""
+    """Raise PublishRefused for a publication that is impossible whatever the folder and the repository are."""
     if not _is_repository(to.repo):
         raise PublishRefused(
             f"{to.repo!r} is not a valid repository name",
-            fix="Name it org/name, of letters, digits, '-', '_' and '.'; a branch is given with --revision.",
+            fix="Use org/name with letters, digits, '-', '_' and '.'; set a branch with --revision.",
         )
     if to.create_pr and (to.tag or to.revision != MAIN or to.public):
         raise PublishRefused(
-            "a pull request is against the main branch, and is neither tagged nor made public before it is merged",
-            fix="Leave out the tag, the revision and --public; publish with the tag once it is merged.",
+            "a pull request targets the main branch, and cannot be tagged or made public before it is merged",
+            fix="Remove the tag, the revision and --public; publish with the tag once it is merged.",
         )
     if to.private and to.public:
         raise PublishRefused("a repository cannot be both private and public", fix="Choose one of the two.")
 
 
 def _is_repository(repo: str) -> bool:
-    """Say whether the Hub takes a name; it takes some without an owner too, of which it makes the account's own."""
+    """Return whether the Hub accepts a name; it also accepts names without an owner, and adds the account's."""
     try:
         validate_repo_id(repo)
     except HFValidationError:
@@ -345,18 +349,18 @@ def _is_repository(repo: str) -> bool:
 
 
 def refuse_public(to: Publication, seen: RepositoryState) -> None:
-    """Raise PublishRefused where the repository is public and must not be."""
+    """Raise PublishRefused if the repository is public and must not be."""
     if to.private and not seen.private:
         raise PublishRefused(
             f"{to.repo} is public, but --private was given",
-            fix="Make it private in its settings, or leave out --private.",
+            fix="Make it private in its settings, or remove --private.",
         )
 
 
 def refuse_replacing(to: Publication, parent: str, listed: Collection[str]) -> None:
-    """Raise PublishRefused where a release would take the place of weights that kconv did not publish.
+    """Raise PublishRefused if a release would replace weights that kconv did not publish.
 
-    One commit holds exactly a release's files, so a repository's name that was mistyped would lose all that it shows.
+    One commit holds exactly a release's files, so a mistyped repository name would replace everything in it.
 
     Args:
         to: how to publish.
@@ -366,17 +370,17 @@ def refuse_replacing(to: Publication, parent: str, listed: Collection[str]) -> N
     weights = sorted(name for name in listed if name.endswith(WEIGHTS))
     if weights and MANIFEST not in listed and to.expect_parent != parent:
         raise PublishRefused(
-            f"{to.repo} holds weights that kconv did not publish, {weights[0]} among them; they would be replaced",
+            f"{to.repo} holds weights that kconv did not publish and would replace, {weights[0]} among them",
             where=f"{to.repo}@{parent}",
-            fix=f"Check the name of the repository; if it is the right one, give --expect-parent {parent}.",
+            fix=f"Check the name of the repository; if it is right, pass --expect-parent {parent}.",
         )
 
 
 def refuse_moved(to: Publication, parent: str) -> None:
-    """Raise HubMoved where the branch is not on the commit that is expected."""
+    """Raise HubMoved if the branch is not on the expected commit."""
     if to.expect_parent and parent != to.expect_parent:
         raise HubMoved(
             f"{to.repo} is at {parent[:10]}, not at {to.expect_parent[:10]}",
             where=to.revision,
-            fix="Check what was committed meanwhile, then give the new --expect-parent.",
+            fix="Check what was committed in the meantime, then pass the new --expect-parent.",
         )

@@ -1,7 +1,7 @@
-"""What looks like a token, a key or a password, in any file.
+"""Find what looks like a token, a key or a password, in any file.
 
-The patterns are detect-secrets' own, of the services that it knows; those of its detectors are left out that guess by
-entropy or by a word beside it, as every digest of a manifest would be found. What it lacks is added here.
+The patterns are detect-secrets' own, for the services that it knows; without its detectors that guess by entropy or by
+a nearby word, which would match every digest of a manifest. Missing services are added here.
 https://github.com/Yelp/detect-secrets/tree/v1.5.0/detect_secrets/plugins
 """
 
@@ -23,7 +23,7 @@ DETECTORS = {
     "slack": "SlackDetector", "softlayer": "SoftlayerDetector", "square_oauth": "SquareOAuthDetector",
     "stripe": "StripeDetector", "telegram_token": "TelegramBotTokenDetector", "twilio": "TwilioKeyDetector",
 }  # fmt: skip
-# What the services of this field give out, which the library has no detector for.
+# Tokens of services in this field for which the library has no detector.
 MORE = {
     "Hugging Face token": r"(?:hf_(?:jwt_)?|api_org_)[A-Za-z0-9._-]{20,}",
     "GitHub fine-grained token": r"github_pat_\w{30,}",
@@ -41,15 +41,15 @@ MORE = {
 
 
 def find_secrets(data: bytes) -> list[str]:
-    """Return the kinds of secrets that a file seems to hold, whatever it is called and however its text is encoded."""
-    # UTF-16 and UTF-32 of such a text are its letters with zeros between them.
+    """Return the kinds of secrets that a file seems to hold, whatever its name and text encoding."""
+    # In UTF-16 and UTF-32 such a text is its letters with zeros between them.
     texts = {data.decode("latin-1"), data.replace(b"\0", b"").decode("latin-1")}
     return sorted({kind for kind, pattern in _patterns() if any(pattern.search(text) for text in texts)})
 
 
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    # Here, as the library imports requests, which only publishing shall wait for.
+    # Imported here: the library imports requests, for which only publishing should wait.
     found: list[tuple[str, re.Pattern[str]]] = [(kind, re.compile(pattern)) for kind, pattern in MORE.items()]
     for module, name in DETECTORS.items():
         detector: Any = getattr(importlib.import_module(f"detect_secrets.plugins.{module}"), name)

@@ -1,1 +1,1 @@
-"""One attention turned into the other: MHA/GQA to MLA and back. An approximation, calibrated and measured."""
+"""Convert one attention into the other: MHA/GQA to MLA and back. An approximation, calibrated and measured."""

@@ -1,7 +1,7 @@
-"""A head with the other attention, from end to end.
+"""Convert a head's attention, from end to end.
 
-`convert_attention` writes it; `fit_attention` computes it; `change_attention` hands it to the planner, for which it is
-a change like any other: what is not converted keeps its bytes, and each source tensor is accounted for.
+`convert_attention` writes the head; `fit_attention` computes it; `change_attention` passes it to the planner as a
+change like any other: unconverted tensors keep their bytes, and each source tensor is accounted for.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from .to_mha import convert_to_mha, fit_head_dim
 from .to_mla import convert_to_mla, pad_mla
 
 HEAL_STEPS = 200
-"""Enough for 99.9 % of the acceptance at 1 : 4; at 1 : 32 more steps gain more still (docs/attention.md)."""
+"""Enough for 99.9 % of the acceptance at 1 : 4; at 1 : 32 more steps gain even more (docs/attention.md)."""
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a user asks for.
+    """The user's options.
 
     Attributes:
-        kind: the attention that the head shall have.
-        texts: what it is calibrated on.
-        head_dim: of MHA, padded with zeros; None for the least.
-        heal_steps: steps of healing.
-        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
-        device: what is computed on, as torch names it.
+        kind: the attention that the head gets.
+        texts: the calibration texts.
+        head_dim: of MHA, padded with zeros; None for the smallest possible.
+        heal_steps: healing steps.
+        min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
+        device: the device to compute on, as torch names it.
     """
 
     kind: Kind
@@ -72,12 +72,12 @@ class FittedAttention:
     """A head with another attention.
 
     Attributes:
-        head: in the dtype of the source's weights, computed with in fp32.
-        slots: what is not the source's.
-        method: the steps, one sentence.
-        rows: what was fitted on.
-        heal_steps: steps towards the original.
-        held_out: figures on text that neither the fit nor the healing saw.
+        head: in the dtype of the source's weights; computed in fp32.
+        slots: the slots that differ from the source.
+        method: the steps, in one sentence.
+        rows: number of rows used in the fit.
+        heal_steps: healing steps taken.
+        held_out: figures on text that neither the fit nor healing saw.
         details: choices that the fit made.
     """
 
@@ -100,26 +100,26 @@ def convert_attention(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> tuple[Manifest, Retention]:
-    """Write a head with the other attention: refuse what cannot be done, then calibrate, fit, measure and write.
+    """Write a head with the other attention: check that it can be done, then calibrate, fit, measure and write.
 
     Args:
         head: the head.
         layout: the layout to write.
-        out: the folder to make; nothing may be there.
-        options: what the user asks for.
+        out: the folder to create; nothing may exist there.
+        options: the user's options.
         target: the head's target, with its weights.
-        say: told what is going on.
-        progress: told after each step of healing.
+        say: called with progress messages.
+        progress: called after each healing step.
 
     Returns:
-        The manifest, and the acceptance length that is kept on held-out text.
+        The manifest, and the share of the acceptance length retained on held-out text.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
-        LayoutCannot: see `plan`; or as `fit_attention`.
+        LayoutCannot: see `plan` and `fit_attention`.
         ConfigInvalid: see `refuse_unstated`.
         StatesInvalid, PromptsInvalid, CalibrationInvalid: see `calibrate.texts`.
-        TensorValue, ConversionInaccurate, TrainingFailed: as `fit_attention`.
+        TensorValue, ConversionInaccurate, TrainingFailed: see `fit_attention`.
     """
     refuse_existing(out)
     refuse_unstated(head.read)
@@ -150,24 +150,24 @@ def convert_attention(
 
 
 def change_attention(head: Head, fitted: FittedAttention, calibration: Calibration) -> Change:
-    """Return what a fitted attention makes of its head, for the planner.
+    """Return the planner's change for a fitted attention.
 
     Args:
         head: the source.
         fitted: the same head with the other attention.
-        calibration: what it was calibrated on.
+        calibration: the text that it was calibrated on.
     """
     spec = replace(fitted.head.spec, dtype=head.spec.dtype)
     before, after = needs(head.spec), needs(spec)
     old = tuple(SourceTensor(*place) for slot, place in head.places.items() if slot not in after)
     reason = (
-        f"{fitted.method}; keeps {fitted.held_out.kept:.2%} of the sampled acceptance length on "
+        f"{fitted.method}; retains {fitted.held_out.kept:.2%} of the sampled acceptance length on "
         f"{fitted.held_out.sequences} held-out sequences"
     )
     replaced: dict[str, Replaced] = {}
     for slot in fitted.slots:
         own = (SourceTensor(*head.places[slot]),) if slot in head.places else ()
-        # A tensor of the new attention comes of the whole old one; what was healed, of itself alone.
+        # A tensor of the new attention derives from the whole old one; a healed tensor only from itself.
         is_new = slot not in before or slot == "0.o_proj"
         computed = Computed(
             spec.dtype, after[slot].shape, reason, partial(_stored, fitted.head.weights[slot], spec.dtype)
@@ -207,23 +207,23 @@ def fit_attention(
 
     Args:
         head: the head, in fp32.
-        kind: what it shall have.
+        kind: the attention that it gets.
         calibration: states of its target.
-        dtype: safetensors name of what is stored; the figures are of weights so rounded.
-        head_dim: of MHA, padded with zeros; None for the least.
+        dtype: safetensors name of the stored dtype; figures are computed with weights rounded to it.
+        head_dim: of MHA, padded with zeros; None for the smallest possible.
         shape: dims of MLA; Kimi-K2's own by default.
-        steps: of healing; the record says 0 where they did not come nearer, and are not in the output.
-        slots: what is healed.
-        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
-        say: told what is going on.
-        progress: told after each step of healing.
+        steps: healing steps; the record says 0 if they came no nearer, and the output then omits them.
+        slots: the slots to heal.
+        min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
+        say: called with progress messages.
+        progress: called after each healing step.
 
     Raises:
-        LayoutCannot: the head has that attention already, or parts that the other has no place for.
-        TensorValue: a weight of the head is no finite number.
-        CalibrationInvalid: the states are not of this head's target, or too few.
+        LayoutCannot: the head already has that attention, or has parts that the other attention does not support.
+        TensorValue: a weight of the head is not finite.
+        CalibrationInvalid: the states come from another target, or are too few.
         ConversionInaccurate: the held-out loss is greater than allowed.
-        TrainingFailed: healing broke off.
+        TrainingFailed: healing stopped with an error.
     """
     outline(head.spec, kind, head_dim, shape or Shape())
     _check_values(head)
@@ -236,7 +236,7 @@ def fit_attention(
         say("healing")
         healed = heal(head, converted, calibration, steps, slots=slots, progress=progress)
         if healed is converted:
-            say("healing did not come nearer to the original: the head is left as it was fitted")
+            say("healing came no nearer to the original; keeping the head as fitted")
             steps, tried = 0, None
         converted = healed
     if kind == "mla":
@@ -253,9 +253,9 @@ def fit_attention(
 
 
 def as_stored(head: DraftHead, dtype: str) -> DraftHead:
-    """Return a head whose weights are rounded to what will be stored, computed with as before.
+    """Return a head whose weights are rounded to the stored dtype, in the dtype used before.
 
-    The embedding and lm_head stay as they are: they are no part of a conversion, and may be the target's.
+    The embedding and lm_head stay unchanged: they are not converted, and may be the target's.
     """
     rounded = {
         name: w.to(TORCH[dtype]).to(w.dtype) if w.is_floating_point() and name not in SLOTS else w
@@ -265,7 +265,7 @@ def as_stored(head: DraftHead, dtype: str) -> DraftHead:
 
 
 def changed_slots(original: DraftHead, converted: DraftHead) -> frozenset[str]:
-    """Return the slots that the original has not, or has with other values."""
+    """Return the slots that the original lacks, or has with other values."""
     own = original.weights
     return frozenset(
         name
@@ -275,10 +275,10 @@ def changed_slots(original: DraftHead, converted: DraftHead) -> frozenset[str]:
 
 
 def outline(spec: HeadSpec, kind: Kind, head_dim: int | None = None, shape: Shape | None = None) -> HeadSpec:
-    """Return what a converted head will be, by its source's spec alone: the first of MLA's ladders stands for all.
+    """Return the spec of a converted head from its source's spec; the first of MLA's ladders stands for all.
 
     Raises:
-        LayoutCannot: as `fit_attention`.
+        LayoutCannot: see `fit_attention`.
     """
     check_convertible(spec, kind)
     dims, shape = spec.attention, shape or Shape()
@@ -296,7 +296,7 @@ def _check_values(head: DraftHead) -> None:
     for name, weight in head.weights.items():
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise TensorValue(
-                f"{name} of the head holds NaN or Inf",
+                f"the head's {name} holds NaN or Inf",
                 where=name,
                 fix="Convert a head with finite weights. kconv validate lists the bad tensors.",
             )

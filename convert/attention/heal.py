@@ -1,28 +1,28 @@
 """Healing: a few steps of gradient descent towards the original head.
 
-The converted head drafts K steps on the calibration's text, on hidden states of its own, and is drawn to what the
-original drafts there (`distance_by_piece`). The target has no part in it: the head is to stay the one that was trained.
+The converted head drafts K steps on the calibration text, on its own hidden states, and is trained towards what the
+original drafts there (`distance_by_piece`). The target plays no part: the goal is the head that was trained.
 
-Steps of one size in every entry, as Adam's are, add up along the directions that all tokens share, and undo a good
-start within fifty. So matrices move by Muon, whose steps have one size in every direction, and in coordinates where
-their inputs are white (`to_white`). Each tensor's learning rate is relative to the size of what it gives, so that the
-gauge of a latent, which is arbitrary, does not decide how fast it moves; and it is less for a start that is nearer.
+Steps of equal size in every entry, like Adam's, add up along the directions that all tokens share, and ruin a good
+start within fifty steps. So matrices use Muon, whose steps have equal size in every direction, in coordinates where
+their inputs are white (`to_white`). Each tensor's learning rate is relative to the size of its output, so that the
+arbitrary gauge of a latent does not decide how fast it moves; and it is smaller for a nearer start.
 
-What comes out is the nearer of the two, start or healed, on texts that healing did not see: those that ridges and
-ladders were chosen on, and no gradient came from.
+The result is the nearer of the two, start or healed, on texts that healing did not see: those that chose ridges and
+ladders, and gave no gradient.
 
-How far a head's drafts are from the original's.
+The distance between two heads' drafts.
 
-Both heads draft K steps on a text, each on hidden states of its own. The distance is `KL(original || student)` of each
-step's tokens, plus a tenth of the relative squared error of the hidden state that it hands on.
+Both heads draft K steps on a text, each on its own hidden states. The distance is `KL(original || student)` of each
+step's tokens, plus a tenth of the relative squared error of the hidden state passed to the next step.
 
 Matrices in coordinates where their inputs are white.
 
-A head's inputs are far from even: all tokens share a mean, and a few directions hold most of the rest. A step that
-has one size in every direction of a matrix then changes the output mostly along those, where it was right before.
-With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the same from inputs `L^-1 x` that are
-white; steps of V are even in what they do to the output. (Natural gradient with K-FAC's factor of the inputs,
-arXiv 1503.05671, is the same change of coordinates.)
+A head's inputs are far from isotropic: all tokens share a mean, and a few directions hold most of the rest. A step with
+equal size in every direction of a matrix then changes the output mostly along those directions, which were right
+before. With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the same from white inputs
+`L^-1 x`, and steps of V affect the output evenly. (Natural gradient with K-FAC's factor of the inputs, arXiv
+1503.05671, is the same change of coordinates.)
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ HIDDEN = 0.1
 
 
 def distance_by_piece(original: DraftHead, student: DraftHead, batch: Batch) -> Iterator[Tensor]:
-    """Yield what the pieces of a batch (`in_pieces`) add to a head's distance from the original over it.
+    """Yield the terms that the pieces of a batch (`in_pieces`) add to a head's distance from the original.
 
-    Each is a scalar with a graph of its own: with its backward called before the next is asked for, one piece's
-    logits are held at a time, and the gradients add up to those of the whole batch.
+    Each is a scalar with a separate graph: if its backward is called before the next is requested, only one piece's
+    logits are in memory, and the gradients add up to those of the whole batch.
 
     Returns:
         Parts of the distance in nats, mean over positions and draft steps; their sum is that of the batch.
     """
     pieces = list(in_pieces([batch], original.spec.draft_vocab))
     places = batch.tokens.shape[0] * count_chains(batch.tokens.shape[1], STEPS)
-    # The hidden state's error is relative to its size over the whole batch, which the first piece needs already.
+    # The hidden state's error is relative to its size over the whole batch, which the first piece already needs.
     sizes = _sizes(original, pieces[1:])
     for index, piece in enumerate(pieces):
         with torch.no_grad():
@@ -76,7 +76,7 @@ def distance_by_piece(original: DraftHead, student: DraftHead, batch: Batch) -> 
 
 @torch.no_grad()
 def _sizes(head: DraftHead, pieces: Sequence[Batch]) -> list[float | Tensor]:
-    """Return the sum of squares of the hidden states that a head hands on, by draft step."""
+    """Return the sum of squares of the hidden states that a head passes on, by draft step."""
     sizes: list[float | Tensor] = [0.0] * STEPS
     for piece in pieces:
         for k, step in enumerate(unroll(head, piece.tokens, piece.captured, STEPS)):
@@ -84,19 +84,19 @@ def _sizes(head: DraftHead, pieces: Sequence[Batch]) -> list[float | Tensor]:
     return sizes
 
 
-# Directions with less than this share of the mean are no finer. Less, and a step moves what only rare tokens read by
-# much more than what all do: whole texts of such tokens then ended farther from the original than they began.
+# Directions with less than this share of the mean count as equal. With a smaller value a step moves what only rare
+# tokens read much more than the rest: whole texts of such tokens then ended farther from the original than they began.
 FLOOR = 0.1
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a matrix's inputs spread, and how large what it makes of them is.
+    """The spread of a matrix's inputs, and the size of its outputs.
 
     Attributes:
         factor: L, lower triangular `[n, n]`.
-        size: of an entry of V, root mean square: of what W gives, over the root of n. Entries of W that cancel on all
-            inputs, as those behind a latent with too many entries do, have no part in it.
+        size: root mean square of an entry of V: the output of W, divided by the square root of n. Entries of W that
+            cancel on all inputs, such as those after a latent with too many entries, do not count.
     """
 
     factor: Tensor
@@ -116,7 +116,7 @@ def measure_spread(head: DraftHead, names: Iterable[str], batches: Iterable[Batc
         for piece in in_pieces(batches, head.spec.draft_vocab):
             for _ in unroll(head, piece.tokens, piece.captured, STEPS):
                 pass
-    # Each matrix's moments go as its factor comes: at Kimi-K2's size all of either are 5 GB.
+    # Each matrix's moments are freed once its factor is computed: at Kimi-K2's size all of either take 5 GB.
     return {name: _spread(head.weights[name], moments.pop(name)) for name in list(moments)}
 
 
@@ -137,15 +137,15 @@ def from_white(weight: Tensor, spread: Spread) -> Tensor:
 
 
 RATE = 0.04
-"""Peak learning rate, relative to the size of what a tensor gives, for a start at a distance of 1: what is off by e
-costs about e^2 nats, so the rate goes with the square root of the distance (docs/attention.md has what it gives).
+"""Peak learning rate, relative to the size of a tensor's output, for a start at a distance of 1. An error of e costs
+about e^2 nats, so the rate goes with the square root of the distance (docs/attention.md has results).
 """
 MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 
-# The latent of the queries stays as it was fitted: its gauge may have made entries hundreds of times smaller than
-# others (`latents`), and a step of one size in all of them is then large in the queries.
+# The latent of the queries stays as fitted: its gauge may have made entries hundreds of times smaller than others
+# (`latents`), and a step of equal size in all of them is then large in the queries.
 FITTED = ("0.q_a_proj", "0.q_a_layernorm")
 ATTENTION = tuple(slot for slot in (*GQA_SLOTS, *MLA_SLOTS) if slot not in FITTED)
 REST = (
@@ -154,10 +154,10 @@ REST = (
         "input_layernorm", "hidden_norm", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj",
     )),
 )  # fmt: skip
-"""What is healed beside the attention. The embedding and lm_head are not: they are the target's, or as large."""
+"""What to heal besides the attention. The embedding and lm_head are the target's, or as large, and stay fixed."""
 
 Progress = Callable[[int, int, float], None]
-"""Called after each step with the steps done, the steps in all, and the step's loss."""
+"""Called after each step with the steps done, the steps in total, and the step's loss."""
 
 
 def heal(
@@ -171,20 +171,20 @@ def heal(
     seed: int = 0,
     progress: Progress = lambda *_: None,
 ) -> DraftHead:
-    """Return a converted head after some steps towards the original, or the very head where they led away from it.
+    """Return a converted head after some steps towards the original, or the same head if they led away from it.
 
     Args:
         original: the head before its conversion.
         converted: the same head with another attention.
-        calibration: its fitted part is trained on, one batch a step, in a new order with each pass.
-        steps: how many.
-        slots: what is trained, where the head has it.
-        rate: peak learning rate, as `RATE`.
+        calibration: training uses its fitted part, one batch per step, in a new order for each pass.
+        steps: number of steps.
+        slots: what to train, if the head has it.
+        rate: peak learning rate, as in `RATE`.
         seed: of the order.
-        progress: told after each step.
+        progress: called after each step.
 
     Raises:
-        TrainingFailed: the loss is no longer a number.
+        TrainingFailed: the loss is NaN or infinite.
     """
     if steps == 0:
         return converted
@@ -235,7 +235,7 @@ def _descend(
         if not math.isfinite(loss):
             raise TrainingFailed(
                 f"healing stopped: the loss is {loss} at step {step + 1} of {steps}",
-                fix="Heal for fewer steps, or give more text.",
+                fix="Heal for fewer steps, or pass more text.",
             )
         for one in (*optimizers, *schedules):
             one.step()
@@ -246,10 +246,10 @@ def _descend(
 
 
 def _take_gradient(original: DraftHead, student: DraftHead, batch: Batch, names: Sequence[str]) -> float:
-    """Add up the distance's gradient piece by piece, take it back to what the student is made of, and return the loss.
+    """Sum the distance's gradient piece by piece, propagate it to the student's parameters, and return the loss.
 
-    The way back from a head's weights to the coordinates that move is a triangular solve for each matrix: it is gone
-    once, behind all pieces.
+    The way back from a head's weights to the trained coordinates is a triangular solve per matrix, done once after all
+    pieces.
     """
     leaves = {name: student.weights[name].detach().requires_grad_() for name in names}
     cut, loss = DraftHead(student.spec, {**student.weights, **leaves}), 0.0
@@ -264,7 +264,7 @@ def _optimizers(matrices: list[dict[str, Any]], gains: list[dict[str, Any]]) -> 
     """Return Muon for matrices and AdamW for gains."""
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        # With this factor a step has the size that AdamW's has, whatever the matrix's shape.
+        # With this factor a step has the size of AdamW's, whatever the matrix's shape.
         made.append(torch.optim.Muon(matrices, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     if gains:
         made.append(torch.optim.AdamW(gains, betas=BETAS, weight_decay=0.0))

@@ -1,35 +1,33 @@
-"""The two latents of an MLA head, fitted to states.
+"""Fit the two latents of an MLA head to states.
 
-1. What an error in a key or a value costs (`measure_sensitivity`), and in a query: what the keys make of it.
+1. The cost of an error in a key or a value (`measure_sensitivity`), and in a query, by its effect on the keys.
 2. One latent for keys and values and one for the queries, each the best of its rank in that metric (`factorize`).
-3. A gauge for each norm, and the maps behind the norms fitted again, to what they are to give.
+3. A gauge for each norm, after which the maps that follow the norms are fitted again to their outputs.
 
-What an error in a key or a value costs.
+The cost of an error in a key or a value.
 
-A latent with few entries must choose what to keep of keys and values, which have no common unit: an error in a key
-changes where a head looks, one in a value what it sees. Both change the drafted distribution, and by how much the
-Fisher information says: with g the gradient of `log q(y)`, y drawn from q itself, an error e costs about
-`e^T E[g g^T] e / 2` nats. It also knows which directions of a value the rest of the head has no use for, which
-o_proj alone does not tell.
+A small latent must choose what to keep of keys and values, which have no common unit: an error in a key changes where a
+head looks, one in a value what it sees. Both change the drafted distribution, and the Fisher information says by how
+much: with g the gradient of `log q(y)`, y drawn from q itself, an error e costs about `e^T E[g g^T] e / 2` nats. It
+also knows which directions of a value the rest of the head does not use, which o_proj alone does not tell.
 
-A latent that many rows share.
+A latent shared by many rows.
 
-Rows Y = W_Y x (the keys and values of all heads, or the queries) are to be written as B A x with few rows in A. The
-best such pair in a metric S, that is the one with the least `E|S (Y - B A x)|^2`, follows from the top left singular
+The goal is to write rows Y = W_Y x (the keys and values of all heads, or the queries) as B A x with few rows in A. The
+best pair in a metric S, the one with the least `E|S (Y - B A x)|^2`, follows from the top left singular
 vectors U of `S W_Y L`, `L L^T = E[x x^T]`:  A = U^T S W_Y,  B = S^-1 U.
 
-MLA normalises the latent, and the norm cannot be left out, nor given a constant to divide by (a bias of kv_a, which
-engines drop). But before the norm the basis is free: any invertible T gives `T A` and `B T^-1`. A gauge T under which
-|T c| is nearly the same for every token makes the norm nearly nothing. Whitening makes it so for a normal
-distribution; from there, minimising `E(|T c|^2 / r - 1)^2` makes it so for this one. B is then fitted once more, to
-the latent as it is after the norm.
+MLA normalizes the latent, and the norm can neither be omitted nor given a constant divisor (that would need a bias of
+kv_a, which engines drop). But before the norm the basis is free: any invertible T gives `T A` and `B T^-1`. A gauge T
+that makes |T c| nearly equal for all tokens makes the norm nearly a constant. Whitening does so for a normal
+distribution; from there, minimizing `E(|T c|^2 / r - 1)^2` does so for this one. B is then fitted once more, to the
+latent after the norm.
 
-Such a T is nearly singular: it makes directions that few tokens have much of hundreds of times smaller than others
-(15 of 128 more than tenfold, in the queries of a small trained head), and B T^-1 makes them as large again. What the
-latent is rounded to in bf16 must therefore not come from one entry into another. |T c| leaves T free up to a rotation:
-in the one where T is a diagonal behind a rotation of the white latent, each direction is an entry, rounded to its own
-size, and T costs nothing. Left as the minimum was found, it can cost a tenth of the acceptance ("In bf16" in
-docs/attention.md).
+Such a T is nearly singular: it makes directions that few tokens use hundreds of times smaller than others (15 of 128
+more than tenfold, in the queries of a small trained head), and B T^-1 makes them large again. So the bf16 rounding of
+one entry of the latent must not leak into another. |T c| determines T only up to a rotation. In the rotation where T is
+a diagonal after a rotation of the white latent, each direction is an entry, rounded relative to its own size, and T
+costs nothing. Without that rotation T can cost a tenth of the acceptance ("In bf16" in docs/attention.md).
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class Sensitivity:
     """Fisher information by kv head.
 
     Attributes:
-        key: `[kv_heads, qk_dim, qk_dim]`, of keys as they are attended to: rotary dims turned.
+        key: `[kv_heads, qk_dim, qk_dim]`, of keys as attention uses them, after RoPE.
         value: `[kv_heads, v_dim, v_dim]`.
     """
 
@@ -67,7 +65,7 @@ class Sensitivity:
 
 
 class _Leaves:
-    """A chain's context that keeps each step's keys and values to ask for their gradients."""
+    """A chain's context that keeps each step's keys and values for their gradients."""
 
     def __init__(self) -> None:
         self._inner = ChainContext()
@@ -105,11 +103,11 @@ def measure_sensitivity(head: DraftHead, batches: Iterable[Batch], seed: int = 0
     return Sensitivity(totals[0] / rows, totals[1] / rows)
 
 
-# Up to here a whole factorization costs less than it is worth to avoid.
+# Up to this size a whole factorization is cheap enough.
 WHOLE = 2048
 OVERSAMPLED, POWER = 32, 3
-# From this width on a gauge's steps are taken in fp32: in the white basis all directions count the same, and what a
-# step rounds off is far below what the choice of its rows moves it by.
+# From this width on a gauge's steps run in fp32: in the white basis all directions count equally, and rounding is far
+# smaller than the effect of choosing other rows.
 WIDE = 512
 GAUGE_STEPS, GAUGE_RATE, GAUGE_BATCH = 400, 3e-3, 4096
 
@@ -123,7 +121,7 @@ class Factor:
 
 
 def factorize(rows: Tensor, metric: Tensor, inverse: Tensor, cholesky: Tensor, rank: int) -> Factor:
-    """Return the rank-r factor that is nearest in a block-diagonal metric.
+    """Return the nearest rank-r factor in a block-diagonal metric.
 
     Args:
         rows: `[blocks, dim, attn_in]`.
@@ -141,8 +139,8 @@ def factorize(rows: Tensor, metric: Tensor, inverse: Tensor, cholesky: Tensor, r
 def _top_left(rows: Tensor, cholesky: Tensor, rank: int) -> Tensor:
     """Return the top left singular vectors of `rows @ cholesky`, `[m, r]`.
 
-    Large ones come of subspace iteration (Halko et al., algorithm 4.4, https://arxiv.org/abs/0909.4061), which needs
-    the product itself only where that has fewer columns to go through than the passes have.
+    Large ones use subspace iteration (Halko et al., algorithm 4.4, https://arxiv.org/abs/0909.4061), which forms the
+    product itself only if it has fewer columns than the passes would process.
     """
     if min(rows.shape) <= WHOLE:
         return torch.linalg.svd(rows @ cholesky, full_matrices=False).U[:, :rank]
@@ -153,12 +151,12 @@ def _top_left(rows: Tensor, cholesky: Tensor, rank: int) -> Tensor:
     basis, inside = _pass(factors, start)
     for _ in range(POWER):
         basis, inside = _pass(factors, basis)
-    # Of what lies in the basis, the top vectors: those of a matrix as small as the basis is wide.
+    # The top vectors within the basis come from a matrix only as large as the basis is wide.
     return basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
 
 
 def _pass(factors: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q and R of a product's columns, once a basis of them went through its transpose and through it."""
+    """Return Q and R of a product's columns, after passing a basis of them through its transpose and through it."""
     for one in factors:
         basis = one.T @ basis
     basis = torch.linalg.qr(basis).Q
@@ -170,12 +168,12 @@ def _pass(factors: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Gauge:
-    """A basis T of a latent, `[r, r]`, and how much the length still varies on rows it was not fitted on.
+    """A basis T of a latent, `[r, r]`, and how much the length still varies on other rows than the fitted ones.
 
     Attributes:
-        matrix: T; under it the mean square of a latent's entries is 1 on average.
+        matrix: T; with it the mean square of a latent's entries averages 1.
         variation: standard deviation of rms(T c), relative to its mean.
-        before: the same without T.
+        before: the same value without T.
     """
 
     matrix: Tensor
@@ -192,11 +190,11 @@ def fit_gauge(latents: Tensor, unseen: Tensor, kinds: Sequence[str] = ("white", 
     """Return the best gauge for a latent.
 
     Args:
-        latents: a sample to fit on, `[N, r]`.
-        unseen: another, which decides.
-        kinds: what to choose from; "none" leaves the basis as it is but for its mean length.
+        latents: a sample for the fit, `[N, r]`.
+        unseen: another sample, which decides.
+        kinds: the choices; "none" keeps the basis except for its mean length.
     """
-    # In the white basis each direction counts the same, and one learning rate serves them all.
+    # In the white basis each direction counts equally, and one learning rate fits all.
     found = {"none": torch.eye(latents.shape[1], dtype=latents.dtype, device=latents.device)}
     if set(kinds) & {"white", "sphere"}:
         found["white"] = whiten(latents)
@@ -213,7 +211,7 @@ def _variation(latents: Tensor, matrix: Tensor) -> float:
 
 
 def _to_sphere(white: Tensor) -> Tensor:
-    """Minimise `E(|T c|^2 / r - 1)^2` over T, from the identity; T comes as a diagonal times a rotation."""
+    """Minimize `E(|T c|^2 / r - 1)^2` over T, from the identity; T is returned as a diagonal times a rotation."""
     generator = torch.Generator(white.device).manual_seed(0)
     exact, white = white.dtype, white.float() if white.shape[1] >= WIDE else white
     matrix = torch.eye(white.shape[1], dtype=white.dtype, device=white.device, requires_grad=True)
@@ -223,7 +221,7 @@ def _to_sphere(white: Tensor) -> Tensor:
         count = min(GAUGE_BATCH, len(white))
         chosen = torch.randint(len(white), (count,), generator=generator, device=white.device)
         lengths = F.linear(white[chosen], matrix).square().mean(dim=-1)
-        # Relative to the batch's own mean: only the variation is to be lost, the mean is set afterwards.
+        # Relative to the batch's own mean: only the variation should vanish; the mean is set afterwards.
         (lengths / lengths.mean() - 1).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -233,9 +231,9 @@ def _to_sphere(white: Tensor) -> Tensor:
 
 
 Metric = Literal["fisher", "output", "none"]
-# Rows that a gauge is fitted on, and as many that decide; more are thinned out.
+# Rows for fitting a gauge, and as many for deciding; larger sets are thinned out.
 SAMPLE = 65536
-# Batches that the Fisher information is taken over: blocks of a few dozen dims need no more.
+# Batches for the Fisher information: blocks of a few dozen dims need no more.
 FISHER_BATCHES = 24
 
 
@@ -248,16 +246,16 @@ def measure_costs(
     calibration: Calibration,
     metric: Metric = "fisher",
 ) -> tuple[Tensor, Tensor]:
-    """Return by kv head what an error in its keys and in its values costs.
+    """Return for each kv head the cost of an error in its keys and in its values.
 
     Args:
-        trial: the head as a GQA with one rotary key, its rank not cut (`to_mla.as_gqa`).
+        trial: the head as a GQA with one rotary key and its full rank (`to_mla.as_gqa`).
         split: the same attention's keys and queries.
         value: `[kv_heads, v_dim, attn_in]`.
         output: `[hidden, heads, v_dim]`.
         cholesky: L with `L L^T = E[x x^T]`, `[attn_in, attn_in]`.
-        calibration: whose fitted part is drafted on.
-        metric: "fisher", what it costs the drafts; "output" and "none" for ablations.
+        calibration: its fitted part is used for drafting.
+        metric: "fisher", the cost in the drafts; "output" and "none" for ablations.
 
     Returns:
         Symmetric matrices, `[kv_heads, nope, nope]` and `[kv_heads, v_dim, v_dim]`.
@@ -274,7 +272,7 @@ def measure_costs(
         torch.einsum("ghin,ghjn->gij", rows, rows) if metric == "output" else _unit(rows.shape[2], asked)
         for rows in (asked, read)
     )
-    # Keys and values count the same as a whole: these errors have no common unit.
+    # Keys and values get equal total weight: these errors have no common unit.
     return _even(keys, split.key_nope @ cholesky), _even(values, value @ cholesky)
 
 
@@ -286,10 +284,10 @@ def factorize_both(
     Args:
         split: keys and queries.
         value: `[kv_heads, v_dim, attn_in]`.
-        costs: as `measure_costs` gives them.
-        shape: its `latent` and `q_lora_rank` are cut to what the head has use for.
+        costs: from `measure_costs`.
+        shape: its `latent` and `q_lora_rank` are cut to what the head uses.
         cholesky: L with `L L^T = E[x x^T]`.
-        by_keys: weigh an error in a query by the keys; for an ablation, not.
+        by_keys: whether to weigh an error in a query by the keys; False for an ablation.
     """
     kv_heads, heads = len(split.key_nope), len(split.query_nope)
     roots = [root(cost, floor=1e-8) if cost.numel() else (cost, cost) for cost in costs]
@@ -317,16 +315,16 @@ def fit_latents(
     *,
     refit: bool = True,
 ) -> tuple[Latents, tuple[Gauge, Gauge]]:
-    """Choose the gauges, and fit the maps behind the norms to what is to come out of them.
+    """Choose the gauges, and fit the maps after the norms to their outputs.
 
     Args:
-        head: the head that is converted.
+        head: the head to convert.
         calibration: states of its target.
         split: keys and queries.
         value: `[kv_heads, v_dim, attn_in]`.
         factors: of the queries, and of keys and values.
-        gauges: to choose from, as `fit_gauge`.
-        refit: whether the maps are fitted again (an ablation).
+        gauges: the choices, as in `fit_gauge`.
+        refit: whether to fit the maps again (False for an ablation).
     """
     queries = torch.cat([split.query_nope, split.query_rope], dim=1)
     keys_values = torch.cat([split.key_nope, value], dim=1)
@@ -371,7 +369,7 @@ def _inputs(head: DraftHead, calibration: Calibration, part: Part) -> Iterator[T
 
 
 def _normed(x: Tensor, down: Tensor, eps: float) -> Tensor:
-    """Return a latent of rows `[N, attn_in]` behind its norm, `[N, r]`."""
+    """Return a latent of rows `[N, attn_in]` after its norm, `[N, r]`."""
     return F.rms_norm(F.linear(x, down), (len(down),), None, eps)
 
 

@@ -1,17 +1,17 @@
-"""Second moments, streamed, and what least squares makes of them.
+"""Streamed second moments, and least squares from them.
 
-A linear map B from x to y that minimises `E|Bx - y|^2 + ridge * |B - prior|^2` needs only the sums `x^T x` and
-`x^T y`, so rows come and go and the memory is that of the sums: 14,336 inputs of Kimi-K2's attention take 1.6 GB,
-whatever the number of rows.
+A linear map B from x to y that minimizes `E|Bx - y|^2 + ridge * |B - prior|^2` needs only the sums `x^T x` and `x^T y`.
+So rows are streamed, and memory holds only the sums: 1.6 GB for 14,336 inputs of Kimi-K2's attention, whatever the
+number of rows.
 
-Sums and factors are fp64 at every width. All tokens share a mean, so the largest eigenvalue of `x^T x` is a good part
-of its trace: thousands of times the mean of the diagonal at such a width. What fp32 rounds off can then be more than
-the smallest eigenvalues and the ridge, and a sum so rounded has no Cholesky factor.
+Sums and factors are fp64 at every width. All tokens share a mean, so the largest eigenvalue of `x^T x` is a large part
+of its trace: thousands of times the mean of the diagonal at such a width. The rounding of fp32 can then exceed the
+smallest eigenvalues and the ridge, and such a sum has no Cholesky factor.
 
-o_proj, fitted again.
+Refitting o_proj.
 
-The converted heads give somewhat other values than the original's. A linear map from them to the attention output
-that the original gave on the same inputs takes back what it can of that.
+The converted heads give slightly different values from the original's. A linear map from them to the original's
+attention output on the same inputs corrects what it can.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ...calibrate.batches import Calibration
 from ...calibrate.measure import run_both
 from ...head.forward import DraftHead
 
-# What an attention's conversion is computed in, up to the head that is assembled of it.
+# The dtype for converting an attention, until the head is assembled.
 DTYPE = torch.float64
-# What is added to the diagonal, relative to its mean, so that a direction which no row has does not divide by 0.
+# Added to the diagonal, relative to its mean, so that a direction without rows does not divide by 0.
 FLOOR = 1e-7
 
 
@@ -37,8 +37,8 @@ class Moments:
 
     Attributes:
         xx: `[n, n]`, the sum of `x x^T`.
-        xy: `[n, m]`, the sum of `x y^T`; of width 0 where no y is given.
-        rows: how many.
+        xy: `[n, m]`, the sum of `x y^T`; of width 0 without y.
+        rows: number of rows.
     """
 
     def __init__(self, n: int, m: int = 0, device: torch.device | str = "cpu") -> None:
@@ -47,7 +47,7 @@ class Moments:
         self.rows = 0
 
     def add(self, x: Tensor, y: Tensor | None = None) -> None:
-        """Take in rows `x [N, n]`, `y [N, m]`."""
+        """Add rows `x [N, n]`, `y [N, m]`."""
         x = x.to(DTYPE)
         self.xx.addmm_(x.T, x)
         if y is not None:
@@ -68,7 +68,7 @@ class Moments:
         return self.xx / self.rows
 
     def solve(self, prior: Tensor, ridge: float) -> Tensor:
-        """Return the map `[m, n]` that fits y from x, drawn towards a prior.
+        """Return the map `[m, n]` that fits y from x, regularized towards a prior.
 
         Args:
             prior: `[m, n]`.
@@ -85,7 +85,7 @@ def factor(mean: Tensor, floor: float = FLOOR) -> Tensor:
 
 
 def _add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
-    """Return `matrix + value * I`, without an identity as large: at 14,336 inputs it is 1.6 GB."""
+    """Return `matrix + value * I` without building the identity: at 14,336 inputs it takes 1.6 GB."""
     raised = matrix.clone()
     raised.diagonal().add_(value)
     return raised
@@ -94,8 +94,8 @@ def _add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
 def root(matrix: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return the square root of Hermitian matrices `[..., n, n]` and its inverse.
 
-    Eigenvalues below `floor` times the largest are raised to it: a direction that no query asks for has no weight,
-    and must not get an infinite one on the way back.
+    Eigenvalues below `floor` times the largest are raised to it: a direction that no query uses has no weight, and must
+    not get an infinite one on the way back.
     """
     values, vectors = torch.linalg.eigh(matrix)
     values = values.clamp(min=(floor * values[..., -1:]).clamp(min=torch.finfo(values.dtype).tiny)).sqrt()
@@ -107,7 +107,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 
 def refit_output(original: DraftHead, converted: DraftHead, calibration: Calibration) -> Tensor:
-    """Return the converted attention's o_proj `[hidden, attn_out]`, drawn towards the one it has."""
+    """Return the converted attention's o_proj `[hidden, attn_out]`, regularized towards the current one."""
     own = converted.weights["0.o_proj"]
     moments = Moments(own.shape[1], own.shape[0], own.device)
     for pair in run_both(original, converted, calibration.part("fit")):
@@ -117,13 +117,13 @@ def refit_output(original: DraftHead, converted: DraftHead, calibration: Calibra
 
 
 def choose(moments: Moments, prior: Tensor, unseen: Iterable[tuple[Tensor, Tensor]], ridges: Sequence[float]) -> Tensor:
-    """Return the least squares of one of the ridges, or the prior: which is nearest on rows that were not fitted.
+    """Return the least squares map of one of the ridges, or the prior: the nearest on rows outside the fit.
 
     Args:
         moments: of the fitted rows.
         prior: `[m, n]`.
-        unseen: other rows, `(x [N, n], y [N, m])`; gone through once.
-        ridges: to choose from.
+        unseen: other rows, `(x [N, n], y [N, m])`; read once.
+        ridges: the choices.
     """
     maps = [prior.to(moments.xx.dtype), *(moments.solve(prior, ridge) for ridge in ridges)]
     errors = [0.0] * len(maps)

@@ -3,28 +3,28 @@
 A pair of rotary dims is one complex number, and RoPE multiplies it by `e^(i * theta * position)`; a query q and a key k
 score `Re(conj(q) e^(i theta (s - t)) k)`. A complex-linear map over the heads at one frequency therefore commutes with
 RoPE. So of the keys z of all kv heads at one frequency, MLA's one shared key takes the best complex number: with
-`S = sum_h E[q_h q_h^H]` (each query standing at its own kv head) and `C = E[z z^H]`, the top eigenvector V of
+`S = sum_h E[q_h q_h^H]` (each query at its own kv head) and `C = E[z z^H]`, the top eigenvector V of
 `S^1/2 C S^1/2` gives
 
     k_pe = V^H S^1/2 z,    q_pe,h = V^H S^-1/2 q_h,    rest = z - S^-1/2 V V^H S^1/2 z.
 
-The rest is not turned, nor are the pairs that the ladder leaves out. What turning would have done to them on average
-is known, `c_hj = E[e^(i theta_j (s - t))]` under the head's own attention weights, and goes into the queries.
+The rest is not rotated, nor are the pairs that the ladder omits. The average effect of the missing rotation is known,
+`c_hj = E[e^(i theta_j (s - t))]` under the head's own attention weights, and is applied to the queries.
 
-S^1/2 leaves the shared key and its queries on very different scales, and an optimizer that knows one learning rate
-then breaks the smaller one: they are rebalanced so that their rows have the same norm, which changes nothing else.
+S^1/2 leaves the shared key and its queries on very different scales, and an optimizer with one learning rate then ruins
+the smaller one. So they are rebalanced to equal row norms, which changes nothing else.
 
-Which frequencies an MLA head can turn at.
+Which frequencies an MLA head can rotate at.
 
-MHA turns P pairs of each head, at `theta ** (-j / P)`; MLA has one rotary key of n pairs, at `theta' ** (-i / n)`.
-With n < P not every frequency can be had. Two choices of theta' keep some of them exactly:
+MHA rotates P pairs of each head, at `theta ** (-j / P)`; MLA has one rotary key of n pairs, at `theta' ** (-i / n)`.
+With n < P not every frequency is available. Two choices of theta' keep some of them exactly:
 
-* "high", `theta' = theta ** (n / P)`: the n fastest pairs, each at its own frequency. The slow ones are not turned.
-* "stride", `theta' = theta`: every (P / n)-th pair; the ones between are turned as the one before them.
+* "high", `theta' = theta ** (n / P)`: the n fastest pairs, each at its own frequency. The slow ones are not rotated.
+* "stride", `theta' = theta`: every (P / n)-th pair; those in between rotate like the pair before them.
 
-Which loses less depends on how far back the head looks: over short distances slow pairs hardly turn. With n >= P
-"high" has them all, and pairs to spare. YaRN's ramp moves along with "high": its bounds are pairs, and the same ones
-as long as the last of them is below 2n, where engines clamp it.
+Which one loses less depends on how far back the head looks: slow pairs hardly rotate over short distances. With n >= P
+"high" has them all, and pairs to spare. YaRN's ramp shifts along with "high": its bounds are pairs, and stay the same
+as long as the last one is below 2n, where engines clamp it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from .swap import Attention
 
 @dataclass(frozen=True)
 class Ladder:
-    """A rotary embedding for MLA, and which of MHA's pairs each of its pairs stands in for.
+    """A rotary embedding for MLA, and which of MHA's pairs each of its pairs replaces.
 
     Attributes:
         name: "high" or "stride".
         rope: of the MLA head; its ladder has `pairs` steps.
         pairs: n.
-        folded: for each of MLA's pairs that is used, MHA's.
+        folded: for each used pair of MLA, the pairs of MHA.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Ladder:
 
 
 def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
-    """Return the ladders of n pairs that can stand in for a head's P pairs.
+    """Return the ladders of n pairs that can replace a head's P pairs.
 
     Raises:
-        LayoutCannot: RoPE is scaled in a way that engines do not read of an MLA head, or the ladder would need a theta
-            that they cannot hold.
+        LayoutCannot: RoPE has a scaling that engines do not read for an MLA head, or the ladder would need a theta that
+        they cannot represent.
     """
     if rope.scaling is not None and not isinstance(rope.scaling, Yarn):
         raise LayoutCannot(
             f"RoPE scaling is {type(rope.scaling).__name__}, but engines support only YaRN for an MLA head",
             where="rope_scaling",
-            fix="Serve this head with its own attention.",
+            fix="Serve this head with its original attention.",
         )
     used = min(source_pairs, pairs)
     high = replace(lengthen(rope, source_pairs, pairs), partial_rotary_factor=1.0)
@@ -84,19 +84,19 @@ def find_ladders(rope: Rope, source_pairs: int, pairs: int) -> list[Ladder]:
 
 
 def lengthen(rope: Rope, pairs: int, longer: int) -> Rope:
-    """Return the ladder of `longer` pairs whose first ones are a given ladder's: pairs behind them may hold zeros.
+    """Return the ladder of `longer` pairs that begins with a given ladder; the pairs after that may hold zeros.
 
-    With fewer pairs, it is that of the fastest ones.
+    With fewer pairs, it is the ladder of the fastest ones.
 
     Raises:
-        LayoutCannot: it would need a theta that engines cannot hold.
+        LayoutCannot: it would need a theta that engines cannot represent.
     """
     theta = rope.theta ** (longer / pairs)
     if theta > LARGEST_THETA:
         raise LayoutCannot(
-            f"a ladder of {longer} pairs that begins like one of {pairs} has a theta of {theta:.0e}",
+            f"{longer} rotary pairs that begin with the {pairs} of this head would need a theta of {theta:.0e}",
             where="rope_theta",
-            fix="Serve this head with its own attention.",
+            fix="Serve this head with its original attention.",
         )
     return replace(rope, theta=theta)
 
@@ -120,13 +120,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Options:
-    """Which refinements are used; all of them, but in an ablation.
+    """The refinements to use: all of them, except in an ablation.
 
     Attributes:
-        is_complex: PCA over complex numbers; else over real ones, the same for both dims of a pair.
-        by_queries: weigh the keys by S; else S = 1.
-        phases: turn what is not turned by its mean phase.
-        rebalance: put the shared key and its queries on one scale.
+        is_complex: PCA over complex numbers; otherwise over real ones, the same for both dims of a pair.
+        by_queries: whether to weigh the keys by S; otherwise S = 1.
+        phases: whether to rotate unrotated pairs by their mean phase.
+        rebalance: whether to bring the shared key and its queries to one scale.
     """
 
     is_complex: bool = True
@@ -142,7 +142,7 @@ def split_rotary(
 
     Args:
         gqa: the attention.
-        ladder: the frequencies to turn at.
+        ladder: the frequencies to rotate at.
         cholesky: L with `L L^T = E[x x^T]`, `[attn_in, attn_in]`.
         distances: attention weight of each query head by distance, `[heads, T]`.
         options: for ablations.
@@ -206,7 +206,7 @@ def _shared_key(keys: Tensor, queries: Tensor, group: int, cholesky: Tensor, opt
 
 
 def _phases(rope: Rope, dims: Gqa, pairs: int, distances: Tensor) -> Tensor:
-    """Return the mean of `e^(i theta_j (s - t))` by head and pair, `[heads, pairs]`; a key at s lies behind t."""
+    """Return the mean of `e^(i theta_j (s - t))` by head and pair, `[heads, pairs]`; a key at s comes after t."""
     back = torch.arange(distances.shape[-1], dtype=distances.dtype, device=distances.device)
     angles = -back[:, None] * inverse_frequencies(rope, 2 * pairs).to(distances)
     weights = distances / distances.sum(-1, keepdim=True)
@@ -224,6 +224,6 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _interleave(rows: Tensor, lacking: int) -> Tensor:
-    """Return complex `[..., pairs, n]` as MLA's real rows `[..., 2 * (pairs + lacking), n]`, the last ones zero."""
+    """Return complex `[..., pairs, n]` as MLA's real rows `[..., 2 * (pairs + lacking), n]`; the last ones are zero."""
     real = torch.stack([rows.real, rows.imag], dim=-2).flatten(-3, -2)
     return torch.cat([real, real.new_zeros(*real.shape[:-2], 2 * lacking, real.shape[-1])], dim=-2)

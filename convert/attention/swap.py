@@ -1,4 +1,4 @@
-"""A head with other attention weights."""
+"""Replace a head's attention weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import LayoutCannot
 from ...head.slots import needs
 from ...head.spec import Gqa, HeadSpec, Mla, Rope
 
-# What imports torch is imported where it is needed: a head that cannot be converted is refused in less time than that.
+# torch is imported where needed: refusing a head that cannot be converted takes less time than the import.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,7 +32,7 @@ class Attention:
     """An attention with its weights.
 
     Attributes:
-        dims: what it is.
+        dims: its dims.
         rope: its rotary embedding.
         weights: by slot name, `GQA_SLOTS` or `MLA_SLOTS`.
     """
@@ -47,9 +47,9 @@ class Shape:
     """The dims of an MLA head, and how much of them is used.
 
     Attributes:
-        latent: entries of the latent that hold something; at most `kv_lora_rank`.
-        rotary: rotary dims that hold something; at most `qk_rope_head_dim`.
-        q_lora_rank: of the queries' latent, which SGLang and vLLM need.
+        latent: entries of the latent in use; at most `kv_lora_rank`.
+        rotary: rotary dims in use; at most `qk_rope_head_dim`.
+        q_lora_rank: of the queries' latent, which SGLang and vLLM require.
         kv_lora_rank, qk_rope_head_dim: as the engine sees them.
     """
 
@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Latents:
-    """What is behind the two norms: down `[r, attn_in]` with gain 1, and up.
+    """The maps before and after the two norms: down `[r, attn_in]` with gain 1, and up.
 
     Attributes:
         query_down, query_up: `[q_lora_rank, attn_in]` and `[heads, nope + rope, q_lora_rank]`, softmax scale 1.
@@ -76,7 +76,7 @@ class Latents:
 
 
 def attention_of(head: DraftHead) -> Attention:
-    """Return a head's attention in fp64, which it is worked on in."""
+    """Return a head's attention in fp64, the dtype for converting it."""
     from .moments import DTYPE
 
     slots = MLA_SLOTS if isinstance(head.spec.attention, Mla) else GQA_SLOTS
@@ -84,7 +84,7 @@ def attention_of(head: DraftHead) -> Attention:
 
 
 def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
-    """Return a head whose attention is another one, and whose other weights are the same."""
+    """Return a head with another attention, and its other weights unchanged."""
     from ...head.forward import DraftHead
 
     spec = replace(head.spec, attention=attention.dims, rope=attention.rope)
@@ -95,7 +95,7 @@ def with_attention(head: DraftHead, attention: Attention) -> DraftHead:
 
 
 def check_convertible(spec: HeadSpec, kind: Kind) -> None:
-    """Refuse heads whose attention is of a kind already, or has parts that the kind has no place for.
+    """Refuse a head that already has this kind of attention, or parts that the kind does not support.
 
     Raises:
         LayoutCannot: the head has that attention, more than one layer, biases, or norms of queries and keys.
@@ -104,23 +104,23 @@ def check_convertible(spec: HeadSpec, kind: Kind) -> None:
         raise LayoutCannot(
             f"the head's attention is already {spec.kind.upper()}",
             where="--attention",
-            fix="Leave --attention out. The conversion is then exact.",
+            fix="Remove --attention. The conversion is then exact.",
         )
     if spec.layers != 1:
         raise LayoutCannot(
             f"the head has {spec.layers} layers, but only the attention of one-layer heads can be converted",
             where="num_hidden_layers",
-            fix="Serve this head with its own attention.",
+            fix="Serve this head with its original attention.",
         )
     if spec.norms.qk:
         raise LayoutCannot(
             "the head norms its queries and keys, but an MLA head has no place for these norms",
             where="norms.qk",
-            fix="Serve this head with its own attention.",
+            fix="Serve this head with its original attention.",
         )
     if isinstance(spec.attention, Gqa) and spec.attention.bias:
         raise LayoutCannot(
             "the head's attention has biases, but engines silently drop those of an MLA head",
             where="attention_bias",
-            fix="Serve this head with its own attention.",
+            fix="Serve this head with its original attention.",
         )

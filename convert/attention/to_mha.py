@@ -1,34 +1,34 @@
 """MLA to MHA.
 
 1. One pass over the fitted rows: second moments of the attention's input against both normed latents.
-2. A linear map in place of each (`linearize`), its ridge chosen on rows that were not fitted.
+2. A linear map in place of each latent (`linearize`), with a ridge chosen on rows outside the fit.
 3. The exact rest (`assemble_mha`).
-4. A second pass: o_proj, fitted to what the original gave (`moments.refit_output`).
+4. A second pass: o_proj, fitted to the original's output (`moments.refit_output`).
 
 A normed latent as a linear map.
 
-`n(Wx) = g * Wx / rms(Wx)` is a linear map times a number that differs from token to token, so no linear map equals
-it: the number multiplies each key and value (a temperature per key), or each query (a temperature per query), and
-the softmax cancels neither. What is nearest depends on the data:
+`n(Wx) = g * Wx / rms(Wx)` is a linear map times a number that differs from token to token, so no linear map equals it:
+the number multiplies each key and value (a temperature per key), or each query (a temperature per query), and the
+softmax cancels neither. The nearest map depends on the data:
 
 * `s * g * W` with one number s, fitted: the right direction, the wrong length;
-* least squares from x to n(Wx), drawn towards the former by a ridge: it takes up whatever of the length can be told
-  from x linearly. The ridge is the one under which rows that were not fitted come out best.
+* least squares from x to n(Wx), regularized towards the former by a ridge: it captures the part of the length that is
+  linear in x. The ridge is the one that does best on rows outside the fit.
 
-Without data there is no s to begin with: a guess of it keeps half of the acceptance (docs/attention.md).
+Without data no s is known: guessing it keeps half of the acceptance (docs/attention.md).
 
 The exact part of MLA to MHA: everything but the two latent norms.
 
 With linear maps L_q and L_kv in place of the normed latents, `q_a_layernorm(q_a_proj x)` and
 `kv_a_layernorm(kv_a_proj x)`, an MLA head *is* an MHA head:
 
-* a query or key head is [rope | nope | zeros]: RoPE turns the first `partial_rotary_factor * head_dim` dims of it,
-  half-split, so MLA's interleaved pairs (0,1), (2,3), ... are put in the order 0, 2, ..., 1, 3, ...; the same order on
-  both sides leaves every dot product as it is;
+* a query or key head is [rope | nope | zeros]: RoPE rotates its first `partial_rotary_factor * head_dim` dims,
+  half-split, so MLA's interleaved pairs (0,1), (2,3), ... are reordered to 0, 2, ..., 1, 3, ...; the same order on
+  both sides leaves every dot product unchanged;
 * the one rotary key is repeated for each head;
 * a value head is [v | zeros], and o_proj has a column of zeros for each of these;
 * MLA scales its softmax by `(nope + rope) ** -0.5` and YaRN's `m(mscale_all_dim) ** 2`, MHA by `head_dim ** -0.5`: the
-  quotient goes into the queries, as does the quotient of what the two multiply cos and sin by. The config keeps
+  quotient goes into the queries, and so does the quotient of their factors of cos and sin. The config keeps
   mscale and mscale_all_dim: without them readers would scale cos and sin of an MHA head by `m(1)` (`head.yarn`).
 """
 
@@ -76,12 +76,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Linearized:
-    """A linear map in place of a normed latent, and how far it is from it on rows it was not fitted on.
+    """A linear map in place of a normed latent, and its distance from it on rows outside the fit.
 
     Attributes:
         map: `[rank, attn_in]`.
-        constant: s, the one number that fits best.
-        ridge: the chosen one; infinite for the constant alone.
+        constant: s, the best single number.
+        ridge: the chosen ridge; infinite for the constant alone.
         error: relative error of the latent, `|Lx - n(Wx)| / |n(Wx)|`, root mean square.
         constant_error: the same of `s * g * W`.
     """
@@ -104,13 +104,13 @@ def gather(rows: Iterable[Tensor], latents: Sequence[Latent]) -> list[Moments]:
 
 
 def linearize(latent: Latent, moments: Moments, rows: Iterable[Tensor], ridges: Sequence[float] = RIDGES) -> Linearized:
-    """Return the linear map that stands in for a normed latent.
+    """Return the linear map that replaces a normed latent.
 
     Args:
         latent: the latent.
-        moments: of the rows to fit on, as `gather` gives them.
-        rows: other rows, `[N, attn_in]` each, which choose the ridge; gone through once.
-        ridges: to choose from; empty for the constant alone.
+        moments: of the rows to fit on, from `gather`.
+        rows: other rows, `[N, attn_in]` each, which choose the ridge; read once.
+        ridges: the choices; empty for the constant alone.
     """
     plain = latent.scaled.to(moments.xx.dtype)
     constant = float((plain * moments.xy.T).sum() / ((plain @ moments.xx) * plain).sum())
@@ -128,13 +128,13 @@ def linearize(latent: Latent, moments: Moments, rows: Iterable[Tensor], ridges: 
 
 
 def assemble_mha(mla: Attention, query_map: Tensor, kv_map: Tensor, head_dim: int | None = None) -> Attention:
-    """Return the MHA that an MLA is with linear maps in place of its normed latents.
+    """Return the MHA that equals an MLA with linear maps in place of its normed latents.
 
     Args:
         mla: the attention.
         query_map: L_q, `[q_lora_rank, attn_in]`.
         kv_map: L_kv, `[kv_lora_rank, attn_in]`.
-        head_dim: of the output, padded with zeros; None for the least that holds it.
+        head_dim: of the output, padded with zeros; None for the smallest that fits.
 
     Raises:
         LayoutCannot: the head does not fit into `head_dim`.
@@ -165,15 +165,15 @@ def assemble_mha(mla: Attention, query_map: Tensor, kv_map: Tensor, head_dim: in
 
 
 def fit_head_dim(dims: Mla, head_dim: int | None) -> int:
-    """Return the head_dim to use: the least that holds queries, keys and values, where none is asked for.
+    """Return the head_dim to use: by default the smallest that holds queries, keys and values.
 
     Raises:
-        LayoutCannot: what is asked for is less.
+        LayoutCannot: the requested one is smaller.
     """
     least = max(dims.qk_nope_head_dim + dims.qk_rope_head_dim, dims.v_head_dim)
     if head_dim is not None and head_dim < least:
         raise LayoutCannot(
-            f"a head of {dims.qk_nope_head_dim} + {dims.qk_rope_head_dim} dims, its values of {dims.v_head_dim}, "
+            f"a head of {dims.qk_nope_head_dim} + {dims.qk_rope_head_dim} dims with values of {dims.v_head_dim} "
             f"does not fit into a head_dim of {head_dim}",
             where="head_dim",
             fix=f"Use --head-dim auto, or at least {least}.",
@@ -182,7 +182,7 @@ def fit_head_dim(dims: Mla, head_dim: int | None) -> int:
 
 
 def _pad(rows: Tensor, head_dim: int) -> Tensor:
-    """Fill heads of rows `[heads, dim, n]` up with zeros to `[heads, head_dim, n]`."""
+    """Pad heads of rows `[heads, dim, n]` with zeros to `[heads, head_dim, n]`."""
     return torch.cat([rows, rows.new_zeros(rows.shape[0], head_dim - rows.shape[1], rows.shape[2])], dim=1)
 
 
@@ -194,14 +194,14 @@ def convert_to_mha(
     ridges: tuple[float, ...] = RIDGES,
     refit: bool = True,
 ) -> tuple[Attention, dict[str, Linearized]]:
-    """Return an MLA head's attention as MHA, and how well each latent's norm was taken up.
+    """Return an MLA head's attention as MHA, and how well the linear maps replace each latent's norm.
 
     Args:
-        head: of one layer.
+        head: a one-layer head.
         calibration: states of its target.
-        head_dim: of the output, padded with zeros; None for the least.
-        ridges: to choose from; empty for a fitted constant alone (an ablation).
-        refit: whether o_proj is fitted again (an ablation).
+        head_dim: of the output, padded with zeros; None for the smallest possible.
+        ridges: the choices; empty for a fitted constant alone (an ablation).
+        refit: whether to fit o_proj again (False for an ablation).
     """
     dims = head.spec.attention
     assert isinstance(dims, Mla)

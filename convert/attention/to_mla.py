@@ -1,17 +1,19 @@
 """MHA or GQA to MLA.
 
 1. Second moments of the attention's input, and how far back each head looks.
-2. One rotary key for all heads (`rotary`), on each ladder; the one whose attention is nearest on rows that
-   were not fitted is kept. It is near over the lengths of these texts, so they should be as long as what is served.
+2. One rotary key for all heads (`rotary`), on each ladder; the one with the nearest attention on rows outside the fit
+is
+   kept. It is near over the lengths of these texts, so they should be as long as those in serving.
 3. One latent for keys and values, and one for the queries, each with its norm (`latents`).
-4. o_proj, fitted to what the original gave (`moments.refit_output`).
+4. o_proj, fitted to the original's output (`moments.refit_output`).
 
-MLA from its parts.
+Assembling MLA from its parts.
 
-Engines build their kernels for Kimi-K2's own latent (512) and rotary dims (64); a smaller latent is filled up with
-zeros. RMSNorm then divides by the mean over 512 entries, not over r: the rows of kv_a_proj grow by sqrt(512 / r) and
-the gain shrinks by the same, and what leaves the norm is what left it before, its epsilon included. Rotary pairs that
-are added hold zeros, behind a ladder of the same frequencies (`rotary.lengthen`).
+Engines build their kernels for Kimi-K2's own latent (512) and rotary dims (64), so a smaller latent is padded with
+zeros.
+RMSNorm then divides by the mean over 512 entries instead of r: the rows of kv_a_proj grow by sqrt(512 / r) and the gain
+shrinks by the same factor, which leaves the norm's output unchanged, including its epsilon. Added rotary pairs hold
+zeros, after a ladder with the same frequencies (`rotary.lengthen`).
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from .swap import Attention, Latents, Shape, attention_of, with_attention
 
 
 def assemble_mla(split: Split, latents: Latents, output: Tensor, ladder: Ladder, heads: int) -> Attention:
-    """Return the MLA of these parts.
+    """Return the MLA with these parts.
 
     Args:
-        split: the shared rotary key; the other dims are the latents'.
+        split: the shared rotary key; the other dims belong to the latents.
         latents: of queries, and of keys and values.
         output: o_proj, `[hidden, heads, v_head_dim]`.
         ladder: the rotary embedding.
@@ -67,7 +69,7 @@ def assemble_mla(split: Split, latents: Latents, output: Tensor, ladder: Ladder,
 
 
 def as_gqa(split: Split, value: Tensor, output: Tensor, ladder: Ladder) -> Attention:
-    """Return the same attention before its rank is cut, as a GQA with one more set of dims: to see what RoPE costs.
+    """Return the same attention before its rank is cut, as a GQA with extra dims, to measure what RoPE costs.
 
     Args:
         split: the shared rotary key and the rest.
@@ -101,9 +103,9 @@ def as_gqa(split: Split, value: Tensor, output: Tensor, ladder: Ladder) -> Atten
 
 
 def pad_mla(mla: Attention, shape: Shape) -> Attention:
-    """Return an MLA with its latent and rotary dims filled up with zeros to an engine's, computing the same.
+    """Return an equivalent MLA with its latent and rotary dims padded with zeros to an engine's dims.
 
-    The softmax scale hangs on the number of dims, so the queries take the quotient.
+    The softmax scale depends on the number of dims, so the queries take up the quotient.
     """
     dims = mla.dims
     assert isinstance(dims, Mla)
@@ -131,7 +133,7 @@ def _more(rows: Tensor, count: int, dim: int = 0) -> Tensor:
     return torch.cat([rows, rows.new_zeros(shape)], dim=dim)
 
 
-# Dims whose part in any score is below this share of the greatest hold nothing: the zeros of a padded head.
+# Dims whose part in every score is below this share of the greatest hold nothing, like the zeros of a padded head.
 DEAD = 1e-12
 
 
@@ -146,7 +148,7 @@ class Distances:
         scores = hide_future(query @ repeat_heads(key, query).transpose(-1, -2) * scale)
         weights = softmax(scores).sum(0, dtype=torch.float64)
         length = weights.shape[-1]
-        # Sheared so that what stands at one distance stands in one column.
+        # Sheared so that each column holds one distance.
         back = torch.arange(length, device=weights.device)[:, None] - torch.arange(length, device=weights.device)
         found = weights.new_zeros(weights.shape[0], length)
         found.index_add_(1, back.clamp(min=0).flatten(), weights.flatten(1))
@@ -160,7 +162,7 @@ class Distances:
 
 @dataclass(frozen=True)
 class Choices:
-    """What an ablation may switch off."""
+    """Options that an ablation may turn off."""
 
     ladders: tuple[str, ...] = ("high", "stride")
     rotary: Options = field(default_factory=Options)
@@ -172,12 +174,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class Found:
-    """What was chosen and measured on the way.
+    """Choices and measurements of a fit.
 
     Attributes:
         ladder: its name.
         ladder_errors: relative error of the attention's output by ladder, before the rank is cut.
-        query_gauge, kv_gauge: how much the lengths of the latents still vary.
+        query_gauge, kv_gauge: how much the latents' lengths still vary.
     """
 
     ladder: str
@@ -188,7 +190,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of the attention before anything is fitted.
+    """Statistics of the attention before the fit.
 
     Attributes:
         cholesky: L with `L L^T = E[x x^T]` over the fitted rows, `[attn_in, attn_in]`.
@@ -203,12 +205,12 @@ class Statistics:
 def convert_to_mla(
     head: DraftHead, calibration: Calibration, shape: Shape, choices: Choices | None = None
 ) -> tuple[Attention, Found]:
-    """Return a GQA head's attention as MLA, not yet filled up to an engine's dims, and what was found on the way.
+    """Return a GQA head's attention as MLA, not yet padded to an engine's dims, and the choices made.
 
     Args:
-        head: of one layer.
+        head: a one-layer head.
         calibration: states of its target.
-        shape: the dims to make; `latent`, `rotary` and `q_lora_rank` are cut to what the head has use for.
+        shape: the dims to produce; `latent`, `rotary` and `q_lora_rank` are cut to what the head uses.
         choices: for ablations.
     """
     choices = choices or Choices()
@@ -240,7 +242,7 @@ def convert_to_mla(
 
 
 def gather(head: DraftHead, calibration: Calibration) -> Statistics:
-    """Take the statistics: moments of the fitted rows, and distances on those that choose a ladder."""
+    """Compute the statistics: moments of the fitted rows, and distances on the rows that choose a ladder."""
     moments, distances = Moments(2 * head.spec.hidden, device=head.weights["fc"].device), Distances()
     for step in trace(head, calibration.part("fit")):
         moments.add(step.rows)
@@ -253,7 +255,7 @@ def gather(head: DraftHead, calibration: Calibration) -> Statistics:
 
 
 def attention_error(original: DraftHead, other: DraftHead, calibration: Calibration, part: Part) -> float:
-    """Return the relative error of another head's attention output on the inputs that the original sees."""
+    """Return the relative error of another head's attention output on the original's inputs."""
     apart = whole = 0.0
     for pair in run_both(original, other, calibration.part(part)):
         apart += float((pair.output - pair.original).double().square().sum())
@@ -270,7 +272,7 @@ def _live_values(gqa: Attention, dims: Gqa) -> tuple[Tensor, Tensor]:
 
 
 def _live_keys(split: Split, cholesky: Tensor) -> Split:
-    """Leave out the dims that have no part in any score."""
+    """Remove the dims that affect no score."""
     part = (split.key_nope @ cholesky).square().sum(-1).amax(0) * (split.query_nope @ cholesky).square().sum(-1).amax(0)
     live = part > DEAD * (part.max() + (split.key_rope @ cholesky).square().sum(-1).max())
     return replace(split, key_nope=split.key_nope[:, live], query_nope=split.query_nope[:, live])

@@ -1,1 +1,1 @@
-"""A draft head in FP8 or NVFP4: its formats, the scales of what its linears read, the proof, and the plan."""
+"""Quantize a draft head to FP8 or NVFP4: formats, input scales of its linear layers, proof, and plan."""

@@ -1,13 +1,13 @@
-"""Which of a head's linears are quantized, and how.
+"""Which of a head's linear layers are quantized, and how.
 
-What is done is ModelOpt's own arithmetic, bit for bit: FP8 is one scale for a whole tensor, NVFP4 an e4m3 scale for
-each sixteen values of a row and one for the tensor. Each scale is a multiplier: a value is the stored number times it.
+The arithmetic is ModelOpt's own, bit for bit: FP8 has one scale per tensor, NVFP4 an e4m3 scale for each sixteen values
+of a row and one for the tensor. Each scale is a multiplier: a value is the stored number times the scale.
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/quant_utils.py#L869-L881
 
-Only what every engine that reads the head builds quantized. Left as they are:
+Only layers that every engine reading the head builds quantized are quantized. These stay unquantized:
 
-- `fc`: SGLang and older TensorRT-LLM build it plain, and would read packed bytes as weights in silence. It reads the
-  target's raw states, whose few large values would set the scale of all; and it runs once per draft, not per token.
+- `fc`: SGLang and older TensorRT-LLM build it plain, and would silently read packed bytes as weights. It reads the
+  target's raw states, whose few large values would set the scale for all; and it runs once per draft, not per token.
 - an MLA head's attention, as in the published Kimi-K2 targets. TensorRT-LLM loads no `weight_scale` of the fused
   q_a_proj and kv_a_proj_with_mqa in FP8, SGLang cannot join theirs, and both want kv_b_proj plain.
 - `lm_head` and the embedding, which are the target's or grew from there, and the norms.
@@ -36,14 +36,14 @@ from ..pack import pack
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """A format in which engines read a linear and its input.
+    """A format in which engines read a linear layer and its input.
 
     Attributes:
         stored: the tensors on disk.
-        pack: a weight `[out, in]` and its scale to the tensors that are stored, by the suffix of their names.
-        unpack: these tensors to the weight that they stand for, fp32 `[out, in]`.
-        round: an input `[..., in]` and its scale to what an engine makes of it, in the input's dtype.
-        finer: the format to try where this one loses too much.
+        pack: converts a weight `[out, in]` and its scale to the stored tensors, by the suffix of their names.
+        unpack: converts these tensors back to the weight, fp32 `[out, in]`.
+        round: rounds an input `[..., in]` by its scale as an engine does, in the input's dtype.
+        finer: the format to try if this one loses too much.
     """
 
     stored: StoredFormat
@@ -59,7 +59,7 @@ class LinearFormat:
 
     @property
     def option(self) -> str:
-        """What `kconv quantize-head --format` calls it."""
+        """Its name for `kconv quantize-head --format`."""
         return self.name.lower()
 
     @property
@@ -69,16 +69,16 @@ class LinearFormat:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Suffixes of the tensors beside a weight."""
+        """Suffixes of the tensors stored with a weight."""
         return tuple(self.stored.scales)
 
     def scale(self, amax: float) -> Tensor:
-        """Return the scale, fp32 [], by which a largest magnitude just fits."""
+        """Return the smallest scale with which a largest magnitude fits, fp32 []."""
         return torch.tensor(amax, dtype=torch.float32) / self.largest
 
 
 def _pack_fp8(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    # The quotient is rounded to the weight's dtype on its way, as in ModelOpt.
+    # The quotient is first rounded to the weight's dtype, as in ModelOpt.
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
@@ -87,7 +87,7 @@ def _unpack_fp8(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _round_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    # Engines cut off what is larger; torch makes NaN of it.
+    # Engines clip larger values; torch would make them NaN.
     stored = (x / scale).clamp(-formats.E4M3_MAX, formats.E4M3_MAX).to(torch.float8_e4m3fn)
     return stored.to(x.dtype) * scale
 
@@ -102,7 +102,7 @@ def _unpack_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _round_nvfp4(x: Tensor, scale: Tensor) -> Tensor:
-    # The input's groups have scales of their own, found while it is computed with: it is packed as a weight is.
+    # The input's groups have their own scales, computed at run time: it is packed like a weight.
     return _unpack_nvfp4(_pack_nvfp4(x.flatten(0, -2), scale)).view(x.shape).to(x.dtype)
 
 
@@ -115,14 +115,14 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of the linears of one kind of head.
+    """Which linear layers of one kind of head are quantized.
 
     Attributes:
         quantized: names in each layer.
-        exclude: entries of `ignore` that cover the rest. Engines number and name a draft's layers each their own way
-            (`model.layers.61`, `model.midlayer`), so an entry says nothing of what stands before it. It is there twice:
-            TensorRT-LLM tests it as a wildcard, SGLang's FP8 as a part of a name, and vLLM as both. None matches the
-            bare word `kv_b_proj`, for which TensorRT-LLM would look up scales of FP8 blocks.
+        exclude: entries of `ignore` that cover the rest. Engines number and name a draft's layers differently
+            (`model.layers.61`, `model.midlayer`), so an entry omits the prefix. Each entry occurs twice: TensorRT-LLM
+            matches it as a wildcard, SGLang's FP8 as a part of a name, and vLLM as both. None matches the bare word
+            `kv_b_proj`, for which TensorRT-LLM would look up scales of FP8 blocks.
     """
 
     quantized: tuple[str, ...]
@@ -134,15 +134,15 @@ MLA = Choice(MLP, (*GQA.exclude, "self_attn", "*.self_attn*"))
 
 
 def choice_of(spec: HeadSpec) -> Choice:
-    """Return what becomes of a head's linears."""
+    """Return which of a head's linear layers are quantized."""
     return GQA if isinstance(spec.attention, Gqa) else MLA
 
 
 def groups_of(spec: HeadSpec, format_: LinearFormat) -> list[tuple[str, ...]]:
-    """Return the slots that are quantized, those together that engines fuse and give one scale.
+    """Return the slots to quantize, grouped where engines fuse them and give them one scale.
 
     Raises:
-        TensorShape: a weight's rows cannot be cut into the format's groups.
+        TensorShape: a weight's rows cannot be split into the format's groups.
     """
     known, found = needs(spec), dict[str, list[str]]()
     for layer in range(spec.layers):

@@ -1,6 +1,6 @@
-"""A head with quantized linears, from end to end.
+"""Quantize a head's linear layers, from end to end.
 
-For the planner it is a change like any other: what is not quantized keeps its bytes, and each source tensor is
+For the planner this is a change like any other: unquantized tensors keep their bytes, and each source tensor is
 accounted for.
 """
 
@@ -42,25 +42,25 @@ def quantize_head(
     min_retention: float = MIN_RETENTION,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Manifest, Retention]:
-    """Write a head with its linears quantized: refuse what cannot be done, then calibrate, measure and write.
+    """Write a head with quantized linear layers: check that it can be done, then calibrate, measure and write.
 
     Args:
         head: the head.
-        format_: what its linears become.
-        out: the folder to make; nothing may be there.
+        format_: the format of the linear layers.
+        out: the folder to create; nothing may exist there.
         target: the head's target, with its embedding and lm_head.
-        states: what `kconv states` wrote of it.
-        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
-        say: told what is going on.
+        states: a folder that `kconv states` wrote for it.
+        min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
+        say: called with progress messages.
 
     Returns:
-        The manifest, and the acceptance length that is kept on held-out text.
+        The manifest, and the share of the acceptance length retained on held-out text.
 
     Raises:
         OutputExists, OutputFailed: see `checkpoint.staging`.
-        ConfigUnsupported, LayoutCannot, TensorShape: as `check_head`, or `plan`.
-        StatesInvalid: the states cannot be read, are of another target, or lack one of the head's layers.
-        CalibrationInvalid, InputScalesInvalid, TensorValue, ConversionInaccurate: as `quantize_linears`.
+        ConfigUnsupported, LayoutCannot, TensorShape: see `check_head` and `plan`.
+        StatesInvalid: the states cannot be read, come from another target, or lack one of the head's layers.
+        CalibrationInvalid, InputScalesInvalid, TensorValue, ConversionInaccurate: see `quantize_linears`.
     """
     refuse_existing(out)
     shared = find_shared(target, SLOTS)
@@ -78,22 +78,23 @@ def quantize_head(
 
 
 def check_head(head: Head, format_: LinearFormat) -> None:
-    """Refuse a head that cannot be quantized: before the work, not behind.
+    """Refuse a head that cannot be quantized, before the work starts.
 
     Raises:
-        ConfigUnsupported: it is quantized already.
-        LayoutCannot: kconv does not write its layout, or the engine behind it cannot read the format or the head.
-        TensorShape: a weight cannot be cut into the format's groups.
+        ConfigUnsupported: it is already quantized.
+        LayoutCannot: kconv does not write its layout, or an engine that reads it does not support the format or the
+            head.
+        TensorShape: a weight cannot be split into the format's groups.
     """
     if head.is_quantized:
         raise ConfigUnsupported(
             "the head is already quantized",
             where=head.checkpoint.folder,
-            fix="Give the head that it was quantized from.",
+            fix="Pass the head that it was quantized from.",
         )
     if head.layout.write_config is None:
         raise LayoutCannot(
-            f"the head is in {head.layout.name}'s layout, which is a trainer's, not an engine's",
+            f"the head has the layout of {head.layout.name}, a trainer's layout that no engine reads",
             where=head.checkpoint.folder,
             fix="Convert it first, exactly: kconv to-vllm (or to-trtllm, to-sglang, to-portable) HEAD OUT.",
         )
@@ -102,12 +103,12 @@ def check_head(head: Head, format_: LinearFormat) -> None:
 
 
 def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibration) -> Change:
-    """Return what quantized linears make of their head, for the planner.
+    """Return the planner's change for quantized linear layers.
 
     Args:
         head: the source.
-        quantized: what became of the linears.
-        calibration: what their scales are of.
+        quantized: the quantized linear layers.
+        calibration: the text that set their scales.
     """
     format_ = quantized.format
     replaced: dict[str, Replaced] = {}
@@ -132,10 +133,10 @@ def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibra
 
 
 def write(planned: Plan, format_: LinearFormat, out: Path) -> Manifest:
-    """Carry out a plan of `change_linears`, with the file that says how to read the scales beside it.
+    """Execute a plan of `change_linears`, and write the file that says how to read the scales.
 
     Raises:
-        As `convert.execute.execute`.
+        See `convert.execute.execute`.
     """
     with staged(out) as folder:
         manifest = fill(planned, folder)

@@ -1,10 +1,9 @@
-"""A head's linears quantized and measured.
+"""Quantize and measure a head's linear layers.
 
-What is measured has the weights as they are stored, and inputs rounded as engines round them, so the figure is of all
-that the format loses and not of the weights alone.
+The measured head has the weights as stored, and inputs rounded as engines round them, so the figure covers everything
+that the format loses, not only the weights.
 
-What they read along the drafting chain: from the second draft step on a head reads its own output, so the scales are of
-all steps of the chain.
+From the second draft step on a head reads its own output, so the input scales cover all steps of the drafting chain.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .formats import LinearFormat, groups_of
 
 @torch.no_grad()
 def input_amaxes(head: DraftHead, calibration: Calibration, slots: Iterable[str]) -> dict[str, float]:
-    """Return the largest magnitude that each linear reads, over all draft steps of the text that is not held out."""
+    """Return the largest input magnitude of each linear layer, over all draft steps of text that is not held out."""
     found = dict.fromkeys(slots, 0.0)
 
     def note(slot: str, x: Tensor) -> Tensor:
@@ -46,14 +45,14 @@ def input_amaxes(head: DraftHead, calibration: Calibration, slots: Iterable[str]
 
 
 def check_states(calibration: Calibration, spec: HeadSpec) -> int:
-    """Refuse states that do not belong to a head, or leave nothing to calibrate or to measure on.
+    """Refuse states that do not belong to a head, or leave nothing for calibrating or for measuring.
 
     Returns:
-        Rows that the scales are of: chains times draft steps.
+        Rows that set the scales: chains times draft steps.
 
     Raises:
-        CalibrationInvalid: they are of another target than the head's, have values that are no numbers, or are too few.
-        PromptsInvalid: a text is too short to draft in.
+        CalibrationInvalid: they come from another target than the head's, contain NaN or Inf, or are too few.
+        PromptsInvalid: a text is too short for a draft.
     """
     rows: dict[Part, int] = {"fit": 0, "choose": 0, "held-out": 0}
     for part, (texts, length) in zip(calibration.part_of_each(), check_batches(calibration, spec), strict=True):
@@ -64,7 +63,7 @@ def check_states(calibration: Calibration, spec: HeadSpec) -> int:
             f"the states give {calibrated:,} rows for calibration and {rows['held-out']:,} for measuring; both are "
             "needed",
             where=calibration.name,
-            fix="Give states of more prompts. One prompt in ten is kept for measuring.",
+            fix="Create states of more prompts. One prompt in ten is kept for measuring.",
         )
     return calibrated
 
@@ -74,11 +73,11 @@ class QuantizedLinears:
     """A quantized head.
 
     Attributes:
-        format: of its linears.
-        linears: of each, by slot, the stored tensors by their suffix: `weight`, its scales, `input_scale`.
-        input_amax: the largest magnitude that each read.
-        rows: what the scales are of: chains times draft steps.
-        held_out: figures on text that the scales are not of.
+        format: of its linear layers.
+        linears: for each, by slot, the stored tensors by suffix: `weight`, its scales, `input_scale`.
+        input_amax: the largest input magnitude of each.
+        rows: the number of rows that set the scales: chains times draft steps.
+        held_out: figures on text that did not set the scales.
     """
 
     format: LinearFormat
@@ -89,8 +88,8 @@ class QuantizedLinears:
 
     @property
     def method(self) -> str:
-        """What was done, one sentence."""
-        return f"{len(self.linears)} linears in {self.format.name}, weights and inputs, with one scale for each tensor"
+        """What was done, as one sentence."""
+        return f"{len(self.linears)} linear layers in {self.format.name}, weights and inputs, with one scale per tensor"
 
 
 def quantize_linears(
@@ -102,21 +101,21 @@ def quantize_linears(
     min_retention: float = MIN_RETENTION,
     say: Callable[[str], None] = lambda _: None,
 ) -> QuantizedLinears:
-    """Quantize a head's linears.
+    """Quantize a head's linear layers.
 
     Args:
-        spec: what the head is.
-        weights: each tensor by slot, in the dtype it is stored in; the target's lm_head and embedding among them.
-        format_: what the linears become.
-        calibration: states of the head's target. Scales are of its fit and its choosing part, the figures of the rest.
-        min_retention: refuse a head that keeps less of the sampled acceptance length on held-out text.
-        say: told what is going on.
+        spec: the head's spec.
+        weights: each tensor by slot, in its stored dtype; including the target's lm_head and embedding.
+        format_: the format of the linear layers.
+        calibration: states of the head's target. Its fit and choosing parts set the scales; the rest gives the figures.
+        min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
+        say: called with progress messages.
 
     Raises:
-        CalibrationInvalid: the states are not of this head's target, or too few.
-        InputScalesInvalid: a linear reads NaN, only zeros, or more than a scale can hold.
-        TensorShape: a weight cannot be cut into the format's groups.
-        TensorValue: a weight is zero throughout, or holds NaN or Inf.
+        CalibrationInvalid: the states come from another target, or are too few.
+        InputScalesInvalid: a linear layer reads NaN, only zeros, or more than a scale can hold.
+        TensorShape: a weight cannot be split into the format's groups.
+        TensorValue: a weight is all zeros, or holds NaN or Inf.
         ConversionInaccurate: the held-out loss is greater than allowed.
     """
     groups = groups_of(spec, format_)
@@ -135,9 +134,9 @@ def quantize_linears(
     figures = measure(head, format_, linears, calibration)
     instead, finer = "", format_.finer
     if finer is not None and not figures.kept >= min_retention:
-        say(f"measuring {finer.name}, too")
+        say(f"measuring {finer.name} too")
         kept = measure(head, finer, _pack(weights, largest, amaxes, finer), calibration).kept
-        instead = f"In {finer.name} it keeps {kept:.2%}: --format {finer.option}." if kept >= min_retention else ""
+        instead = f"In {finer.name} it retains {kept:.2%}: --format {finer.option}." if kept >= min_retention else ""
     check_retention(figures, min_retention, instead)
     return QuantizedLinears(format_, linears, amaxes, rows, figures)
 
@@ -145,11 +144,11 @@ def quantize_linears(
 def measure(
     head: DraftHead, format_: LinearFormat, linears: Mapping[str, Mapping[str, Tensor]], calibration: Calibration
 ) -> Retention:
-    """Compare a head with its quantized form as an engine computes with it, on the held-out part of a calibration.
+    """Compare a head with its quantized form, computed as an engine does, on the held-out part of a calibration.
 
     Args:
         head: the original, in fp32.
-        format_: of the linears.
+        format_: of the linear layers.
         linears: stored tensors by slot and suffix.
         calibration: states of the head's target.
     """
@@ -158,13 +157,13 @@ def measure(
     def rounded(slot: str, x: Tensor) -> Tensor:
         return format_.round(x, linears[slot]["input_scale"])
 
-    # By the weights that are multiplied with: the original's inputs stay as they are.
+    # By the multiplied weights: the original's inputs stay unchanged.
     with WatchedInputs({slot: served.weights[slot] for slot in linears}, rounded):
         return compare(head, served, calibration)
 
 
 def _largest_of(group: Sequence[str], weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest magnitude of each weight of a fused group, which is one for all."""
+    """Return the largest magnitude in the weights of a fused group, one value for all of them."""
     found = {slot: float(amax(weights[slot])) for slot in group}
     for slot, largest in found.items():
         if not 0 < largest < math.inf:
@@ -179,7 +178,7 @@ def _largest_of(group: Sequence[str], weights: Mapping[str, Tensor]) -> dict[str
 def _pack(
     weights: Mapping[str, Tensor], largest: Mapping[str, float], amaxes: Mapping[str, float], format_: LinearFormat
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that are stored, by slot and suffix."""
+    """Return the stored tensors, by slot and suffix."""
     return {
         slot: format_.pack(weights[slot], format_.scale(found)) | {"input_scale": format_.scale(amaxes[slot])}
         for slot, found in largest.items()

@@ -1,12 +1,12 @@
-"""A quantized head that computes: weights as they are stored, inputs rounded as engines round them.
+"""A quantized head that runs: weights as stored, inputs rounded as engines round them.
 
-What a linear's scales say decides how its input is rounded, and modules that an engine fuses share the largest scale:
+A linear layer's scales decide how its input is rounded, and modules that an engine fuses share the largest scale:
 
-- NVFP4 with `input_scale`: groups of sixteen along a row, each with an e4m3 scale of its own below that one
+- NVFP4 with `input_scale`: groups of sixteen along a row, each with its own e4m3 scale below that one
   (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2095,
   https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py#L640-L654);
-  without it, weights alone are quantized.
-- FP8 with `input_scale`: one scale for all; weights of one fused module are rounded again to the largest of theirs
+  without it, only weights are quantized.
+- FP8 with `input_scale`: one scale for all; the weights of one fused module are rounded again by their largest scale
   (https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2147-L2169);
   without it, a scale for each token.
 - FP8 in blocks: a scale for each token and 128 columns.
@@ -37,11 +37,11 @@ Scales = Mapping[str, Tensor]
 
 
 class RoundedHead(DraftHead):
-    """A head whose linears read rounded inputs.
+    """A head whose linear layers read rounded inputs.
 
     Args:
-        spec, weights: as of `DraftHead`; the quantized weights as what they stand for.
-        inputs: by slot, what an engine makes of an input `[..., in]` before it is multiplied.
+        spec, weights: as in `DraftHead`, with quantized weights dequantized.
+        inputs: by slot, the function with which an engine rounds an input `[..., in]` before the multiplication.
     """
 
     def __init__(self, spec: HeadSpec, weights: Mapping[str, Tensor], inputs: Mapping[str, Round]) -> None:
@@ -88,10 +88,10 @@ class RoundedHead(DraftHead):
 
 
 def read_served(head: Head) -> tuple[dict[str, Tensor], dict[str, Round]]:
-    """Read a quantized head as an engine computes with it.
+    """Read a quantized head in the form in which an engine computes it.
 
     Returns:
-        Each weight by slot, the quantized ones in fp32; and by slot, how the inputs of these are rounded.
+        Each weight by slot, the quantized ones in fp32; and by slot, how their inputs are rounded.
     """
     scales = _scales_of(head)
     weights = {slot: read_slot(head, slot) for slot in head.places if slot.rpartition(".")[2] not in SUFFIXES}

@@ -75,7 +75,7 @@ def test_groups_of_several_prompts_have_no_mean_over_requests():
         (Counts(10, 8, (4, 2, 1, 1)), DefinitionsMixed),
         (Counts(10, 6, (4, 2)), DefinitionsMixed),
     ],
-    ids=["nothing drafted", "above K+1", "places do not add up", "more places than K", "fewer places than K"],
+    ids=["nothing drafted", "above K+1", "positions do not add up", "more places than K", "fewer places than K"],
 )
 def test_counts_that_cannot_be_are_refused(counts, fault):
     with pytest.raises(fault):

@@ -284,7 +284,7 @@ def test_an_answer_of_one_token_has_no_length(engine):
 def test_counters_that_never_rest_are_named(monkeypatch):
     monkeypatch.setattr(client, "RESTLESS_SECONDS", 0.05)
     monkeypatch.setattr(client, "REST_SECONDS", 0.5)
-    with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still move"):
+    with serving("vllm") as server, pytest.raises(CountersDisturbed, match="still change"):
         measure_server(server.url, SUITE, WISH)
 
 

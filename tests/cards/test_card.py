@@ -148,7 +148,7 @@ def test_every_layout_that_is_written_has_a_card(tmp_path, layout):
     head = read_head(open_checkpoint(write_head(tmp_path / "head", by_name("trtllm"), MLA, random_slots(MLA))))
     execute(plan(head, by_name(layout)), tmp_path / "out")
     text = write_card(tmp_path / "out", None, Facts()).read_text()
-    assert "exact: every weight has the source's bytes" in text
+    assert "exact: every weight is byte-identical to the source" in text
 
 
 def test_a_weight_that_was_rounded_is_named(tmp_path):

@@ -143,7 +143,7 @@ def test_a_hub_that_asks_for_patience_gets_it(hub, folder, waits, call):
 
 def test_a_hub_that_asks_for_too_much_patience_is_named(hub, folder, waits):
     hub.fail("POST .*/tag/", Reply(429, b"", {"Retry-After": "86400"}))
-    with pytest.raises(HubUnreachable, match="refuses more requests"):
+    with pytest.raises(HubUnreachable, match="is rate-limiting requests"):
         publish(folder)
     assert max(waits, default=0) <= remote.LONGEST_WAIT
 

@@ -309,7 +309,7 @@ def test_a_whole_publication_refuses_what_its_parts_refuse(folder):
     to = Publication("org/head")
     with pytest.raises(PublishRefused, match="P999 is not a check"):
         publish_folder(folder, to, allowances=[Allowance("P999", "why")])
-    with pytest.raises(PublishRefused, match="another floor"):
+    with pytest.raises(PublishRefused, match="another minimum"):
         publish_folder(folder, to, floor=Floor.model_validate(FLOOR | {"at_least": 1.0}))
     with pytest.raises(PublishRefused, match="both private and public"):
         publish_folder(folder, Publication("org/head", private=True, public=True))

@@ -63,7 +63,7 @@ def test_a_later_release_leaves_the_earlier_tag_and_no_stale_file(hub, folder, t
 def test_weights_that_kconv_did_not_publish_are_replaced_only_by_who_names_their_commit(hub, folder, held):
     there = hub.commit(REPO, {".gitattributes": b"", held: b"somebody's", "config.json": b"{}"})
     for attempt in (publish, dry):
-        with pytest.raises(PublishRefused, match=f"did not publish, {held} among them") as refused:
+        with pytest.raises(PublishRefused, match=f"did not publish and would replace, {held} among them") as refused:
             attempt(folder)
         assert f"--expect-parent {there}" in refused.value.fix
     with pytest.raises(HubMoved):

@@ -103,7 +103,7 @@ def perplexity(growth: float, error: float | None = 0.001) -> PerplexityFigures:
     "figures, said",
     [
         (Figures(), "noise was not measured"),
-        (Figures(noise=NOISE), "perplexity beside the source's was not measured"),
+        (Figures(noise=NOISE), "perplexity was not compared with the source's"),
         (Figures(noise=NOISE, perplexity=perplexity(0.05)), "above the source's, and 1% may be"),
         (Figures(noise=NOISE, perplexity=perplexity(float("nan"))), "above the source's"),
         (Figures(noise=NOISE, perplexity=perplexity(0.006)), ""),

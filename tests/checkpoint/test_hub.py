@@ -135,7 +135,7 @@ def test_offline_a_cache_that_holds_the_config_alone_is_not_whole(hub, monkeypat
     hub.commit("org/head", head())
     resolve("org/head").fetch_config()
     offline(monkeypatch)
-    with pytest.raises(HubUnreachable, match="the local cache does not hold all of"):
+    with pytest.raises(HubUnreachable, match="the local cache lacks files of"):
         resolve("org/head").open_weights()
 
 

@@ -80,7 +80,7 @@ def test_a_token_exchange_that_fails_is_named(hub, monkeypatch):
     ("reply", "fault", "says", "fix"),
     [
         (refusal(403, message="Forbidden"), HubRefused, "let this token read", "read access"),
-        (Reply(429), HubUnreachable, "refuses more requests", "Wait"),
+        (Reply(429), HubUnreachable, "is rate-limiting requests", "Wait"),
         (Reply(500), HubUnreachable, "500|connection", "again|network"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_file_of_which_no_digest_is_announced_is_refused(hub, monkeypatch):
 
     monkeypatch.setattr(hub, "answer", drop)
     hub.commit("org/head", head())
-    with pytest.raises(DownloadDamaged, match=r"model\.safetensors .* is no digest"):
+    with pytest.raises(DownloadDamaged, match=r"model\.safetensors .* is not a digest"):
         resolve("org/head").open_weights()
 
 
@@ -94,7 +94,7 @@ def test_a_listing_without_files_is_named_and_where_it_is_kept(hub):
     hub.commit("org/head", head())
     hub.fail(r"GET /api/models/org/head/tree/", Reply(200, b"[]", {"Content-Type": "application/json"}), times=1)
     for _ in range(2):
-        with pytest.raises(NotACheckpoint, match="lists no file") as caught:
+        with pytest.raises(NotACheckpoint, match="lists no checkpoint files") as caught:
             resolve("org/head").open_weights()
     kept = Path(re.search(r"delete (\S+),", caught.value.fix)[1])
     assert any(kept.glob("*.json"))

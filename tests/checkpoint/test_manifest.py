@@ -127,7 +127,7 @@ def test_a_manifest_that_leaves_out_a_file_of_the_checkpoint_is_found(root, name
 def test_a_tensor_that_the_manifest_does_not_have_is_found(root):
     name = json.loads((root / "out" / MANIFEST).read_text())["tensors"][3]["output"]["name"]
     rewrite(root, lambda record: record["tensors"].pop(3))
-    with pytest.raises(ManifestMismatch, match="does not account") as caught:
+    with pytest.raises(ManifestMismatch, match="does not record") as caught:
         verify(root / "out")
     assert caught.value.where == name
 

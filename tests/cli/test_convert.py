@@ -127,7 +127,7 @@ FAULTS = {
     "a map with duplicates": (
         REDUCED,
         lambda h: _edit(h, lambda t: t.update(d2t=torch.tensor([1] + [0] * 39))),
-        "already leads to",
+        "already uses",
     ),
     "no config": (MLA, lambda h: (h / "config.json").unlink(), "config.json"),
     "a config that is no JSON": (MLA, lambda h: (h / "config.json").write_text("{"), "config.json"),

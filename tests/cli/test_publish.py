@@ -150,7 +150,7 @@ def test_a_pull_request_leaves_the_steps_tag_branch_and_visibility_for_its_merge
     held = hub.repos[REPO]
     assert held.tags == {} and "next" not in held.branches and held.private
     refused = kconv(folder, "--create-pr", "--tag", "v8")
-    assert refused.exit_code == 1 and "Leave out the tag" in refused.stderr
+    assert refused.exit_code == 1 and "Remove the tag" in refused.stderr
 
 
 OPEN = {

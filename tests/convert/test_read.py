@@ -131,7 +131,7 @@ FAULTS = {
         REDUCED,
         put("d2t", torch.tensor([1] + [0] * 39)),
         TensorValue,
-        "already leads to",
+        "already uses",
     ),
 }  # fmt: skip
 

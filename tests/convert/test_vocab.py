@@ -86,7 +86,7 @@ class TestPrune:
             ("reduced", text(), DRAFT, LayoutCannot, "reduced to 1100"),
             ("shared", text(), DRAFT, TensorMissing, "shares the target's"),
             ("full", CountedText(torch.ones(VOCAB + 1, dtype=torch.int64), ""), DRAFT, TargetInvalid, "2501 tokens"),
-            ("full", text(), VOCAB, ConfigInvalid, "cannot be cut"),
+            ("full", text(), VOCAB, ConfigInvalid, "cannot be chosen"),
         ]
         for name, counts, size, fault, match in refused:
             with pytest.raises(fault, match=match):

@@ -136,13 +136,13 @@ def test_a_target_of_another_vocabulary_is_refused(report):
 def test_duplicates_are_counted_and_named(report, t2d):
     found = report(d2t=torch.tensor([3, 2, 8, 17, 27, 8, 49, 53]), t2d=t2d)  # 1 + 2 is 3 again
     assert (found.kind, found.duplicates) == (NEITHER, 1)
-    assert "1 draft ids lead to a target id that another one already leads to" in faults(found)
+    assert "1 draft ids lead to a target id that another one already uses" in faults(found)
 
 
 def test_a_broken_map_is_not_taken_for_absolute_ids_against_its_t2d(report):
     found = report(d2t=torch.tensor([3, 2, 8, 17, 27, 35, 49, 53]))  # its values are distinct, and no ids
     assert (found.kind, found.duplicates) == (NEITHER, 1)
-    assert "already leads to" in faults(found)
+    assert "already uses" in faults(found)
 
 
 def test_ids_out_of_range_are_counted_and_named(report):

@@ -91,7 +91,7 @@ def test_the_commands_start_it_and_find_nothing_wrong(sglang_python, right, demo
     assert figures["drafts"] == figures["expected_drafts"] > 0
     assert figures["per_position"] == figures["expected_per_position"]
     assert figures["unreached"] == []
-    assert "but the kernels" in report["provenance"]["engine"]["kernels"]
+    assert "except for the kernels" in report["provenance"]["engine"]["kernels"]
 
     (suite := tmp_path / "suite.jsonl").write_text('{"prompt": "When opening as text,"}\n')
     out = tmp_path / "tree.json"

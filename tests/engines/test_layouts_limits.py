@@ -83,7 +83,7 @@ OF_SPECULATORS = {
     "both norms before fc": (replace(GQA, norms=Norms(before_fc=True, fc=True)), "not both"),
     "a target of another width": (replace(GQA, target_hidden=56), "as wide as the head"),
     "a bias of fc": (replace(GQA, fc_bias=True), "no bias"),
-    "d2t without t2d": (replace(GQA, draft_vocab=40), "t2d beside d2t"),
+    "d2t without t2d": (replace(GQA, draft_vocab=40), "t2d as well as d2t"),
 }
 
 

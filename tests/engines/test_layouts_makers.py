@@ -120,7 +120,7 @@ def test_torchspecs_exporter_leaves_a_mark_that_is_read_with_the_head(tmp_path):
     listed = {"eagle_aux_hidden_state_layer_ids": [7, 23, 51], "_torchspec_version": "0.1.0"}
     renamed = fill(layer("layers.0", MHA_PARTS) | OUTSIDE | LM_HEAD)
     checkpoint = write(tmp_path / "head", cut(TORCHSPEC_MHA, MHA) | listed, renamed)
-    with pytest.raises(CapturedUndecided, match="of TorchSpec"):
+    with pytest.raises(CapturedUndecided, match="from TorchSpec"):
         read_head(checkpoint)
     assert read_head(checkpoint, hints=Hints(captured_are="outputs")).spec.captured == (7, 23, 51)
 

@@ -71,7 +71,7 @@ def test_where_readers_agree_on_silence_the_residual_is_not_told_otherwise(tmp_p
     checkpoint = write(tmp_path / "head", cut(MODELOPT_LLAMA, GQA) | silence, fill(shapes))
     with pytest.raises(ConfigInvalid, match="norm_before_residual is not in the config") as caught:
         read_head(checkpoint, hints=Hints(norm_before_residual=True))
-    assert "state it there" in caught.value.fix
+    assert "add it there" in caught.value.fix
     assert not read_head(checkpoint, hints=Hints(norm_before_residual=False)).spec.norms.before_residual
 
 

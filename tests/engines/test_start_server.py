@@ -114,4 +114,4 @@ def test_what_stands_in_for_kernels_is_said_where_it_does(tmp_path):
     made = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang_on_cpu.py"
     made.parent.mkdir(parents=True)
     made.touch()
-    assert "but the kernels" in SGLANG.starter.note(python)
+    assert "except for the kernels" in SGLANG.starter.note(python)

@@ -106,8 +106,8 @@ def test_greedy_continuations_come_from_the_server_and_leave_no_file(runner, han
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"layers": (2, 4, 6)}, r"gives states \[7, 3, 64\].* instead of \[7, 4, 64\]"),
-        ({"token_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7])}, "gives states"),
+        ({"layers": (2, 4, 6)}, r"returned \[7, 3, 64\] states .* instead of \[7, 4, 64\]"),
+        ({"token_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7])}, "the server returned"),
         ({"hidden_states": torch.zeros(7, 4, 64, dtype=torch.bfloat16)}, "computes in BF16, but F32"),
         # Started with another layer as its last.
         ({"layers": (2, 4, 5, 6)}, "has logprob .* its last states give"),

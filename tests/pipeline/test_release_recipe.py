@@ -97,7 +97,7 @@ WRONG = {
         10,
         "facts.license.idd is not a known key; did you mean id",
     ),
-    "a bracket that is left open": ("{do: convert", "{do: [convert", 3, "line 3 .* breaks off"),
+    "a bracket that is left open": ("{do: convert", "{do: [convert", 3, "line 3 .* cannot be parsed"),
     "a date that is none": ("data: texts.jsonl", "split: 2026-13-45", 8, "'2026-13-45' in line 8"),
     "a Python object": ("data: texts.jsonl", "split: !!python/name:os.system ''", 8, "line 8"),
     "options that do not go together": ("data: texts.jsonl", "data: x\n    states: y", 4, "either `data` or `states`"),

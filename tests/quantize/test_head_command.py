@@ -189,7 +189,7 @@ def test_without_its_manifest_it_is_compared_by_its_noise(quantized, tmp_path, k
     )
     assert [finding.rule for finding in report.findings if finding.severity != "note"] == ["K302"]
     (noise,) = [finding for finding in report.findings if finding.rule == "K306"]
-    assert f"{len(scaled(out))} linears are rounded to {name.upper()}" in noise.message
+    assert f"{len(scaled(out))} linear layers are rounded to {name.upper()}" in noise.message
     assert report.figures.identical is False
 
 
@@ -202,7 +202,7 @@ def test_what_is_refused_leaves_nothing(quantized, states, tiny_target, tmp_path
 
     assert "already quantized" in refused(quantized / "gqa-fp8", ConfigUnsupported)
     shown = refused(write(tmp_path / "trained", FITTING_GQA, "modelopt"), LayoutCannot)
-    assert "is a trainer's" in shown and "kconv to-vllm" in shown
+    assert "a trainer's layout" in shown and "kconv to-vllm" in shown
     # SGLang drops an MLA head's NVFP4 config, and takes the bytes for weights.
     sglang = write(tmp_path / "sglang", SPECS["mla"], "sglang")
     assert "SGLang" in refused(sglang, LayoutCannot, "nvfp4")

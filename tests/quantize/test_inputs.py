@@ -104,7 +104,7 @@ def test_a_calibration_of_another_model_is_named(tiny_target, calibrated, tmp_pa
 def test_a_module_that_was_not_calibrated_is_named(forms, calibrated):
     name = "model.layers.0.mlp.up_proj"
     file, _ = calibrated(lambda amax: amax.pop(name))
-    with pytest.raises(InputScalesInvalid, match=f"no amax of {name}"):
+    with pytest.raises(InputScalesInvalid, match=f"no amax for {name}"):
         from_calibration(file, *opened(forms("bf16"))).scales([name])
 
 

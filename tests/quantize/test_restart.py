@@ -104,7 +104,7 @@ def test_a_restart_makes_only_what_is_missing(forms, plan, quiet, tmp_path):
     before.pop(spoiled.name)
     said = []
     quantize(decided, out, say=said.append)
-    assert any("files are there already" in text for text in said)
+    assert any("files are already there" in text for text in said)
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     assert digests(out) == digests(quiet)
 

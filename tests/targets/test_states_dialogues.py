@@ -152,7 +152,7 @@ def test_dialogues_are_cut_where_that_is_asked_for(model, tiny_target, dialogues
 def test_prompts_without_answers_are_refused(model, tiny_target, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "What is a list?"}\n')
-    with pytest.raises(TrainingDataInvalid, match="it holds no answer"):
+    with pytest.raises(TrainingDataInvalid, match="it has no answer"):
         write(LocalRunner(model), tiny_target, file, tmp_path / "out")
 
 

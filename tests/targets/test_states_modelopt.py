@@ -70,7 +70,7 @@ class Evil:
         ({"hidden_states": torch.zeros(7, 3)}, "has shapes"),
         ({"aux_hidden_states": torch.zeros(7, 2 * 64)}, "has shapes"),
         ({"input_ids": torch.full((7,), 10**6)}, "token ids outside"),
-        ({"loss_mask": torch.ones(3)}, "loss_mask of another length"),
+        ({"loss_mask": torch.ones(3)}, "loss_mask with a different length"),
     ],
 )
 def test_what_is_not_of_the_schema_or_the_target_is_refused(dump, config, changes, what, capsys):

@@ -73,7 +73,7 @@ def test_a_file_that_a_process_reads_has_to_be_there_and_no_other(states, tiny_t
     folder = shutil.copytree(states, tmp_path / "states")
     names = sorted(file.name for file in folder.glob("states-*.safetensors"))
     (folder / names[-1]).unlink()
-    with pytest.raises(StatesInvalid, match=f"1 of the {len(names)} files .* not here, first {names[-1]}"):
+    with pytest.raises(StatesInvalid, match=f"1 of the {len(names)} files .* missing, first {names[-1]}"):
         job_of(tiny_target, folder)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert job_of(tiny_target, folder).text.shares

@@ -189,5 +189,5 @@ def test_a_broken_line_is_named(tmp_path, line):
 
 
 def test_a_dataset_that_is_not_there_is_named():
-    with pytest.raises(TrainingDataInvalid, match="neither a file nor a readable data set"):
+    with pytest.raises(TrainingDataInvalid, match="neither a file nor a readable dataset"):
         list(read_rows("org/no-such-dataset"))

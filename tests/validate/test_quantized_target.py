@@ -170,7 +170,7 @@ def test_what_could_only_be_passed_over_is_refused(pair, tmp_path):
         validate(Folder(good), source=Origin(*[read_head(open_checkpoint(heads))] * 2), **quiet)
     with pytest.raises(ComparisonUnfit, match="this is a head, but --source is a target"):
         validate(Folder(heads), quantized_from=open_checkpoint(source), **quiet)
-    with pytest.raises(ComparisonUnfit, match="acceptance is measured of a head"):
+    with pytest.raises(ComparisonUnfit, match="only a head has an acceptance"):
         validate(Folder(good), parity=Parity(Folder(source)), **quiet)
 
 

@@ -1,1 +1,1 @@
-"""Engines as witnesses: what one did with a head is held against what kconv's own chain says."""
+"""Engines as witnesses: compare what an engine did with a head with kconv's own chain."""

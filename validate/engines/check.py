@@ -1,7 +1,7 @@
-"""A head served by a real engine, held against kconv's own chain.
+"""Serve a head with a real engine, and compare it with kconv's own chain.
 
-Two servers that are started for it: one without speculation, whose greedy output is the reference, and one with the
-head. A server that is reached by its address speculates already; the reference is then the target's own forward.
+kconv starts two servers: one without speculation, whose greedy output is the reference, and one with the head. A server
+reached by its address already speculates; then the target's own forward is the reference.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from .simulate import find_reading, simulate
 Say = Callable[[str], None]
 WITHOUT, FORWARD = "the same engine without speculation", "kconv's forward of the target"
 PER_REQUEST = "counted by the engine for each request"
-# Kernels of quantized linears take no fp32; kconv computes in it all the same, so counts are near and not equal.
+# Kernels of quantized linear layers do not accept fp32, in which kconv computes, so counts are close but not equal.
 QUANTIZED_IN = "bfloat16"
-MARGIN = 16  # tokens of context beyond what is asked for
+MARGIN = 16  # extra tokens of context
 
 
 @dataclass(frozen=True)
 class Engined:
-    """How an engine is asked.
+    """How to query an engine.
 
     Attributes:
-        engine: the name of one that kconv can start; or of the one behind `url`, None to find out.
+        engine: the name of one that kconv can start; or of the one at `url`, None to detect it.
         target: the target.
-        prompts: a JSONL of prompts, or a suite of the Hub at a commit.
-        python: the interpreter of an environment with the engine in it; None where a server is reached.
+        prompts: a JSONL file of prompts, or a suite on the Hub at a commit.
+        python: the interpreter of an environment with the engine; None to use a running server.
         url: the address of a server that serves the target with the head; None to start one.
         steps: K, drafted tokens per verify step.
-        prompt_tokens: prompts are cut to this.
-        new_tokens: tokens that each is continued by.
-        trust_remote_code: whether the target's tokenizer may run code of its own.
+        prompt_tokens: length to which prompts are cut.
+        new_tokens: tokens by which each is continued.
+        trust_remote_code: whether the target's tokenizer may run its own Python code.
     """
 
     engine: str | None
@@ -68,7 +68,7 @@ class Engined:
 
 @dataclass(frozen=True)
 class EngineFound:
-    """What an engine did: what is wrong with it, its figures, and what they were measured with."""
+    """An engine's result: findings, figures, and how they were measured."""
 
     findings: tuple[Finding, ...]
     figures: EngineFigures
@@ -77,7 +77,7 @@ class EngineFound:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What both sides are given: the target in memory, its tokenizer, and the prompts' token ids."""
+    """The common input: the target in memory, its tokenizer, and the prompts' token ids."""
 
     folder: Path
     model: torch.nn.Module
@@ -87,10 +87,10 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Served:
-    """What a server gave: how many outputs equal the reference, and what it counted.
+    """A server's result: how many outputs equal the reference, and what it counted.
 
     Attributes:
-        cut: whether accepted tokens past the limit are left out of the counts.
+        cut: whether accepted tokens past the limit are not counted.
     """
 
     engine: str
@@ -103,21 +103,21 @@ class _Served:
 
 
 def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tuple[int, ...]] = ()) -> EngineFound:
-    """Have an engine serve a head, and compare output and counters with what kconv says they must be.
+    """Let an engine serve a head, and compare its output and counters with kconv's expectation.
 
     Args:
         head: the head.
-        asked: how the engine is asked.
-        say: told what is going on.
-        readings: captured layers, as outputs, that engines may take this folder's config for; tried where the
-            counts are others than the head's own layers give.
+        asked: how to query the engine.
+        say: called with progress messages.
+        readings: captured layers, as outputs, that engines may read from this folder's config; tried if the counts do
+            not match the head's own layers.
 
     Raises:
         EngineFailed: the engine does not start, dies, cannot be reached or answers with an error.
-        CountersMissing, CountersReset: its counters say nothing of this.
-        DefinitionsMixed, AcceptanceInvalid: it drafts another number of tokens than is said.
+        CountersMissing, CountersReset: its counters are missing or unusable.
+        DefinitionsMixed, AcceptanceInvalid: it drafts another number of tokens than stated.
         PromptsInvalid: there are no prompts, or one is too long.
-        TargetInvalid: the target cannot be read, or does not belong to the head.
+        TargetInvalid: the target cannot be read, or is not this head's target.
     """
     bench = _prepare(asked, say)
     ahead = asked.new_tokens + asked.steps - 1
@@ -131,19 +131,19 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         started = engine(asked.engine or startable()[0])
         if asked.python is None:
             raise EngineFailed(
-                f"no Python environment with {started.title} was given",
-                fix="Give --engine-python, or --url of a running server.",
+                f"there is no Python environment with {started.title}",
+                fix="Pass --engine-python, or --url of a running server.",
             )
         serving = Serving(
             asked.python, bench.folder, draft_tokens=asked.steps, max_model_len=_context(bench, ahead), dtype=dtype
         )
-        say(f"{started.title} without speculation: starting")
+        say(f"starting {started.title} without speculation")
         with serve(serving, started) as plain:
-            say(f"{started.title} without speculation: generating")
+            say(f"generating with {started.title} without speculation")
             reference = [_continue(plain.client, started, prompt, ahead) for prompt in bench.prompts]
-        say(f"{started.title} with the head: starting")
+        say(f"starting {started.title} with the head")
         with serve(replace(serving, head=head.checkpoint.folder), started) as speculating:
-            say(f"{started.title} with the head: generating")
+            say(f"generating with {started.title} and the head")
             served = _count(speculating.client, started, started.counters, bench, reference, asked)
             unreached = speculating.unreached()
         strict, of = not head.is_quantized, WITHOUT
@@ -154,7 +154,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
         return simulate(one, bench.model, bench.folder, bench.prompts, reference, asked.steps)
 
     expected = chain(head)
-    # Of each answer one token is its prefill's, and each verify step gives one more than it accepts.
+    # One token of each answer comes from its prefill, and each verify step gives one more than it accepts.
     kept = len(bench.prompts) * (asked.new_tokens - 1) - expected.drafts if served.cut else None
     figures = EngineFigures(
         engine=served.engine,
@@ -180,7 +180,7 @@ def check_engine(head: Head, asked: Engined, say: Say, *, readings: Sequence[tup
     }
     read_as = None
     if figures.per_position is not None and not counts_agree(figures):
-        say("looking for the layers that the engine read")
+        say("searching for the layers that the engine read")
         counted, layers = (figures.drafts, *figures.per_position), read_target_config(bench.folder).layers
         read_as = find_reading(head, chain, counted, readings, layers=layers)
     return EngineFound(tuple(judge(figures, strict=strict, read_as=read_as)), figures, about)
@@ -193,7 +193,7 @@ def _prepare(asked: Engined, say: Say) -> _Bench:
     tokenizer = load_tokenizer(folder, trust_remote_code=asked.trust_remote_code)
     ids = [row for prompt in prompts if (row := tokenizer.encode(prompt.turns[0])[: asked.prompt_tokens])]
     if not ids:
-        raise PromptsInvalid("no prompt has a token", where=asked.prompts, fix="Give prompts with text.")
+        raise PromptsInvalid("no prompt has any tokens", where=asked.prompts, fix="Use prompts with text.")
     return _Bench(folder, load_target(folder, torch.float32), tokenizer, ids)
 
 
@@ -214,7 +214,7 @@ def _reach(asked: Engined, bench: _Bench, reference: Sequence[Sequence[int]]) ->
 
 def _continue(client: Client, engine: Engine, prompt: list[int], new_tokens: int) -> list[int]:
     if engine.per_request is None:
-        raise EngineFailed(f"{engine.title} gives no token ids", fix="Give the --url of a running one.")
+        raise EngineFailed(f"{engine.title} returns no token ids", fix="Pass the --url of a running server.")
     return client.continue_counted(engine.per_request, prompt, new_tokens, 0)[0]
 
 
@@ -226,7 +226,7 @@ def _count(
     reference: Sequence[Sequence[int]],
     asked: Engined,
 ) -> _Served:
-    """Have a server continue the prompts, and count what it drafted: by each answer, or else by its counters."""
+    """Let a server continue the prompts, and count what it drafted: from each answer, or else from its counters."""
     if counters is None:
         raise EngineFailed(f"{engine.title} has no counters that kconv reads", fix="Use another engine.")
     before = client.rest(counters)
@@ -249,7 +249,7 @@ def _count(
     counts = counters.count(found, asked.steps, len(own), len(own))
     check_possible(counts, asked.steps, client.url)
     drafts, accepted, places = _whole(counts)
-    # Only where the tokens are compared are places, too: a text may hide a token that the engine did not count.
+    # Positions are compared only if tokens are: a text may hide a token that the engine did not count.
     return _Served(
         engine.name, same, drafts, accepted, None if answers is None else places, counters.cuts, counters.note
     )
@@ -258,7 +258,7 @@ def _count(
 def _ask(
     client: Client, engine: Engine, prompts: Sequence[list[int]], asked: Engined
 ) -> list[tuple[list[int], Counts | None]] | None:
-    """Return each prompt's continuation with what was drafted for it; None where the server gives text alone."""
+    """Return each prompt's continuation with what was drafted for it; None if the server returns only text."""
     asking = engine.per_request
     if asking is None or (asking.beside and not client.page(asking.beside)):
         return None

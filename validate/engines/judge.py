@@ -1,4 +1,4 @@
-"""An engine's figures beside kconv's own."""
+"""Compare an engine's figures with kconv's own."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from ..figures import EngineFigures
 from ..report import Finding
 
 OUTPUT, COUNTS, UNREACHED = "K701", "K702", "K703"
-# How far near ties, decided otherwise by another dtype, may take an acceptance length: this share of it, or as many
-# standard errors of the difference of two texts' lengths where there are so few drafts that these are more.
+# How far near ties, decided differently in another dtype, may change an acceptance length: by this share, or by this
+# many standard errors of the difference of two texts' lengths if few drafts make that larger.
 SHARE, ERRORS = 0.1, 3.0
 SHOWN = 8
 
 
 def counts_agree(figures: EngineFigures) -> bool:
-    """Say whether the engine counted what kconv's chain says; in all, where it does not count by place."""
+    """Return whether the engine counted what kconv's chain gives; only in total if it does not count by position."""
     if figures.per_position is not None:
         return (figures.drafts, figures.per_position) == (figures.expected_drafts, figures.expected_per_position)
     return (figures.drafts, figures.accepted) == (figures.expected_drafts, all_accepted(figures))
 
 
 def all_accepted(figures: EngineFigures) -> int:
-    """Return how many accepted tokens the engine must count in all."""
+    """Return how many accepted tokens the engine must count in total."""
     cut = figures.expected_accepted
     return sum(figures.expected_per_position) if cut is None else cut
 
 
 def beyond_ties(figures: EngineFigures) -> bool:
-    """Say whether an acceptance length is further from kconv's than another text of the same target can take it."""
+    """Return whether an acceptance length differs more from kconv's than another text of the same target explains."""
     drafts, places = figures.expected_drafts, figures.expected_per_position
-    # places[i] of the drafts have i + 1 tokens accepted or more, so the mean of the squares is a sum over them too.
+    # places[i] drafts have i + 1 or more accepted tokens, so the mean of the squares is a sum over them too.
     squares = sum((2 * i + 1) * count for i, count in enumerate(places)) / drafts
     variance = squares - (sum(places) / drafts) ** 2
     spread = sqrt(variance * (1 / drafts + 1 / figures.drafts))
@@ -38,15 +38,15 @@ def beyond_ties(figures: EngineFigures) -> bool:
 
 
 def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | None = None) -> list[Finding]:
-    """Return what is wrong with an engine's figures.
+    """Return the findings about an engine's figures.
 
     Args:
         figures: the figures.
-        strict: whether both sides compute the same numbers, in fp32: differences are errors then. A server of
-            another dtype may decide a near tie otherwise, and its drafts after that are of another text: other counts
-            are a warning then, as long as the acceptance length is one that this can give.
-        read_as: the captured layers, as outputs, with which the chain gives the engine's counts, where these are not
-            the head's own.
+        strict: whether both sides compute the same numbers, in fp32: differences are then errors. A server with another
+            dtype may decide a near tie differently, and its later drafts are for another text: different counts are
+            then a warning, if such ties can explain the acceptance length.
+        read_as: the captured layers, as outputs, with which the chain gives the engine's counts, if these are not the
+            head's own.
     """
     findings = []
     if figures.unreached:
@@ -55,11 +55,11 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
                 rule=UNREACHED,
                 severity="error",
                 where=figures.engine,
-                message=f"no tensor of the folder reached {len(figures.unreached)} of the head's parameters: "
+                message=f"no tensor of the folder filled {len(figures.unreached)} of the head's parameters: "
                 f"{', '.join(figures.unreached[:SHOWN])}{' …' if len(figures.unreached) > SHOWN else ''}; the engine "
-                "says nothing, and serves what its memory holds there",
-                fix="Look for the tensors that these are filled from: kconv inspect shows which the folder has, and "
-                "kconv validate what the engine calls them.",
+                "reports nothing, and serves uninitialized memory there",
+                fix="Find the tensors that should fill these: kconv inspect shows which ones the folder has, and "
+                "kconv validate shows the engine's names for them.",
                 engines=(figures.engine,),
             )
         )
@@ -69,11 +69,11 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
                 rule=OUTPUT,
                 severity="error" if strict else "warning",
                 where=figures.engine,
-                message=f"{figures.prompts - figures.same_output} of {figures.prompts} greedy continuations are not "
-                f"those of {figures.reference}",
-                fix="Do not serve this: speculation may not change the output. Look for the engine's own fault first."
+                message=f"{figures.prompts - figures.same_output} of {figures.prompts} greedy continuations "
+                f"differ from those of {figures.reference}",
+                fix="Do not serve this: speculation must not change the output. First look for an engine bug."
                 if strict
-                else "Compare with the server's own output without speculation; its dtype alone may be the cause.",
+                else "Compare with the server's own output without speculation; a different dtype may be the cause.",
                 engines=(figures.engine,),
             )
         )
@@ -88,12 +88,16 @@ def judge(figures: EngineFigures, *, strict: bool, read_as: tuple[int, ...] | No
                 f"{figures.length:.3f}; kconv's chain gives {figures.expected_drafts} and "
                 f"{expected if figures.per_position is not None else all_accepted(figures)}, "
                 f"{figures.expected_length:.3f}"
-                + (f". Fed the outputs of layers {list(read_as)}, it gives the engine's own counts" if read_as else ""),
-                fix=f"The engine misreads this folder's list of captured layers: convert the "
-                f"head (kconv to-{figures.engine}), which lists them as the engine counts, and serve that."
+                + (
+                    f". With the outputs of layers {list(read_as)}, the chain gives the engine's counts"
+                    if read_as
+                    else ""
+                ),
+                fix=f"The engine misreads this folder's list of captured layers. Convert the "
+                f"head (kconv to-{figures.engine}), which writes the list as the engine counts, and serve that."
                 if read_as
-                else "The engine reads the head differently than its config says (captured layers, RoPE, norms), or "
-                "not all of its tensors: run kconv validate on it, and read the engine's log.",
+                else "The engine reads the head differently from its config (captured layers, RoPE, norms), or "
+                "does not read all of its tensors. Run kconv validate on it, and check the engine's log.",
                 engines=(figures.engine,),
             )
         )

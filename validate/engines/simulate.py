@@ -1,4 +1,4 @@
-"""What an engine must count for a head."""
+"""Compute what an engine must count for a head."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def simulate(
     continuations: Sequence[Sequence[int]],
     steps: int,
 ) -> Acceptance:
-    """Return what kconv's chain of a head accepts on greedy continuations.
+    """Return what kconv's chain with a head accepts on greedy continuations.
 
     Args:
         head: the head.
         model: its target.
         target: the target's folder.
         prompts: token ids.
-        continuations: the target's own, `steps - 1` tokens longer than what a server is asked for, as its last
-            draft looks that far ahead.
+        continuations: the target's own, `steps - 1` tokens longer than requested from a server, since their last draft
+            looks that far ahead.
         steps: K.
     """
     drafter = load_head(head, open_checkpoint(target), read_target_config(target))
@@ -47,7 +47,7 @@ def simulate(
 
 
 def with_captured(head: Head, captured: tuple[int, ...]) -> Head:
-    """Return a head as if its config listed other layers, as outputs."""
+    """Return a head with other captured layers in its config, as outputs."""
     return replace(head, read=replace(head.read, spec=replace(head.spec, captured=captured)))
 
 
@@ -59,17 +59,17 @@ def find_reading(
     *,
     layers: int,
 ) -> tuple[int, ...] | None:
-    """Return the captured layers with which the chain gives just what an engine counted; None where none does.
+    """Return the captured layers with which the chain gives exactly an engine's counts; None if there are none.
 
     Args:
         head: the head.
-        chain: what a head accepts.
-        counted: the engine's drafts, and those accepted up to each place.
-        lists: the layers to try, as outputs; those that this target or head cannot have are passed over.
-        layers: of the target.
+        chain: computes what a head accepts.
+        counted: the engine's drafts, and those accepted up to each position.
+        lists: the layers to try, as outputs; impossible ones for this target or head are skipped.
+        layers: number of layers of the target.
     """
     for captured in lists:
-        # The input of layer 0 is the embedding, which is no layer's output.
+        # The input of layer 0 is the embedding, not a layer's output.
         if set(captured) <= set(range(layers)) and len(set(captured)) == len(captured) == len(head.spec.captured):
             said = chain(with_captured(head, captured))
             if (said.drafts, *said.accepted) == counted:

@@ -1,1 +1,1 @@
-"""What engines are known to get wrong, in tables by subject: each rule a row with an id, a sentence and a fix."""
+"""Known errors of engines, in tables by subject: each rule is a row with an id, a sentence and a fix."""

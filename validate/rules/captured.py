@@ -1,4 +1,4 @@
-"""Captured layers, and which of them an engine captures for a config; how each reads one stands in its own file."""
+"""Captured layers, and which layers an engine captures for a config; each engine's own file says how it reads one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ READ_BY_CONFIG = tuple(name for name, runner in RUNNERS.items() if runner.aux_la
 
 
 def seen_by(engine: str, subject: HeadSubject) -> tuple[int, ...] | None:
-    """Return the layers that an engine would capture for a config, as outputs; None where it takes its default."""
+    """Return the layers that an engine would capture for a config, as outputs; None if it uses its default."""
     reads = RUNNERS[engine].aux_layers
     return reads(subject.flat, subject.target.model_type if subject.target else None) if reads else None
 
 
 def has_deepseeks_class(subject: HeadSubject) -> bool:
-    """Say whether SGLang runs the target by DeepSeek's class; taken to be so where the target is not known."""
+    """Return whether SGLang runs the target with DeepSeek's class; assumed so for an unknown target."""
     return subject.target is None or subject.target.model_type in DEEPSEEKS
 
 
 def other_readings(subject: HeadSubject) -> list[tuple[int, ...]]:
-    """Return the layers, as outputs, that engines would capture for a config and the head was not trained on."""
+    """Return the layers, as outputs, that engines would capture for a config but the head was not trained on."""
     default = default_outputs(subject.target.layers) if subject.target else None
     seen = {seen_by(engine, subject) or default for engine in READ_BY_CONFIG}
     return sorted(ids for ids in seen if ids and ids != subject.captured)
@@ -56,7 +56,7 @@ def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found
 
 
 def _is_default(subject: HeadSubject) -> bool | None:
-    """Say whether the captured layers are the engines' default; None where the target's depth would have to tell."""
+    """Return whether the captured layers are the engines' default; None if that depends on the target's depth."""
     captured = subject.captured or ()
     if subject.target is not None:
         return captured == default_outputs(subject.target.layers)
@@ -83,7 +83,7 @@ def lists(subject: HeadSubject) -> Iterator[tuple[str, object]]:
 def captured_contradict(subject: HeadSubject) -> Iterator[Found]:
     top, nested = listed_ids(subject.flat.get(TOP)), listed_ids(subject.eagle.get(IDS))
     if top and nested and nested not in (top, as_outputs(top)):
-        yield Found("config.json", f"{TOP} is {list(top)}, and in eagle_config it is {list(nested)}")
+        yield Found("config.json", f"{TOP} is {list(top)}, but in eagle_config it is {list(nested)}")
 
 
 def captured_embedding(subject: HeadSubject) -> Iterator[Found]:
@@ -98,7 +98,7 @@ def captured_outside_target(subject: HeadSubject) -> Iterator[Found]:
     layers = subject.target.layers
     for where, value in lists(subject):
         ids = listed_ids(value)
-        # As an input, the number of layers is the output of the last one.
+        # As an input, the number of layers means the output of the last one.
         as_inputs = where == TOP or subject.eagle.get(CONVENTION) == INPUTS
         if ids and max(ids) >= layers + as_inputs:
             yield Found(f"config.json: {where}", f"{list(ids)}, but the target has {layers} layers")
@@ -116,12 +116,12 @@ def captured_last_layer(subject: HeadSubject) -> Iterator[Found]:
     for engine in engines():
         kind = engine.capture(target.model_type)
         asked = subject.engines.intersection(engine.runner_names)
-        # A list that begins with 1 is one that each class can be given, if it has the layer.
+        # Every class can capture from a list that begins with 1, if it has the layer.
         if asked and kind is not None and kind.listed((1, captured[-1]), target.layers) is None:
             yield Found(
                 "config.json",
                 f"the head reads the output of layer {captured[-1]}, the target's last, which {engine.title} never"
-                f" captures of a {target.model_type}",
+                f" captures for a {target.model_type}",
             )
 
 

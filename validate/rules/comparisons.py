@@ -1,6 +1,6 @@
-"""What a comparison finds, with a source or an engine.
+"""Findings of a comparison with a source or an engine.
 
-The comparisons make these findings themselves, beside what they measure; the rules look for nothing on their own.
+The comparisons themselves produce these findings; the rules have no checks of their own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from .rule import Rule
 AGAIN = "Convert the source again. Do not serve this output."
 MAKE_AGAIN = "Fetch the folder again, or create it again with kconv. Do not serve it as it is."
 QUANTIZE_AGAIN = "Quantize the target again, and compare it with the target that it was made from."
-# Signal over noise of NVFP4, dB. The worst that sixteen values and their scale can do: all but the largest at 5/6 of
-# it, the middle of the widest step, lose a fifth each, which is 14 dB; what is below was not rounded but changed.
+# Minimum signal over noise of NVFP4, dB. The worst case for sixteen values and their scale: all but the largest are at
+# 5/6 of it, the middle of the widest step, and lose a fifth each, which is 14 dB. Anything below was changed, not
+# rounded.
 FLOOR = 13.5
 AS_THE_SOURCE = "State what the source's config.json does. The weights belong to that model."
 RULES: tuple[Rule[Any], ...] = (

@@ -1,4 +1,4 @@
-"""What a config says, and what cannot be read at all."""
+"""Statements in a config, and checkpoints that cannot be read at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flag_of_another_meaning(subject: HeadSubject) -> Iterator[Found]:
 
 
 class Place(NamedTuple):
-    """Where an engine reads a flag; a flag that stands elsewhere alone it does not see."""
+    """Where an engine reads a flag; it does not see the flag anywhere else."""
 
     flag: tuple[str, ...]
     engines: tuple[str, ...]
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 def _places(key: Key) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return where a flag is read by engines that do not read it everywhere, and by whom."""
+    """Return where a flag is read by engines that do not read it everywhere, and which engines these are."""
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
     for engine in engines():
         if read := engine.flags.get(key.field):
@@ -70,13 +70,13 @@ def _is_normed_before_fc(subject: HeadSubject) -> bool:
 
 
 class Null(NamedTuple):
-    """A key that may be absent and may not be null.
+    """A key that may be absent but not null.
 
     Attributes:
         path: dotted path in config.json.
-        engines: who asks whether the key is there, or what it holds, and does not expect null.
+        engines: the engines that check whether the key exists, or read its value, without expecting null.
         becomes: what follows.
-        of: the heads that it concerns.
+        of: the heads concerned.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Null(NamedTuple):
     of: Callable[[HeadSubject], bool] = _always
 
 
-# By the words of `engines.base.NullKey.heads`.
+# By the values of `engines.base.NullKey.heads`.
 HEADS: Mapping[str, Callable[[HeadSubject], bool]] = {
     "": _always,
     "mla": _is_mla,
@@ -110,7 +110,7 @@ NULLS = tuple(_nulls())
 
 
 def key_null(subject: HeadSubject) -> Iterator[Found]:
-    # vLLM builds a config of its own from speculators' format, and the other engines do not read it.
+    # vLLM builds its own config from speculators' format, and the other engines do not read that format.
     if subject.layout is None or is_speculators(subject):
         return
     for null in NULLS:
@@ -119,16 +119,16 @@ def key_null(subject: HeadSubject) -> Iterator[Found]:
             yield Found(f"config.json: {null.path}", f"null, so {null.becomes} ({', '.join(asked)})")
 
 
-# torch's own names of the dtypes that a head is computed in, by which transformers looks them up.
+# torch's names of the dtypes in which a head can be computed; transformers looks them up by these names.
 DTYPES = frozenset("bfloat16 float16 half float32 float float64 double".split())
-# Heads of an MLA config that states none, as its class has them; the engines say which keys they read:
+# Default number of heads of an MLA config's class; the engines say which keys they read:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/configuration_deepseek_v3.py#L87-L88
 DEFAULT_HEADS = 128
 HEAD_KEYS: Mapping[str, tuple[str, ...]] = readers(lambda engine: engine.head_counts)
 
 
 def model_type_unstated(subject: HeadSubject) -> Iterator[Found]:
-    # vLLM knows speculators' format by another key, and the other engines do not read it.
+    # vLLM recognizes speculators' format by another key, and the other engines do not read that format.
     stated = subject.config.get("model_type")
     if not is_speculators(subject) and not isinstance(stated, str):
         yield Found("config.json: model_type", "the key is absent or null" if stated is None else f"{stated!r}")
@@ -141,7 +141,7 @@ def heads_by_default(subject: HeadSubject) -> Iterator[Found]:
     for key, read_by in HEAD_KEYS.items():
         asked = sorted(subject.engines.intersection(read_by))
         if asked and subject.flat.get(key) is None:
-            taken = f"{', '.join(asked)} would take {DEFAULT_HEADS}, and the head has {attention.heads}"
+            taken = f"{', '.join(asked)} would assume {DEFAULT_HEADS}, but the head has {attention.heads}"
             yield Found(f"config.json: {key}", f"the key is absent or null: {taken}")
 
 

@@ -1,4 +1,4 @@
-"""A head as rules look at it."""
+"""A head as rules see it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .rule import ENGINES, Subject
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Which table says what an engine reads, and which engines a layout is for. Trainers' own layouts are for none, and
-# are held against all of them.
+# Which table describes what an engine reads, and which engines a layout is for. Trainers' own layouts are for none, so
+# they are checked against all of them.
 ENGINE_LAYOUT = {runner: engine.layout.name for engine in engines() for runner in engine.runner_names}
 WRITTEN_FOR: Mapping[str, tuple[str, ...]] = {
     layout.name: tuple(name for name in ENGINES if name in found)
@@ -40,14 +40,14 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class HeadSubject(Subject):
-    """A head, read as far as it can be read; what cannot be read is None, and `problems` say why.
+    """A head, as far as it can be read; parts that cannot be read are None, and `problems` say why.
 
     Attributes:
-        named_layout: the layout that the user named, None to go by the head's marks.
-        hints: what the user says where the config is silent.
-        target: the target that the head is for, where it is known.
-        lent: finds what it is asked for of the target's embedding and lm_head, by slot.
-        look: what reads the head's weights already, as `wanted_values` says; a reading of their own if None.
+        named_layout: the layout that the user named, None to detect it from the head's marks.
+        hints: the user's options where the config is silent.
+        target: the head's target, if known.
+        lent: finds requested slots among the target's embedding and lm_head.
+        look: the reader of the head's weights, if one is running, see `wanted_values`; a separate reading if None.
     """
 
     named_layout: Layout | None = None
@@ -58,7 +58,7 @@ class HeadSubject(Subject):
 
     @cached_property
     def reading(self) -> HeadReading:
-        """The head as far as it can be read, and what is wrong with it."""
+        """The head as far as it can be read, and its problems."""
         return read(self.checkpoint, layout=self.named_layout, hints=self.hints, values=self.with_values)
 
     @property
@@ -67,22 +67,22 @@ class HeadSubject(Subject):
 
     @property
     def layout(self) -> Layout | None:
-        """The layout the head is in."""
+        """The head's layout."""
         return self.reading.layout
 
     @property
     def flat(self) -> Mapping[str, Any]:
-        """The config in the common keys; as it is where it cannot be brought to them."""
+        """The config in the common keys; unchanged if it cannot be converted to them."""
         return self.reading.config
 
     @cached_property
     def eagle(self) -> Mapping[str, Any]:
-        """The config's eagle_config, empty where it has none."""
+        """The config's eagle_config; empty if it has none."""
         nested = self.flat.get(EAGLE)
         return nested if isinstance(nested, Mapping) else {}
 
     def stated(self, path: str) -> Any:
-        """Return a key's value by its dotted path, `MISSING` where it is not there."""
+        """Return a key's value by its dotted path, `MISSING` if it does not exist."""
         place: Any = self.flat
         for part in path.split("."):
             if not isinstance(place, Mapping) or part not in place:
@@ -97,21 +97,21 @@ class HeadSubject(Subject):
 
     @property
     def spec(self) -> HeadSpec | None:
-        """What the head is; where its captured layers are not known, it has as many as fc has room for."""
+        """The head's spec; if its captured layers are unknown, it has as many as fc has room for."""
         return self.reading.spec
 
     @property
     def captured(self) -> tuple[int, ...] | None:
-        """The layers that the head reads, as outputs, where they are known."""
+        """The layers that the head reads, as outputs, if known."""
         return self.reading.captured.ids if self.spec and self.reading.captured else None
 
     @property
     def rows(self) -> Mapping[str, Stored]:
-        """What the head's layout stores for its spec, by name; empty where that cannot be said."""
+        """The tensors that the head's layout stores for its spec, by name; empty if unknown."""
         return self.reading.rows
 
     def rows_in(self, layout: Layout) -> Mapping[str, Stored]:
-        """Return what another layout stores for this head's spec."""
+        """Return the tensors that another layout stores for this head's spec."""
         try:
             return rows_of(layout, self.spec, self.tensors) if self.spec else {}
         except KconvError:
@@ -119,21 +119,21 @@ class HeadSubject(Subject):
 
     @property
     def head(self) -> Head | None:
-        """The head, if there is no error in reading it."""
+        """The head, if it can be read without error."""
         return None if self.reading.errors else self.reading.head
 
     @cached_property
     def slots(self) -> Mapping[str, str]:
-        """The tensor names of the slots that are held, by slot, whether the head can be read or not."""
+        """The tensor names of the stored slots, by slot, whether the head can be read or not."""
         return {slot: name for name, row in self.rows.items() if name in self.tensors for slot in row.slots}
 
     def holds(self, pattern: str) -> bool:
-        """Say whether a tensor's name fits a pattern."""
+        """Return whether a tensor's name fits a pattern."""
         return any(fnmatchcase(name, pattern) for name in self.tensors)
 
     @cached_property
     def values(self) -> Mapping[str, Values]:
-        """What each float tensor's values are like, every one of them looked at, a chunk at a time."""
+        """A summary of each float tensor's values, all of them read, a chunk at a time."""
         infos = [info for info in self.tensors.values() if _is_looked_at(info)]
         if self.look is not None:
             return {info.name: self.look.values(info) for info in infos}
@@ -142,12 +142,12 @@ class HeadSubject(Subject):
 
     @cached_property
     def d2t(self) -> Tensor | None:
-        """The map of a reduced vocabulary; None where there is none, or not one that can be read."""
+        """The map of a reduced vocabulary; None if there is none, or if it cannot be read."""
         return self._map("d2t", ("I64", "I32"))
 
     @cached_property
     def t2d(self) -> Tensor | None:
-        """The marks of a reduced vocabulary; None as `d2t`."""
+        """The mask of a reduced vocabulary; None as for `d2t`."""
         return self._map("t2d", ("BOOL",))
 
     def _map(self, name: str, dtypes: tuple[str, ...]) -> Tensor | None:
@@ -165,16 +165,16 @@ def _is_looked_at(info: TensorInfo) -> bool:
 
 
 def wanted_values(checkpoint: Checkpoint) -> list[Wanted]:
-    """Return that the values of each float tensor of a head are wanted."""
+    """Return a request for the values of each float tensor of a head."""
     return [Wanted(file, values=list(filter(_is_looked_at, held))) for file, held in checkpoint.by_file().items()]
 
 
 def engines_of(layout: Layout | None) -> tuple[str, ...]:
-    """Return the engines that a layout is written for; all of them for a trainer's own, or for none."""
+    """Return the engines that a layout is written for; all of them for a trainer's own layout, or for none."""
     return WRITTEN_FOR.get(layout.name, ENGINES) if layout else ENGINES
 
 
 def engine_layouts(asked: Iterable[str]) -> dict[str, Layout]:
-    """Return the tables of these engines by engine, vLLM's two runners as one."""
+    """Return these engines' tables by engine, vLLM's two runners as one."""
     known = {ENGINE_LAYOUT[engine]: engine for engine in sorted(asked)}
     return {engine: by_name(name) for name, engine in known.items()}

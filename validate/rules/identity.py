@@ -1,4 +1,4 @@
-"""What a head calls itself, and what a launch flag must supply beside it."""
+"""A head's class and model type, and what a launch flag must supply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule
 
 
 def first_architecture(subject: HeadSubject) -> str | None:
-    """Return the class that a head names first, which is the one that engines look up."""
+    """Return the class that a head names first, the one that engines look up."""
     names = subject.config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
@@ -33,7 +33,7 @@ def experts_null(subject: HeadSubject) -> Iterator[Found]:
 
 
 def is_speculators(subject: HeadSubject) -> bool:
-    """Say whether a head is in speculators' format."""
+    """Return whether a head is in speculators' format."""
     return subject.layout is not None and subject.layout.name == "speculators"
 
 

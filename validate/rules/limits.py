@@ -1,4 +1,4 @@
-"""What an engine has no place for: its layout's own limits, as rules."""
+"""Limits of an engine's layout, as rules."""
 
 from __future__ import annotations
 

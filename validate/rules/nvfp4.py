@@ -16,7 +16,7 @@ AGAIN = "Quantize the target again."
 SCALARS = (MARK, "input_scale")
 # Modules that no engine reads packed, by the end of their names.
 NEVER = (".mlp.gate", "embed_tokens", ".eh_proj")
-# What a module reads, by the last part of its name, in the config's own keys; `*` multiplies.
+# The width of a module's input, by the last part of its name, in the config's own keys; `*` multiplies.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj"), ("hidden_size",)),
     "q_b_proj": ("q_lora_rank",),
@@ -117,14 +117,14 @@ def kv_scale_half(subject: TargetSubject) -> Iterator[Found]:
 
 
 def _partners(name: str) -> set[str]:
-    """Return where the other of a pair may stand: beside it, or, as the exporter writes it, in v_proj or k_proj."""
+    """Return where the other scale of a pair may be: next to it, or, as the exporter writes it, in v_proj or k_proj."""
     own, other = ("k", "v") if name.endswith(".k_scale") else ("v", "k")
     stem = name.removesuffix(f"{own}_scale")
     return {f"{stem}{other}_scale", f"{stem.removesuffix(f'{own}_proj.')}{other}_proj.{other}_scale"}
 
 
 def _first(names: list[str], what: str) -> Iterator[Found]:
-    """Yield one finding for what may be true of each of 70,000 modules."""
+    """Yield one finding for something that may be true of each of 70,000 modules."""
     if names:
         more = f"; so do {len(names) - 1:,} more" if len(names) > 1 else ""
         yield Found(names[0], f"{what}{more}")
@@ -195,8 +195,8 @@ def _unequal(subject: TargetSubject, suffix: str) -> Iterator[Found]:
 
 
 def _scalar(info: TensorInfo) -> float | None:
-    """Return a scale's value; None if it is no single float32, which another rule speaks of."""
-    from ...checkpoint.tensors import read_tensor  # here, as headers are checked without torch
+    """Return a scale's value; None if it is not a single float32, which another rule reports."""
+    from ...checkpoint.tensors import read_tensor  # imported here: headers are checked without torch
 
     return float(read_tensor(info).reshape(())) if info.dtype == "F32" and info.shape in ((), (1,)) else None
 

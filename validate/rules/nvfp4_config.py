@@ -1,4 +1,4 @@
-"""What a target's config says of its tensors, and what it excludes."""
+"""What a target's config says about its tensors, and what it excludes."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def layers_miscounted(subject: TargetSubject) -> Iterator[Found]:
     absent = next((layer for layer in range(counted) if layer not in stored), None)
     if absent is not None:
         yield Found("config.json: num_hidden_layers", f"is {counted}, but layer {absent} is not stored")
-    # Layers that draft the next tokens stand behind the last one, or are left out.
+    # Layers that draft the next tokens come after the last one, or are omitted.
     uncounted = [layer for layer in stored if layer >= counted + (extra if isinstance(extra, int) else 0)]
     if uncounted:
         yield Found("config.json: num_hidden_layers", f"is {counted}, but layer {min(uncounted)} is stored")
 
 
 def _kv(block: Mapping[str, Any]) -> str:
-    """Return what a block says of the KV cache in one word, whichever of its two shapes it has."""
+    """Return a block's KV cache scheme as one phrase, from either of its two forms."""
     scheme, algorithm = block.get("kv_cache_scheme"), block.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
         bits, kind = scheme.get("num_bits"), scheme.get("type")
@@ -154,7 +154,7 @@ def _packed_and_covered(subject: TargetSubject) -> Iterator[tuple[str, str]]:
 
 
 def _collides(entry: str, module: str) -> bool:
-    """Say whether an entry ends in a layer's number, and the module is of another layer."""
+    """Return whether an entry ends in a layer's number, but the module belongs to another layer."""
     meant, own = re.search(r"layers\.(\d+)\*?$", entry), LAYER.search(module)
     return bool(meant and own and meant[1] != own[1])
 

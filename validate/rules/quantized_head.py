@@ -44,11 +44,11 @@ def quantized_but_excluded(subject: HeadSubject) -> Iterator[Found]:
         for entry in entries:
             covered = [module for module in scaled if _covers(entry, module)]
             if covered:
-                yield Found(where, f"{entry!r} covers {len(covered)} quantized linears, among them {covered[0]}")
+                yield Found(where, f"{entry!r} covers {len(covered)} quantized linear layers, among them {covered[0]}")
 
 
 def _excludes(subject: HeadSubject) -> dict[str, tuple[str, ...]]:
-    """Return the entries that exclude modules, by where they stand."""
+    """Return the entries that exclude modules, by their place."""
     stated = subject.config.get(CONFIG_KEY)
     found = {f"config.json: {CONFIG_KEY}": entries_of(stated) if isinstance(stated, dict) else ()}
     side = subject.checkpoint.folder / SIDE_FILE
@@ -60,7 +60,7 @@ def _excludes(subject: HeadSubject) -> dict[str, tuple[str, ...]]:
 
 
 def _covers(entry: str, module: str) -> bool:
-    """Say whether an entry covers a module, as a part of its name or as a wildcard; engines put `model.` before it."""
+    """Return whether an entry covers a module, as a part of its name or as a wildcard; engines prefix `model.`."""
     names = (module, f"model.{module}")
     return any(entry.removesuffix("*") in name or fnmatchcase(name, entry) for name in names)
 

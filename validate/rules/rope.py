@@ -15,7 +15,7 @@ from .head import HeadSubject
 from .rule import ENGINES, SGLANG, TRTLLM, VLLM, Found, Rule, readers
 
 LOST = "https://github.com/vllm-project/speculators/pull/574"
-# What ModelOpt's exporter claims by default of a head that was trained without scaling:
+# What ModelOpt's exporter claims by default for a head that was trained without scaling:
 # https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/config.py
 INJECTED = (32.0, 2048)
 
@@ -48,7 +48,7 @@ def rope_not_the_targets(subject: HeadSubject) -> Iterator[Found]:
 
 
 _rows_in_vllm = vllm.ENGINE.rope_rows
-# Engines whose table of angles is as long as max_position_embeddings says.
+# Engines whose RoPE table is as long as max_position_embeddings.
 AS_STATED = tuple(name for engine in engines() if engine.rope_rows is rows_as_stated for name in engine.runner_names)
 
 
@@ -64,20 +64,20 @@ def positions_short(subject: HeadSubject) -> Iterator[Found]:
     if subject.engines.intersection(VLLM) and _rows_in_vllm(spec) < target.max_positions:
         yield Found(
             "config.json: rope_scaling",
-            f"YaRN reaches {_rows_in_vllm(spec)} positions, and the target has {target.max_positions}: vLLM 0.32 reads"
-            " past its table, and from 0.33 on the server takes no longer prompts",
-            "Serve no more than that (vllm serve --max-model-len), or another head where the length is needed.",
+            f"YaRN reaches {_rows_in_vllm(spec)} positions, but the target has {target.max_positions}: vLLM 0.32 reads"
+            " past its table, and from 0.33 on the server accepts no longer prompts",
+            "Serve no longer context than that (vllm serve --max-model-len), or use another head if you need it.",
         )
 
 
 def positions_below_yarn(subject: HeadSubject) -> Iterator[Found]:
     spec = subject.spec
     scaling = spec.rope.scaling if spec else None
-    # Beside a target K167 knows better.
+    # With a target, K167 is more precise.
     if spec and subject.target is None and isinstance(scaling, Yarn) and 2 * spec.max_positions <= scaling.reach:
         yield Found(
             "config.json: max_position_embeddings",
-            f"{spec.max_positions} positions, and the head's own YaRN reaches {scaling.reach}",
+            f"{spec.max_positions} positions, but the head's own YaRN reaches {scaling.reach}",
         )
 
 
@@ -90,8 +90,8 @@ def positions_past_yarn(subject: HeadSubject) -> Iterator[Found]:
         )
 
 
-# Of two objects an engine takes one, whole; the keys of the other are not looked at. The classes of transformers 5, by
-# which vLLM and SGLang read a head, take rope_scaling:
+# An engine reads only one of two objects and ignores the keys of the other. The config classes of transformers 5, with
+# which vLLM and SGLang read a head, read rope_scaling:
 # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_rope_utils.py#L754
 TAKEN_BY: Mapping[str, tuple[str, ...]] = readers(lambda engine: engine.rope_objects)
 
@@ -112,7 +112,7 @@ def rope_in_parts(subject: HeadSubject) -> Iterator[Found]:
 
 
 def _lost(alone: Mapping[str, Any], whole: Rope) -> str:
-    """Say how a config that states RoPE in one object differs from the RoPE of both; nothing where it does not."""
+    """Return how a config with only one of its RoPE objects differs from both; nothing if it does not."""
     try:
         read = read_rope(alone)
     except KconvError as fault:

@@ -14,7 +14,7 @@ from ...engines.registry import engines, runners
 from ...errors import Problem, Severity
 from ..report import Finding
 
-# Those that rules of one engine's own name. vLLM has two model runners, which look for the captured layers in
+# The engine names in rules about one engine. vLLM has two model runners, which look for the captured layers in
 # different places.
 VLLM_V1, VLLM_V2 = VLLM = vllm.ENGINE.runner_names
 (SGLANG,), (TRTLLM,) = sglang.ENGINE.runner_names, trtllm.ENGINE.runner_names
@@ -34,11 +34,10 @@ def readers(keys: Callable[[Engine], Iterable[str]]) -> dict[str, tuple[str, ...
 class Found:
     """One place where a rule was broken.
 
-    Attributes:
-        where: the tensor, key or file.
-        message: what was found, one sentence with its figures.
-        fix: what to do, where it is not the rule's own.
-        engines: those that it concerns, where these are not all of the rule's.
+    where: the tensor, key or file.
+    message: what was found, one sentence with its figures.
+    fix: what to do, if it differs from the rule's own.
+    engines: the engines concerned, if these are not all of the rule's.
     """
 
     where: str
@@ -49,12 +48,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Subject:
-    """What rules look at: a checkpoint, and for whom.
+    """The input of rules: a checkpoint, and the engines to check for.
 
     Attributes:
         checkpoint: its config and headers.
-        engines: who will serve it; names of `ENGINES`.
-        with_values: whether weights may be read; rules that need them are not run otherwise.
+        engines: the engines that will serve it; names of `ENGINES`.
+        with_values: whether weights may be read; otherwise rules that need them do not run.
     """
 
     checkpoint: Checkpoint
@@ -63,7 +62,7 @@ class Subject:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json, as it is."""
+        """config.json, unchanged."""
         return self.checkpoint.config
 
     @property
@@ -73,7 +72,7 @@ class Subject:
 
     @property
     def problems(self) -> Sequence[Problem]:
-        """What its reading found, by the ids of rules."""
+        """Problems found while reading it, by the ids of rules."""
         return ()
 
 
@@ -83,22 +82,22 @@ Check = Callable[[S], Iterable[Found]]
 
 @dataclass(frozen=True)
 class Rule(Generic[S]):
-    """Something that must not be, and what is known about it.
+    """Something that must not be, with everything known about it.
 
     Attributes:
-        id: e.g. "K101"; never given to another rule.
+        id: e.g. "K101"; never reused.
         name: e.g. "lm-head-missing".
-        severity: "error" where an engine that was asked for would fail or serve wrong numbers; "warning" where
-            only the target or a user could decide; "note" for what a launch flag must supply.
+        severity: "error" if a requested engine would fail or serve wrong numbers; "warning" if only the target or a
+            user could decide; "note" for what a launch flag must supply.
         sentence: what goes wrong.
         fix: what to do.
-        check: yields each place where it is so; None where the finding is made elsewhere: by a comparison, or by the
-            reading of a head, whose problems bear the rule's id.
+        check: yields each place where it applies; None if a comparison, or reading the head, makes the finding: such
+            problems carry the rule's id.
         engines: the engines concerned; empty for all, and for kconv itself.
-        seen_in: the public thread or the line of code that taught the rule.
+        seen_in: the public thread or the line of code from which the rule comes.
         values: whether it reads weights.
-        says_fix: whether a problem of the reading says better than `fix` what to do.
-        versions: for which releases of an engine it holds, where these differ from `Engine.release`.
+        says_fix: whether a problem's own fix is more specific than `fix`.
+        versions: the engine releases for which it holds, if these differ from `Engine.release`.
     """
 
     id: str
@@ -114,7 +113,7 @@ class Rule(Generic[S]):
     versions: str = ""
 
     def finding(self, found: Found, asked: Iterable[str] = ENGINES) -> Finding:
-        """Return what was found in a report's shape, about those of its engines that were asked for."""
+        """Return the findings in a report's form, for the engines requested among its own."""
         asked = frozenset(asked)
         return Finding(
             rule=self.id,
@@ -127,12 +126,12 @@ class Rule(Generic[S]):
         )
 
     def of_problem(self, problem: Problem, asked: Iterable[str] = ENGINES) -> Finding:
-        """Return a problem of a head's reading in a report's shape."""
+        """Return a problem from reading a head in a report's form."""
         return self.finding(Found(problem.where, problem.what, problem.fix if self.says_fix else ""), asked)
 
 
 def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
-    """Run those rules that concern an engine that was asked for, and that read no more than they may."""
+    """Run the rules that concern a requested engine and read only what they may."""
     for one in rules:
         if one.engines and not subject.engines.intersection(one.engines):
             continue

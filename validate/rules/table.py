@@ -1,4 +1,4 @@
-"""Every rule there is."""
+"""All rules."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .target import TargetSubject
 OF_HEADS = (config, tensors, captured, rope, vocabulary, identity, quantized_head, values, limits)
 OF_TARGETS = (nvfp4, nvfp4_config)
 HEAD_RULES: tuple[Rule[HeadSubject], ...] = tuple(one for subject in OF_HEADS for one in subject.RULES)
-# Over a target's checkpoint, quantized or not.
+# For a target's checkpoint, quantized or not.
 TARGET_RULES: tuple[Rule[TargetSubject], ...] = tuple(one for subject in OF_TARGETS for one in subject.RULES)
-# What each file of rules is about, as a report's table says it.
+# The subject of each file of rules, for a report's table.
 OF_COMPARISON = "Measurements, and the source"
 SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
     "Config": config.RULES,
@@ -57,7 +57,7 @@ SUBJECTS: dict[str, tuple[Rule[Any], ...]] = {
 OF_TARGET = frozenset(("NVFP4 tensors", "NVFP4 config"))
 EVERY_RULE: tuple[Rule[Any], ...] = (*HEAD_RULES, *TARGET_RULES, *comparisons.RULES)
 BY_ID: dict[str, Rule[Any]] = {one.id: one for one in sorted(EVERY_RULE, key=lambda one: one.id)}
-# Rules that speak of a checkpoint that cannot be opened.
+# Rules about a checkpoint that cannot be opened.
 UNOPENED: dict[type[KconvError], str] = {
     NotACheckpoint: "K001",
     CorruptHeader: "K002",
@@ -68,9 +68,9 @@ UNOPENED: dict[type[KconvError], str] = {
 
 
 def check_head(subject: HeadSubject) -> Iterator[Finding]:
-    """Yield what is wrong with a head: what its rules find, and each problem of its reading.
+    """Yield the findings about a head: those of its rules, and each problem of reading it.
 
-    A problem whose rule is about engines that were not asked for is reported too: kconv itself cannot read the head.
+    A problem is reported even if its rule concerns engines that were not requested: kconv itself cannot read the head.
     """
     said: set[str] = set()
     for finding in run_rules(HEAD_RULES, subject):
@@ -82,10 +82,10 @@ def check_head(subject: HeadSubject) -> Iterator[Finding]:
 
 
 def of_error(error: KconvError) -> Finding:
-    """Return the error that kept a checkpoint from being opened as a finding.
+    """Return the error that prevented opening a checkpoint as a finding.
 
     Raises:
-        KconvError: the error itself, where it is not about the checkpoint.
+        KconvError: the error itself, if it is not about the checkpoint.
     """
     if type(error) not in UNOPENED:
         raise error
@@ -102,7 +102,7 @@ def find_rule(wanted: str) -> Rule[Any]:
     """Return a rule by its id or its name.
 
     Raises:
-        UnknownRule: there is none.
+        UnknownRule: there is no such rule.
     """
     for one in BY_ID.values():
         if wanted in (one.id, one.name) or wanted.upper() == one.id:

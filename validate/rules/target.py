@@ -1,4 +1,4 @@
-"""A target as rules look at it."""
+"""A target as rules see it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SCALES = tuple(suffix for suffix in TENSORS if suffix != "weight")
 MARK = "weight_scale_2"
 FLOATS = ("BF16", "F16", "F32")
 WEIGHT_ONLY = "W4A16_NVFP4"
-# Where engines cut a wrapper's names, those of entries and of modules alike.
+# Wrapper prefixes that engines strip from the names of entries and modules.
 PREFIXES = ("language_model.", "model.")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 LAYER = re.compile(r"layers\.(\d+)\.")
-# The same where a name begins, as `bare` cuts it.
+# The same at the start of a name, for `bare`.
 OWN_LAYER = re.compile("".join(f"(?:{re.escape(prefix)})?" for prefix in PREFIXES) + LAYER.pattern)
 
 
 def bare(name: str) -> str:
-    """Return a module's name, or an entry's, without a wrapper's prefixes."""
+    """Return the name of a module or an entry without a wrapper's prefixes."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -39,9 +39,9 @@ def bare(name: str) -> str:
 class Excludes:
     """The entries of `ignore` or `exclude_modules`, as two engines read them.
 
-    vLLM tests an entry as a name, a part of a name and a wildcard:
+    vLLM matches an entry as a name, as a part of a name and as a wildcard:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222
-    TensorRT-LLM tests it as a wildcard on the name and on each of its parents.
+    TensorRT-LLM matches it as a wildcard on the name and on each of its parents.
     """
 
     entries: tuple[str, ...]
@@ -52,7 +52,7 @@ class Excludes:
         return self.entries[int(str(found.lastgroup)[1:])] if found else None
 
     def is_wildcard_for(self, module: str) -> bool:
-        """Say whether an entry covers a module for TensorRT-LLM."""
+        """Return whether an entry covers a module for TensorRT-LLM."""
         return bool(self.entries) and any(self._whole.fullmatch(name) for name in (module, *_parents(module)))
 
     @cached_property
@@ -66,7 +66,7 @@ class Excludes:
 
 def _reading(entry: str) -> str:
     entry = bare(entry)
-    # The mapper of a wrapped model makes "x" and "x.*" of "x*", and "x" is then tested as a part of a name.
+    # For a wrapped model, the mapper turns "x*" into "x" and "x.*", and "x" then matches as a part of a name.
     stem = entry.removesuffix("*")
     return re.escape(stem) if stem and not set(stem) & set("*?[") else f"^{translate(entry)}"
 
@@ -78,7 +78,7 @@ def _parents(module: str) -> list[str]:
 
 @dataclass(frozen=True)
 class TargetSubject(Subject):
-    """A target, and what its config and its headers say of quantization."""
+    """A target, and what its config and its headers say about quantization."""
 
     @cached_property
     def root_block(self) -> Mapping[str, Any]:
@@ -87,7 +87,7 @@ class TargetSubject(Subject):
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The text model's part of config.json; the whole if nothing is wrapped."""
+        """The text model's part of config.json; the whole config if nothing is wrapped."""
         return _object(self.config.get("text_config", self.config))
 
     @cached_property
@@ -97,7 +97,7 @@ class TargetSubject(Subject):
 
     @cached_property
     def side(self) -> Mapping[str, Any]:
-        """What hf_quant_config.json says of quantization, empty if there is none."""
+        """What hf_quant_config.json says about quantization, empty if there is none."""
         file = self.checkpoint.folder / SIDE_FILE
         try:
             there = not self.checkpoint.headers_only and file.exists()
@@ -107,12 +107,12 @@ class TargetSubject(Subject):
 
     @cached_property
     def block(self) -> Mapping[str, Any]:
-        """What vLLM goes by: the config's own block, of the root or of the text model, else the side file's."""
+        """The block that vLLM uses: the config's own, of the root or of the text model, else the side file's."""
         return self.root_block or self.text_block or self.side
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """Every module that has a part of NVFP4: its tensors by suffix."""
+        """Every module with an NVFP4 tensor: its tensors by suffix."""
         found: dict[str, dict[str, TensorInfo]] = {}
         for name, info in self.tensors.items():
             base, _, suffix = name.rpartition(".")
@@ -129,12 +129,12 @@ class TargetSubject(Subject):
 
     @cached_property
     def packed(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """Those of them whose weight is NVFP4."""
+        """Those whose weight is NVFP4."""
         return {base: parts for base, parts in self.modules.items() if MARK in parts or _dtype(parts) == "U8"}
 
     @cached_property
     def plain(self) -> tuple[str, ...]:
-        """The linear modules that engines would take for NVFP4 unless they are excluded, and that are not."""
+        """Unquantized linear layers that engines would treat as NVFP4 unless they are excluded."""
         found = []
         for name, info in self.tensors.items():
             base, _, suffix = name.rpartition(".")
@@ -151,23 +151,23 @@ class TargetSubject(Subject):
 
     @property
     def is_nvfp4(self) -> bool:
-        """Whether its tensors or its config say that it is."""
+        """Whether its tensors or its config say that it is quantized."""
         return bool(self.packed) or "NVFP4" in str(self.block.get("quant_algo"))
 
     @property
     def weight_only(self) -> bool:
-        """Whether its config says that activations stay as they are."""
+        """Whether its config says that activations stay unquantized."""
         groups = [_object(group) for group in _object(self.block.get("config_groups")).values()]
         unread = bool(groups) and all(group.get("input_activations") is None for group in groups)
         return self.block.get("quant_algo") == WEIGHT_ONLY or unread
 
     @cached_property
     def excludes(self) -> Excludes:
-        """The entries of the block that vLLM goes by."""
+        """The entries of the block that vLLM uses."""
         return Excludes(entries_of(self.block))
 
     def cover(self, modules: Iterable[str]) -> Mapping[str, str | None]:
-        """Return the entry that covers each module; experts of a layer are looked up once."""
+        """Return the entry that covers each module; a layer's experts are looked up once."""
         one_by_one = any("experts." in entry and re.search(r"experts\.\d", entry) for entry in self.excludes.entries)
         known: dict[str, str | None] = {}
         found = {}
@@ -180,12 +180,12 @@ class TargetSubject(Subject):
 
     @cached_property
     def covered(self) -> Mapping[str, str | None]:
-        """The entry that covers each linear module."""
+        """The entry that covers each linear layer."""
         return self.cover([*self.packed, *self.plain])
 
 
 def entries_of(block: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the entries of a block, under either of the names that they go by."""
+    """Return a block's entries, under either of their names."""
     listed = block.get("ignore", block.get("exclude_modules"))
     return tuple(entry for entry in listed if isinstance(entry, str)) if isinstance(listed, list) else ()
 

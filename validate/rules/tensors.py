@@ -1,7 +1,7 @@
 """Names, shapes and dtypes.
 
-What a head must hold is stated by `head.contract` and the layouts, and found by reading the head; here it is compared
-with the tables of the engines too.
+`head.contract` and the layouts state what a head must hold, and reading the head checks it; here it is also compared
+with the tables of the engines.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def prefix_model(subject: HeadSubject) -> Iterator[Found]:
 def _read_by(
     subject: HeadSubject, engines: Iterable[str], kind: type[KconvError]
 ) -> Iterator[tuple[str, Mapping[str, Stored], Problem]]:
-    """Yield what an engine would miss, or not know, of a head that is whole in its own layout."""
+    """Yield what an engine would miss, or not know, in a head that is complete in its own layout."""
     if subject.spec is None or subject.layout is None or subject.reading.misfits:
         return
     for engine, layout in engine_layouts(subject.engines.intersection(engines)).items():
         if subject.layout.name in (layout.name, "portable"):
             continue
         rows = subject.rows_in(layout)
-        # vLLM looks at no t2d, and a map of a full vocabulary has a rule of its own.
+        # vLLM ignores t2d, and a map of a full vocabulary has a separate rule.
         ignored = {name: "" for name in subject.tensors if name in MAPS or name.endswith(".inv_freq")}
         for problem in compare(
             {n: row.expected for n, row in rows.items()}, subject.tensors, ignored=ignored, unclaimed={}

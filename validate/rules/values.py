@@ -16,7 +16,7 @@ from ...head.slots import needs
 from .head import HeadSubject, engine_layouts
 from .rule import SGLANG, TRTLLM, Found, Rule
 
-# Norms of rows and columns that spread by no more than this beyond what independent numbers do.
+# Norms of rows and columns that spread by at most this much more than those of independent numbers.
 LIKENESS = 0.5
 # Kurtosis of a uniform and a normal distribution is 1.8 and 3.
 INITIALIZERS = (1.7, 3.3)
@@ -24,7 +24,7 @@ INITIALIZERS = (1.7, 3.3)
 
 @dataclass(frozen=True)
 class Spread:
-    """How the norms of a matrix's rows and columns spread, as shares of what those of independent numbers do.
+    """The spread of a matrix's row and column norms, relative to independent numbers.
 
     Attributes:
         rows, columns: standard deviation over mean, measured over expected.
@@ -37,13 +37,13 @@ class Spread:
 
     @property
     def is_initial(self) -> bool:
-        """Whether the matrix looks like independent numbers of one distribution, as initializers draw them."""
+        """Whether the matrix looks like independent numbers from one distribution, as initializers draw them."""
         alike = all(abs(share - 1) < LIKENESS for share in (self.rows, self.columns))
         return alike and INITIALIZERS[0] < self.kurtosis < INITIALIZERS[1]
 
 
 def measure_spread(blocks: Iterable[np.ndarray]) -> Spread | None:
-    """Measure a matrix given in blocks of rows, `[n, columns]`; None where it is constant or too small to tell."""
+    """Measure a matrix given in blocks of rows, `[n, columns]`; None if it is constant or too small to tell."""
     by_row, by_column, fourth = [], 0.0, 0.0
     for block in blocks:
         square = np.square(block, dtype=np.float64)
@@ -66,7 +66,7 @@ def measure_spread(blocks: Iterable[np.ndarray]) -> Spread | None:
 
 
 SAMPLED_ROWS, BLOCK_ROWS = 2048, 128
-# Where kconv's own trainer, whose decoder norms the hidden state once, leaves its record; see train.decoder.
+# The record of kconv's own trainer, whose decoder norms the hidden state once; see train.decoder.
 TRAINED_BY_KCONV = "modelopt/training.json"
 
 
@@ -159,7 +159,7 @@ def embedding_not_compared(subject: HeadSubject) -> Iterator[Found]:
 
 
 def _replaced(subject: HeadSubject) -> dict[str, str]:
-    """Return the slots of the head's own that are served with the target's, and the engines that do so."""
+    """Return the head's own slots for which engines use the target's tensor, with these engines."""
     if subject.spec is None:
         return {}
     engines: dict[str, list[str]] = {}
@@ -256,5 +256,5 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         check=embedding_not_compared,
     ),
 )
-# What a weight cannot hold, whatever the head is.
+# What no weight may contain, whatever the head.
 WEIGHTS = tuple(one for one in RULES if one.check in (not_finite, all_zero))

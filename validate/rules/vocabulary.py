@@ -34,10 +34,10 @@ def full_map_refused(subject: HeadSubject) -> Iterator[Found]:
 
 
 def _readings(subject: HeadSubject) -> tuple[Reading, Reading] | None:
-    """Return what d2t says as offsets and as target ids; None where there is no map, or it may not be read."""
+    """Return d2t read as offsets and as target ids; None if there is no map, or it may not be read."""
     if subject.d2t is None or subject.spec is None:
         return None
-    from ...head.vocab import read_ids, target_ids  # here, as a head without a map is checked without torch
+    from ...head.vocab import read_ids, target_ids  # imported here: a head without a map is checked without torch
 
     d2t, vocab = subject.d2t, subject.spec.vocab
     return read_ids(target_ids(d2t), vocab, subject.t2d), read_ids(d2t, vocab, subject.t2d)
@@ -57,7 +57,7 @@ def _is_either(readings: tuple[Reading, Reading]) -> bool:
 
 def d2t_zeros(subject: HeadSubject) -> Iterator[Found]:
     readings, d2t = _readings(subject), subject.d2t
-    # A t2d that marks these very tokens shows that the first ones were meant.
+    # A t2d with exactly these tokens shows that the first ones were meant.
     if readings and d2t is not None and not d2t.any() and readings[0].marked_otherwise != 0:
         yield Found("d2t", f"all {d2t.numel()} offsets are 0")
 
