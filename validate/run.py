@@ -342,7 +342,7 @@ def _measure_open(
 def _refuse_other_layers(output: Head, source: Origin) -> None:
     if source.recorded.spec.captured != output.spec.captured:
         raise PromptsInvalid(
-            f"the source reads layers {source.recorded.spec.captured}, but the output reads {output.spec.captured}",
+            f"the source reads layers {source.recorded.spec.captured}, but this head reads {output.spec.captured}",
             where=output.checkpoint.folder,
             fix="Correct the captured layers of one of them (--captured-are), then compare again.",
         )

@@ -186,7 +186,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "warning",
         "An engine finds no list of captured layers where it looks. Only the target's depth shows whether its"
         " default is right.",
-        fix="Give --target to decide it, or convert the head, which puts the list where the engine reads it.",
+        fix="Convert the head, which puts the list where the engine reads it, or check the default with --target.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
         check=lambda s: _unlisted(s, None),
