@@ -120,7 +120,7 @@ WRONG = {
     "forged": (SGLANG | {"server_info": {"SGLANG_SIMULATE_ACC_LEN": "2.5"}}, "forged its acceptance"),
     "something else": ({"a": 1}, "not a result of a program that kconv knows"),
     "no JSON": ("{", "is not valid JSON"),
-    "a histogram of words": (AIPERF | {"pooled_spec_decode_acceptance_histogram": {"x": 1}}, "is not a result of AIPerf"),
+    "a histogram of words": (AIPERF | {"pooled_spec_decode_acceptance_histogram": {"x": 1}}, "not a result of AIPerf"),
     "more than K + 1": (VLLM | {"spec_decode_accepted_tokens": 60000}, "is not within 1 and 4"),
 }  # fmt: skip
 

@@ -258,7 +258,7 @@ def test_a_domain_keeps_no_two_heads_apart():
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "a"]])
 def test_one_head_is_nothing_to_compare(names):
-    with pytest.raises(AcceptanceInvalid, match=f"of {', '.join(names)}, but .* at least two heads"):
+    with pytest.raises(AcceptanceInvalid, match=f"about {', '.join(names)}, but .* at least two heads"):
         compare([head(name, row()) for name in names])
 
 
