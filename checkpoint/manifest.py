@@ -17,7 +17,7 @@ from .schema import load_json
 
 MANIFEST = "kconv.json"
 AGAIN = "Fetch the folder again, or create it again with kconv."
-ADDED = "If somebody added the file, remove it; otherwise convert the head again."
+ADDED = "Remove the file if somebody added it; otherwise convert the head again."
 # The files that an engine reads: config, weights in any container, and quantization settings.
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L184-L208
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/config.py#L893-L898
@@ -28,7 +28,7 @@ READ_BY_ENGINES = (
 # How a report and a card describe a head, by `Manifest.as_it_ships`.
 DRAFTS = {
     True: "the draft as published: byte-identical to its source, and eligible where a reference draft is required",
-    False: "a changed draft, not the published one: not eligible where a reference draft must be served as published",
+    False: "another draft than the published one: not eligible where a reference draft must be served as published",
 }
 Action = Literal[
     "copied", "renamed", "repacked", "cast", "added", "rebuilt", "expanded", "pruned", "quantized", "dequantized",

@@ -114,13 +114,13 @@ def test_several_lines_are_several_rows(tmp_path):
 
 WRONG = {
     "a run without drafts": ({k: v for k, v in VLLM.items() if "spec" not in k}, "has no draft figures"),
-    "failed requests": (VLLM | {"failed": 2}, "2 requests of it failed"),
+    "failed requests": (VLLM | {"failed": 2}, "2 requests failed"),
     "a run that was cancelled": (AIPERF | {"was_cancelled": True}, "was not finished"),
     "no histogram": ({k: v for k, v in AIPERF.items() if "pooled" not in k}, "has no draft figures"),
     "forged": (SGLANG | {"server_info": {"SGLANG_SIMULATE_ACC_LEN": "2.5"}}, "forged its acceptance"),
     "something else": ({"a": 1}, "not a result of a program that kconv knows"),
     "no JSON": ("{", "is not valid JSON"),
-    "a histogram of words": (AIPERF | {"pooled_spec_decode_acceptance_histogram": {"x": 1}}, "is no result of AIPerf"),
+    "a histogram of words": (AIPERF | {"pooled_spec_decode_acceptance_histogram": {"x": 1}}, "not a result of AIPerf"),
     "more than K + 1": (VLLM | {"spec_decode_accepted_tokens": 60000}, "is not within 1 and 4"),
 }  # fmt: skip
 

@@ -89,7 +89,7 @@ def test_a_published_curve_is_read_with_its_origin(tmp_path):
 
 
 WRONG = {
-    "no mode": (lambda: [acceptance(row(1, 1.5, None))], AcceptanceInvalid, "says nothing of thinking"),
+    "no mode": (lambda: [acceptance(row(1, 1.5, None))], AcceptanceInvalid, "has reasoning unstated"),
     "another category": (lambda: [acceptance(row(1, 1.5, category="math"))], AcceptanceInvalid, "coding"),
     "two of one K": (lambda: [acceptance(row(1, 1.5)), acceptance(row(1, 1.6))], AcceptanceInvalid, "two figures"),
     "two heads": (

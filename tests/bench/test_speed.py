@@ -68,5 +68,5 @@ def test_a_server_is_measured_with_and_without_its_draft():
 
 
 def test_fewer_prompts_than_the_concurrency_are_no_load():
-    with serving("vllm") as server, pytest.raises(EngineFailed, match="6 prompts are no load of 8"):
+    with serving("vllm") as server, pytest.raises(EngineFailed, match="6 prompts are too few for a concurrency of 8"):
         measure_loads(client.connect(server.url, None, {}, 5.0), PROMPTS, (8,), 4, 0.0)

@@ -195,7 +195,7 @@ def test_l9_no_endorsement(output, claim):
     ("text", "stated", "what"),
     [
         (NVIDIA, "mit", "stands under the NVIDIA Open Model License"),
-        (NVIDIA, None, "is stated under none"),
+        (NVIDIA, None, "stated to be under none"),
         (APACHE, "mit", "stands under the Apache License 2.0"),
         ("All rights reserved.", "mit", "a license that kconv does not know"),
     ],

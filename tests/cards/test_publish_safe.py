@@ -93,8 +93,8 @@ def as_target(folder, hub, files):
     "files, why",
     {
         "its source's": ({NAME: CODE}, ""),
-        "changed": ({NAME: CODE + b"#"}, "and not that of org/target@"),
-        "not there": ({}, "and not that of org/target@"),
+        "changed": ({NAME: CODE + b"#"}, "that differs from org/target@"),
+        "not there": ({}, "that differs from org/target@"),
     }.values(),
 )
 def test_a_targets_code_is_published_where_it_is_its_sources_byte_for_byte(folder, hub, files, why):

@@ -241,7 +241,7 @@ def test_a_second_figure_of_one_key_is_not_lost():
     assert [[r and r.value for r in rows] for _, rows in found.tables[0].lines] == [[2.1, 2.6]]
     [apart] = found.apart
     assert (apart.head, apart.about, apart.figure) == ("a", "MT-Bench (math)", "3.100")
-    assert apart.reason == "the table has 2.100, of the same key, from https://x; this one is from https://y"
+    assert apart.reason == "the table has 2.100 with the same key from https://x; this one is from https://y"
 
 
 def test_lines_side_by_side_on_other_prompts_say_so():
@@ -258,7 +258,7 @@ def test_a_domain_keeps_no_two_heads_apart():
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "a"]])
 def test_one_head_is_nothing_to_compare(names):
-    with pytest.raises(AcceptanceInvalid, match=f"of {', '.join(names)}, but .* at least two heads"):
+    with pytest.raises(AcceptanceInvalid, match=f"about {', '.join(names)}, but .* at least two heads"):
         compare([head(name, row()) for name in names])
 
 

@@ -48,7 +48,7 @@ def test_keys_that_kconv_does_not_know_are_carried_and_said_to_be(head, tmp_path
     config = json.loads((head / "config.json").read_text()) | {"colour": "blue", "eagle_config": {"depth_hint": 1}}
     (head / "config.json").write_text(json.dumps(config))
     done = kconv("to-trtllm", head, tmp_path / "out")
-    assert "config keys copied as they are: colour, eagle_config.depth_hint\n" in done.stdout
+    assert "config keys copied unchanged: colour, eagle_config.depth_hint\n" in done.stdout
 
 
 def test_a_conversion_as_json_is_the_manifest_and_nothing_else(head, tmp_path):

@@ -72,7 +72,7 @@ def test_a_prefix_that_engines_do_not_take_off_is_named(tmp_path):
             tensors[f"model.{name}"] = tensors.pop(name)
 
     folder = head(tmp_path, GQA, prefix)
-    with pytest.raises(TensorMissing, match=r"there is model\.fc\.weight") as caught:
+    with pytest.raises(TensorMissing, match=r"the checkpoint has model\.fc\.weight") as caught:
         read_head(open_checkpoint(folder))
     assert "'model.'" in caught.value.fix
 

@@ -136,7 +136,7 @@ def test_a_target_of_another_vocabulary_is_refused(report):
 def test_duplicates_are_counted_and_named(report, t2d):
     found = report(d2t=torch.tensor([3, 2, 8, 17, 27, 8, 49, 53]), t2d=t2d)  # 1 + 2 is 3 again
     assert (found.kind, found.duplicates) == (NEITHER, 1)
-    assert "1 draft ids lead to a target id that another one already uses" in faults(found)
+    assert "1 draft ids map to a target id that another draft id already uses" in faults(found)
 
 
 def test_a_broken_map_is_not_taken_for_absolute_ids_against_its_t2d(report):
@@ -148,7 +148,7 @@ def test_a_broken_map_is_not_taken_for_absolute_ids_against_its_t2d(report):
 def test_ids_out_of_range_are_counted_and_named(report):
     found = report(d2t=torch.tensor([3, 70, 8, -17, 27, 27, 49, 53]))
     assert (found.kind, found.outside) == (NEITHER, 2)
-    assert "2 of 8 draft ids lead outside" in faults(found)
+    assert "2 of 8 draft ids map outside" in faults(found)
 
 
 def test_a_map_of_zeros_is_the_identity_prefix_that_engines_fall_back_to(report):

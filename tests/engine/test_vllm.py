@@ -222,7 +222,7 @@ def test_the_command_finds_that_the_engine_reads_other_layers(engine_python, dem
     assert figures["same_output"] == figures["prompts"]
     assert figures["per_position"] != figures["expected_per_position"]
     # It names the cause, which the chain fed those layers confirms, and what to run.
-    assert "[0, 2, 4], it gives the engine's own counts" in finding["message"]
+    assert "[0, 2, 4], the chain gives the engine's counts" in finding["message"]
     assert "kconv to-vllm" in finding["fix"]
     assert [found["severity"] for found in report["findings"] if found["rule"] == "K140"] == ["error"]
 

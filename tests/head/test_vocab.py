@@ -141,7 +141,7 @@ def test_the_most_frequent_tokens_and_the_special_ones_are_kept(case):
 
 @pytest.mark.parametrize("size, always", [(0, ()), (8, ()), (9, ()), (2, (0, 1, 7))])
 def test_a_size_that_cannot_be_is_refused(size, always):
-    with pytest.raises(ConfigInvalid, match=f"{size} tokens cannot be cut from 8"):
+    with pytest.raises(ConfigInvalid, match=f"{size} tokens cannot be chosen from 8"):
         keep_most_frequent(torch.ones(8, dtype=torch.int64), size, always)
 
 

@@ -185,7 +185,7 @@ def test_two_runs_do_not_meet(recipe, root):
 
 def test_a_record_that_cannot_be_read_is_named(made, root):
     (root / STATE).write_text("{")
-    with pytest.raises(ReleaseStateInvalid, match=r"run\.json is not a valid record"):
+    with pytest.raises(ReleaseStateInvalid, match=r"run\.json is not a valid run record"):
         carry_out(made, root)
 
 

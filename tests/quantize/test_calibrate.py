@@ -197,7 +197,7 @@ def test_an_interrupted_command_goes_on_behind_its_last_layer(forms, stopping, t
         done = CliRunner().invoke(main, [*words, str(out)])
         assert sorted(set(layers)) == list(range(begin, min(stop, 7)))
         assert out.exists() == (done.exit_code == 0) == (stop == 99)
-    assert "5 of 7 layers are done already" in done.stderr
+    assert "5 of 7 layers are already done" in done.stderr
     assert out.read_bytes() == (tmp_path / "quiet.json").read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"prompts.jsonl", "quiet.json", "calibration.json"}
 

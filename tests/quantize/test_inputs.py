@@ -97,7 +97,7 @@ def test_a_calibration_of_another_model_is_named(tiny_target, calibrated, tmp_pa
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"][0] += 1  # the same dims, trained otherwise
     save_file(tensors, other / "model.safetensors")
-    with pytest.raises(InputScalesInvalid, match="another target, of another norm"):
+    with pytest.raises(InputScalesInvalid, match="another target, with a different norm"):
         from_calibration(calibrated()[0], *opened(other))
 
 

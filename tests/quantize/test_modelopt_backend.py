@@ -146,7 +146,7 @@ def test_prompts_are_read_before_the_weights_are_fetched(forms, kconv, tmp_path,
 
 
 USAGE = {
-    "modelopt without prompts": (["nvfp4", "--backend", "modelopt"], "--prompts is required. Give a JSONL file"),
+    "modelopt without prompts": (["nvfp4", "--backend", "modelopt"], "--prompts is required. Pass a JSONL file"),
     "modelopt with an input scale": (
         ["nvfp4", "--backend", "modelopt", "--prompts", "p", "--input-scale", "data-free"],
         "--input-scale: only with --backend stream",

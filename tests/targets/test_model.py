@@ -120,7 +120,7 @@ def test_a_target_larger_than_the_memory_that_is_left_is_refused(folder, model, 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
     monkeypatch.setattr(psutil, "swap_memory", lambda: type("Swap", (), {"free": 0}))
     if is_refused:
-        with pytest.raises(TargetTooLarge, match=r"GB in memory as bfloat16, but .* GB are free"):
+        with pytest.raises(TargetTooLarge, match=r"GB of memory as bfloat16, but .* GB are free"):
             load_target(folder, torch.bfloat16)
     else:
         load_target(folder, torch.bfloat16)

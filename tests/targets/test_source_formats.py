@@ -219,7 +219,7 @@ def test_an_int4_weight_in_part_is_named(int4, edit, fault, phrase):
 
 def test_a_weight_shape_that_lies_is_named(int4):
     change(int4, lambda tensors: tensors.update({f"{EXPERT}.weight_shape": torch.tensor([64, 32])}))
-    with pytest.raises(TensorShape, match=r"says \[64, 32\], and the packed values are \[32, 64\]"):
+    with pytest.raises(TensorShape, match=r"says \[64, 32\], but the packed values are \[32, 64\]"):
         stored(int4)[f"{EXPERT}.weight"].read()
 
 

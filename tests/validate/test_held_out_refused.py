@@ -67,7 +67,7 @@ def test_prompts_of_one_token(refuse, prompts):
 
 def test_a_target_of_which_no_layer_fits_and_what_to_do_about_it(refuse, prompts, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    said = refuse(TargetTooLarge, "in memory as float32 with one expert at a time", prompts)
+    said = refuse(TargetTooLarge, "of memory as float32 with one expert at a time", prompts)
     assert "a machine with more memory" in said.fix
 
 
@@ -99,5 +99,5 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_is_fetched(words,
     head = write_head(tmp_path / "head", by_name("vllm"), MLA, random_slots(MLA))
     paths = {"HEAD": head, "TARGET": pair[0], "QUANTIZED": pair[1], "PROMPTS": prompts, "OUT": tmp_path / "a.json"}
     done = CliRunner().invoke(main, [str(paths.get(word, word)) for word in words])
-    assert done.exit_code == 1 and "in memory as float32" in done.output
+    assert done.exit_code == 1 and "of memory as float32" in done.output
     assert fetched == []

@@ -42,7 +42,7 @@ def test_a_key_that_decides_a_number_is_found_alone_where_it_is_another(key, sta
 @pytest.mark.parametrize("key", [key for key in KEYS if KEYS[key] is None and key not in COUNTS])
 def test_a_key_that_the_output_lost_is_found_where_readers_would_take_their_own(key, stated):
     (finding,) = check_config(parse_target_config(stated | {key: None}), parse_target_config(stated))
-    assert finding.message == f"it is not stated, and the source's is {stated[key]!r}"
+    assert finding.message == f"it is not stated, but the source's is {stated[key]!r}"
 
 
 @pytest.mark.parametrize(

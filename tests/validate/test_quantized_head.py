@@ -88,7 +88,7 @@ def test_what_was_rounded_is_told_with_its_noise(source, tmp_path, form):
     absent, noise = check_source(output, source)
     assert (absent.rule, noise.rule, noise.severity) == ("K302", "K306", "note")
     name = form.removesuffix(" by rows")
-    assert noise.message.startswith(f"3 linears are rounded to {name}: signal over noise ")
+    assert noise.message.startswith(f"3 linear layers are rounded to {name}: signal over noise ")
     # What uniformly spread values keep of four bits in groups of sixteen, and of eight.
     low, high = (18, 25) if name == "NVFP4" else (29, 34)
     assert low < float(noise.message.partition("noise ")[2].split()[0]) < high

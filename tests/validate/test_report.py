@@ -27,7 +27,7 @@ def test_a_report_that_is_not_there_is_named(tmp_path: Path):
 
 def test_a_report_that_cannot_be_taken_is_named(tmp_path: Path):
     (tmp_path / "report.json").write_text('{"schema": 7}')
-    with pytest.raises(ReportInvalid, match="is not a valid report of kconv") as fault:
+    with pytest.raises(ReportInvalid, match="is not a valid kconv report") as fault:
         read_report(tmp_path)
     assert fault.value.where == str(tmp_path / "report.json")
     (tmp_path / "report.json").unlink()

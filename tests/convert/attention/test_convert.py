@@ -170,7 +170,7 @@ def test_what_has_no_place_is_refused_at_once(gqa_spec, mla_spec, make_head, sta
         outline(replace(gqa_spec, attention=Gqa(4, 2, 64), rope=Rope(10000.0, None, 2 / 64)), "mla")
     damaged = make_head(gqa_spec)
     damaged.weights["0.gate_proj"][3, 1] = float("nan")
-    with pytest.raises(TensorValue, match="gate_proj of the head holds"):
+    with pytest.raises(TensorValue, match=r"the head's .*gate_proj holds"):
         fit_attention(damaged, "mla", states, dtype="F32", shape=WIDE)
     with pytest.raises(CalibrationInvalid):
         fit_attention(make_head(gqa_spec), "mla", replace(states, batches=states.batches[:3]), dtype="F32", shape=WIDE)
