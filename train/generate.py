@@ -11,17 +11,17 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, TextIO
 
 import httpx
 
 from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
+from ..engines.client import ask_all
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
@@ -94,10 +94,10 @@ def generate(
         with (
             out.open("a", encoding="utf-8") as file,
             httpx.Client(base_url=request.url, timeout=request.timeout) as client,
-            closing(_ask_all(client, request, left)) as lines,
+            closing(ask_all(partial(_ask, client, request), left, request.concurrency)) as lines,
         ):
             try:
-                for line in lines:
+                for _, line in lines:
                     why = line.get("failed", why)
                     counts[FAILED if "failed" in line else ANSWERED] += 1
                     _write(file, line)
@@ -154,41 +154,6 @@ def _answered(out: Path) -> set[str]:
         return {digest for digest, answered in asked if answered}
     except (ValueError, KeyError, TypeError) as fault:
         raise PromptsInvalid(f"{out.name} holds something other than answers: {fault}", where=out, fix=fix) from fault
-
-
-def _ask_all(client: httpx.Client, request: GenerateRequest, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of prompts as they are answered; whoever stops waits for none of the answers under way.
-
-    An executor's threads are joined before Python ends, and an answer of a large target takes many minutes. A daemon's
-    requests end with the process, and a server drops what nobody waits for.
-    """
-    waiting: SimpleQueue[Prompt] = SimpleQueue()
-    answered: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
-    for prompt in prompts:
-        waiting.put(prompt)
-
-    def work() -> None:
-        while True:
-            try:
-                answered.put(_ask(client, request, waiting.get_nowait()))
-            except Empty:
-                return
-            except BaseException as fault:
-                answered.put(fault)
-                return
-
-    try:
-        for _ in range(min(request.concurrency, len(prompts))):
-            Thread(target=work, daemon=True).start()
-        for _ in prompts:
-            line = answered.get()
-            if isinstance(line, BaseException):
-                raise line
-            yield line
-    finally:
-        with suppress(Empty):
-            while True:
-                waiting.get_nowait()
 
 
 def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:
