@@ -101,6 +101,7 @@ def check_states(bench: Bench) -> dict[str, Any]:
         places = [[(index, 0, length)] for index in range(count)]
         rows: Any = Rows()
         feed = Feed(ids, torch.ones_like(ids, dtype=torch.bool), 1, Offline(rows, places), torch.bfloat16)
+        on_card: list[torch.Tensor] = []
         begin = time.perf_counter()
         for index in range(count):
             batch = feed[index]["base_model_outputs"]

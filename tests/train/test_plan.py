@@ -66,7 +66,8 @@ def seen_of(model, recipe: EagleRecipe, length: int) -> tuple[int, int]:
         output.loss.backward()
     model.zero_grad()
     # Each piece that was taken or given back, in the order of time.
-    events = sorted((e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
+    found = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    events = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
     return kept, kept + max(accumulate(size for _, size in events))
 
 
