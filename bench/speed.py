@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..engines.client import Client
+from ..engines.client import Client, ask_all
 from ..errors import EngineFailed
 from ..targets.prompts import Prompt
 from .acceptance import Interval, SpeedFigure, SpeedRow
@@ -65,9 +64,9 @@ def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_to
         return Dialogue(tuple(texts), tokens, seconds, tuple(firsts))
 
     begin = time.monotonic()
-    with ThreadPoolExecutor(concurrency) as pool:
-        dialogues = tuple(pool.map(hold, prompts))
-    return Load(dialogues, time.monotonic() - begin)
+    found = dict(ask_all(hold, prompts, concurrency))
+    seconds = time.monotonic() - begin
+    return Load(tuple(found[place] for place in range(len(prompts))), seconds)
 
 
 def measure_loads(

@@ -7,10 +7,11 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -37,6 +38,7 @@ OPENAI = "Pass the address of an OpenAI-compatible server."
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 # More than any engine counts or uses as a token id.
 MOST = 1 << 48
+One, Found = TypeVar("One"), TypeVar("Found")
 
 
 class Dialogue(Protocol):
@@ -229,8 +231,8 @@ class Client:
                 messages.append({"role": "assistant", "content": answers[-1].text})
             return answers
 
-        with ThreadPoolExecutor(max(1, len(prompts))) as pool:
-            return list(pool.map(dialogue, prompts))
+        found = dict(ask_all(dialogue, prompts, len(prompts)))
+        return [found[place] for place in range(len(prompts))]
 
     def is_healthy(self) -> bool:
         """Whether the server is up and ready to serve."""
@@ -352,6 +354,45 @@ class Client:
             return data.decode()
         except UnicodeDecodeError as fault:
             raise EngineFailed("the server's answer is not UTF-8 text", where=url, fix="Check the address.") from fault
+
+
+def ask_all(ask: Callable[[One], Found], asked: Sequence[One], at_once: int) -> Iterator[tuple[int, Found]]:
+    """Yield the place of each of `asked` and what came of it, as they end; `at_once` of them run side by side.
+
+    Who stops, or fails, waits for none of those under way. An executor's threads are joined before Python ends, and one
+    answer of a large target takes minutes; these are daemons. Their requests end with the process, and a server drops
+    what nobody waits for.
+
+    Raises:
+        BaseException: what `ask` raised first.
+    """
+    waiting: SimpleQueue[tuple[int, One]] = SimpleQueue()
+    ended: SimpleQueue[tuple[int, Found] | BaseException] = SimpleQueue()
+    for pair in enumerate(asked):
+        waiting.put(pair)
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                place, one = waiting.get_nowait()
+                try:
+                    ended.put((place, ask(one)))
+                except BaseException as fault:
+                    ended.put(fault)
+                    return
+
+    try:
+        for _ in range(min(at_once, len(asked))):
+            Thread(target=work, daemon=True).start()
+        for _ in asked:
+            found = ended.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        with suppress(Empty):
+            while True:
+                waiting.get_nowait()
 
 
 def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: float) -> Client:

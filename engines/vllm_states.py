@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import NAMES, read_tensor
 from ..errors import EngineFailed, KconvError, StatesInvalid
-from .client import SHOWN, Client
+from .client import SHOWN, Client, ask_all
 from .keys import IDS
 
 WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01
@@ -137,8 +136,8 @@ class ServedRunner:
             _remove(file)
             return tokens
 
-        with ThreadPoolExecutor(self.at_once) as pool:
-            return list(pool.map(continue_one, prompts))
+        found = dict(ask_all(continue_one, prompts, self.at_once))
+        return [found[place] for place in range(len(prompts))]
 
     def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
         """Return new tokens, the file to which the prompt's states are being written, and the first token's logprob."""

@@ -12,14 +12,16 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
 
 from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
+from ..engines.client import ask_all
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
@@ -92,17 +94,15 @@ def generate(
         with (
             out.open("a", encoding="utf-8") as file,
             httpx.Client(base_url=request.url, timeout=request.timeout) as client,
-            ThreadPoolExecutor(request.concurrency) as workers,
+            closing(ask_all(partial(_ask, client, request), left, request.concurrency)) as lines,
         ):
             try:
-                for future in as_completed([workers.submit(_ask, client, request, prompt) for prompt in left]):
-                    line = future.result()
+                for _, line in lines:
                     why = line.get("failed", why)
                     counts[FAILED if "failed" in line else ANSWERED] += 1
                     _write(file, line)
                     progress(counts)
             finally:
-                workers.shutdown(wait=False, cancel_futures=True)
                 _put_in_order(out, prompts)
     except OSError as fault:
         raise OutputFailed(

@@ -143,8 +143,27 @@ def token_bytes(recipe: EagleRecipe, hidden: int) -> int:
     return stream + latents * half + heads
 
 
+def attention_bytes(recipe: EagleRecipe) -> int:
+    """Return what the attention's gradient holds of a token at most, while what is kept for the others is still there.
+
+    That is in the last draft step, which goes back first: gradients of all steps' keys and values and one that is added
+    to them, and one lot's keys and values side by side, as wide as the keys, with their gradients, in what is computed
+    in. A lot of a row of several documents has fewer.
+    """
+    full, half = WIDTHS[recipe.dtype], WIDTHS[recipe.compute or recipe.dtype]
+    attention = recipe.attention
+    if isinstance(attention, Mla):
+        width = attention.heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        keys, values = width, attention.heads * attention.v_head_dim
+    else:
+        width = attention.heads * attention.head_dim
+        keys = values = attention.kv_heads * attention.head_dim
+    return recipe.ttt_steps * (keys * full + values * half) + keys * full + 4 * width * half
+
+
 def _at_once(recipe: EagleRecipe, config: TargetConfig, tokens: int) -> int:
-    """Return the most memory recomputed at a time: of the MLP, or of some tokens' logits, with gradients."""
+    """Return the most that is computed again at a time with its gradients: attention, MLP, or some tokens' logits."""
     half = WIDTHS[recipe.compute or recipe.dtype]
     logits = max(LOGIT_BYTES, 4 * FEWEST_TOKENS * config.vocab)
-    return max(8 * tokens * recipe.intermediate * half, 6 * min(logits, 4 * tokens * config.vocab))
+    parts = (attention_bytes(recipe) * tokens, 8 * tokens * recipe.intermediate * half)
+    return max(*parts, 6 * min(logits, 4 * tokens * config.vocab))

@@ -1,13 +1,16 @@
 import contextlib
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from kconv.engines import client as http
-from kconv.engines.client import Client
+from kconv.engines.client import Client, ask_all
 from kconv.engines.counters import Counts
 from kconv.engines.vllm import ACCEPTED, ACCEPTED_AT, DRAFTED, DRAFTS, ENGINE
 from kconv.errors import CountersMissing, EngineFailed
@@ -40,6 +43,38 @@ def test_asks_for_a_greedy_completion_that_no_end_of_text_cuts_short(client, sta
         "ignore_eos": True,
         "return_token_ids": True,
     }
+
+
+WAITS = """
+import time
+from kconv.checkpoint.staging import heed_sigterm
+from kconv.engines.client import ask_all
+with heed_sigterm():
+    for place, _ in ask_all(lambda one: time.sleep(one), [0, 3600, 3600], 2):
+        print(place, flush=True)
+"""
+
+
+def test_whoever_is_ended_waits_for_no_answer_under_way():
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "0\n"
+        process.terminate()
+        try:
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_of_several_asked_side_by_side_each_is_answered_once_and_the_first_fault_ends_all():
+    def ask(one: int) -> int:
+        if one == 7:
+            raise EngineFailed("seven", where="here", fix="Leave it out.")
+        return 10 * one
+
+    assert sorted(ask_all(ask, [3, 1, 2], 2)) == [(0, 30), (1, 10), (2, 20)]
+    assert list(ask_all(ask, [], 4)) == []
+    with pytest.raises(EngineFailed, match="seven"):
+        list(ask_all(ask, [1, 7, 2], 1))
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def test_each_of_two_processes_reads_the_ends_an_index_and_its_own_rows(sharded,
         _, start, *steps = json.loads((tmp_path / f"{rank}.json").read_text())
         # Configs, tokenizers, headers and the kernel's own counters are read besides.
         assert start < 3 * ends + 2 * small + SMALL
+        # The ends are loaded, the first batch and the two behind it are read, and headers say where they are.
+        assert steps[0] - start < 4 * ends + 3 * own + 2 * small + SMALL
         # From the fourth step, as some batches are read ahead, to the last but these.
         taken = steps[20] - steps[3]
         assert 10 * own <= taken <= 19 * own + SMALL, (rank, taken, own)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +20,7 @@ from support.loopback import serving
 from kconv.cli import main
 from kconv.errors import EngineFailed, PromptsInvalid
 from kconv.targets.dialogues import read_rows
-from kconv.targets.prompts import Prompt
+from kconv.targets.prompts import Prompt, read_prompts
 from kconv.train import generate as generating
 from kconv.train.generate import GenerateRequest, generate
 
@@ -104,6 +108,30 @@ def test_a_run_that_was_stopped_leaves_the_same_bytes(server, tmp_path):
     # What other prompts were answered with is kept.
     generate([Prompt("d", "", ("five",))], GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
     assert list(lines(tmp_path / "out.jsonl")) == ["a", "b", "c", "d"]
+
+
+def test_sigterm_waits_for_no_answer_and_keeps_what_was_written(server, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    texts = ["slow", "three", "four", "slower"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    ended = threading.Event()
+    server.say = lambda messages, _: ("slow" not in messages[-1]["content"] or ended.wait()) and (200, "yes")
+    words = ["generate", "--url", server.url, "--model", "m", "--prompts", prompts, "--out", out, "--concurrency", 3]
+    program = [sys.executable, "-c", "from kconv.cli import main; main()", *map(str, words)]
+    with subprocess.Popen(program, stderr=subprocess.DEVNULL) as process:
+        try:
+            while process.poll() is None and not (out.exists() and len(out.read_text().splitlines()) == 2):
+                time.sleep(0.01)
+            process.terminate()
+            # The two that are asked for are never answered.
+            code = process.wait(60)
+        finally:
+            process.kill()
+            ended.set()
+    assert code == 128 + signal.SIGTERM
+    assert [line["messages"][0]["content"] for line in map(json.loads, out.read_text().splitlines())] == texts[1:3]
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+    assert generate(read_prompts(prompts), GenerateRequest(server.url, "m"), out) == {"answered": 2, "skipped": 2}
 
 
 def test_what_got_no_answer_is_no_training_data(server, tmp_path):

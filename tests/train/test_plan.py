@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from kconv.targets.config import parse_target_config
 from kconv.targets.model import find_ends, load_ends
 from kconv.train.loop import EagleTrainer
 from kconv.train.module import build_module, run_eagle
-from kconv.train.plan import plan_training, token_bytes
+from kconv.train.plan import attention_bytes, plan_training, token_bytes
 from kconv.train.recipe import TEST_MLA, EagleRecipe
 
 from .test_offline import VALUES, store
@@ -46,8 +47,8 @@ RECIPES = {
 }
 
 
-def kept(model, recipe: EagleRecipe, length: int) -> int:
-    """Return the bytes that a forward pass leaves for the gradient."""
+def seen_of(model, recipe: EagleRecipe, length: int) -> tuple[int, int]:
+    """Return the bytes that a forward pass leaves for the gradient, and the most that are held until it is there."""
     generator = torch.Generator().manual_seed(0)
     batch = {
         "input_ids": torch.randint(3, 512, (1, length), generator=generator),
@@ -60,7 +61,14 @@ def kept(model, recipe: EagleRecipe, length: int) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         output = run_eagle(model, batch, recipe)
     assert output.loss.requires_grad
-    return sum(event.self_cpu_memory_usage for event in seen.events() or ())
+    kept = sum(event.self_cpu_memory_usage for event in seen.events() or ())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        output.loss.backward()
+    model.zero_grad()
+    # Each piece that was taken or given back, in the order of time.
+    found = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    events = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+    return kept, kept + max(accumulate(size for _, size in events))
 
 
 @pytest.mark.parametrize("compute", [None, "BF16"])
@@ -69,10 +77,12 @@ def test_activations_are_what_torch_keeps_of_each_token(tiny_target, kind, compu
     recipe = dataclasses.replace(RECIPES[kind], compute=compute)
     model = build_module(load_ends(find_ends(Folder(tiny_target)), torch.float32), recipe)
     model.train()
-    kept(model, recipe, 64)
-    few, many = (kept(model, recipe, length) for length in (512, 1024))
+    seen_of(model, recipe, 64)
+    (few, lower), (many, upper) = (seen_of(model, recipe, length) for length in (512, 1024))
     # Of a token, whatever is kept of a whole step: it grows with the tokens, and with nothing else.
-    assert many - few == pytest.approx(512 * recipe.ttt_steps * token_bytes(recipe, 64), rel=0.15)
+    each = recipe.ttt_steps * token_bytes(recipe, 64)
+    assert many - few == pytest.approx(512 * each, rel=0.15)
+    assert upper - lower == pytest.approx(512 * (each + attention_bytes(recipe)), rel=0.2)
 
 
 def test_a_plan_at_kimi_k2s_dims_adds_up():
