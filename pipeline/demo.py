@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Queue
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -39,7 +40,7 @@ from ..tiny.target import kept_at, make_target, pack
 from ..tiny.text import read_corpus
 from ..train.module import load_module, run_module
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
-from ..train.run import MODULE, head_key, train_head
+from ..train.run import MODULE, OF_THE_STATES, head_key, share_states, train_head
 from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.parity import load_head
 from ..validate.report import Report, figures, make_report
@@ -149,11 +150,19 @@ def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, P
         titles = {name: _title(f"{name} head", "training with ModelOpt", out) for name, out in folders.items()}
         shown = {name: open_.enter_context(stage(title)) for name, title in titles.items()}
         progress = manager.Queue()
-        jobs = [(target, folders[name], recipe, text, held_out, name, progress) for name, recipe in heads]
-        jobs = [job for job in jobs if not job[1].exists()]
-        workers = max(1, min(len(jobs), os.cpu_count() or 1))
+        missing = [(name, recipe) for name, recipe in heads if not folders[name].exists()]
+        workers = max(1, min(len(missing), os.cpu_count() or 1))
         pool = open_.enter_context(ProcessPoolExecutor(workers, spawned))
-        running = {pool.submit(_train_one, *job) for job in jobs}
+        for _ in missing:
+            # The imports take as long as the target takes for what heads share.
+            pool.submit(_be_imported)
+        shared = Path(open_.enter_context(TemporaryDirectory()))
+        running: set[Future[KconvError | None]] = set()
+        for name, recipe in missing:
+            states = shared / "-".join(str(getattr(recipe, part)) for part in OF_THE_STATES)
+            if not states.exists():
+                share_states(target, states, recipe, text, held_out)
+            running.add(pool.submit(_train_one, target, folders[name], recipe, text, held_out, states, name, progress))
         while running:
             done, running = wait(running, timeout=PATIENCE, return_when=FIRST_COMPLETED)
             while not progress.empty():
@@ -163,12 +172,23 @@ def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, P
     return folders
 
 
+def _be_imported() -> None:
+    """Do nothing; a new process imports all of this module first."""
+
+
 def _train_one(
-    target: Path, out: Path, recipe: EagleRecipe, text: torch.Tensor, held_out: torch.Tensor, name: str, progress: Queue
+    target: Path,
+    out: Path,
+    recipe: EagleRecipe,
+    text: torch.Tensor,
+    held_out: torch.Tensor,
+    states: Path,
+    name: str,
+    progress: Queue,
 ) -> KconvError | None:
     """Train one head in a process of its own; return the error that ended it."""
     try:
-        train_head(target, out, recipe, text, held_out, lambda *state: progress.put((name, *state)))
+        train_head(target, out, recipe, text, held_out, lambda *state: progress.put((name, *state)), states)
     except KconvError as error:
         return error
     return None

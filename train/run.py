@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import DistError
 
@@ -40,7 +41,7 @@ from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
-from .feed import Feed, StatesSource, online_states
+from .feed import Feed, Online, Shared, StatesSource, online_states
 from .job import (
     LIBRARIES,
     Pace,
@@ -234,6 +235,8 @@ def is_made(out: Path, key: str) -> bool:
 # head as ModelOpt's own module (`module.save_module`), and training.json, which says how it was made.
 
 HELD_OUT_BATCHES = 8
+# What a recipe says of the states that its head reads.
+OF_THE_STATES = ("captured", "batches", "batch", "seq", "seed", "dtype")
 
 
 def train_head(
@@ -243,6 +246,7 @@ def train_head(
     text: Tensor,
     held_out: Tensor,
     progress: Progress = lambda *_: None,
+    states: Path | None = None,
 ) -> Path:
     """Train an Eagle3 head for a target with ModelOpt, or find the one that was made so before.
 
@@ -253,6 +257,7 @@ def train_head(
         text: token ids to train on, documents one after the other: [N] int64.
         held_out: token ids of other documents, [M] int64, on which the head is measured and never trained.
         progress: called after each training step.
+        states: what `share_states` wrote of the same target and texts; None to run the target here.
 
     Returns:
         `out`.
@@ -264,7 +269,7 @@ def train_head(
         OutputExists: something else is at `out`.
         OutputFailed: `out` is not writable.
     """
-    job = _job(target_folder, recipe, text, held_out)
+    job = _job(target_folder, recipe, text, held_out, states)
     work = workplace(out)
     if is_made(out, job_key(job)):
         return out
@@ -286,12 +291,42 @@ def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: T
     return job_key(_job(target_folder, recipe, text, held_out))
 
 
-def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> TrainJob:
+def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> None:
+    """Store the states that `train_head` would compute, for all heads whose recipes agree in `OF_THE_STATES`.
+
+    Args:
+        target_folder, recipe, text, held_out: as of `train_head`.
+        file: the file to write.
+
+    Raises:
+        RecipeInvalid, TargetInvalid: see `train_head`.
+    """
+    job, found = _job(target_folder, recipe, text, held_out), {}
+    with one_thread():
+        target = Online(load_target(target_folder, TORCH[recipe.dtype]), recipe.captured)
+        for name, rows in (("text", job.text), ("unseen", job.unseen)):
+            # In the batches that training reads, as a sum may come out otherwise in others.
+            batches = torch.arange(len(rows.ids)).split(recipe.batch)
+            both = zip(*(target.read(batch, rows.ids[batch]) for batch in batches), strict=True)
+            found |= {f"{name}.{part}": torch.cat(states) for part, states in zip(STATES, both, strict=True)}
+    save_file(found, file)
+
+
+STATES = ("captured", "hidden")
+
+
+def _job(
+    target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor, shared: Path | None = None
+) -> TrainJob:
     check_recipe(recipe)
     windows = cut_windows(text, recipe.seq, recipe.batches * recipe.batch, recipe.seed)
     measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
 
     def states() -> tuple[StatesSource, StatesSource]:
+        if shared is not None:
+            found = load_file(shared)
+            read, looked_at = (Shared(*(found[f"{name}.{part}"] for part in STATES)) for name in ("text", "unseen"))
+            return read, looked_at
         return online_states(load_target(target_folder, TORCH[recipe.dtype]), recipe)
 
     text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
