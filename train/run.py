@@ -13,10 +13,13 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import DistError
 
+from ..checkpoint.bytes import processors
 from ..checkpoint.folder import open_checkpoint, read_json
 from ..checkpoint.staging import refuse_existing, staged, writing
 from ..checkpoint.tensors import TORCH
@@ -39,7 +43,7 @@ from ..errors import TrainingFailed
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
-from .data import Rows, cut_windows
+from .data import Rows, cut_windows, divide
 from .evaluate import draw_curves, spec_of
 from .feed import Feed, Online, Shared, StatesSource, online_states
 from .job import (
@@ -302,13 +306,22 @@ def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Ten
         RecipeInvalid, TargetInvalid: see `train_head`.
     """
     job, found = _job(target_folder, recipe, text, held_out), {}
-    with one_thread():
+
+    def run(ids: Tensor, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        # Each thread has a target of its own, as what captures is hooked into it.
         target = Online(load_target(target_folder, TORCH[recipe.dtype]), recipe.captured)
+        return [target.read(batch, ids[batch]) for batch in batches]
+
+    with one_thread(), ThreadPoolExecutor(processors()) as pool:
         for name, rows in (("text", job.text), ("unseen", job.unseen)):
             # In the batches that training reads, as a sum may come out otherwise in others.
             batches = torch.arange(len(rows.ids)).split(recipe.batch)
-            both = zip(*(target.read(batch, rows.ids[batch]) for batch in batches), strict=True)
-            found |= {f"{name}.{part}": torch.cat(states) for part, states in zip(STATES, both, strict=True)}
+            shares = [batches[own.start : own.stop] for own in divide([1] * len(batches), processors())]
+            parts = chain.from_iterable(pool.map(partial(run, rows.ids), shares))
+            found |= {
+                f"{name}.{part}": torch.cat(states)
+                for part, states in zip(STATES, zip(*parts, strict=True), strict=True)
+            }
     save_file(found, file)
 
 
