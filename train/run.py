@@ -43,7 +43,7 @@ from ..errors import TrainingFailed
 from ..targets.config import read_target_config
 from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
-from .data import Rows, cut_windows, divide
+from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
 from .feed import Feed, Online, Shared, StatesSource, online_states
 from .job import (
@@ -241,6 +241,7 @@ def is_made(out: Path, key: str) -> bool:
 HELD_OUT_BATCHES = 8
 # What a recipe says of the states that its head reads.
 OF_THE_STATES = ("captured", "batches", "batch", "seq", "seed", "dtype")
+STATES, MOST_TARGETS = ("captured", "hidden"), 4
 
 
 def train_head(
@@ -306,26 +307,22 @@ def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Ten
         RecipeInvalid, TargetInvalid: see `train_head`.
     """
     job, found = _job(target_folder, recipe, text, held_out), {}
+    # Each thread has a target of its own, as what captures is hooked into it.
+    count = min(processors(), MOST_TARGETS)
+    targets = [Online(load_target(target_folder, TORCH[recipe.dtype]), recipe.captured) for _ in range(count)]
 
-    def run(ids: Tensor, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        # Each thread has a target of its own, as what captures is hooked into it.
-        target = Online(load_target(target_folder, TORCH[recipe.dtype]), recipe.captured)
+    def run(ids: Tensor, target: Online, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return [target.read(batch, ids[batch]) for batch in batches]
 
-    with one_thread(), ThreadPoolExecutor(processors()) as pool:
+    with one_thread(), ThreadPoolExecutor(len(targets)) as pool:
         for name, rows in (("text", job.text), ("unseen", job.unseen)):
             # In the batches that training reads, as a sum may come out otherwise in others.
             batches = torch.arange(len(rows.ids)).split(recipe.batch)
-            shares = [batches[own.start : own.stop] for own in divide([1] * len(batches), processors())]
-            parts = chain.from_iterable(pool.map(partial(run, rows.ids), shares))
-            found |= {
-                f"{name}.{part}": torch.cat(states)
-                for part, states in zip(STATES, zip(*parts, strict=True), strict=True)
-            }
+            size = -(-len(batches) // len(targets))
+            shares = [batches[begin : begin + size] for begin in range(0, len(batches), size)]
+            both = zip(*chain.from_iterable(pool.map(partial(run, rows.ids), targets, shares)), strict=True)
+            found |= {f"{name}.{part}": torch.cat(states) for part, states in zip(STATES, both, strict=True)}
     save_file(found, file)
-
-
-STATES = ("captured", "hidden")
 
 
 def _job(
