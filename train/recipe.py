@@ -228,7 +228,6 @@ TINY_MLA = EagleRecipe(
     intermediate=384,
     captured=(1, 3, 5),
     rope=KIMI_ROPE,
-    steps=900,
 )
 TINY_GQA = dataclasses.replace(TINY_MLA, attention=Gqa(4, kv_heads=2, head_dim=32), rope=PLAIN_ROPE)
 

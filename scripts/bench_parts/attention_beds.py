@@ -81,7 +81,7 @@ class Bed:
         return Shape(2 * gqa.kv_heads * gqa.head_dim // ratio, rotary=gqa.head_dim // 2, q_lora_rank=4 * gqa.head_dim)
 
 
-# As the target and the heads of the page were made: on one core, and in more steps than the demo's.
+# As it was when the heads of the page were made: trained on one core.
 ALONE = replace(DEMO, parts=1)
 BEDS = {
     "words": Bed(
