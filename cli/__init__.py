@@ -5,12 +5,20 @@ Modules of this package import nothing heavy at their top, so that `kconv --help
 
 from __future__ import annotations
 
+import atexit
+import gc
+
 import click
 
 from .group import FIRST, Kconv
 from .others import completion, demo, run
 from .terminal import echo
 from .versions import version_option
+
+# torch and ModelOpt are a million objects that are no garbage: to look through them again and again takes a quarter of
+# their import, and half of the program's end. The thresholds are mypy's.
+gc.set_threshold(200_000, 30, 30)
+atexit.register(gc.freeze)
 
 
 @click.group(

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from ..errors import RequestInvalid
 from .base import Context, Estimate, Name, Operation, argument, option, quiet_stdout
 from .convert import Converted, Share
-from .reading import Count, Reading, check_trusted, refuse_existing_output
+from .reading import Count, Reading, check_prompts, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,10 +78,11 @@ class Calibrate(Prompted):
             OutputExists, OutputFailed: the file exists, or cannot be written.
             KconvError: the target or the prompts cannot be read.
         """
-        from ..quantize.calibrate import calibrate_target
-
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
+        check_prompts(context.path(self.prompts))
+        from ..quantize.calibrate import calibrate_target
+
         with context.status("calibrating") as say:
             found = calibrate_target(
                 context.source(self.target),

@@ -169,6 +169,26 @@ def check_prompts(file: Path) -> None:
             pass
 
 
+def check_data(context: Context, name: str | None) -> None:
+    """Refuse a file of training data that is not there, before anything is loaded that takes seconds.
+
+    Args:
+        context: of the request.
+        name: a file, or the id of a data set on the Hub, which is looked at later; None for neither.
+
+    Raises:
+        TrainingDataInvalid: it is the name of a file, and there is none.
+    """
+    from ..errors import TrainingDataInvalid
+
+    if name is not None and name.endswith((".json", ".jsonl")) and not context.path(name).exists():
+        raise TrainingDataInvalid(
+            f"there is no file {name}",
+            where=name,
+            fix="Give a JSONL file, or the id of a data set on the Hub (with --split and --revision).",
+        )
+
+
 def refuse_existing_output(out: str | None, source: str | None = None) -> None:
     """Refuse an output that already exists, or that lies inside the checkpoint it is made from.
 

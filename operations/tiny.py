@@ -45,9 +45,9 @@ class Tiny(Operation):
             OutputExists, OutputFailed: the folder exists, or cannot be written.
             TrainingFailed: the target could not be trained.
         """
+        refuse_existing_output(self.out)
         from ..tiny.target import write_tiny
 
-        refuse_existing_output(self.out)
         with context.status("tiny Kimi-K2"):
             write_tiny(
                 Path(self.out), self.size, prompts=self.prompts, prompt_tokens=self.prompt_tokens,

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..checkpoint.schema import parse_json
 from .base import Context, Estimate, Name, Operation, argument, option
-from .reading import Count, Reach, check_trusted, refuse_existing_output, serving
+from .reading import Count, Reach, check_data, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
@@ -156,11 +156,15 @@ class Train(Operation):
             KconvError: the target, the recipe, the data or the states cannot be read.
         """
         check_trusted(context, self.trust_remote_code, self.target)
-        if os.path.lexists(self.out):
+        # Looked for here, as what knows their names loads torch.
+        if os.path.lexists(self.out) and any(Path(self.out).parent.glob(".*.training")):
             from ..train.checkpoints import clear_finished
 
             clear_finished(Path(self.out))
         refuse_existing_output(self.out)
+        self.precheck(context)
+        for name in (self.data, self.held_out):
+            check_data(context, name)
         from ..checkpoint.manifest import read_manifest
         from ..train.job import Pace, draft_coverage, place
         from ..train.run import train

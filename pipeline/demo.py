@@ -6,6 +6,7 @@ converted folder.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Queue
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -39,7 +41,7 @@ from ..tiny.target import kept_at, make_target, pack
 from ..tiny.text import read_corpus
 from ..train.module import load_module, run_module
 from ..train.recipe import TINY_GQA, TINY_MLA, EagleRecipe
-from ..train.run import MODULE, head_key, train_head
+from ..train.run import MODULE, OF_THE_STATES, head_key, share_states, train_head
 from ..validate.measure import Drafter, head_drafter, measure
 from ..validate.parity import load_head
 from ..validate.report import Report, figures, make_report
@@ -119,23 +121,32 @@ def run_demo(out: Path, cache: Path, stage: Stage, recipe: DemoRecipe = RECIPE) 
         TrainingFailed: a target or head could not be trained.
     """
     refuse_existing(out)
-    with stage(_title("tiny Kimi-K2", "training", kept_at(recipe.target, cache))) as advance:
-        cached = make_target(recipe.target, cache, advance)
-    trained = _train(recipe.heads, cached, cache, stage)
-    with staged(out) as folder:
+    # A new process starts torch with its own threads; a fork of one that has computed may hang.
+    spawned = get_context("spawn")
+    workers = min(len(recipe.heads), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, spawned, gc.set_threshold, gc.get_threshold()) as pool, staged(out) as folder:
+        with stage(_title("tiny Kimi-K2", "training", kept_at(recipe.target, cache))) as advance:
+            cached = make_target(recipe.target, cache, advance)
         shutil.copytree(cached, folder / "target")
-        with stage("prompts: continuing held-out text"):
-            bench = _prepare(folder, recipe)
-        found = []
-        for name, head in trained.items():
+        bench, found = None, {}
+        for name, head in _train(recipe.heads, cached, cache, stage, pool):
+            # While another is trained.
+            if bench is None:
+                with stage("prompts: continuing held-out text"):
+                    bench = _prepare(folder, recipe)
             with stage(f"{name} head: converting and measuring"):
                 shutil.copytree(head, folder / name / "trained")
-                found.append(_prove(folder / name, bench, recipe))
-    return [Made(m.name, out / m.name, m.report, m.round_trip) for m in found]
+                found[name] = _prove(folder / name, bench, recipe)
+    return [replace(found[name], folder=out / name) for name, _ in recipe.heads]
 
 
-def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, Path]:
+def _train(
+    heads: Heads, target: Path, cache: Path, stage: Stage, pool: ProcessPoolExecutor
+) -> Iterator[tuple[str, Path]]:
     """Train heads with ModelOpt in parallel, one process and core each, or find those of the same recipes.
+
+    Yields:
+        The name and folder of each, as soon as it is trained.
 
     Raises:
         TrainingFailed: a head could not be trained, or its process was ended.
@@ -143,32 +154,52 @@ def _train(heads: Heads, target: Path, cache: Path, stage: Stage) -> dict[str, P
     tokenizer, corpus = load_tokenizer(target).inner, read_corpus()
     text, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
     folders = {name: cache / f"head-{head_key(target, recipe, text, held_out)}" for name, recipe in heads}
-    # A new process starts torch with its own threads; a fork of one that has computed may hang.
-    spawned = get_context("spawn")
-    with ExitStack() as open_, spawned.Manager() as manager:
+    with ExitStack() as open_:
         titles = {name: _title(f"{name} head", "training with ModelOpt", out) for name, out in folders.items()}
         shown = {name: open_.enter_context(stage(title)) for name, title in titles.items()}
-        progress = manager.Queue()
-        jobs = [(target, folders[name], recipe, text, held_out, name, progress) for name, recipe in heads]
-        jobs = [job for job in jobs if not job[1].exists()]
-        workers = max(1, min(len(jobs), os.cpu_count() or 1))
-        pool = open_.enter_context(ProcessPoolExecutor(workers, spawned))
-        running = {pool.submit(_train_one, *job) for job in jobs}
+        missing = [(name, recipe) for name, recipe in heads if not folders[name].exists()]
+        yield from ((name, out) for name, out in folders.items() if name not in dict(missing))
+        if not missing:
+            return
+        for _ in missing:
+            # What is to train imports while the target runs over what the heads share.
+            pool.submit(_be_imported)
+        progress = open_.enter_context(get_context("spawn").Manager()).Queue()
+        shared = Path(open_.enter_context(TemporaryDirectory()))
+        running: dict[Future[KconvError | None], str] = {}
+        for name, recipe in missing:
+            states = shared / "-".join(str(getattr(recipe, part)) for part in OF_THE_STATES)
+            if not states.exists():
+                share_states(target, states, recipe, text, held_out)
+            job = pool.submit(_train_one, target, folders[name], recipe, text, held_out, states, name, progress)
+            running[job] = name
         while running:
-            done, running = wait(running, timeout=PATIENCE, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, timeout=PATIENCE, return_when=FIRST_COMPLETED)
             while not progress.empty():
                 name, *state = progress.get()
                 shown[name](*state)
             _raise_first(done)
-    return folders
+            for job in done:
+                yield (name := running.pop(job)), folders[name]
+
+
+def _be_imported() -> None:
+    """Do nothing; a new process imports all of this module first."""
 
 
 def _train_one(
-    target: Path, out: Path, recipe: EagleRecipe, text: torch.Tensor, held_out: torch.Tensor, name: str, progress: Queue
+    target: Path,
+    out: Path,
+    recipe: EagleRecipe,
+    text: torch.Tensor,
+    held_out: torch.Tensor,
+    states: Path,
+    name: str,
+    progress: Queue,
 ) -> KconvError | None:
     """Train one head in a separate process; return the error that ended it."""
     try:
-        train_head(target, out, recipe, text, held_out, lambda *state: progress.put((name, *state)))
+        train_head(target, out, recipe, text, held_out, lambda *state: progress.put((name, *state)), states)
     except KconvError as error:
         return error
     return None

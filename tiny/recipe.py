@@ -25,6 +25,8 @@ class TinyRecipe:
     Attributes:
         steps: optimizer steps.
         batch: sequences per step.
+        parts: equal parts of a batch whose gradients are taken beside each other, on as many cores as there are, and
+            then added in their order: so the target is the same on any number of cores.
         seq: tokens per sequence.
         lr: peak learning rate of AdamW; it warms up for `warmup` steps and falls to 0 along a cosine.
         ends_lr: the same for the embedding and the output matrix, each of whose rows belongs to few tokens.
@@ -52,6 +54,7 @@ class TinyRecipe:
     initializer_range: float = 0.08
     steps: int = 700
     batch: int = 8
+    parts: int = 2
     seq: int = 128
     lr: float = 1.5e-3
     ends_lr: float = 2e-2
@@ -63,7 +66,7 @@ class TinyRecipe:
 DEMO = TinyRecipe()
 TEST = TinyRecipe(
     hidden_size=64, num_attention_heads=2, q_lora_rank=32, intermediate_size=128, moe_intermediate_size=32,
-    steps=150, batch=4, warmup=10,
+    steps=150, batch=4, parts=1, warmup=10,
 )  # fmt: skip
 
 

@@ -8,7 +8,10 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -115,29 +118,38 @@ def train(model: CausalLM, tokens: torch.Tensor, recipe: TinyRecipe, progress: P
         TrainingFailed: the loss is NaN or infinite.
     """
     generator = torch.Generator().manual_seed(recipe.seed)
+    parameters = list(model.parameters())
     offsets = torch.arange(recipe.seq + 1)
     optimizer = torch.optim.AdamW(_groups(model, recipe), betas=BETAS, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe))
     balance = Balance(model, recipe.balance)
     model.train()
-    for step in range(recipe.steps):
-        starts = torch.randint(len(tokens) - recipe.seq, (recipe.batch, 1), generator=generator)
-        window = tokens[starts + offsets]
-        logits = model(input_ids=window[:, :-1], use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-        if not math.isfinite(loss.item()):
-            raise TrainingFailed(
-                f"the tiny target's loss is {loss.item()} at step {step}", fix="Lower the recipe's lr."
-            )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        balance.step()
-        progress(step + 1, recipe.steps, loss.item())
+    with ThreadPoolExecutor(recipe.parts) as pool:
+        for step in range(recipe.steps):
+            starts = torch.randint(len(tokens) - recipe.seq, (recipe.batch, 1), generator=generator)
+            parts = pool.map(partial(_gradients, model, parameters), tokens[starts + offsets].chunk(recipe.parts))
+            losses, gradients = zip(*parts, strict=True)
+            loss = sum(losses) / recipe.parts
+            if not math.isfinite(loss):
+                raise TrainingFailed(f"the tiny target's loss is {loss} at step {step}", fix="Lower the recipe's lr.")
+            for parameter, *own in zip(parameters, *gradients, strict=True):
+                parameter.grad = torch.stack(own).mean(0)
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+            optimizer.step()
+            schedule.step()
+            balance.step()
+            progress(step + 1, recipe.steps, loss)
     balance.close()
     model.eval()
+
+
+def _gradients(
+    model: CausalLM, parameters: Sequence[torch.Tensor], window: torch.Tensor
+) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """Return the loss of a part of a batch, and its gradients, which are put nowhere: several threads take parts."""
+    logits = model(input_ids=window[:, :-1], use_cache=False).logits
+    loss = cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+    return loss.item(), torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
 
 
 class Balance:
@@ -146,17 +158,21 @@ class Balance:
     def __init__(self, model: CausalLM, speed: float) -> None:
         self.speed = speed
         self.counts: dict[torch.nn.Module, torch.Tensor] = {}
+        self._counting = Lock()
         gates = [m for m in model.modules() if hasattr(m, "e_score_correction_bias")]
         self.hooks = [gate.register_forward_hook(self._count) for gate in gates]
 
     def _count(self, gate: torch.nn.Module, _args: object, output: tuple[torch.Tensor, ...]) -> None:
         bias = gate.get_buffer("e_score_correction_bias")
-        self.counts[gate] = torch.bincount(output[2].flatten(), minlength=bias.numel()).float()
+        counts = torch.bincount(output[2].flatten(), minlength=bias.numel()).float()
+        with self._counting:
+            self.counts[gate] = self.counts.get(gate, 0) + counts
 
     def step(self) -> None:
-        """Move each router's bias by `speed` towards the experts below the mean load of the last forward."""
+        """Move each router's bias by `speed` towards the experts below the mean load since the last step."""
         for gate, counts in self.counts.items():
             gate.get_buffer("e_score_correction_bias").add_(self.speed * torch.sign(counts.mean() - counts))
+        self.counts.clear()
 
     def close(self) -> None:
         """Stop counting."""
@@ -231,7 +247,7 @@ FIXED = {
     "torch_dtype": "float32",
     "use_cache": True,
 }  # fmt: skip
-TRAINING_ONLY = ("steps", "batch", "seq", "lr", "ends_lr", "warmup", "balance", "seed")
+TRAINING_ONLY = ("steps", "batch", "parts", "seq", "lr", "ends_lr", "warmup", "balance", "seed")
 
 
 def make_target(recipe: TinyRecipe, cache: Path, progress: Progress = lambda *_: None) -> Path:

@@ -103,6 +103,23 @@ class Kept:
         return self._kept[key]
 
 
+class Shared:
+    """States that are all in memory, or in a file that several processes map.
+
+    Args:
+        captured, hidden: of all rows, [N, T, A * H] and [N, T, H].
+    """
+
+    ahead = False
+
+    def __init__(self, captured: Tensor, hidden: Tensor) -> None:
+        self._captured, self._hidden = captured, hidden
+
+    def read(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StatesSource.read`."""
+        return self._captured[rows], self._hidden[rows]
+
+
 def keep_read_again(text: StatesSource, unseen: StatesSource, recipe: EagleRecipe) -> tuple[StatesSource, StatesSource]:
     """Return the states for training and for evaluation; those that are read again are kept."""
     again = recipe.steps * recipe.accumulate > recipe.batches

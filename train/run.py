@@ -13,18 +13,23 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import DistError
 
+from ..checkpoint.bytes import processors
 from ..checkpoint.folder import open_checkpoint, read_json
 from ..checkpoint.staging import refuse_existing, staged, writing
 from ..checkpoint.tensors import TORCH
@@ -40,7 +45,7 @@ from ..targets.model import load_ends, load_target, one_thread
 from .checkpoints import MODULE, REPORT, RUN, claim, clear_finished, drop_unusable, hold, newest, step_of, workplace
 from .data import Rows, cut_windows
 from .evaluate import draw_curves, spec_of
-from .feed import Feed, StatesSource, online_states
+from .feed import Feed, Online, Shared, StatesSource, online_states
 from .job import (
     LIBRARIES,
     Pace,
@@ -234,6 +239,9 @@ def is_made(out: Path, key: str) -> bool:
 # head as ModelOpt's own module (`module.save_module`), and training.json, which records how it was made.
 
 HELD_OUT_BATCHES = 8
+# What a recipe says of the states that its head reads.
+OF_THE_STATES = ("captured", "batches", "batch", "seq", "seed", "dtype")
+STATES, MOST_TARGETS = ("captured", "hidden"), 4
 
 
 def train_head(
@@ -243,6 +251,7 @@ def train_head(
     text: Tensor,
     held_out: Tensor,
     progress: Progress = lambda *_: None,
+    states: Path | None = None,
 ) -> Path:
     """Train an Eagle3 head for a target with ModelOpt, or find one made before in the same way.
 
@@ -253,6 +262,7 @@ def train_head(
         text: token ids for training, documents in sequence: [N] int64.
         held_out: token ids of other documents, [M] int64, for measuring the head, never for training.
         progress: called after each training step.
+        states: what `share_states` wrote of the same target and texts; None to run the target here.
 
     Returns:
         `out`.
@@ -264,7 +274,7 @@ def train_head(
         OutputExists: something else exists at `out`.
         OutputFailed: `out` is not writable.
     """
-    job = _job(target_folder, recipe, text, held_out)
+    job = _job(target_folder, recipe, text, held_out, states)
     work = workplace(out)
     if is_made(out, job_key(job)):
         return out
@@ -286,12 +296,47 @@ def head_key(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: T
     return job_key(_job(target_folder, recipe, text, held_out))
 
 
-def _job(target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> TrainJob:
+def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> None:
+    """Store the states that `train_head` would compute, for all heads whose recipes agree in `OF_THE_STATES`.
+
+    Args:
+        target_folder, recipe, text, held_out: as of `train_head`.
+        file: the file to write.
+
+    Raises:
+        RecipeInvalid, TargetInvalid: see `train_head`.
+    """
+    job, found = _job(target_folder, recipe, text, held_out), {}
+    # Each thread has a target of its own, as what captures is hooked into it.
+    count = min(processors(), MOST_TARGETS)
+    targets = [Online(load_target(target_folder, TORCH[recipe.dtype]), recipe.captured) for _ in range(count)]
+
+    def run(ids: Tensor, target: Online, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [target.read(batch, ids[batch]) for batch in batches]
+
+    with one_thread(), ThreadPoolExecutor(len(targets)) as pool:
+        for name, rows in (("text", job.text), ("unseen", job.unseen)):
+            # In the batches that training reads, as a sum may come out otherwise in others.
+            batches = torch.arange(len(rows.ids)).split(recipe.batch)
+            size = -(-len(batches) // len(targets))
+            shares = [batches[begin : begin + size] for begin in range(0, len(batches), size)]
+            both = zip(*chain.from_iterable(pool.map(partial(run, rows.ids), targets, shares)), strict=True)
+            found |= {f"{name}.{part}": torch.cat(states) for part, states in zip(STATES, both, strict=True)}
+    save_file(found, file)
+
+
+def _job(
+    target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor, shared: Path | None = None
+) -> TrainJob:
     check_recipe(recipe)
     windows = cut_windows(text, recipe.seq, recipe.batches * recipe.batch, recipe.seed)
     measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
 
     def states() -> tuple[StatesSource, StatesSource]:
+        if shared is not None:
+            found = load_file(shared)
+            read, looked_at = (Shared(*(found[f"{name}.{part}"] for part in STATES)) for name in ("text", "unseen"))
+            return read, looked_at
         return online_states(load_target(target_folder, TORCH[recipe.dtype]), recipe)
 
     text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))

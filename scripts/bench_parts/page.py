@@ -8,9 +8,8 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"
 ORDER = (
-    "machine", "start", "demo", "convert", "memory", "speculators", "validate", "pack", "rates", "quantize",
-    "quantize-head", "train", "train-memory", "capture", "chain",
-    "reads", "gpu",
+    "machine", "start", "demo", "convert", "memory", "speculators", "verify", "validate", "pack", "rates", "quantize",
+    "quantize-head", "train", "train-memory", "capture", "chain", "reads", "gpu",
 )  # fmt: skip
 
 

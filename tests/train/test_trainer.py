@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from kconv.errors import OutputExists, RecipeInvalid, TrainingFailed
 from kconv.train.recipe import TEST_GQA
-from kconv.train.run import head_key, train_head
+from kconv.train.run import head_key, share_states, train_head
 
 SHORT = dataclasses.replace(TEST_GQA, batches=2, steps=4, batch=2, seq=16, warmup=1)
 
@@ -54,6 +54,13 @@ def test_the_same_recipe_makes_the_same_head(short, tiny_target, text, held_out,
     weights = load_file(train_head(tiny_target, tmp_path / "two", SHORT, text, held_out) / "model.safetensors")
     for name, tensor in load_file(short[0] / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[name])
+
+
+def test_states_that_heads_share_make_the_same_head_bit_for_bit(short, tiny_target, text, held_out, tmp_path):
+    share_states(tiny_target, tmp_path / "states", SHORT, text, held_out)
+    made = train_head(tiny_target, tmp_path / "two", SHORT, text, held_out, states=tmp_path / "states")
+    for name, tensor in load_file(short[0] / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(made / "model.safetensors")[name])
 
 
 def test_the_key_names_recipe_target_and_texts(tiny_target, text, held_out, tmp_path):

@@ -39,7 +39,7 @@ RECIPE = replace(
 @pytest.fixture(scope="module")
 def bed():
     """Return a trained head, states of training text, and batches of held-out text."""
-    folder = make_target(replace(DEMO, vocab_size=259, steps=250), cache_root())
+    folder = make_target(replace(DEMO, vocab_size=259, steps=250, parts=1), cache_root())
     tokenizer, corpus = load_tokenizer(folder).inner, read_corpus()
     text, held = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
     out = cache_root() / f"head-{head_key(folder, RECIPE, text, held)}"
