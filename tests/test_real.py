@@ -20,6 +20,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from real_parts import page, smollm  # noqa: E402
+from real_parts.attention import MLA  # noqa: E402
 from real_parts.offline import answer_greedily, measure_lookup  # noqa: E402
 from real_parts.prompts import ask_target, draw_prompts  # noqa: E402
 
@@ -71,6 +72,18 @@ def test_its_tables_hold_the_lengths_by_drafter_and_by_category():
     assert "| gqa | kconv | 2 | 2.053 (1.90 to 2.22) |" in page.describe_lengths(found)
     assert "| gqa | vLLM 0.32.0 | 1 | 1.900 |" in page.describe_lengths(found)
     assert page.describe_categories(found)[-1].startswith("| math | 2.053")
+
+
+def test_its_table_of_conversions_has_a_column_for_each_number_of_healing_steps(tmp_path):
+    kept = {"kept": 0.953, "kept_error": 0.001, "greedy_kept": 0.96, "greedy_kept_error": 0.002}
+    about = {"before": 1.5, "positions": 1000, "sequences": 4, "context": 192, "steps": 3}
+    figures = {MLA: {"0": about | kept, "200": about | kept | {"kept": 0.991}}, "mla-mha": {"0": about | kept}}
+    (tmp_path / "attention.json").write_text(json.dumps(figures))
+    told = page.describe_attention(page.Found(tmp_path, None, {}, {}))
+    assert "| conversion | original | 0 steps | 200 steps | greedy, in the end |" in told
+    assert "| GQA → MLA, 1 : 4 | 1.500 | 95.3 ± 0.1 | 99.1 ± 0.1 | 96.0 ± 0.2 |" in told
+    # One that was broken off has no figure for the rest, and the others no row.
+    assert told[-1] == "| MLA → MHA, of the head above | 1.500 | 95.3 ± 0.1 |  | 96.0 ± 0.2 |"
 
 
 class Served(BaseHTTPRequestHandler):

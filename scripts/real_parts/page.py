@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,17 @@ from kconv.bench.stats import Counts, add_up, interval
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.folder import open_checkpoint, read_json
 
+from .attention import CONVERSIONS
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 NGRAM, LOOKUP, BIGRAM = "n-gram", "prompt lookup", "bigram"
+CARD = PAGE.parent / "cards" / "smollm2-135m-instruct-eagle3"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SHOWN = 3  # the K of the table by category
 
 
 def write_page(work: Path, form: Any) -> None:
-    """Write what a page says between its markers.
+    """Write what a page says between its markers, and the release's card.
 
     Args:
         work: the folder of scripts/real.
@@ -35,6 +39,10 @@ def write_page(work: Path, form: Any) -> None:
             raise SystemExit(f"error: {PAGE} has no {begin} with {end} behind it")
         text = "\n".join([before + begin, "", *describe(Found.read(work, form)), "", end + after])
     PAGE.write_text(text)
+    if (release := work / "release").exists():
+        CARD.mkdir(exist_ok=True)
+        for name in ("README.md", "acceptance.png"):
+            shutil.copy(release / name, CARD)
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ def over_all_steps(found: Found, file: AcceptanceFile) -> float:
 
 def describe_categories(found: Found) -> list[str]:
     """Return the lengths by category."""
-    k = SHOWN if SHOWN in found.form.draft_tokens else found.form.draft_tokens[0]
+    k = _shown(found)
     lines = [
         f"At K = {k}, counted by kconv:",
         "",
@@ -153,6 +161,38 @@ def describe_categories(found: Found) -> list[str]:
         cells = [_length(list(counts_of(rows, k).values())) for rows in own.values()]
         lines.append(f"| {category} | {' | '.join(cells)} |")
     return lines
+
+
+def _shown(found: Found) -> int:
+    return SHOWN if SHOWN in found.form.draft_tokens else found.form.draft_tokens[0]
+
+
+def describe_attention(found: Found) -> list[str]:
+    """Return what heads with the other attention keep, by healing steps."""
+    if not (file := found.work / "attention.json").exists():
+        return ["Not measured yet: `scripts/real --only attention --markdown`."]
+    figures = read_json(file)
+    steps = sorted({int(count) for row in figures.values() for count in row})
+    one = next(iter(next(iter(figures.values())).values()))
+    lines = [
+        f"{one['positions']:,} positions of {one['sequences']} held-out dialogues, {one['context']} tokens each, "
+        f"K = {one['steps']}, sampled.",
+        "",
+        f"| conversion | original | {' | '.join(f'{count:,} steps' for count in steps)} | greedy, in the end |",
+        f"|---|---|{'|'.join('---' for _ in steps)}|---|",
+    ]
+    for name, conversion in CONVERSIONS.items():
+        if row := figures.get(name):
+            last = row[str(max(map(int, row)))]
+            cells = [_share(row[str(count)]) if str(count) in row else "" for count in steps]
+            lines.append(
+                f"| {conversion.says} | {last['before']:.3f} | {' | '.join(cells)} | {_share(last, 'greedy_')} |"
+            )
+    return lines
+
+
+def _share(figures: Mapping[str, Any], kind: str = "") -> str:
+    return f"{100 * figures[f'{kind}kept']:.1f} ± {100 * figures[f'{kind}kept_error']:.1f}"
 
 
 def describe_nvfp4(found: Found) -> list[str]:
@@ -167,6 +207,22 @@ def describe_nvfp4(found: Found) -> list[str]:
         f"worst {noise['worst']:.1f} dB.",
         f"- Perplexity on {text['prompts']} prompts, {text['tokens']:,} tokens: {text['source']:.2f} of the target, "
         f"{text['output']:.2f} of its NVFP4; the likeliest token is the same at {text['top1']:.1%} of them.",
+        *_kept_on_nvfp4(found),
+    ]
+
+
+def _kept_on_nvfp4(found: Found) -> list[str]:
+    """Return what the first head drafts of the quantized target's answers, and of the target's to the same prompts."""
+    name, k = found.form.heads[0], _shown(found)
+    if not (file := found.work / f"nvfp4-{name}.json").exists() or name not in found.offline:
+        return []
+    lengths = [
+        _length(list(counts_of(rows, k).values()))
+        for rows in (json.loads(file.read_text()), found.of_prompts(name, found.both))
+    ]
+    return [
+        f"- Tokens per step of the head `{name}` at K = {k} on {len(found.both)} prompts, greedy, counted by kconv: "
+        f"{lengths[0]} on the answers of the NVFP4 target (weights dequantized), {lengths[1]} on those of the target."
     ]
 
 
@@ -192,7 +248,7 @@ def describe_speed(found: Found) -> list[str]:
 
 PARTS: dict[str, Callable[[Found], list[str]]] = {
     "heads": describe_heads, "lengths": describe_lengths, "categories": describe_categories,
-    "nvfp4": describe_nvfp4, "speed": describe_speed,
+    "attention": describe_attention, "nvfp4": describe_nvfp4, "speed": describe_speed,
 }  # fmt: skip
 
 
