@@ -348,7 +348,9 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
             fix="Pass --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
         )
     if nested == _default(default_outputs, nested[-1] + 4, layers):
-        return Captured(nested, f"{list(nested)} in eagle_config is the default list for this depth, in layer outputs")
+        return Captured(
+            nested, f"eagle_config lists {list(nested)}, the default layer outputs for a target of this depth"
+        )
     if 1 in nested:
         return Captured(nested, f"{list(nested)} in eagle_config contains 1: layer outputs")
     if saved == TRAINER:

@@ -6,7 +6,7 @@ import functools
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -38,7 +38,8 @@ OPENAI = "Pass the address of an OpenAI-compatible server."
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 # More than any engine counts or uses as a token id.
 MOST = 1 << 48
-One, Found = TypeVar("One"), TypeVar("Found")
+One = TypeVar("One")
+Found = TypeVar("Found")
 
 
 class Dialogue(Protocol):
@@ -356,15 +357,17 @@ class Client:
             raise EngineFailed("the server's answer is not UTF-8 text", where=url, fix="Check the address.") from fault
 
 
-def ask_all(ask: Callable[[One], Found], asked: Sequence[One], at_once: int) -> Iterator[tuple[int, Found]]:
-    """Yield the place of each of `asked` and what came of it, as they end; `at_once` of them run side by side.
+def ask_all(
+    ask: Callable[[One], Found], asked: Sequence[One], at_once: int
+) -> Generator[tuple[int, Found], None, None]:
+    """Call `ask` on each of `asked`, `at_once` in parallel; yield the place and result of each as it finishes.
 
-    Who stops, or fails, waits for none of those under way. An executor's threads are joined before Python ends, and one
-    answer of a large target takes minutes; these are daemons. Their requests end with the process, and a server drops
-    what nobody waits for.
+    A caller that stops or fails does not wait for requests in flight. Python joins an executor's threads before it
+    exits, and one answer of a large target takes minutes, so these threads are daemons. Their requests end with the
+    process, and the server drops requests without a client.
 
     Raises:
-        BaseException: what `ask` raised first.
+        BaseException: the first one that `ask` raised.
     """
     waiting: SimpleQueue[tuple[int, One]] = SimpleQueue()
     ended: SimpleQueue[tuple[int, Found] | BaseException] = SimpleQueue()
