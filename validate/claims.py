@@ -61,8 +61,10 @@ def check_claims(checkpoint: Checkpoint, manifest: Manifest, source: Checkpoint 
     if source is None:
         return
     read_by = read(source, layout=by_name(manifest.source_layout), hints=Hints(**manifest.hints.model_dump()))
-    if read_by.captured is not None and read_by.captured.how != manifest.captured_by:
-        raise _says(f"the captured layers were decided so: {manifest.captured_by}", f"it is {read_by.captured.how}")
+    # What was converted could be read, by the words that the user gave then.
+    how = read_by.captured.how if read_by.captured is not None else "not decided by the hints that it names"
+    if how != manifest.captured_by:
+        raise _says(f"the captured layers were decided so: {manifest.captured_by}", f"it is {how}")
 
 
 # What a recipe and a head both say, under one name; and what of a head an attention that was converted changes.
