@@ -95,9 +95,9 @@ def write_recipe(folder: Path, head: Path, name: str = "r") -> Path:
     return folder / "recipe.yaml"
 
 
-def found_in(head: Path, *words: object) -> set[str]:
+def found_in(head: Path, engine: str = "all", *words: object) -> set[str]:
     """Return the rules of the errors and warnings of `kconv validate`."""
-    ran = CliRunner().invoke(main, ["validate", str(head), "--for", "all", *map(str, words), "--json"])
+    ran = CliRunner().invoke(main, ["validate", str(head), "--for", engine, *map(str, words), "--json"])
     said = json.loads(ran.stdout)["findings"]
     return {one["rule"] for one in said if one["severity"] in ("error", "warning")}
 
@@ -345,7 +345,7 @@ def test_a_hint_that_differs_from_how_the_source_reads_is_found(folder, tmp_path
     (source / "config.json").write_text(json.dumps(held))
     assert kconv("to-vllm", source, tmp_path / "plain").exit_code == 0
     assert kconv("to-vllm", source, hinted, "--captured-are", "inputs").exit_code == 0
-    plain, doubted = (found_in(head, "--source", source) for head in (tmp_path / "plain", hinted))
+    plain, doubted = (found_in(head, "vllm", "--source", source) for head in (tmp_path / "plain", hinted))
     assert doubted - plain
 
 
@@ -485,17 +485,22 @@ def test_99_mb_of_json_take_no_gigabytes(folder, name):
 # Defect 11: what a disk refuses, and two at once.
 
 
-def test_where_no_output_can_be_written_is_named(folder, tiny_target, tmp_path):
+@pytest.mark.slow
+def test_where_no_output_can_be_written_is_named(tiny_target, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{40 * word}"}}\n' for word in ("a ", "b ", "c ", "d ")))
+    text = "".join(json.dumps({"text": f"{number} " * 40}) + "\n" for number in range(60))
+    (tmp_path / "text.jsonl").write_text(text)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "When opening a file, the"}\n')
     train = ("train", tiny_target, "OUT", "--recipe", "eagle3-gqa", "--data", tmp_path / "text.jsonl", *BRIEFLY)
-    bench = ("bench", "--head", folder, "--target", tiny_target, "--suite", tmp_path / "text.jsonl", "--out", "OUT")
+    assert kconv(*(tmp_path / "head" if word == "OUT" else word for word in train)).exit_code == 0
+    bench = ("bench", "--head", tmp_path / "head", "--target", tiny_target, "--suite", tmp_path / "p.jsonl",
+             "--max-tokens", "8", "--out", "OUT")  # fmt: skip
     ended = {}
-    for words, out in ((train, "file/out"), (bench, "file/out.json"), (train, 250 * "x"), (bench, 256 * "x")):
+    for words, out in ((train, "file/out"), (bench, "file/out.json"), (train, 250 * "x")):
         ran = CliRunner().invoke(main, [str(tmp_path / out if word == "OUT" else word) for word in words])
         ended[words[0], out[:9]] = repr(ran.exception)
-    assert [one for one in ended.items() if "SystemExit" not in one[1]] == []
-    assert kconv("inspect", folder).exit_code == 0
+    # A long name may be written too.
+    assert [one for one in ended.items() if "SystemExit(1)" not in one[1] and one[1] != "None"] == []
 
 
 @pytest.mark.slow
@@ -538,7 +543,7 @@ def test_a_disk_that_fills_during_a_checkpoint_is_named(tiny_target, tmp_path):
         tmp_path / "text.jsonl",
         *BRIEFLY,
     ]
-    ended = limited([*words, "--save-every", "1"], 100_000)
+    ended = limited([*words, "--save-every", "1"], 900_000)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr[-2000:]
 
 
@@ -683,7 +688,12 @@ CLAIMS = {
 
 @pytest.mark.parametrize("change", CLAIMS.values(), ids=CLAIMS)
 def test_what_a_manifest_says_is_held_against_the_head(folder, tmp_path, change):
-    words = ("verify", folder, tmp_path / "head-source")
+    # How the source was read is known from the source alone.
+    words = (
+        "verify",
+        folder,
+        *([tmp_path / "head-source"] if change in (CLAIMS["hints"], CLAIMS["captured_by"]) else []),
+    )
     assert kconv(*words).exit_code == 0
     held = json.loads((folder / "kconv.json").read_text())
     change(held)
@@ -703,13 +713,13 @@ def test_a_report_that_is_there_is_kept(folder, tmp_path):
 
 def test_what_another_run_wrote_meanwhile_is_kept(tiny_target, tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"prompt": "When opening a file, the"}\n')
-    out, multiply = tmp_path / "out.json", torch.nn.functional.linear
+    out, root = tmp_path / "out.json", torch.rsqrt
 
     def meanwhile(*args, **words):
         out.write_text("theirs")
-        return multiply(*args, **words)
+        return root(*args, **words)
 
-    monkeypatch.setattr("torch.nn.functional.linear", meanwhile)
+    monkeypatch.setattr("torch.rsqrt", meanwhile)  # of each norm
     ran = kconv("calibrate", tiny_target, out, "--prompts", tmp_path / "p.jsonl")
     assert out.read_text() == "theirs" and ran.exit_code == 1
 
