@@ -241,7 +241,8 @@ def _write_whole(file: Path, text: str) -> None:
         try:
             # A killed call may have left it.
             beside.unlink(missing_ok=True)
-            with beside.open("x", encoding="utf-8") as out:
+            # A folder's name need not be UTF-8; a card shows its bytes as \udcff.
+            with beside.open("x", encoding="utf-8", errors="backslashreplace") as out:
                 out.write(text)
             beside.replace(file)
         finally:

@@ -107,7 +107,7 @@ def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
     if config.model_type in DEEPSEEKS:
         try:
             return DeepseekV3Config(**values), DeepseekV3ForCausalLM
-        except (TypeError, ValueError, KeyError) as fault:
+        except Exception as fault:  # its check of types raises a plain Exception
             raise _unbuildable(fault) from fault
     for place in ("rope_scaling", "rope_parameters"):
         if config.model_type in AS_CAUSAL and isinstance(values.get(place), dict):
@@ -125,7 +125,7 @@ def _class_of(config: TargetConfig) -> tuple[PretrainedConfig, type]:
     try:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[text_class]
         return text_class(**values), model_class
-    except (AttributeError, TypeError, ValueError, KeyError) as fault:
+    except Exception as fault:  # its check of types raises a plain Exception
         raise _unbuildable(fault) from fault
 
 

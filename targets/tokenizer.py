@@ -158,6 +158,12 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             fix="Check tokenizer.json and tokenizer_config.json. If the tokenizer is Python code that you have "
             "read and trust, add --trust-remote-code.",
         ) from fault
+    if not isinstance(inner.model_max_length, (int, float)):
+        raise TargetInvalid(
+            f"the tokenizer's model_max_length is {inner.model_max_length!r}, and no number",
+            where=folder / "tokenizer_config.json",
+            fix="Correct it, or take it out.",
+        )
     return Tokenizer(inner)
 
 

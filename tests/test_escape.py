@@ -2,11 +2,8 @@
 
 import ast
 import json
-import os
-import pty
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,47 +114,6 @@ def test_what_evidence_says_goes_into_a_card_escaped(name):
     own = {"verified", "chart", "steps", "steps + 1", '"%.0f" | format(100 * text.distinct_4grams)'}
     for shown in re.findall(r"\{\{-?\s*(.*?)\s*-?\}\}", text):
         assert shown in own or re.search(r"\| (cell|code)$", shown), shown
-
-
-def test_a_head_with_hostile_names_tells_a_terminal_nothing(tmp_path):
-    """The attack's own case: names and keys with escape sequences, shown on a real pty."""
-    from support import heads
-    from support.makers import make_config
-
-    from kconv.engines import BY_NAME
-
-    layout = BY_NAME["vllm"]
-    evil = "\x1b]0;owned\x07\x1b[2J\x9b1m\u202e"
-    config = make_config(layout, heads.MLA) | {evil: evil}
-    folder = heads.write_head(tmp_path / "head", layout, heads.MLA, heads.random_slots(heads.MLA), config)
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {evil: tensors["norm.weight"].clone()}, folder / "model.safetensors")
-    for command in (["inspect"], ["inspect", "--json"], ["validate", "--for", "all"]):
-        said = on_a_terminal([sys.executable, "-m", "kconv", *command, str(folder)])
-        assert "owned" in said
-        for sequence in ("\x1b]0;", "\x1b[2J", "\x9b", "\u202e", "\x07"):
-            assert sequence not in said, (command, sequence)
-
-
-def on_a_terminal(command):
-    """Return what a command prints on a terminal, with what rich and click say to it."""
-    main, other = pty.openpty()
-    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, cwd=ROOT.parent)
-    os.close(other)
-    said = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # the other end was closed
-            break
-        if not part:
-            break
-        said += part
-    os.close(main)
-    process.wait()
-    return said.decode(errors="replace")
 
 
 @pytest.mark.parametrize("place", ["what", "where", "fix"])

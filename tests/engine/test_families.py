@@ -40,7 +40,7 @@ def check(found: Witnessed) -> None:
     assert found.unreached == ()
     assert (found.drafts, found.places) == (found.expected_drafts, found.expected_places)
     # Not the chance of a head that drafts nothing.
-    assert QK in found.head or found.places[0] > 0.1 * found.drafts
+    assert found.places[0] > 0.1 * found.drafts
 
 
 @pytest.mark.parametrize("name", ["llama target", "qwen3 target", "gpt_oss target", f"qwen3 target, {QK}"])

@@ -74,7 +74,7 @@ def test_sglang_accepts_what_the_simulated_chain_accepts(served, right, target, 
     assert not found.error
     assert found.same == found.prompts == len(own)
     assert (found.drafts, found.places) == (found.expected_drafts, found.expected_places)
-    assert found.length > (1.1 if "EAGLE-3.1" in name else 1.5)
+    assert found.length > 1.5
     assert found.unreached == ()
 
 

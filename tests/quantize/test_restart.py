@@ -120,10 +120,18 @@ def made_in(folder):
     return len(list(folder.glob(".kconv-partial-*/*.json")))
 
 
-def test_ctrl_c_prints_no_workers_tracebacks(forms, tmp_path):
+def started_by(work):
+    return len(Path(f"/proc/{work.pid}/task/{work.pid}/children").read_text().split())
+
+
+@pytest.mark.parametrize("when", ["they start", "they work"])
+def test_ctrl_c_prints_no_workers_tracebacks(forms, tmp_path, when):
+    """At commit b7451f2 the workers that were importing printed theirs."""
     work = start(forms("int4"), tmp_path / "out", jobs=2, slow=1.5)
-    while work.poll() is None and made_in(tmp_path) < 1:
+    # Beside the workers there is what multiprocessing keeps its resources with.
+    while work.poll() is None and (started_by(work) < 3 if when == "they start" else made_in(tmp_path) < 1):
         time.sleep(0.01)
+    time.sleep(0.4 if when == "they start" else 0)
     # A terminal sends it to the workers too.
     os.killpg(work.pid, signal.SIGINT)
     said = work.communicate(timeout=60)[1].decode()

@@ -8,23 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 import kconv
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
-from kconv.convert.read import read_head, read_weights
+from kconv.convert.read import read_head
 from kconv.convert.shared import SharedTensors
 from kconv.engines import by_name
 from kconv.tiny.text import read_corpus
 
 from . import tiny_targets
-from .heads import write_head
+from .normed import NORMS_OF_QK, write_normed
 from .tiny_targets import write_target
 
 # SGLang's attention on a CPU is a stand-in of kconv's, which has no sinks.
@@ -74,10 +72,7 @@ def convert_families(trained: dict[str, Path], engine: str, root: Path) -> dict[
         execute(plan(head, by_name(engine), options), root / kind)
         made[kind] = {f"{kind} target": root / kind}
         if (engine, kind) == ("vllm", "qwen3"):
-            generator = torch.Generator().manual_seed(0)
-            slots = read_weights(head)
-            for slot in ("0.q_norm", "0.k_norm"):
-                slots[slot] = 1 + 0.1 * torch.randn(head.spec.attention.head_dim, generator=generator)
-            spec = replace(head.spec, norms=replace(head.spec.norms, qk=True))
-            made[kind][f"{kind} target, {QK}"] = write_head(root / "qk", by_name("vllm"), spec, slots)
+            whole = trained[kind]
+            made[kind][f"{kind} target, {QK}"] = root / "qk"
+            write_normed(whole / "head", whole / "target", NORMS_OF_QK, "vllm", root / "qk")
     return made

@@ -15,10 +15,9 @@ from kconv.checkpoint.folder import open_checkpoint
 from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
-from kconv.convert.read import read_head, read_weights
+from kconv.convert.read import read_head
 from kconv.engines import by_name
 from kconv.engines.counters import Counts
-from kconv.head.spec import Norms
 from kconv.targets.model import load_target
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.tiny.target import pack
@@ -26,7 +25,8 @@ from kconv.tiny.text import read_corpus
 from kconv.validate.engines.simulate import simulate
 
 from . import families, sglang_record, silent_faults
-from .heads import with_own_keys, write_head
+from .heads import with_own_keys
+from .normed import NORMS_OF_3_1, write_normed
 from .record_drafts import record as record_vllm
 from .silent_faults import SILENT
 
@@ -89,15 +89,6 @@ def prompts_of(target: Path) -> list[list[int]]:
     return stream[: PROMPTS * PROMPT_TOKENS].view(PROMPTS, PROMPT_TOKENS).tolist()
 
 
-def with_norms(trained: Path, folder: Path) -> Path:
-    """Write a trained head as an EAGLE-3.1 one: a norm for each captured state, and one for what is handed on."""
-    head = read_head(open_checkpoint(trained))
-    slots, generator = read_weights(head), torch.Generator().manual_seed(0)
-    for state in range(len(head.spec.captured)):
-        slots[f"fc_norm.{state}"] = 1 + 0.1 * torch.randn(head.spec.target_hidden, generator=generator)
-    return write_head(folder, by_name("portable"), replace(head.spec, norms=Norms(fc=True, output=True)), slots)
-
-
 def write_right(demo: Path, root: Path, engine: str) -> dict[str, Path]:
     """Write the right heads of an engine from the demo's trained ones; by name."""
     trained = {kind: demo / kind / "trained" for kind in ("mla", "gqa")}
@@ -107,7 +98,7 @@ def write_right(demo: Path, root: Path, engine: str) -> dict[str, Path]:
         kind, layout = name.split()
         made[name] = root / name.replace(" ", "-")
         if layout == "EAGLE-3.1":
-            with_norms(trained[kind], made[name])
+            write_normed(trained[kind], demo / "target", NORMS_OF_3_1, "portable", made[name])
         else:
             execute(plan(read_head(open_checkpoint(trained[kind])), by_name(layout)), made[name])
     return made
@@ -146,10 +137,11 @@ def rules_that_name(folder: Path, engine: str, source: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one["rule"] for one in findings if one["severity"] == "error"))
 
 
-def found_in(head: Path, engine: str, python: Path, target: Path, prompts: Path) -> tuple[str, ...]:
+def found_in(head: Path, engine: str, python: Path, target: Path, prompts: Path, steps: int = STEPS) -> tuple[str, ...]:
     """Return the warnings and errors of `kconv validate`, which starts the engine and holds its counts too."""
     words = ["validate", head, "--for", engine, "--target", target, "--prompts", prompts]
     words += ["--engine", engine, "--engine-python", python, "--new-tokens", NEW_TOKENS, "--json"]
+    words += ["--draft-tokens", steps]
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.stdout, done.output
     report = json.loads(done.stdout)
