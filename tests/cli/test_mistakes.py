@@ -211,6 +211,11 @@ REFUSED_EARLY = {
     "a head for a card": "card no",
     "a report": "card head --report no.json",
     "a release": "publish no org/head",
+    "training data": "train target out --recipe eagle3-mla --data no.jsonl",
+    "a recipe": "train target out --recipe no.yaml --data prompts.jsonl",
+    "an output of training": "train target head --recipe eagle3-mla --data prompts.jsonl",
+    "prompts to calibrate on": "calibrate target out --prompts no.jsonl",
+    "a folder for a tiny target": "tiny head",
 }
 
 
