@@ -68,7 +68,7 @@ def test_a_figure_that_cannot_be_is_refused(changes):
 
 @pytest.mark.parametrize("name", ["draft_tokens", "averaging", "engine", "engine_version", "prompts", "date"])
 def test_what_kconv_measured_says_with_what(name):
-    with pytest.raises(ValidationError, match=f"does not say {name}"):
+    with pytest.raises(ValidationError, match=f"does not state {name}"):
         row(**{name: None})
 
 

@@ -95,7 +95,7 @@ def test_what_the_user_says_fills_in_and_never_overrules(tmp_path):
     row = row_of(tmp_path, VLLM, *options, "--draft-sample-method", "greedy")
     assert (row.temperature, row.engine_version, row.draft_sample_method) == (0.0, "0.32.0", "greedy")
     assert row.url == "https://x.org/r.json"
-    for option, value, said in (("--draft-tokens", 5, "3 there"), ("--engine", "sglang", "vllm there")):
+    for option, value, said in (("--draft-tokens", 5, "3 in the file"), ("--engine", "sglang", "vllm in the file")):
         (tmp_path / "a.json").unlink(missing_ok=True)
         ran = quoted(tmp_path, VLLM, "--dataset", "mt-bench", option, value)
         assert ran.exit_code == 1 and said in ran.output and not (tmp_path / "a.json").exists()

@@ -30,7 +30,7 @@ def read(tmp_path: Path, text: str) -> Facts:
         ("subcards: {bias: {fairness: high}}", "bias has no fairness; it has participation, measures"),
         ("training: [", "not valid YAML: line 1"),
         ("- a list", "its top"),
-        ("notes: {usgae: [a]}", "there is no section usgae; there are overview, license"),
+        ("notes: {usgae: [a]}", "there is no section usgae; the sections are overview, license"),
     ],
 )
 def test_a_facts_file_that_is_none_is_named(tmp_path, text, what):

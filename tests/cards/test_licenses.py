@@ -194,9 +194,9 @@ def test_l9_no_endorsement(output, claim):
 @pytest.mark.parametrize(
     ("text", "stated", "what"),
     [
-        (NVIDIA, "mit", "stands under the NVIDIA Open Model License"),
+        (NVIDIA, "mit", "is under the NVIDIA Open Model License"),
         (NVIDIA, None, "stated to be under none"),
-        (APACHE, "mit", "stands under the Apache License 2.0"),
+        (APACHE, "mit", "is under the Apache License 2.0"),
         ("All rights reserved.", "mit", "a license that kconv does not know"),
     ],
     ids=["a restrictive one", "none stated", "another permissive one", "an unknown one"],

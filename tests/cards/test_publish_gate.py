@@ -53,8 +53,10 @@ def test_what_is_broken_is_found_by_its_check(folder, rule, break_it):
 
 def test_the_documentation_lists_every_check():
     page = (Path(__file__).parent.parent.parent / "docs" / "release.md").read_text()
+    always, rest = page.split("\nAlways required:\n")[1].split("\nRequired unless allowed:\n")
+    allowable = rest.split("\nThe floor comes from")[0]
     for check in (MANIFEST_HOLDS, *CHECKS):
-        assert f"| {check.rule} | {check.says} | {'yes' if check.allowable else 'never'} |" in page
+        assert f"{check.rule}: " in (allowable if check.allowable else always)
 
 
 @pytest.mark.parametrize("layout", writable())

@@ -104,7 +104,7 @@ def perplexity(growth: float, error: float | None = 0.001) -> PerplexityFigures:
     [
         (Figures(), "noise was not measured"),
         (Figures(noise=NOISE), "perplexity was not compared with the source's"),
-        (Figures(noise=NOISE, perplexity=perplexity(0.05)), "above the source's, and 1% may be"),
+        (Figures(noise=NOISE, perplexity=perplexity(0.05)), "above the source's, but at most 1% is allowed"),
         (Figures(noise=NOISE, perplexity=perplexity(float("nan"))), "above the source's"),
         (Figures(noise=NOISE, perplexity=perplexity(0.006)), ""),
         (Figures(noise=NOISE, perplexity=perplexity(0.02, 0.01)), ""),

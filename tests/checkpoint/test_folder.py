@@ -45,7 +45,7 @@ def test_a_sharded_folder_is_opened(folder):
 
 
 def test_a_folder_of_exports_names_them(folder, tmp_path):
-    with pytest.raises(NotACheckpoint, match=r"its folders head have one") as caught:
+    with pytest.raises(NotACheckpoint, match=r"these subfolders have one: head") as caught:
         open_checkpoint(tmp_path)
     assert caught.value.fix.endswith(str(tmp_path / "head"))
 

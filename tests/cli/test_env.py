@@ -53,4 +53,4 @@ def test_engines_are_found_in_an_environment_of_their_own(tmp_path):
 
 def test_what_is_no_python_is_named(tmp_path):
     done = say("--engine-python", str(tmp_path / "gone"))
-    assert done.exit_code == 2 and "gone does not run as a Python" in done.output
+    assert done.exit_code == 2 and "gone does not run as Python" in done.output

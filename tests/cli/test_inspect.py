@@ -65,4 +65,4 @@ def test_verify_against_another_source_says_which_one_it_wants(head, tmp_path):
     other = write_head(tmp_path / "other", VLLM, MLA, random_slots(MLA, seed=1))
     assert kconv("to-trtllm", head, tmp_path / "out").exit_code == 0
     found = kconv("verify", tmp_path / "out", other)
-    assert found.exit_code == 1 and f"Give {head}, as it was" in found.stderr
+    assert found.exit_code == 1 and f"Pass {head} as it was" in found.stderr

@@ -85,7 +85,7 @@ def test_options_that_do_not_go_together(tiny_target, prompts, tmp_path, words, 
     [
         (("--captured", "1,9"), "cannot be captured"),
         (("--prompts", "absent.jsonl"), "cannot be read"),
-        (("--sampled", "10000000"), "but the target takes"),
+        (("--sampled", "10000000"), "but the target accepts"),
     ],
 )
 def test_faults_are_named_and_leave_nothing(tiny_target, prompts, tmp_path, words, what):

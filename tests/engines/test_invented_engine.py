@@ -230,7 +230,7 @@ def test_the_page_of_layouts_has_it(monkeypatch):
 
     page = "\n".join(layouts())
     assert "| `otter` | Otter 1.0 | reads and writes |" in page and "`decoder.{i}.hidden_norm.weight`" in page
-    assert "Otter has no biases of the MLP" in page
+    assert "- `otter`: OTTER1" in page
 
 
 @pytest.mark.skipif(INSTALLED in os.environ, reason="runs the others")

@@ -83,7 +83,7 @@ WRONG = {
         "data: texts.jsonl",
         "save_every: many",
         8,
-        "it must be a whole number, and is 'many'",
+        "it must be a whole number, but is 'many'",
     ),
     "a fact with a typo": (
         "  c:",
@@ -144,7 +144,7 @@ def test_files_and_names_are_looked_for_before_anything_is_computed(tmp_path):
         run_release(release, text, tmp_path / "out", Selection(), lambda _: None, lambda _: None)
     assert not (tmp_path / "out").exists()
     assert "no-head" in fault.value.what and "no-prompts.jsonl" in fault.value.what and "line" in fault.value.where
-    with pytest.raises(RecipeInvalid, match=r"vllm\.head: there is no .*no-head"):
+    with pytest.raises(RecipeInvalid, match=r"vllm\.head: .*no-head does not exist"):
         run_release(release, text, tmp_path / "out", Selection(only="vllm"), lambda _: None, lambda _: None)
 
 
@@ -153,5 +153,5 @@ def test_a_file_that_a_step_does_not_make_is_named():
         "a": {"do": "bench", "head": "o/h", "target": "o/t", "suite": "mt-bench"},
         "b": {"do": "card", "head": "x", "acceptance": ["$a/acceptence.json"]},
     }
-    with pytest.raises(RecipeInvalid, match=r"a makes \$a/acceptance\.json alone"):
+    with pytest.raises(RecipeInvalid, match=r"a only makes \$a/acceptance\.json"):
         parse_release(yaml.safe_dump({"name": "x", "steps": steps}))

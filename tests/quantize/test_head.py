@@ -158,7 +158,7 @@ def test_more_loss_than_is_allowed_is_refused_and_fp8_named_where_it_keeps_enoug
     for format_, keep, is_named in ((NVFP4, between, True), (NVFP4, 1.5, False), (FP8, 1.5, False)):
         with pytest.raises(ConversionInaccurate, match="of the original's acceptance length") as caught:
             quantize_linears(SPEC, weights_of(SPEC), format_, states_of(SPEC), min_retention=keep)
-        assert (f"In FP8 it keeps {kept['fp8']:.2%}: --format fp8." in caught.value.fix) == is_named
+        assert (f"In FP8 it retains {kept['fp8']:.2%}: --format fp8." in caught.value.fix) == is_named
         assert ("--format" in caught.value.fix) == is_named
 
 

@@ -165,7 +165,7 @@ def test_columns_that_make_no_groups_are_named(spoiled, plan):
     def cut(tensors):
         tensors[f"{EXPERT}.weight"] = tensors[f"{EXPERT}.weight"][:, :60].contiguous()
 
-    with pytest.raises(TensorShape, match=r"is \[32, 60\], and 60 columns do not form groups of 16"):
+    with pytest.raises(TensorShape, match=r"is \[32, 60\], but 60 columns do not form groups of 16"):
         plan(spoiled("bf16", cut))
 
 

@@ -225,7 +225,7 @@ def test_a_weight_shape_that_lies_is_named(int4):
 
 def test_fp8_scales_that_do_not_fit_are_named(fp8):
     change(fp8, lambda tensors: tensors.update({f"{DENSE}.weight_scale_inv": torch.ones(2, 2)}))
-    with pytest.raises(TensorShape, match=r"is \[2, 2\], and \[64, 128\] in blocks of \[128, 128\] has \[1, 1\]"):
+    with pytest.raises(TensorShape, match=r"is \[2, 2\], but \[64, 128\] in blocks of \[128, 128\] needs \[1, 1\]"):
         stored(fp8)
 
 

@@ -20,7 +20,7 @@ def test_layers_that_are_not_there_cannot_be_stored(write, wanted, tmp_path, cap
 
 
 def test_prompts_that_do_not_fit_are_refused(write, wanted, tmp_path):
-    with pytest.raises(PromptsInvalid, match="but the target takes"):
+    with pytest.raises(PromptsInvalid, match="but the target accepts"):
         write(dataclasses.replace(wanted, sampled=10**6), tmp_path / "out")
 
 

@@ -90,7 +90,7 @@ def test_a_folder_without_a_chat_template(tiny_target, tmp_path):
 )
 def test_code_of_another_repository_is_refused_even_where_code_is_trusted(tiny_target, tmp_path, auto_map):
     folder = spoil(tiny_target, tmp_path, auto_map=auto_map)
-    with pytest.raises(TargetInvalid, match="code is org/name's, whose revision is not pinned"):
+    with pytest.raises(TargetInvalid, match="code belongs to org/name, whose revision is not pinned"):
         load_tokenizer(folder, trust_remote_code=True)
 
 

@@ -78,7 +78,7 @@ def test_a_file_that_a_process_reads_has_to_be_there_and_no_other(states, tiny_t
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert job_of(tiny_target, folder).text.shares
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(StatesInvalid, match="not here"):
+    with pytest.raises(StatesInvalid, match="reads are missing"):
         job_of(tiny_target, folder)
 
 

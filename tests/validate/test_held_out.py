@@ -87,5 +87,5 @@ def test_a_suite_of_the_hub_must_be_pinned(name):
 
 
 def test_prompts_without_a_token_are_refused(prompts, tiny_target):
-    with pytest.raises(PromptsInvalid, match="no prompt has a token"):
+    with pytest.raises(PromptsInvalid, match="no prompt has any tokens"):
         encode_held_out(str(prompts), Folder(tiny_target), 0)

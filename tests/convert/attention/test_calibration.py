@@ -58,7 +58,7 @@ def test_states_that_are_no_numbers_are_refused_wherever_they_stand(make_calibra
 def test_text_in_other_tokens_is_refused(make_calibration, gqa_spec):
     calibration = make_calibration(gqa_spec)
     calibration.batches[12].tokens[1, 3] = gqa_spec.vocab
-    with pytest.raises(CalibrationInvalid, match="token ids from 0 to 23, and the head's vocabulary 23"):
+    with pytest.raises(CalibrationInvalid, match="token ids from 0 to 23, but the head's vocabulary has 23"):
         check_calibration(calibration, gqa_spec)
 
 
