@@ -187,7 +187,7 @@ def test_counters_that_go_backwards_are_named(engine):
 @pytest.mark.parametrize("engine", NAMES)
 def test_more_than_k_plus_1_is_refused(engine):
     fault = {"vllm": DefinitionsMixed, "sglang": AcceptanceInvalid, "trtllm": AcceptanceInvalid}[engine]
-    with serving(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match="above 4|K is 3"):
+    with serving(engine, inflate=200) as server, pytest.raises((fault, AcceptanceInvalid), match=r"above 4|K is 3"):
         measure_server(server.url, SUITE, WISH)
 
 
