@@ -41,7 +41,9 @@ def quiet(forms, plan, tmp_path_factory):
 def start(source, out, *, jobs=1, slow=0.0, **environment):
     command = [sys.executable, str(WORK), str(source), str(out), str(SHARD), str(jobs), str(slow)]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
+    # A run in the background of a shell ignores the signal of Ctrl-C, and what it starts does so too.
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heard)
 
 
 def test_several_processes_make_the_same_bytes(forms, plan, quiet, tmp_path):
