@@ -56,7 +56,7 @@ def test_the_documentation_lists_every_check():
     always, rest = page.split("\nAlways required:\n")[1].split("\nRequired unless allowed:\n")
     allowable = rest.split("\nThe floor comes from")[0]
     for check in (MANIFEST_HOLDS, *CHECKS):
-        assert f"{check.rule}: " in (allowable if check.allowable else always)
+        assert f"- {check.rule}: {check.says}\n" in (allowable if check.allowable else always)
 
 
 @pytest.mark.parametrize("layout", writable())
