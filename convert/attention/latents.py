@@ -140,17 +140,21 @@ def _top_left(rows: Tensor, cholesky: Tensor, rank: int) -> Tensor:
     """Return the top left singular vectors of `rows @ cholesky`, `[m, r]`.
 
     Large ones use subspace iteration (Halko et al., algorithm 4.4, https://arxiv.org/abs/0909.4061), which forms the
-    product itself only if it has fewer columns than the passes would process.
+    product itself only if it has fewer columns than the passes would process. All passes but the last are in fp32: they
+    only choose where the last one looks, and it sees every direction in the precision of the inputs.
     """
     if min(rows.shape) <= WHOLE:
         return torch.linalg.svd(rows @ cholesky, full_matrices=False).U[:, :rank]
     width = min(rank + OVERSAMPLED, *rows.shape)
-    factors = [rows, cholesky] if (2 * POWER + 2) * width < len(rows) else [rows @ cholesky]
+    # A pass in fp32 costs half of one in fp64, and each goes through the factors twice.
+    factors = [rows, cholesky] if (POWER + 2) * width < len(rows) else [rows @ cholesky]
     generator = torch.Generator(rows.device).manual_seed(0)
-    start = torch.randn(len(rows), width, generator=generator, dtype=rows.dtype, device=rows.device)
-    basis, inside = _pass(factors, start)
+    basis = torch.randn(len(rows), width, generator=generator, dtype=rows.dtype, device=rows.device).float()
+    rough = [one.float() for one in factors]
     for _ in range(POWER):
-        basis, inside = _pass(factors, basis)
+        basis, _ = _pass(rough, basis)
+    del rough
+    basis, inside = _pass(factors, basis.to(rows.dtype))
     # The top vectors within the basis come from a matrix only as large as the basis is wide.
     return basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
 

@@ -14,6 +14,7 @@ from kconv.convert.attention.latents import factorize, fit_gauge
 from kconv.convert.attention.moments import DTYPE, Moments, factor, root
 
 from .attention_store import load, measured_on, save
+from .machine import Spent
 
 T = TypeVar("T")
 # 14,336 inputs, 64 heads of 128 + 128 and 64 rotary dims, latents of 512 and 1,536.
@@ -30,18 +31,19 @@ SAYS = {
 
 
 class _Clock:
-    """Processor times of steps in seconds, by their names in `SAYS`, and the peak of the memory in GiB."""
+    """Wall clock and processor times of steps in seconds, by their names in `SAYS`; the peak of the memory in GiB."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, tuple[float, float]] = {}
         self.peak = 0.0
 
     def time(self, step: str, work: Callable[[], T]) -> T:
-        begun = time.process_time()
+        begun = Spent(time.perf_counter(), time.process_time())
         result = work()
-        self.seconds[step] = round(time.process_time() - begun, 2)
+        spent = Spent(time.perf_counter(), time.process_time()) - begun
+        self.seconds[step] = round(spent.wall, 2), round(spent.processor, 2)
         self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{step}: {self.seconds[step]:.1f} s, peak {self.peak:.1f} GiB", flush=True)
+        print(f"{step}: {spent.wall:.1f} s, {spent.processor:.1f} s of processor, peak {self.peak:.1f} GiB", flush=True)
         return result
 
 
@@ -87,14 +89,16 @@ def describe_size() -> list[str]:
     if not found:
         return ["Not measured yet: `scripts/bench-attention --real` takes a quarter of an hour, and 12 GiB."]
     seconds, rows, wanted = found["seconds"], found["rows"], ROWS_PER_DIM * WIDTH
-    each = seconds["moments"] / rows
+    each = seconds["moments"][0] / rows
+    sums = [sum(column) for column in zip(*seconds.values(), strict=True)]
     return [
         f"`scripts/bench-attention --real` times the steps at full size ({WIDTH:,} inputs, {HEADS} heads of {DIM} + "
         f"{DIM}, latents of {LATENT} and {QUERIES:,}) on synthetic inputs:",
         "",
-        "| step | processor time |",
-        "| --- | --- |",
-        *(f"| {SAYS[step].format(rows=rows)} | {_time(spent)} |" for step, spent in seconds.items()),
+        "| step | wall clock | processor time |",
+        "| --- | --- | --- |",
+        *(f"| {SAYS[step].format(rows=rows)} | {' | '.join(map(_time, spent))} |" for step, spent in seconds.items()),
+        f"| sum | {' | '.join(map(_time, sums))} |",
         "",
         f"The peak of the memory was {found['peak_gib']} GiB. A row more costs {1000 * each:.0f} ms, so the {wanted:,} "
         f"rows that are the least cost {_time(each * wanted)}. Measured on {measured_on('size')}; "
