@@ -74,23 +74,23 @@ class NotACheckpoint(KconvError):
 
 
 class HubRefused(KconvError):
-    """The Hub has no such repository, revision or file, or this account may not read it."""
+    """The Hub has no such file, or this account may not read it."""
 
 
 class HubUnreachable(KconvError):
-    """The Hub cannot be reached or is too busy, and its local cache does not help."""
+    """The Hub cannot be reached, and its cache does not help."""
 
 
 class DownloadDamaged(KconvError):
-    """A downloaded file differs from the digest that the Hub announced."""
+    """A downloaded file differs from the announced digest."""
 
 
 class CorruptHeader(KconvError):
-    """A safetensors header with impossible sizes, offsets, names or dtypes."""
+    """A safetensors header is impossible."""
 
 
 class CorruptIndex(KconvError):
-    """An index file names a missing file or tensor, or a path outside its folder."""
+    """An index names a missing file or tensor, or leads out of its folder."""
 
 
 class OutputExists(KconvError):
@@ -98,7 +98,7 @@ class OutputExists(KconvError):
 
 
 class OutputFailed(KconvError):
-    """The output could not be written: the disk is full, or the folder cannot be made."""
+    """The output cannot be written, e.g. the disk is full."""
 
 
 class UnknownLayout(KconvError):
@@ -110,27 +110,27 @@ class EngineUnknown(KconvError):
 
 
 class PluginInvalid(KconvError):
-    """An engine or layout from another package cannot be loaded, or its name is taken."""
+    """A plugin's engine or layout cannot be loaded, or its name is taken."""
 
 
 class ConfigInvalid(KconvError):
-    """A config.json cannot be read as a head: a key is missing, has a wrong type, or contradicts another."""
+    """A key of config.json is missing, of a wrong type, or contradicts another."""
 
 
 class ConfigUnsupported(KconvError):
-    """A config.json asks for something that kconv or the engine does not support."""
+    """config.json asks for what kconv or the engine does not support."""
 
 
 class CapturedUndecided(KconvError):
-    """The captured layers are unknown, or could be read in two ways."""
+    """The captured layers are unknown or ambiguous."""
 
 
 class TensorMissing(KconvError):
-    """A tensor that the head needs is not in the checkpoint."""
+    """The checkpoint lacks a tensor."""
 
 
 class TensorUnknown(KconvError):
-    """A tensor that no row of the layout accounts for."""
+    """The layout has no row for a tensor."""
 
 
 class TensorShape(KconvError):
@@ -142,7 +142,7 @@ class TensorValue(KconvError):
 
 
 class TensorTwins(KconvError):
-    """Two tensors hold the same weight under two names, with different values."""
+    """A weight has two names, with different values."""
 
 
 class LayoutCannot(KconvError):
@@ -170,15 +170,15 @@ class RecipeInvalid(KconvError):
 
 
 class TrainingFailed(KconvError):
-    """Training stopped: the loss is not a number, or the training library failed."""
+    """The loss is not a number, or the training library failed."""
 
 
 class MissingExtra(KconvError):
-    """A command needs packages of an extra that is not installed."""
+    """An extra is not installed."""
 
 
 class ReportInvalid(KconvError):
-    """A validation report does not match its schema, or describes other files."""
+    """A report does not match its schema, or describes other files."""
 
 
 class EngineFailed(KconvError):
@@ -186,23 +186,23 @@ class EngineFailed(KconvError):
 
 
 class CountersMissing(KconvError):
-    """A server counts no drafts: it does not speculate, hides its counters, or is not a known engine."""
+    """A server does not speculate, hides its counters, or is unknown."""
 
 
 class CountersReset(KconvError):
-    """Counters went backwards: the server was restarted between two readings."""
+    """Counters went backwards: the server was restarted."""
 
 
 class StatesInvalid(KconvError):
-    """Stored hidden states are unreadable or damaged, or come from another target, capture or prompts."""
+    """Stored states are damaged, or come from another target, capture or prompts."""
 
 
 class AcceptanceInvalid(KconvError):
-    """An acceptance.json does not match its schema, repeats a row, or has an impossible figure."""
+    """An acceptance.json is not of its schema, or has an impossible figure."""
 
 
 class DefinitionsMixed(KconvError):
-    """Figures with different definitions cannot be combined, or a server counts in two ways."""
+    """Figures have different definitions."""
 
 
 class SuiteInvalid(KconvError):
@@ -214,43 +214,43 @@ class FactsInvalid(KconvError):
 
 
 class LicenseUnknown(KconvError):
-    """kconv has no data about a license, or cannot find its text."""
+    """A license or its text is unknown."""
 
 
 class SourceFormatUnknown(KconvError):
-    """A target has a quantized format that kconv cannot read, or only in part."""
+    """kconv cannot read a target's quantized format."""
 
 
 class WorkerFailed(KconvError):
-    """A worker process ended before its work was done."""
+    """A worker process ended early."""
 
 
 class TrainingDataInvalid(KconvError):
-    """Training data is unreadable, has an unknown form, or holds nothing to train on."""
+    """Training data is unreadable, or holds nothing to train on."""
 
 
 class PublishRefused(KconvError):
-    """A release check failed, or the repository cannot be published to as requested."""
+    """A release check failed."""
 
 
 class HubMoved(KconvError):
-    """The repository has changed: its branch moved, or the tag exists with other files."""
+    """The branch moved, or the tag has other files."""
 
 
 class ReadBackFailed(KconvError):
-    """The Hub returns different bytes than were uploaded."""
+    """The Hub returns other bytes than were uploaded."""
 
 
 class CalibrationInvalid(KconvError):
-    """States cannot be used for calibration: they come from another target, or are too few."""
+    """States are too few, or of another target."""
 
 
 class ConversionInaccurate(KconvError):
-    """A conversion loses more acceptance on held-out text than allowed."""
+    """A conversion loses more acceptance than allowed."""
 
 
 class ReadingBeaten(KconvError):
-    """Measured on the target, another reading of the head beats the one that was asked for."""
+    """On the target, another reading of the head is better."""
 
 
 class UnknownRule(KconvError):
@@ -262,32 +262,32 @@ class ReleaseBusy(KconvError):
 
 
 class ReleaseStateInvalid(KconvError):
-    """The release's record cannot be read, or a step's input does not exist yet."""
+    """The release's record is unreadable, or a step's input is missing."""
 
 
 class InputScalesInvalid(KconvError):
-    """A calibration is unreadable, belongs to another target, lacks a module, or has an impossible amax."""
+    """A calibration is damaged, incomplete, or of another target."""
 
 
 class AcceptanceForged(KconvError):
-    """A server accepts a fixed number of drafts, so it does not measure the head."""
+    """A server accepts a fixed number of drafts."""
 
 
 class CountersDisturbed(KconvError):
-    """Somebody else is using the server: its counters move without requests from here."""
+    """Somebody else is using the server."""
 
 
 class ComparisonUnfit(KconvError):
-    """A head cannot be compared with a target, or the measurement does not apply to a target."""
+    """The comparison or the measurement does not apply."""
 
 
 class RequestInvalid(KconvError):
-    """An option does not exist, has a wrong value, or conflicts with another option."""
+    """An option is unknown, wrong, or conflicts with another."""
 
 
 class EngineInvalid(KconvError):
-    """An engine from another package cannot be loaded, or its name is taken."""
+    """A plugin's engine cannot be loaded, or its name is taken."""
 
 
 class StepFailed(KconvError):
-    """A recipe step found errors, so later steps were not run."""
+    """A recipe step found errors."""

@@ -85,55 +85,51 @@ class Bench(Reading):
     )
     OUTPUT = "acceptance.json"
 
-    url: str | None = option(None, "Address of a running vLLM, SGLang or TensorRT-LLM that speculates.")
-    head: Name = option(..., "The head to measure; with --url, the head that is served.", kind="checkpoint")
+    url: str | None = option(None, "A running vLLM, SGLang or TensorRT-LLM that speculates.")
+    head: Name = option(..., "The head to measure, or that is served.", kind="checkpoint")
     suite: Name = option(
         ..., "mt-bench, speed-bench, or a JSONL file of prompts.", kind="file", metavar="NAME|FILE",
         words=("mt-bench", "speed-bench"),
     )  # fmt: skip
     revision: str | None = option(
         None,
-        "Revision of the suite on the Hub; default: a pinned commit for SPEED-Bench, main for MT-Bench (recorded).",
+        "Revision of the suite; by default a pinned commit for SPEED-Bench, main for MT-Bench.",
     )
     categories: Words = option((), "Only these categories of the suite.", kind="list", metavar="A,B")
     limit: Count | None = option(None, "Use only N prompts of each category.", metavar="N")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
     draft_tokens: Annotated[tuple[int, ...], BeforeValidator(_lengths)] = option(
         "3",
-        "Draft tokens per step (K), as served. Without --url several are possible, e.g. 1-8; each restarts the engine.",
+        "Draft tokens per step (K), as served; without --url also a range.",
         kind="list", metavar="K|A-B", validate_default=True,
     )  # fmt: skip
     engine: str | None = option(None, "Start this engine to serve --target with --head.", metavar="ENGINE")
     engine_python: Name | None = option(
-        None, "Start the engine with this Python (see scripts/engine-env).", metavar="PATH"
+        None, "Python of the engine's environment (see scripts/engine-env).", metavar="PATH"
     )
     ready_seconds: Count = option(300, "Seconds that a started engine may take to be ready.", metavar="SECONDS")
     tree: str = option(
-        "chain", "Shape of drafts: topk=4,nodes=8 means 4 branches and 8 verified tokens per step, including the last "
-        "accepted one.", metavar="TREE",
+        "chain", "Shape of drafts: topk=4,nodes=8 is 4 branches and 8 verified tokens, the last accepted one included.",
+        metavar="TREE",
     )  # fmt: skip
     speed_at: Annotated[tuple[Count, ...], BeforeValidator(_counts)] = option(
-        (), "Measure speed at these concurrencies too, with and without the draft.", kind="list", metavar="N,N"
+        (), "Measure speed too, at these concurrencies.", kind="list", metavar="N,N"
     )
-    concurrency: Count = option(1, "Prompts in flight.", metavar="N")
+    concurrency: Count = option(1, "Requests in flight.", metavar="N")
     max_tokens: Count = option(1024, "Maximum tokens per answer.", metavar="N")
     temperature: Annotated[float, Field(ge=0)] = option(0.0, "0 is greedy.", metavar="T")
     reasoning: str | None = option(None, "The target's reasoning mode, e.g. medium.")
-    target_name: str | None = option(None, "Hub id of the target; by default the server's name for it.")
-    precision: str | None = option(None, "Number format of the served target, e.g. NVFP4.")
-    model: str | None = option(None, "The server's name for the target, if it serves several.")
-    engine_version: str | None = option(None, "The engine's version, if the server does not report it.")
-    draft_sample_method: str | None = option(
-        None, "How drafts are sampled, as vLLM calls it, e.g. greedy, if the server does not say it."
-    )
-    rejection_sample_method: str | None = option(
-        None, "How drafts are rejected, as vLLM calls it, e.g. standard or block, if the server does not say it."
-    )
-    baseline_url: str | None = option(None, "A server with the same target and no speculation, for the speed-up.")
+    target_name: str | None = option(None, "Hub id of the target; by default the server's name.")
+    precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
+    model: str | None = option(None, "The server's name for the target.")
+    engine_version: str | None = option(None, "The engine's version.")
+    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy.")
+    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard.")
+    baseline_url: str | None = option(None, "The same target without speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
         {}, "Extra fields for each request.", kind="json", metavar="JSON"
     )
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; --target must be pinned.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -297,7 +293,7 @@ class Curve(Operation):
     OUTPUT = "curve.yaml"
 
     files: tuple[Name, ...] = argument("acceptance.json files about one head.", kind="file")
-    category: str | None = option(None, "Category of the suite; by default coding for SPEED-Bench, else all.")
+    category: str | None = option(None, "Category; by default coding for SPEED-Bench, else all.")
     model: str | None = option(None, "The target's name in the curve; by default its own in lower case.")
     out: Name = option(..., "The YAML to write.", kind="output")
 
@@ -337,22 +333,22 @@ class Quote(Operation):
     OUTPUT = "acceptance.json"
 
     file: Name = argument("The result.", kind="file")
-    head: str | None = option(None, "Hub id of the head, if the file does not say it.", metavar="ID")
-    url: str | None = option(None, "Address of the published result; by default the file's name and digest.")
+    head: str | None = option(None, "Hub id of the head.", metavar="ID")
+    url: str | None = option(None, "Where the result was published.")
     out: Name = option(..., "The acceptance.json to write.", kind="output")
     dataset: str | None = option(None, "The data set, e.g. mt-bench.")
-    revision: str | None = option(None, "Revision of the data set.")
-    category: str | None = option(None, "Category of the data set.")
+    revision: str | None = option(None, "Revision of the dataset.")
+    category: str | None = option(None, "Its category.")
     prompts: Count | None = option(None, "Number of prompts.", metavar="N")
     draft_tokens: Count | None = option(None, "K.", metavar="K")
-    tree: str | None = option(None, "chain, or how drafts branch.")
+    tree: str | None = option(None, "Shape of drafts.")
     engine: str | None = option(None, "The engine, e.g. vllm.")
-    engine_version: str | None = option(None, "Its version.")
+    engine_version: str | None = option(None, "The engine's version.")
     target: str | None = option(None, "Hub id of the target.", metavar="ID")
     precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
     temperature: Annotated[float, Field(ge=0)] | None = option(None, "0 is greedy.", metavar="T")
-    reasoning: str | None = option(None, "The target's reasoning mode, e.g. on.")
-    max_tokens: Count | None = option(None, "An answer's limit.", metavar="N")
+    reasoning: str | None = option(None, "The target's reasoning mode, e.g. medium.")
+    max_tokens: Count | None = option(None, "Maximum tokens per answer.", metavar="N")
     draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy.")
     rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard.")
     date: str | None = option(None, "Date of the measurement, e.g. 2026-11-23.")

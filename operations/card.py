@@ -69,9 +69,9 @@ class Card(Operation):
     OF_RELEASE = True
 
     head: Name = argument("The head's folder.", kind="checkpoint")
-    report: Name | None = option(None, "report.json of kconv validate, for the acceptance table.", kind="file")
+    report: Name | None = option(None, "report.json of kconv validate.", kind="file")
     acceptance: tuple[Name, ...] = option((), "acceptance.json of kconv bench, or quoted; repeatable.", kind="file")
-    facts: Name | None = option(None, "YAML with facts that no file of the head states; see --init.", kind="file")
+    facts: Name | None = option(None, "YAML with facts that no file states; see --init.", kind="file")
     style: Literal["short", "compact", "nvidia"] = option("short", "Sections and their order.")
     base_model: str = option("", "Hub id of the target.")
     license: str = option("unknown", "License id of the head.")

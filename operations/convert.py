@@ -63,26 +63,22 @@ class Convert(Reading):
     drop_shared: bool = option(False, "Omit tensors that are byte-identical to --target's.")
     dtype: Literal["bfloat16"] | None = option(None, "Cast the weights to this dtype; not exact.")
     attention: Literal["mha", "mla"] | None = option(None, "Change the attention; not exact.")
-    states: Name | None = option(None, "Output of kconv states, to calibrate --attention or measure.", kind="file")
-    prompts: Name | None = option(None, "Prompts (JSONL) to run --target on, instead of --states.", kind="file")
+    states: Name | None = option(None, "Output of kconv states, to fit --attention or measure.", kind="file")
+    prompts: Name | None = option(None, "Prompts (JSONL) for --target, instead of --states.", kind="file")
     context: Annotated[int, Field(ge=16)] = option(
-        512, "Tokens per text cut from --prompts; use the length that you serve.", metavar="N"
+        512, "Tokens per text of --prompts; as long as you serve.", metavar="N"
     )
     heal: Annotated[int, Field(ge=0)] | None = option(
-        None, "Healing (fine-tuning) steps after the conversion; 200 by default.", metavar="STEPS"
+        None, "Healing (fine-tuning) steps; 200 by default.", metavar="STEPS"
     )
-    head_dim: HeadDim = option("auto", "Head dim of MHA; vLLM's FlashInfer supports 256 but not 192.")
+    head_dim: HeadDim = option("auto", "Head dim of MHA; vLLM's FlashInfer needs 256.")
     min_retention: Share = option(
         0.97,
-        "Fail if the result retains less than this share of the acceptance length on held-out text.",
+        "Smallest share of the acceptance length that may remain.",
         metavar="SHARE",
     )
-    device: Literal["cpu", "cuda"] = option(
-        "cpu", "Device for converting, healing and measuring; --prompts always runs the target on the CPU."
-    )
-    trust_remote_code: bool = option(
-        False, "Run the tokenizer's own Python code for --prompts; --target must be pinned."
-    )
+    device: Literal["cpu", "cuda"] = option("cpu", "Device for all but the target, which --prompts runs on the CPU.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -39,13 +39,13 @@ class Generate(Operation):
     OUTPUT = "dialogues.jsonl"
     RESUMES = True
 
-    url: str = option(..., "Base URL of an OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
+    url: str = option(..., "An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
     model: str = option(..., "The server's name for the target.")
-    prompts: Name = option(..., "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
-    out: Name = option(..., "The JSONL file of dialogues; existing answers are kept.", kind="output")
+    prompts: Name = option(..., "Prompts (JSONL).", kind="file")
+    out: Name = option(..., "The dialogues (JSONL); existing answers are kept.", kind="output")
     max_tokens: Count = option(4096, "Maximum tokens per answer.", metavar="N")
-    temperature: Annotated[float, Field(ge=0)] = option(0.6, "Sampling temperature; 0 is greedy.", metavar="T")
-    concurrency: Count = option(16, "Prompts in flight.", metavar="N")
+    temperature: Annotated[float, Field(ge=0)] = option(0.6, "0 is greedy.", metavar="T")
+    concurrency: Count = option(16, "Requests in flight.", metavar="N")
     seed: int = option(0, "Random seed for sampling.")
 
     def run(self, context: Context) -> Generated:

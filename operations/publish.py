@@ -90,33 +90,27 @@ class Publish(Operation):
     repo: str = argument("The repository, org/name.", kind="plain", default="")
     tag: str = option("", "Tag for this release, set after every file was read back.")
     private: bool = option(False, "Refuse a repository that is public.")
-    public: bool = option(False, "Make the repository public after the read-back; a new one is private.")
+    public: bool = option(False, "Make the repository public at the end.")
     revision: str = option("", "Branch to commit to; main by default.")
     create_pr: bool = option(False, "Open a pull request instead of moving the branch.")
     expect_parent: str = option("", "Refuse if the branch is at another commit.", metavar="SHA")
     report: Name | None = option(None, "report.json of kconv validate; by default DIR's own.", kind="file")
     acceptance: tuple[Name, ...] = option((), "acceptance.json, repeatable; by default DIR's own.", kind="file")
-    facts: Name | None = option(
-        None, "The card's facts file, for the license checks; by default the recipe's.", kind="file"
-    )
+    facts: Name | None = option(None, "The card's facts file; by default the recipe's.", kind="file")
     min_acceptance: Annotated[float, Field(gt=0)] | None = option(
         None, "Minimum acceptance; by default the recipe's.", metavar="AL"
     )
-    metric: str = option("al_incl_bonus", "Metric of the minimum.")
-    suite: str | None = option(None, "Suite of the minimum, e.g. MT-Bench, or a report's text, e.g. sampled.")
-    target_name: str | None = option(
-        None, "Target of the minimum as named in acceptance.json, e.g. org/name@commit.", metavar="NAME"
-    )
-    temperature: Annotated[float, Field(ge=0)] | None = option(
-        None, "Temperature of the minimum; not for a report's text.", metavar="T"
-    )
-    draft_tokens: Count | None = option(None, "Draft tokens per step (K) of the minimum.", metavar="K")
-    min_prompts: Count | None = option(None, "Minimum number of prompts.", metavar="N")
+    metric: str = option("al_incl_bonus", "Its metric.")
+    suite: str | None = option(None, "Its suite, e.g. MT-Bench, or a report's text, e.g. sampled.")
+    target_name: str | None = option(None, "Its target, as named in acceptance.json.", metavar="NAME")
+    temperature: Annotated[float, Field(ge=0)] | None = option(None, "Its temperature.", metavar="T")
+    draft_tokens: Count | None = option(None, "Its K.", metavar="K")
+    min_prompts: Count | None = option(None, "Fewest prompts.", metavar="N")
     max_loss: Annotated[float, Field(ge=0, lt=1)] | None = option(
-        None, "Largest allowed loss against the source (share).", metavar="SHARE"
+        None, "Largest loss against the source, as a share.", metavar="SHARE"
     )
     allow: Annotated[dict[str, str], BeforeValidator(_allowed)] = option(
-        {}, "Let a check pass; the card states the reason. Repeatable.", kind="settings",
+        {}, "Let a check pass; repeatable.", kind="settings",
         metavar="RULE=REASON",
     )  # fmt: skip
     out: Name | None = option(None, "A new folder for the record of the publication.", kind="output")

@@ -35,7 +35,7 @@ class Prompted(Operation):
 
     tokens: Count = option(512, "Cut each prompt to N tokens.", metavar="N")
     chat: bool = option(False, "Apply the target's chat template to prompts.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Calibrate(Prompted):
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The file to write; it must not exist.", kind="output")
-    prompts: Name = option(..., "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
-    dtype: Literal["F32", "BF16", "F16"] | None = option(None, "Dtype to compute in; by default the target's.")
+    prompts: Name = option(..., "Prompts (JSONL).", kind="file")
+    dtype: Literal["F32", "BF16", "F16"] | None = option(None, "Dtype; by default the target's.")
 
     def run(self, context: Context) -> Calibrated:
         """Write the calibration.
@@ -136,21 +136,18 @@ class Quantize(Prompted):
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
-    recipe: Name = option(
-        ..., "A recipe's name or file; it decides what is quantized.", kind="file", metavar="NAME|FILE"
-    )
+    recipe: Name = option(..., "A recipe's name or file.", kind="file", metavar="NAME|FILE")
     input_scale: Name | None = option(
-        None, "Input scales: a file from kconv calibrate, or data-free for 1.0 everywhere.",
+        None, "A file of kconv calibrate, or data-free: 1.0 everywhere.",
         kind="file", metavar="FILE|data-free", words=(DATA_FREE,),
     )  # fmt: skip
-    kv_cache: Literal["fp8", "none"] | None = option(None, "KV cache format that the config states for engines.")
+    kv_cache: Literal["fp8", "none"] | None = option(None, "The KV cache that the config states.")
     jobs: Count | None = option(None, "Processes, about 1 GiB each; by default one per core.", metavar="N")
     backend: Literal["stream", "modelopt"] = option(
         "stream",
-        "stream: one tensor at a time. modelopt: ModelOpt's own calibration and exporter with the whole target in "
-        "memory; with equal input scales it writes the same bits.",
+        "stream: one tensor at a time. modelopt: ModelOpt's own, with the whole target in memory.",
     )
-    prompts: Name | None = option(None, "Calibration prompts for --backend modelopt (JSONL).", kind="file")
+    prompts: Name | None = option(None, "Calibration prompts (JSONL) for --backend modelopt.", kind="file")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -283,10 +280,10 @@ class QuantizeHead(Reading):
     head: Name = argument("The head: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
     format: Literal["fp8", "nvfp4"] = option(..., "Number format of the linear layers.")
-    states: Name = option(..., "Output of kconv states for the target, for calibration.", kind="file")
+    states: Name = option(..., "Output of kconv states, for calibration.", kind="file")
     min_retention: Share = option(
         0.97,
-        "Fail if the result retains less than this share of the acceptance length on held-out text.",
+        "Smallest share of the acceptance length that may remain.",
         metavar="SHARE",
     )
 

@@ -31,27 +31,19 @@ class Reading(Operation):
     from_: str | None = option(None, "Layout of HEAD; detected by default.", metavar="LAYOUT")
     captured: LayerIds | None = option(
         None,
-        "Target layers that the head reads (0-based layer outputs), e.g. 1,29,57, if the config is unclear.",
+        "The captured layers, as 0-based outputs, e.g. 1,29,57.",
         kind="ids",
     )
-    captured_are: Literal["outputs", "inputs"] | None = option(
-        None, "Whether the config lists layer outputs or layer inputs (0-based)."
-    )
+    captured_are: Literal["outputs", "inputs"] | None = option(None, "What the config's list counts.")
     rope_theta: Theta | None = option(None, "RoPE base, if the config omits it.", metavar="BASE")
-    layers: Count | None = option(
-        None, "Decoder layers of the head, if num_hidden_layers is the target's number.", metavar="N"
-    )
+    layers: Count | None = option(None, "Decoder layers of the head, if the config states the target's.", metavar="N")
     max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")
     norm_before_residual: YesOrNo | None = option(
-        None, "Value of norm_before_residual, if the config omits it; vLLM and speculators assume opposite defaults.",
+        None, "Its value, if the config omits it.",
         kind="yes-or-no",
     )  # fmt: skip
-    target: Name | None = option(
-        None, "The target model; its depth decides the default captured layers.", kind="checkpoint"
-    )
-    target_layers: Count | None = option(
-        None, "The target's number of decoder layers, instead of --target.", metavar="N"
-    )
+    target: Name | None = option(None, "The target; its depth decides the default captured layers.", kind="checkpoint")
+    target_layers: Count | None = option(None, "The target's depth, instead of --target.", metavar="N")
 
     @model_validator(mode="after")
     def _one_depth(self) -> Self:

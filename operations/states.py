@@ -60,30 +60,26 @@ class States(Operation):
 
     target: Name = argument("The target: a folder or a Hub id.", kind="checkpoint")
     out: Name = argument("The folder to write; it must not exist.", kind="output")
-    prompts: Name | None = option(None, "Prompts (JSONL, e.g. in MT-Bench's form).", kind="file")
+    prompts: Name | None = option(None, "Prompts (JSONL).", kind="file")
     data: Name | None = option(
-        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
+        None, "Dialogues or texts: a JSONL, or a dataset's Hub id.", kind="file", metavar="FILE|ID"
     )
-    split: str | None = option(None, "Split of a dataset; train by default.")
-    revision: str | None = option(None, "Revision of a dataset.")
-    captured: LayerIds | None = option(
-        None, "Layers as 0-based layer outputs; by default 1, N//2 - 1, N - 4.", kind="ids"
-    )
-    sampled: Tokens = option(0, "Also continue each prompt by N sampled tokens.", metavar="N")
-    greedy: Tokens = option(0, "Also continue each prompt greedily by N tokens.", metavar="N")
-    prompt_tokens: Count | None = option(None, "Cut prompts to N tokens before continuing them.", metavar="N")
+    split: str | None = option(None, "Split of the dataset; train by default.")
+    revision: str | None = option(None, "Revision of the dataset.")
+    captured: LayerIds | None = option(None, "Layers, as 0-based outputs; by default 1, N//2 - 1, N - 4.", kind="ids")
+    sampled: Tokens = option(0, "Also continue prompts by N sampled tokens.", metavar="N")
+    greedy: Tokens = option(0, "Also continue prompts greedily by N tokens.", metavar="N")
+    prompt_tokens: Count | None = option(None, "Cut prompts to N tokens.", metavar="N")
     text_tokens: Count | None = option(None, "Cut prompt text or dialogues to N tokens.", metavar="N")
     chat: bool = option(False, "Apply the target's chat template to prompts.")
-    held_out: bool = option(True, "Write only continuations, not the prompts' own text.")
+    held_out: bool = option(True, "Leave out the prompts' own text.")
     seed: int = option(0, "Random seed for sampling.")
-    dtype: Dtype | None = option(None, "Dtype to compute and store in; by default the target's.")
+    dtype: Dtype | None = option(None, "Dtype; by default the target's.")
     shard_mib: Count = option(512, "Maximum size of a file.", metavar="MIB")
-    url: str | None = option(None, "A vLLM that serves TARGET with hidden-state extraction; TARGET is not loaded here.")
-    shared: Name | None = option(
-        None, "The folder that this vLLM writes states to, as this machine sees it.", metavar="DIR"
-    )
-    concurrency: Count = option(16, "Sequences in flight, with --url.", metavar="N")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
+    url: str | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
+    shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
+    concurrency: Count = option(16, "Requests in flight.", metavar="N")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -106,34 +106,28 @@ class Train(Operation):
         {}, "Set a key of the recipe; repeatable.", kind="settings", metavar="KEY=VALUE"
     )
     data: Name | None = option(
-        None, "Dialogues or texts: a JSONL file, or a dataset's id on the Hub.", kind="file", metavar="FILE|ID"
+        None, "Dialogues or texts: a JSONL, or a dataset's Hub id.", kind="file", metavar="FILE|ID"
     )
-    split: str | None = option(None, "Split of a dataset; train by default.")
-    revision: str | None = option(None, "Revision of a dataset.")
+    split: str | None = option(None, "Split of the dataset; train by default.")
+    revision: str | None = option(None, "Revision of the dataset.")
     held_out: Name | None = option(
-        None, "Evaluation text; by default one sample in fifty of --data.", kind="file", metavar="FILE|ID"
+        None, "Evaluation text; by default a fiftieth of --data.", kind="file", metavar="FILE|ID"
     )
-    states: Name | None = option(
-        None, "Output of kconv states, instead of --data; TARGET is then not run.", kind="file"
-    )
-    url: str | None = option(
-        None, "A vLLM that serves TARGET with hidden-state extraction; with --data, it runs TARGET."
-    )
-    shared: Name | None = option(
-        None, "The folder that this vLLM writes states to, as this machine sees it, e.g. in /dev/shm.", metavar="DIR"
-    )
-    concurrency: Count = option(16, "Sequences in flight per process, with --url.", metavar="N")
+    states: Name | None = option(None, "Output of kconv states, instead of --data.", kind="file")
+    url: str | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
+    shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
+    concurrency: Count = option(16, "Requests in flight per process.", metavar="N")
     init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
     save_every: Count = option(200, "Steps between checkpoints.", metavar="STEPS")
     eval_every: Count = option(200, "Steps between held-out evaluations.", metavar="STEPS")
-    shard: bool = option(False, "Under torchrun: distribute the head over the processes (FSDP2).")
+    shard: bool = option(False, "Distribute the head over torchrun's processes (FSDP2).")
     tensorboard: bool = option(False, "Write TensorBoard event files.")
     rate: Annotated[float, Field(gt=0)] | None = option(
         None,
-        "Tokens per second of all processes, for --dry-run; training.json of a run has it.",
+        "Tokens per second of all processes, for --dry-run.",
         metavar="N",
     )
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; TARGET must be pinned.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

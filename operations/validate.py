@@ -65,45 +65,41 @@ class Validate(Reading):
 
     head: Name = argument("A head or a target: a folder or a Hub id.", kind="checkpoint")
     for_: Engines = option(
-        (), "Engine that will serve it, repeatable; by default the engines of its layout, or all.", metavar="ENGINE"
+        (), "Engine that will serve it, or all; by default its layout's; repeatable.", metavar="ENGINE"
     )
-    source: Name | None = option(
-        None, "The checkpoint that HEAD was made from; bits or noise are compared.", kind="checkpoint"
-    )
-    headers_only: bool = option(False, "Check only names, shapes and config; read and download no weights.")
+    source: Name | None = option(None, "The checkpoint that HEAD was made from, to compare.", kind="checkpoint")
+    headers_only: bool = option(False, "Read and download no weights.")
     strict: bool = option(False, "Exit 1 on warnings too.")
     prompts: Name | None = option(
         None,
-        "Held-out prompts: a JSONL, or mt-bench@<commit> from the Hub. Needs --target, or for a target --source.",
+        "Held-out prompts: a JSONL, or mt-bench@<commit>. Needs --target, or for a target --source.",
         kind="file", metavar="FILE|SUITE@COMMIT",
     )  # fmt: skip
-    states: Name | None = option(
-        None, "Stored states instead of --prompts; then only two tensors of --target are read.", kind="file"
-    )
+    states: Name | None = option(None, "Output of kconv states, instead of --prompts.", kind="file")
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = option(3, "Draft tokens per step (K).", metavar="K")
     prompt_tokens: Count = option(32, "Cut prompts to N tokens.", metavar="N")
     new_tokens: Count = option(64, "Continue prompts by N tokens.", metavar="N")
-    seed: int = option(0, "Random seed for sampled continuations.")
+    seed: int = option(0, "Random seed for sampling.")
     calibrated_on: tuple[Name, ...] = option(
-        (), "A states.json or its folder; its prompts are refused as held-out text. Repeatable.", kind="file"
+        (), "A states.json, whose prompts are refused as held-out text; repeatable.", kind="file"
     )
     min_retention: Annotated[float, Field(ge=0, le=1)] = option(
         0.97,
-        "Share of --source's acceptance that an approximate HEAD must retain, sampled and greedy.",
+        "Smallest share of the acceptance length that may remain.",
         metavar="SHARE",
     )
     allow_pickle: bool = option(False, "Read ModelOpt's .pt files as --states.")
-    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; --target must be pinned.")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
     engine: str | None = option(
         None,
-        "Let this engine serve HEAD, and compare its output and counters with kconv's own computation.",
+        "Let this engine serve HEAD, and compare it with kconv's own computation.",
         metavar="ENGINE",
     )
     engine_python: Name | None = option(
-        None, "Start the engine with this Python (see scripts/engine-env).", metavar="PATH"
+        None, "Python of the engine's environment (see scripts/engine-env).", metavar="PATH"
     )
-    url: str | None = option(None, "Use a running engine that already serves --target with HEAD.")
-    out: Name | None = option(None, "Write report.json, report.md and report.html into this folder.", kind="output")
+    url: str | None = option(None, "A running engine that serves --target with HEAD.")
+    out: Name | None = option(None, "A folder for report.json, report.md and report.html.", kind="output")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -67,14 +67,12 @@ class Vocab(Reading):
 
     head: Name = argument("The head: a folder or a Hub id.", kind="checkpoint")
     out: Name | None = argument("The folder to write, if the vocabulary changes.", kind="output", default=None)
-    text: Name | None = option(None, "Text or prompts (.jsonl), for the coverage and for --prune.", kind="file")
+    text: Name | None = option(None, "Text or prompts (JSONL), for the coverage and --prune.", kind="file")
     rebuild_t2d: bool = option(False, "Write OUT with a t2d rebuilt from d2t.")
     absolute: bool = option(False, "Write OUT with offsets, from a d2t with absolute ids.")
-    expand: bool = option(False, "Write OUT with the full vocabulary; new tokens are never drafted.")
+    expand: bool = option(False, "Write OUT with the full vocabulary.")
     prune: Annotated[int, Field(ge=1)] | None = option(None, "Write OUT with the N most frequent tokens.", metavar="N")
-    trust_remote_code: bool = option(
-        False, "Run the target's own tokenizer code (Kimi-K2 needs this); --target must be pinned."
-    )
+    trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

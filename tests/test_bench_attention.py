@@ -74,10 +74,12 @@ def test_the_best_rate_of_each_form_of_healing_is_named(monkeypatch, tmp_path):
     found = {healing.FAR: {"distance": 0.09}, healing.NEAR: {"distance": 0.01}}
     for rate, kept in zip(healing.RATES, (0.91, 0.96, 0.93, 0.5), strict=True):
         found[healing.key(healing.FAR, "adamw", 50, rate)] = {"kept": kept, "kept_error": 0.001}
+    for rate, kept in zip(healing.RATES, (0.94, 0.96, 0.97, 0.5), strict=True):
+        found[healing.key(healing.FAR, "adamw", 200, rate)] = {"kept": kept, "kept_error": 0.001}
     store.save("healing", found)
     text = "\n".join(healing.describe_healing())
-    assert f"| AdamW | 96.0 ± 0.1 at {healing.RATES[1]} |  |" in text
-    assert "| AdamW | 91.0 ± 0.1 | 96.0 ± 0.1 | 93.0 ± 0.1 | 50.0 ± 0.1 |" in text
+    assert f"AdamW 97.0 at {healing.RATES[2]}; Muon " in text and "standard errors are 0.1 at most" in text
+    assert "| AdamW | 91.0 | 96.0 | 93.0 | 50.0 |" in text
     # 0.04 times the root of the distance.
     assert "0.0120 and 0.0040" in text
 

@@ -166,7 +166,7 @@ def test_what_quantized_heads_keep_is_laid_out_and_what_is_refused_of_it_named()
     text = "\n".join(report(found))
     assert "\n| GQA, demo | 128 | 279,040 | 2.816 | 99.65 ± 0.09 | 94.54 ± 0.09 |\n" in text
     assert "44,160 rows" in text and "8,832 positions of 96 held-out texts of 96 tokens" in text
-    assert "less than 97%, unless `--min-retention` says so; of these: GQA, demo in NVFP4." in text
+    assert "less than 97% (`--min-retention`); of these: GQA, demo in NVFP4." in text
     found["GQA, demo"]["nvfp4"] = figures(0.98)
     assert "of these: none." in "\n".join(report(found))
 

@@ -29,30 +29,27 @@ class EagleRecipe:
     Attributes:
         attention: decides ModelOpt's decoder: `Mla` is its `kimik2`, `Gqa` (or MHA) its `llama`.
         intermediate: width of the dense SwiGLU MLP.
-        captured: target layers whose states the head reads, as outputs of 0-based decoder layers.
+        captured: the captured layers, as 0-based outputs.
         rope: rotary embedding of the head.
-        eps: epsilon of each RMSNorm, the latent ones included.
-        draft_vocab: rows of the head's own `lm_head`, for the tokens that are most frequent in the training
-            text; None for the target's whole vocabulary and its own `lm_head`.
-        ttt_steps: draft steps that are trained at once (training-time test).
+        eps: epsilon of each RMSNorm.
+        draft_vocab: rows of the head's own `lm_head`, for the most frequent tokens; None for the target's `lm_head`.
+        ttt_steps: draft steps trained at once.
         loss_decay: weight of each draft step's loss relative to the step before.
-        batches: distinct batches of text; the target runs over each once.
-        steps: optimizer steps; steps beyond `batches` are further passes, each in a new order.
+        batches: distinct batches of text.
+        steps: optimizer steps; those beyond `batches` are further passes.
         batch: sequences per batch.
         seq: tokens per sequence.
         optimizer: "muon" for the matrices and AdamW for the rest, or "adamw" for all.
         lr: peak learning rate of the matrices.
-        rest_lr: peak learning rate of the norms and of the head's own `lm_head`.
+        rest_lr: that of the norms and of the head's own `lm_head`.
         schedule: how both decay after `warmup` steps, by transformers' name.
         warmup: steps.
         accumulate: batches whose gradients are summed into one step.
-        seed: random seed of the weights and of the order of the texts.
-        dtype: of the trained weights, as safetensors names it. In BF16 a step below 1/256 of a weight is lost: a gain
-            of 1.0 stays 1.0 at usual rates.
-        kernel: "eager" computes as ModelOpt does, with the scores of all heads and the logits of all tokens in memory;
-            "sdpa" computes the same sums in bounded memory, equal up to the order of additions; see `lean`.
-        pack: put several documents into a row, none of which sees another; needs kernel "sdpa".
-        compute: dtype of the matrix products (autocast) and of the resulting head; None for `dtype`.
+        seed: random seed.
+        dtype: of the trained weights. In BF16 a step below 1/256 of a weight is lost.
+        kernel: "eager" computes as ModelOpt does, "sdpa" the same sums in bounded memory.
+        pack: put several isolated documents into a row; needs kernel "sdpa".
+        compute: dtype of the matrix products and of the resulting head; None for `dtype`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

@@ -21,8 +21,8 @@ from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, _optim
 from kconv.head.forward import DraftHead
 
 from .attention_beds import open_bed
-from .attention_rows import ROWS_OF_TABLE, cell, percent, start_of
-from .attention_store import load, measured_on, save
+from .attention_rows import ROWS_OF_TABLE, cell, errors, percent, start_of
+from .attention_store import load, save
 
 BED, NAME = "bytes", "healing"
 NEAR, FAR = "gqa-mla", "mha-1-32"
@@ -92,7 +92,7 @@ class Form:
 FORMS = {
     "adamw": Form("AdamW", descend_by_adamw),
     "muon": Form("Muon", descend_by_muon),
-    "white": Form("Muon where each matrix's inputs are white", descend_in_white),
+    "white": Form("Muon in white inputs", descend_in_white),
 }
 RATES = (0.001, 0.003, 0.01, 0.03)
 # What 200 steps of kconv's own form come to is in the rows of the bed.
@@ -137,31 +137,28 @@ def describe_healing() -> list[str]:
     if not all(start in found for start in (FAR, NEAR)):
         return ["Not measured yet: `scripts/bench-attention --healing` takes half an hour."]
     rows, own = load(BED), {start: RATE * found[start]["distance"] ** 0.5 for start in (FAR, NEAR)}
-    starts = {start: f"{ROWS_OF_TABLE[start].says} ({_unhealed(rows[start])} unhealed)" for start in (FAR, NEAR)}
-    kconv = (rows[FAR][str(steps)]["figures"]["held-out"] for steps in (50, 200))
+    kconv = [rows[FAR][str(steps)]["figures"]["held-out"] for steps in (50, 200)]
+    every = [*kconv, *(one for one in found.values() if "kept" in one)]
+    lines = []
+    for start in (FAR, NEAR):
+        lines += [f"| *{ROWS_OF_TABLE[start].says}, {_unhealed(rows[start])} unhealed* |" + " |" * len(RATES)]
+        lines += [
+            f"| {form.says} | " + " | ".join(_at(found, start, name, 50, rate) for rate in RATES) + " |"
+            for name, form in FORMS.items()
+        ]
     return [
-        f'{starts[FAR]}, on the "{BED}" bed; kept acceptance in %, at the best of the rates that were tried:',
+        f'Kept acceptance in %, on the "{BED}" bed, after 50 steps at each rate; {errors(every)}:',
         "",
-        "| healing | 50 steps | 200 steps |",
-        "| --- | --- | --- |",
-        *(
-            f"| {FORMS[form].says} | {_best(found, form, 50)} | {_best(found, form, 200)} |"
-            for form in ("adamw", "muon")
-        ),
-        f"| {FORMS['white'].says}, as kconv heals, at its own rate | " + " | ".join(cell(one) for one in kconv) + " |",
+        "| healing | " + " | ".join(f"rate {rate}" for rate in RATES) + " |",
+        "| --- | " + " | ".join("---" for _ in RATES) + " |",
+        *lines,
         "",
-        "What 50 steps come to at each rate, from that start and from a nearer one:",
+        f"{ROWS_OF_TABLE[FAR].says} after 200 steps, at the best rate: "
+        + "; ".join(f"{FORMS[form].says} {_best(found, form, 200)}" for form in ("adamw", "muon"))
+        + f". As kconv heals, at its own rate: {cell(kconv[0])} after 50 steps, {cell(kconv[1])} after 200.",
         "",
-        "| start | healing | " + " | ".join(f"rate {rate}" for rate in RATES) + " |",
-        "| --- | --- | " + " | ".join("---" for _ in RATES) + " |",
-        *(
-            f"| {says} | {FORMS[form].says} | " + " | ".join(_at(found, start, form, 50, rate) for rate in RATES) + " |"
-            for start, says in starts.items()
-            for form in FORMS
-        ),
-        "",
-        f"The starts are {found[FAR]['distance']:.3f} and {found[NEAR]['distance']:.4f} nats from the original, so the "
-        f"rates that kconv takes are {own[FAR]:.4f} and {own[NEAR]:.4f}. Measured on {measured_on(NAME)}.",
+        f"The starts are {found[FAR]['distance']:.3f} and {found[NEAR]['distance']:.4f} nats from the original, so "
+        f"kconv's rates are {own[FAR]:.4f} and {own[NEAR]:.4f}.",
     ]
 
 

@@ -107,19 +107,16 @@ def describe_memory(spec: HeadSpec = KIMI_MLA) -> list[str]:
     counted = load(NAME)
     held = ", ".join(f"{name} {count:.1f} ({_size(count * logits)})" for name, count in counted.items())
     return [
-        f"At least {ROWS_PER_DIM} rows for each input of the attention are asked for: {ROWS_PER_DIM * inputs:,} for "
-        f"its {inputs:,}. Their second moments take {_size(8 * inputs**2)} whatever the number of rows, and the factor "
-        "of them as much.",
-        "",
-        f"Of the passes over the states logits weigh most: over {spec.draft_vocab:,} tokens those of one draft step of "
-        f"a text of {TEXT} are {_size(logits)}. So a pass goes through a batch by pieces: as many whole texts as have "
-        f"logits of {PIECE_BYTES >> 20} MiB or less, and one at the least; the gradients of the pieces add up to that "
-        f"of the batch. Tensors of that size at the peak: {held or 'not counted yet'}. Longer texts need in proportion "
-        "more, whatever the batch.",
-        "",
-        f"Healing an MLA head with an MLP of {spec.intermediate:,} also holds a triangular factor for each matrix that "
-        f"it moves, {_size(factors)} in fp32, which are made from second moments of {_size(2 * factors)} in fp64, each "
-        "dropped as its factor comes.",
+        f"- The fit: {ROWS_PER_DIM} rows for each of the attention's {inputs:,} inputs, {ROWS_PER_DIM * inputs:,} in "
+        f"all, "
+        f"or more. Their second moments take {_size(8 * inputs**2)}, and so does their factor.",
+        f"- A pass over the states: the logits of one draft step of a text of {TEXT} tokens take {_size(logits)}. A "
+        f"pass goes through texts in pieces of {PIECE_BYTES >> 20} MiB of logits, or one text. Tensors of that size "
+        f"at the peak: "
+        f"{held or 'not counted yet'}. Longer texts need in proportion more.",
+        f"- Healing an MLA head with an MLP of {spec.intermediate:,}: a triangular factor for each matrix, "
+        f"{_size(factors)} "
+        f"in fp32, from second moments of {_size(2 * factors)} in fp64, each dropped in turn.",
     ]
 
 

@@ -11,12 +11,13 @@ from .attention_beds import BEDS
 from .attention_healing import describe_healing
 from .attention_memory import describe_memory
 from .attention_rounding import describe_rounding
-from .attention_rows import HEALED, ROWS_OF_TABLE, cell
+from .attention_rows import HEALED, ROWS_OF_TABLE, cell, errors
 from .attention_size import describe_size
 from .attention_store import load, measured_on, store
 from .page import DOCS
 
 PAGE = DOCS / "attention.md"
+PARTS_MEASURED = ("healing", "bf16", "size")
 
 
 def write_page() -> None:
@@ -43,39 +44,49 @@ def fill(text: str, name: str, lines: list[str]) -> str:
 def describe_beds() -> list[str]:
     """Return a table for each bed, and the plot."""
     beds = [bed for bed in BEDS if load(bed)]
+    first = next(iter(next(iter(load(beds[0]).values())).values()))["figures"]["held-out"]
     return [
+        f"Share of the original's acceptance length that is kept, in %, after healing steps. K={first['steps']}, "
+        f"sampled; {first['positions']:,} positions of {first['sequences']} held-out texts of {first['context']} "
+        f"tokens.",
+        "",
         *(line for bed in beds for line in _describe_bed(bed)),
         "![Acceptance kept against healing steps](attention.png)",
         "",
-        f"Measured on {measured_on(*beds)}.",
+        f"All of this page was measured on {measured_on(*beds, *PARTS_MEASURED)}.",
     ]
 
 
 def _describe_bed(bed: str) -> list[str]:
     found = load(bed)
     steps = sorted({int(s) for row in found.values() for s in row})
-    sizes = [BEDS[bed].parameters(row.head) / 1e6 for name, row in ROWS_OF_TABLE.items() if name in found]
-    first = next(iter(next(iter(found.values())).values()))["figures"]["held-out"]
+    rows = {name: row for name, row in ROWS_OF_TABLE.items() if name in found}
+    sizes = [BEDS[bed].parameters(row.head) / 1e6 for row in rows.values()]
+    every = [figures for name in rows for one in found[name].values() for figures in one["figures"].values()]
     lines = [
         f"### On {BEDS[bed].says}",
         "",
-        f"Share of the original's acceptance length that is kept, in %, after healing steps. K={first['steps']}, "
-        f"sampled, bonus included; {first['positions']:,} positions of {first['sequences']} held-out texts of "
-        f"{first['context']} tokens, paired standard error over texts. Heads of {min(sizes):.1f} to "
-        f"{max(sizes):.1f} million parameters, beside the embedding and lm_head.",
+        f"Heads of {min(sizes):.1f} to {max(sizes):.1f} million parameters; {errors(every)}.",
         "",
         "| conversion | original | " + " | ".join(f"{s:,} steps" for s in steps) + " | longer | code |",
         "| --- | --- | " + " | ".join("---" for _ in steps) + " | --- | --- |",
     ]
-    for name, row in ROWS_OF_TABLE.items():
-        if name not in found:
+    # Beside each conversion, what was tried in its place.
+    instead: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if row.choices or row.slots != "all":
+            last = [f"{one} after {s:,}" for s in steps[1:] if (one := _cell(found[name].get(str(s)), "held-out"))]
+            kept = ", ".join([_cell(found[name]["0"], "held-out"), *last])
+            instead[list(instead)[-1]].append(f"{row.says} {kept}")
             continue
+        instead[row.says] = []
         cells = [_cell(found[name].get(str(s)), "held-out") for s in steps]
         last = found[name][max(found[name], key=int)]
         before = last["figures"]["held-out"]["before"]
         away = [_cell(last, text) for text in ("1,024 tokens", "source code")]
         lines.append(f"| {row.says} | {before:.3f} | " + " | ".join([*cells, *away]) + " |")
-    return [*lines, ""]
+    others = [f"- {says}: {'; '.join(tried)}." for says, tried in instead.items() if tried]
+    return [*lines, "", *(["What was tried instead:", "", *others, ""] if others else [])]
 
 
 def _cell(figures: dict | None, text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -129,5 +129,10 @@ def percent(figures: Retention) -> str:
 
 
 def cell(figures: dict) -> str:
-    """Return the same of stored figures, as a table has it."""
-    return f"{100 * figures['kept']:.1f} ± {100 * figures['kept_error']:.1f}"
+    """Return the share of stored figures in %, as a table has it."""
+    return f"{100 * figures['kept']:.1f}"
+
+
+def errors(figures: Iterable[dict]) -> str:
+    """Say how large the standard errors of stored figures are at most."""
+    return f"standard errors are {100 * max(one['kept_error'] for one in figures):.1f} at most"

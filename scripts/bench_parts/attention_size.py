@@ -13,7 +13,7 @@ from kconv.calibrate.batches import ROWS_PER_DIM
 from kconv.convert.attention.latents import factorize, fit_gauge
 from kconv.convert.attention.moments import DTYPE, Moments, factor, root
 
-from .attention_store import load, measured_on, save
+from .attention_store import load, save
 from .machine import Spent
 
 T = TypeVar("T")
@@ -92,17 +92,16 @@ def describe_size() -> list[str]:
     each = seconds["moments"][0] / rows
     sums = [sum(column) for column in zip(*seconds.values(), strict=True)]
     return [
-        f"`scripts/bench-attention --real` times the steps at full size ({WIDTH:,} inputs, {HEADS} heads of {DIM} + "
-        f"{DIM}, latents of {LATENT} and {QUERIES:,}) on synthetic inputs:",
+        f"{WIDTH:,} synthetic inputs, {HEADS} heads of {DIM} + {DIM}, latents of {LATENT} and {QUERIES:,}; threads: "
+        f"{found['threads']}.",
         "",
         "| step | wall clock | processor time |",
         "| --- | --- | --- |",
         *(f"| {SAYS[step].format(rows=rows)} | {' | '.join(map(_time, spent))} |" for step, spent in seconds.items()),
         f"| sum | {' | '.join(map(_time, sums))} |",
         "",
-        f"The peak of the memory was {found['peak_gib']} GiB. A row more costs {1000 * each:.0f} ms, so the {wanted:,} "
-        f"rows that are the least cost {_time(each * wanted)}. Measured on {measured_on('size')}; "
-        f"threads: {found['threads']}.",
+        f"Peak memory: {found['peak_gib']} GiB. A row more costs {1000 * each:.0f} ms, so the least number, "
+        f"{wanted:,}, cost {_time(each * wanted)}.",
     ]
 
 

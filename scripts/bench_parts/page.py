@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+
+from .machine import processor
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"
@@ -36,3 +40,16 @@ def write_section(name: str, lines: Sequence[str]) -> None:
 def read_section(name: str) -> str:
     """Return a section as it stands in the page; empty where it has none."""
     return PAGE.read_text().partition(f"<!-- bench-{name}: begin -->")[2].partition(f"<!-- bench-{name}: end -->")[0]
+
+
+def closing(program: str, load: float | None = None) -> str:
+    """Return a section's last line: its script, the load average, and the machine, if the page's own is another one."""
+    machine = f"{os.cpu_count()} cores of {processor()}"
+    other = "" if machine in read_section("machine") else f", {machine}"
+    return f"`scripts/{program}`, load average {os.getloadavg()[0] if load is None else load:.1f}{other}."
+
+
+def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
+    """Return the median of figures, and their range in brackets."""
+    low, high = (f"{one:.{digits}f}" for one in (min(values), max(values)))
+    return f"{statistics.median(values):.{digits}f}{unit} ({low}–{high})"

@@ -31,19 +31,16 @@ KINDS = {
 
 def layouts() -> Iterator[str]:
     yield "A layout is a table from tensor names to slots, and one of config keys. A slot is what a tensor means,"
-    yield "whatever a file calls it, and has one shape formula. `{i}` is the decoder layer, `{a}` the index of a"
-    yield "captured state; `attn_in` is 2 x `hidden` in layer 0 and `hidden` after it; `attn_out` is heads times the"
-    yield "value dim."
+    yield "with one shape formula. `{i}` is the decoder layer, `{a}` the index of a captured state; `attn_in` is"
+    yield "2 x `hidden` in layer 0, then `hidden`; `attn_out` is heads times the value dim."
     yield from ("", "## Layouts", "")
     yield from table(
         ("layout", "who reads or writes it", "kconv"),
         [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
-    yield "Slots with similar names stand together: `*` is the slot's own part. Each name lists the layouts that write"
-    yield "it. *Also read*: these layouts read it too, instead of their own name or beside it, with the same bytes."
-    yield "*First*, *later*: decoder layers. A name that a layout does not know, or a missing one, stops the"
-    yield "conversion."
+    yield "`*` is the slot's own part. Each name lists the layouts that write it, and those that *also read* it."
+    yield "*First*, *later*: decoder layers. An unknown or missing name stops the conversion."
     tensors: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
     for layout in all_layouts():
         for row in layout.rows:
@@ -61,7 +58,7 @@ def layouts() -> Iterator[str]:
     for kinds, of_slots in alike.items():
         yield from ("", *(f"{kind}{'.' if kind == kinds[-1] else ';'}" for kind in kinds), "", *of_slots)
     yield from ("", "## Config keys", "")
-    yield "Of a draft head's config.json, in every layout unless stated otherwise below: the key, and what it states."
+    yield "In every layout unless stated otherwise below: the key, and what it states."
     for kind, part in (("Every head", COMMON), ("MHA and GQA", GQA), ("MLA", MLA)):
         yield from ("", f"{kind}: {', '.join(_key(key) for key in part)}.")
     yield from ("", "Keys that change what a head computes, with the values that kconv accepts; it refuses others:")
@@ -75,9 +72,9 @@ def layouts() -> Iterator[str]:
         "",
         "## What a layout has no place for",
         "",
-        "kconv refuses a head that has it. [The rule](rules.md) says",
+        "kconv refuses a head that has it, by [a rule](rules.md) or for this reason:",
+        "",
     )
-    yield from ("what it is, and `kconv validate --explain RULE` the way out.", "")
     for layout in all_layouts():
         ruled = [limit for limit in layout.limits if limit.id in all_rules()]
         if ruled:
@@ -86,7 +83,7 @@ def layouts() -> Iterator[str]:
             if limit not in ruled:
                 source = limit.source.split(" ")[0]
                 seen = f" ({link('code', source)})" if source else ""
-                yield f"- `{layout.name}`: {limit.what}{seen}. {limit.fix}"
+                yield f"- `{layout.name}`: {limit.what}{seen}"
 
 
 def _own_part(name: str) -> str:
@@ -122,7 +119,7 @@ def _all(heads: list[str]) -> str:
 
 def _key(key: Key) -> str:
     also = f", also read as {_code(key.also)}" if key.also else ""
-    return f"{_code(key.names)} (`{key.field}`, {key.kind}{also})"
+    return f"{_code(key.names)} (`{key.field}`{also})"
 
 
 def _code(names: Iterable[str]) -> str:

@@ -17,14 +17,11 @@ from kconv.validate.report import Report
 
 
 def schemas() -> Iterator[str]:
-    yield "The JSON files that kconv writes. Each states its `schema`; a reader refuses any other. The linked JSON"
-    yield "schema has the type and the meaning of every key; this page has those of the outermost object."
+    yield "The JSON files that kconv writes, with the keys of the outermost object. The linked JSON schemas have"
+    yield "every key, with its type and meaning. Each file states its `schema`; a reader refuses any other."
     for name, model in FILES.items():
         yield from ("", f"## {name}", "")
-        yield from (f"{_about(model)} [JSON schema](../{schema_name(name)}).", "", *_keys(model), "", "Its parts:", "")
-        for part in _parts(model)[1:]:
-            names = ", ".join(f"`{field.alias or key}`" for key, field in part.__pydantic_fields__.items())
-            yield f"- {part.__name__}: {names}"
+        yield from (f"{_about(model)} [JSON schema](../{schema_name(name)}).", "", *_keys(model))
 
 
 def _about(model: type[BaseModel]) -> str:
@@ -43,25 +40,6 @@ def _keys(model: type[BaseModel]) -> Iterator[str]:
 FILES: Mapping[str, type[BaseModel]] = {
     "kconv.json": Manifest, "report.json": Report, "acceptance.json": AcceptanceFile, "states.json": StatesRecord,
 }  # fmt: skip
-
-
-def _parts(model: type[BaseModel], seen: list[type[BaseModel]] | None = None) -> list[type[BaseModel]]:
-    """Return a model, and those that its fields hold."""
-    seen = [] if seen is None else seen
-    if model not in seen:
-        seen.append(model)
-        for field in model.__pydantic_fields__.values():
-            for inner in _models_in(field.annotation):
-                _parts(inner, seen)
-    return seen
-
-
-def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
-    # Of a model, and of a dataclass that pydantic checks.
-    if inspect.isclass(kind) and hasattr(kind, "__pydantic_fields__"):
-        yield kind
-    for inner in getattr(kind, "__args__", ()):
-        yield from _models_in(inner)
 
 
 def default_of(value: Any) -> str:

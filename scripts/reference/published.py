@@ -25,22 +25,23 @@ from support.published import EAGLE3, OTHERS, Form
 
 
 def published() -> Iterator[str]:
-    yield "Forms with the config keys and tensor names that their makers publish, and small dims. `kconv inspect` shows"
-    yield "each of them. *Give*: options that decide what the files leave open. *Refused*: conversions that kconv"
-    yield "refuses, with the reason below. It makes all others: " + ", ".join(f"to-{x}" for x in writable()) + "."
+    yield "Forms with the config keys and tensor names that their makers publish. *Give*: options that decide what"
+    yield "the files leave open. *Refused*: conversions that kconv refuses, with the reason below; it makes all"
+    yield "others."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
         others = [_other(title, form, Path(name) / f"other-{i}") for i, (title, form) in enumerate(OTHERS.items())]
     yield from ("", "## Eagle3 heads", "")
-    yield from table(("form", "target", "layers", "layout", "give", "refused"), rows)
+    yield from table(("form", "layout", "give", "refused"), rows)
     yield from ("", "Why:", "")
-    yield from (f"{number}. {reason}" for reason, number in reasons.items())
-    yield from ("", "## Other drafts and checkpoints", "", "`kconv inspect` names them; no command converts them.", "")
-    together: dict[tuple[object, object], list[str]] = {}
-    for title, kind, fix in others:
-        together.setdefault((kind, fix), []).append(title)
-    yield from (f"- {', '.join(titles)}: {kind}. {fix}" for (kind, fix), titles in together.items())
+    yield from (f"{number}. {reason}." for reason, number in reasons.items())
+    yield from ("", "## Other drafts and checkpoints", "")
+    yield from ("`kconv inspect` names them and says what serves them; no command converts them.", "")
+    together: dict[object, list[str]] = {}
+    for title, kind in others:
+        together.setdefault(kind, []).append(title)
+    yield from (f"- {kind}: {', '.join(titles)}" for kind, titles in together.items())
 
 
 def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tuple[object, ...]:
@@ -49,20 +50,20 @@ def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tu
     checkpoint = open_checkpoint(form.write(folder))
     bare = Inspected(read(checkpoint, hints=Hints()))
     decided = read(checkpoint, hints=options.hints())
-    refused = []
+    refused, numbers = [], []
     for layout in writable():
         try:
             plan(decided.sound_head(), by_name(layout), WriteOptions(target))
         except KconvError as error:
-            refused.append(f"{layout} {reasons.setdefault(f'{error.what}. {error.fix}', len(reasons) + 1)}")
+            refused.append(layout)
+            numbers.append(reasons.setdefault(error.what, len(reasons) + 1))
     said = " ".join(f"{flag(name)} {value}" for name, value in form.options.items())
     return (
-        link(title, form.source), f"`{form.model_type}`", form.target_layers, bare.to_json()["layout"],
-        f"`{said}`" if said else "", ", ".join(refused),
+        link(title, form.source), bare.to_json()["layout"], f"`{said}`" if said else "",
+        f"all {next(iter(set(numbers)))}" if len(numbers) == len(writable()) and len(set(numbers)) == 1
+        else ", ".join(f"{layout} {number}" for layout, number in zip(refused, numbers, strict=True)),
     )  # fmt: skip
 
 
-def _other(title: str, form: Form, folder: Path) -> tuple[str, object, str]:
-    found = read(open_checkpoint(form.write(folder)), hints=Hints())
-    fix = found.kind.fix if found.kind else ""
-    return link(title, form.source), Inspected(found).kind, fix
+def _other(title: str, form: Form, folder: Path) -> tuple[str, object]:
+    return link(title, form.source), Inspected(read(open_checkpoint(form.write(folder)), hints=Hints())).kind

@@ -143,38 +143,27 @@ def columns(engine: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def support() -> Iterator[str]:
-    yield "Each form of head, for each target and engine. `run`: a test serves it in the engine, whose drafts equal"
-    yield "kconv's own. `code`: kconv writes it according to the engine's code (links below). A rule: kconv refuses it,"
-    yield f"and [the rule](rules.md) says why. {UNKNOWN}: not known, e.g. an MLA head for a target without MLA. Targets"
+    yield "`run`: a test serves this form of head for this target in the engine, whose drafts equal kconv's own"
+    yield "(`RUNS` in `scripts/reference/support.py` names the test). `code`: kconv writes it according to the"
+    yield f"engine's code. A rule: kconv refuses it, and [the rule](rules.md) says why. {UNKNOWN}: not known. Targets"
     yield "are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
     for one in engines():
         found = columns(one)
-        yield from ("", f"## {one.title}", "", f"As of {one.title} {one.release}.", "")
+        yield from ("", f"## {one.title} {one.release}", "")
         alike: dict[tuple[str, ...], list[str]] = {}
         for i, name in enumerate(FORMS):
             alike.setdefault(tuple(cells[i] for cells in found.values()), []).append(name)
         rows = [("; ".join(names), *cells) for cells, names in alike.items()]
         yield from table(("heads", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
     yield from ("", "## How each engine captures from a target", "")
-    yield "What to add to the captured layers, as outputs counted from 0, for the engine's list: with +1, layer 1 is"
-    yield f"listed as 2. The link is the code that decides it. {UNKNOWN}: kconv knows no class of the engine that"
-    yield "captures from this target. vLLM then has transformers' own class (`--model-impl transformers`), which does"
-    yield f"([code]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845))."
+    yield "What to add to the captured layers, as 0-based outputs, for the engine's list, with the code that decides"
+    yield f"it. {UNKNOWN}: kconv knows no class of the engine that captures. vLLM then has [transformers' own]("
+    yield f"{VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845) (`--model-impl transformers`)."
     yield ""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for kind in model_types():
         kinds.setdefault(tuple(_listed(one, kind) for one in engines()), []).append(f"`{kind}`")
     yield from table(("target", *(one.title for one in engines())), [(", ".join(k), *c) for c, k in kinds.items()])
-    yield from ("", "## What has been run", "")
-    runs: dict[tuple[str, str, str], list[str]] = {}
-    for (engine, head, kind), (test, _) in RUNS.items():
-        runs.setdefault((engine, kind, test), []).append(head)
-    for (engine, kind, test), heads in runs.items():
-        yield f"- {_title(engine)}, `{kind}` (`{test}`): {'; '.join(heads)}"
-
-
-def _title(name: str) -> str:
-    return next(one.title for one in engines() if one.name == name)
 
 
 def _listed(engine: Engine, kind: str) -> str:

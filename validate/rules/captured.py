@@ -153,7 +153,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K140",
         "captured-untranslated",
         "error",
-        "vLLM reads the list as layer inputs. A list of layer outputs makes it capture each state one layer too early.",
+        "vLLM reads a list of layer outputs as layer inputs. It captures each state one layer too early.",
         fix="Convert the head (kconv to-vllm), which writes the list in vLLM's convention.",
         engines=VLLM,
         seen_in=IN_VLLM,
@@ -163,8 +163,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K141",
         "captured-misread",
         "error",
-        "SGLang reads the list in eagle_config as layer outputs if it begins with 1 or if the target is not a"
-        " DeepSeek or Kimi. Otherwise it reads layer inputs.",
+        "SGLang reads the list in eagle_config as other layers than the head was trained on. It reads layer outputs "
+        "if the list begins with 1 or if the target is not a DeepSeek or Kimi. Otherwise it reads layer inputs.",
         fix="Convert the head with kconv to-sglang --target, which writes the list as SGLang reads it for that target.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/pull/25454",
@@ -174,7 +174,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K142",
         "captured-not-found",
         "error",
-        "An engine finds no list of captured layers where it looks, and its default differs from the head's training.",
+        "An engine finds no list of captured layers where it looks, and its default is wrong.",
         fix="Convert the head to the engine's layout, which puts the list where it is read.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
@@ -195,7 +195,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K144",
         "captured-by-flag",
         "note",
-        "TensorRT-LLM reads the captured layers only from its serving YAML, not from the head.",
+        "TensorRT-LLM reads the captured layers only from its serving YAML.",
         fix="Serve with eagle3_layers_to_capture in speculative_config; kconv to-trtllm writes such a file.",
         engines=(TRTLLM,),
         seen_in="https://github.com/NVIDIA/TensorRT-LLM/issues/15182",
@@ -218,7 +218,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K146",
         "captured-contradict",
         "error",
-        "The two lists of captured layers contradict each other, and engines differ in which they read.",
+        "The two lists of captured layers contradict each other. Engines differ in which they read.",
         fix="Find out which layers the head was trained on, and convert it with --captured.",
         engines=READ_BY_CONFIG,
         seen_in=IN_VLLM,
@@ -246,8 +246,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K330",
         "sglang-captures-layer-0",
         "error",
-        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target, and an unknown target"
-        " counts as one.",
+        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target. An unknown target counts as one.",
         fix="Give --target if the head drafts for another model. Otherwise serve it with vLLM or TensorRT-LLM.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
@@ -257,8 +256,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K154",
         "captured-last-layer",
         "error",
-        "An engine that captures a layer's input never has the output of the target's last layer: SGLang (except for"
-        " gpt-oss), and vLLM for DeepSeek-V3.2 and GLM-5.",
+        "An engine cannot capture the output of the target's last layer. This is so in SGLang (except for gpt-oss), "
+        "and in vLLM for DeepSeek-V3.2 and GLM-5, which capture a layer's input.",
         fix="Serve this head with another engine.",
         engines=(*VLLM, SGLANG),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3193-L3194",
@@ -268,7 +267,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K156",
         "target-captures-nothing",
         "warning",
-        "kconv knows no class of this engine that captures hidden states from this target. Without one the engine"
+        "kconv knows no class of the engine that captures states from this target. Without one the engine"
         " serves no Eagle3 head.",
         fix="See docs/reference/support.md for the targets that kconv knows. For others vLLM has transformers' own"
         " class (--model-impl transformers).",
@@ -279,7 +278,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K149",
         "captured-count-contradicts",
         "error",
-        "num_aux_hidden_states differs from the number of listed captured layers.",
+        "num_aux_hidden_states is not the number of captured layers.",
         fix="Correct the one that contradicts the width of fc.weight.",
         seen_in="https://github.com/vllm-project/vllm/issues/54526",
     ),
@@ -287,7 +286,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K150",
         "captured-count-unstated",
         "error",
-        "An engine builds fc for a different number of captured states than the head has, and cannot load it.",
+        "An engine builds fc for another number of captured states. It cannot load the head's.",
         fix="Write num_aux_hidden_states, and the list in eagle_config too. kconv's conversions do.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/54598",
@@ -297,7 +296,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K151",
         "captured-off",
         "error",
-        "use_aux_hidden_state is false, but the head has an fc for captured states. Some engines then skip fc.",
+        "use_aux_hidden_state is false, but the head has fc. Some engines then skip fc.",
         fix="Remove the key, or set it to true.",
         versions="vLLM's V1 runner reads it, and its V2 runner from 0.33 on "
         "(https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L15-L22)",
@@ -314,8 +313,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K155",
         "captured-against-marks",
         "warning",
-        "Your --captured or --captured-are contradicts the head's own files: its trainer's marks, its tensor"
-        " names, or the only convention that its list allows.",
+        "Your --captured or --captured-are contradicts the head's own files. These are its trainer's marks, its "
+        "tensor names, or the only convention that its list allows.",
         fix="Leave these options out, or measure both readings: give --target with --prompts or --states.",
     ),
 )

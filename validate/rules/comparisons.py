@@ -29,7 +29,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K302",
         "manifest-absent",
         "warning",
-        "The folder has no manifest, so only its tensors can be compared with the source.",
+        "The folder has no manifest. Only its tensors can be compared with the source.",
         "Convert the head with kconv to get a manifest.",
     ),
     Rule(
@@ -52,8 +52,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K306",
         "compared-by-noise",
         "note",
-        "The head's linears are quantized and the source's are not, so they are compared by their noise"
-        " instead of their bits.",
+        "Only the head's linears are quantized, so noise is compared instead of bits.",
         "No action is needed.",
     ),
     Rule(
@@ -69,8 +68,9 @@ RULES: tuple[Rule[Any], ...] = (
         "K312",
         "reading-beaten",
         "error",
-        "Measured on the target, another reading of the head accepts more, by more than three paired standard"
-        " errors. The head was not trained the way it is read: layer inputs or outputs, RoPE's base, or the"
+        "Measured on the target, another reading of the head accepts clearly more. The difference is more than three "
+        "paired standard errors. The head was not trained the way it is read: layer inputs or outputs, RoPE's base, "
+        "or the"
         " residual.",
         "Convert the source again with the reading that the finding names.",
     ),
@@ -78,8 +78,8 @@ RULES: tuple[Rule[Any], ...] = (
         "K313",
         "reading-measured",
         "note",
-        "Measured on the target, one reading of an open question accepts more than all others, by more than"
-        " three paired standard errors.",
+        "Measured on the target, one reading of an open question accepts clearly more than all others. The "
+        "difference is more than three paired standard errors.",
         "Use the option that the finding names.",
     ),
     Rule(
@@ -93,7 +93,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K315",
         "not-verified",
         "warning",
-        "The reading of the head rests on an option or on a default, and nothing has confirmed it. This is a"
+        "The reading of the head rests on an unconfirmed option or default. This is a"
         " warning if the head's own files say otherwise, else a note.",
         "Measure it: give --target with --prompts or --states.",
     ),
@@ -101,15 +101,15 @@ RULES: tuple[Rule[Any], ...] = (
         "K360",
         "keeps-less-than-stated",
         "error",
-        "An approximate head retains less of its source's acceptance than its manifest states, by more than"
-        " the standard error. It is not the head that was measured.",
+        "An approximate head retains less acceptance than its manifest states. The difference is more than the "
+        "standard error. It is not the head that was measured.",
         AGAIN,
     ),
     Rule(
         "K361",
         "keeps-too-little",
         "error",
-        "An approximate head retains less of its source's sampled or greedy acceptance than required.",
+        "An approximate head retains less sampled or greedy acceptance than required.",
         "Convert the source with more text or more healing steps. A lower --min-retention accepts the loss.",
     ),
     Rule(
@@ -148,7 +148,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K366",
         "rope-not-confirmed",
         "warning",
-        "An MLA head's RoPE differs from its MLA target's, from whose config such heads are built. On this text"
+        "An MLA head's RoPE differs from its MLA target's. Such heads are built from the target's config. On this text"
         " neither drafts clearly better.",
         "Compare rope_theta and rope_scaling with the training config. Measure on longer text (--prompt-tokens,"
         " --new-tokens).",
@@ -172,14 +172,14 @@ RULES: tuple[Rule[Any], ...] = (
         "K392",
         "tensor-not-the-sources",
         "error",
-        "A tensor of the source is missing, or an extra tensor exists, or the two cannot be compared.",
+        "A tensor is missing or extra, or cannot be compared.",
         QUANTIZE_AGAIN,
     ),
     Rule(
         "K393",
         "another-target",
         "error",
-        "A quantized target's config describes a different model than its source's. The tensors do not show"
+        "A quantized target's config describes another model than its source's. The tensors do not show"
         " this, but every answer would differ.",
         AS_THE_SOURCE,
     ),
@@ -194,7 +194,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K702",
         "counts-differ",
         "error",
-        "An engine accepted different numbers of drafts than kconv's own computation for the same head. It"
+        "An engine accepted other numbers of drafts than kconv computes. It"
         " reads the head differently than the config says. For a server with its own dtype, which may be the"
         " cause, this is a warning.",
         "Compare the captured layers, RoPE and norms in the engine's log with the head's.",
@@ -203,7 +203,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K703",
         "parameter-unreached",
         "error",
-        "An engine that kconv started served a head with a parameter that no tensor of the folder reached."
+        "An engine served the head with a parameter that no tensor of the folder reached. kconv started this engine."
         " The parameter holds uninitialized memory, and the engine reports nothing.",
         "Find the tensors that should fill it, and convert the head again.",
     ),

@@ -103,7 +103,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K187",
         "architecture-unknown-to-sglang",
         "error",
-        "SGLang knows one class name for each kind of head. It loads LlamaForCausalLM as a plain Llama, and"
+        "SGLang does not know this class name for this kind of head. It loads LlamaForCausalLM as a plain Llama, and"
         " rewrites DeepseekV3ForCausalLM to NextN.",
         fix="Convert the head (kconv to-sglang), which names the class.",
         engines=(SGLANG,),
@@ -114,8 +114,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K188",
         "latent-by-class",
         "error",
-        "The head's attention is not MLA, but this model_type's config class has a default kv_lora_rank, so"
-        " TensorRT-LLM builds MLA.",
+        "TensorRT-LLM builds MLA for this model_type, but the head's attention is not MLA. The model_type's config "
+        "class has a default kv_lora_rank.",
         fix="Set model_type to llama.",
         engines=(TRTLLM,),
         seen_in="https://github.com/NVIDIA/TensorRT-LLM/pull/9677",
@@ -139,7 +139,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K190",
         "experts-null",
         "error",
-        "vLLM parses an MLA head's config as DeepSeek's, where expert counts must be whole numbers. It refuses null.",
+        "An expert count is null, which vLLM refuses. It parses an MLA head's config as DeepSeek's, where expert "
+        "counts must be whole numbers.",
         fix="Remove the key. The head's MLP is dense.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/pull/36361",
@@ -177,7 +178,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K193",
         "latent-size",
         "note",
-        "Few attention backends have a kernel for a latent cache of this size.",
+        "Few attention backends support a latent cache of this size.",
         fix="In vLLM, choose TRITON_MLA for the draft (speculative_config.attention_backend). vLLM's CPU build"
         " supports only 576.",
         engines=VLLM,
@@ -188,7 +189,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K194",
         "backend-of-its-own",
         "note",
-        "The head is not MLA, but it would inherit the attention backend of its MLA target.",
+        "The head is not MLA, but would inherit its MLA target's attention backend.",
         fix="In SGLang, add --speculative-draft-attention-backend, e.g. fa3. In vLLM, set attention_backend and"
         " the draft's KV cache dtype in speculative_config if the target's do not fit.",
         engines=(SGLANG, *VLLM),
@@ -203,7 +204,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K195",
         "method-by-flag",
         "note",
-        "vLLM treats a head as a plain draft model unless the method is eagle3 or the path contains eagle3.",
+        "vLLM takes a head for a plain draft model unless the method or the path says eagle3.",
         fix='Serve with "method": "eagle3" in --speculative-config.',
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1327-L1337",

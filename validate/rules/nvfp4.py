@@ -206,7 +206,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K401",
         "input-scale-missing",
         "error",
-        "An NVFP4 module has no input_scale, so engines cannot quantize its input. ModelOpt's exporter"
+        "An NVFP4 module has no input_scale. Engines cannot quantize its input. ModelOpt's exporter"
         " silently leaves it out without calibration.",
         fix="Quantize again with a calibration or --input-scale data-free, or name the algorithm W4A16_NVFP4.",
         check=input_scale_missing,
@@ -215,7 +215,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K402",
         "weight-part-missing",
         "error",
-        "An NVFP4 module lacks its weight, block scales or weight_scale_2, so its values cannot be read.",
+        "An NVFP4 module lacks its weight, block scales or weight_scale_2.",
         fix="Fetch the target again, or quantize it again.",
         check=weight_part_missing,
     ),
@@ -231,7 +231,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K404",
         "nvfp4-scale-shape",
         "error",
-        "There is not one block scale per sixteen values, or a module's scale is not a single number.",
+        "Block scales are not one per sixteen values, or a module's scale is not one number.",
         fix=AGAIN,
         check=nvfp4_scale_shape,
     ),
@@ -310,7 +310,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K441",
         "fused-input-scale-unequal",
         "error",
-        "Modules that engines fuse have different input_scale, although they read the same input. TensorRT-LLM stops.",
+        "Modules that engines fuse have different input_scale. They read the same input. TensorRT-LLM stops.",
         fix="Calibrate again, with one amax for modules that read the same input.",
         engines=(TRTLLM,),
         values=True,
@@ -338,7 +338,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K444",
         "input-scale-beyond-norm",
         "error",
-        "An input_scale implies a larger input than the norm before the module can produce. It belongs to"
+        "An input_scale implies a larger input than the norm before it can produce. It belongs to"
         " another target, or was changed. 1.0, from data-free recipes, is ignored.",
         fix="Calibrate this target again, and quantize it with the result.",
         values=True,

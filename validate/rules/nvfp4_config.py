@@ -227,7 +227,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K426",
         "kv-scheme-unknown",
         "error",
-        "The KV cache scheme is not one that engines support for NVFP4 targets. They support FP8 or none.",
+        "Engines do not support the KV cache scheme for NVFP4 targets. They support FP8 or none.",
         fix='Write kv_cache_scheme {"dynamic": false, "num_bits": 8, "type": "float"}, or leave it out.',
         check=kv_scheme_unknown,
     ),
@@ -243,7 +243,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K428",
         "layers-miscounted",
         "error",
-        "The number of decoder layers in the config differs from the stored ones. A missing layer is served"
+        "The config's number of decoder layers is not that of the stored ones. A missing layer is served"
         " as uninitialized memory: for a quantized model, vLLM does not check which weights arrived.",
         fix="Set num_hidden_layers to the number of stored layers, or fetch the missing ones.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L505-L509",
@@ -281,7 +281,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K433",
         "exclude-kv-b-proj",
         "error",
-        "An exclude matches the bare word kv_b_proj, which TensorRT-LLM tests on its own. It then looks for"
+        "An exclude matches the bare word kv_b_proj. TensorRT-LLM tests this word on its own. It then looks for"
         " FP8 scales of an unquantized kv_b_proj, and fails or reads it wrongly.",
         fix="Name each layer's kv_b_proj in full, e.g. model.layers.0.self_attn.kv_b_proj.",
         engines=(TRTLLM,),

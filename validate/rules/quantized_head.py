@@ -87,14 +87,14 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K199",
         "scale-missing",
         "error",
-        "A quantized weight cannot be read, because a scale is missing.",
+        "A quantized weight lacks a scale.",
         fix="Export the head again.",
     ),
     Rule(
         "K200",
         "quantized-otherwise",
         "error",
-        "A weight has a quantized format that kconv does not know, or was fused with others before quantizing.",
+        "kconv does not know a weight's quantized format, or the weight was fused before quantizing.",
         fix="Give the unquantized head, or one whose linears were quantized separately.",
     ),
     Rule(

@@ -125,7 +125,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K160",
         "rope-contradiction",
         "error",
-        "The config states a RoPE parameter twice with different values, and engines differ in which they read.",
+        "The config states a RoPE parameter twice with different values. Engines differ in which they read.",
         fix="Keep the value that the head was trained with, and remove the other.",
         seen_in="https://github.com/wejoncy/sfllm/pull/32",
     ),
@@ -133,8 +133,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K161",
         "rope-invalid",
         "error",
-        "An engine refuses this RoPE, or fills it with defaults: a kind without its factor, a parameter that"
-        " is not a number, or an unknown kind.",
+        "An engine refuses this RoPE, or fills it with defaults. Its kind is unknown or lacks its factor, or a "
+        "parameter is not a number.",
         fix="State the kind and every parameter that the head was trained with.",
         seen_in="https://github.com/vllm-project/vllm/pull/51092",
         says_fix=True,
@@ -163,8 +163,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K164",
         "rope-injected",
         "warning",
-        "By default ModelOpt's exporter writes YaRN of factor 32 over 2,048 positions for a head that was"
-        " trained without it. Engines then serve a different RoPE.",
+        "ModelOpt's exporter wrote a YaRN that the head was not trained with. Its default is factor 32 over 2,048 "
+        "positions. Engines then serve a different RoPE.",
         fix="If the head was trained with default RoPE, remove rope_scaling. The head may then read no further"
         " than it was trained.",
         seen_in="https://github.com/NVIDIA/Model-Optimizer/pull/917",
@@ -212,7 +212,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K157",
         "positions-below-yarn",
         "warning",
-        "The config states at most half of the positions that the head's own YaRN reaches. Beyond them TensorRT-LLM"
+        "The config states at most half of the positions of the head's own YaRN. Beyond them TensorRT-LLM"
         " reads past the end of its table of angles. SGLang does not start.",
         fix="State the longest context that you will serve (kconv's conversions take --max-positions), or give"
         " --target.",
@@ -224,7 +224,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K169",
         "positions-past-yarn",
         "error",
-        "The config states more positions than YaRN reaches (factor x original_max_position_embeddings). vLLM's table"
+        "The config states more positions than YaRN reaches, which is factor x original_max_position_embeddings. "
+        "vLLM's table"
         " of angles ends where YaRN does, and vLLM reads past its end.",
         fix="State and serve only as many as YaRN reaches (kconv's conversions take --max-positions). If the head was"
         " trained without scaling, remove rope_scaling.",

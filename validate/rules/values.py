@@ -223,8 +223,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K210",
         "normed-twice",
         "warning",
-        "ModelOpt 0.47 norms the hidden state twice in training: with input_layernorm, then with its own"
-        " norm. Engines norm it once. Drafts differ as much as input_layernorm's weights vary.",
+        "ModelOpt 0.47 norms the hidden state twice in training, engines once. It does so with input_layernorm, then "
+        "with its own norm. Drafts differ as much as input_layernorm's weights vary.",
         fix="Train with kconv, or with a ModelOpt that norms once. Measure the acceptance in an engine before you"
         " release.",
         seen_in="https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/modeling_eagle.py#L76-L80",

@@ -188,7 +188,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K179",
         "d2t-undecided",
         "warning",
-        "d2t can be read as offsets or as target ids, and nothing in the folder decides. Engines read offsets.",
+        "d2t can be read as offsets or as target ids. Engines read offsets.",
         fix="Run kconv vocab HEAD --target T, which compares lm_head's rows with the target's.",
         values=True,
         check=d2t_undecided,
