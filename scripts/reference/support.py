@@ -166,7 +166,7 @@ def _in_words(cells: Mapping[str, str]) -> str:
     for kind, known in cells.items():
         of.setdefault(known, []).append(kind)
     *few, most = sorted(of, key=lambda known: len(of[known]))
-    return ", ".join([*(f"{known} for {_code(of[known])}" for known in few), f"{most} for the others" if few else most])
+    return "; ".join([*(f"{known} for {_code(of[known])}" for known in few), f"{most} for the others" if few else most])
 
 
 def _listed(engine: Engine, kind: str) -> str:
