@@ -147,8 +147,9 @@ def support() -> Iterator[str]:
         yield from (f"- {'; '.join(names)}: {said}" for said, names in alike.items())
     yield from ("", "## How each engine captures from a target", "")
     yield "What to add to the captured layers, as 0-based outputs, for the engine's list, with the code that decides"
-    yield f"it. {UNKNOWN}: kconv knows no class of the engine that captures. vLLM then has [transformers' own]("
-    yield f"{VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845) (`--model-impl transformers`)."
+    yield f"it. {UNKNOWN}: kconv knows no class of the engine that captures. vLLM then has"
+    yield f"[transformers' own]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845)"
+    yield "(`--model-impl transformers`)."
     yield ""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for kind in model_types():
