@@ -69,7 +69,7 @@ def test_the_page_says_where_an_engine_counts_otherwise_than_the_chain():
 def test_its_tables_hold_the_lengths_by_drafter_and_by_category():
     found = found_of((0.6, 0.3))
     # (6 + 3 + 7 + 4) / 19 beside the bonus token; the engine's own, of its one prompt.
-    assert "| gqa | kconv | 2 | 2.053 (1.90 to 2.22) |" in page.describe_lengths(found)
+    assert "| gqa | kconv | 2 | 2.053 (1.90–2.22) |" in page.describe_lengths(found)
     assert "| gqa | vLLM 0.32.0 | 1 | 1.900 |" in page.describe_lengths(found)
     assert page.describe_categories(found)[-1].startswith("| math | 2.053")
 

@@ -278,7 +278,7 @@ def counts_of(rows: Iterable[Mapping[str, Any]], k: int) -> dict[str, Counts]:
 def _length(counts: Sequence[Counts]) -> str:
     mean = 1 + sum(c.accepted for c in counts) / sum(c.drafts for c in counts)
     about = interval(counts, "micro_steps")
-    return f"{mean:.3f}" + (f" ({about.low:.2f} to {about.high:.2f})" if about else "")
+    return f"{mean:.3f}" + (f" ({about.low:.2f}–{about.high:.2f})" if about else "")
 
 
 def row_of(file: AcceptanceFile, category: str = "") -> AcceptanceRow:
@@ -287,7 +287,7 @@ def row_of(file: AcceptanceFile, category: str = "") -> AcceptanceRow:
 
 
 def _cell(row: AcceptanceRow) -> str:
-    about = f" ({row.interval.low:.2f} to {row.interval.high:.2f})" if row.interval else ""
+    about = f" ({row.interval.low:.2f}–{row.interval.high:.2f})" if row.interval else ""
     return f"{row.value:.3f}{about}"
 
 
@@ -312,6 +312,5 @@ def equal(found: Found) -> str:
     if apart:
         return f"Of {compared} runs, {len(apart)} were counted otherwise than by kconv's chain: {'; '.join(apart)}."
     return (
-        f"In each run of a head ({compared}) the engine's count of verify steps, and of drafts accepted up to each "
-        "place, is that of kconv's chain, to the last token."
+        f"In each run of a head ({compared}) the engine's counts, at each place, are kconv's chain's to the last token."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,37 +133,41 @@ def cell(engine: Engine, name: str, model_type: str) -> str:
     return RUN if (engine.name, name, model_type) in RUNS else CODE
 
 
-def columns(engine: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the targets of an engine's table, those of which all is known alike together, with their cells."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for kind in model_types():
-        if engine.capture(kind) is not None:
-            found.setdefault(tuple(cell(engine, name, kind) for name in FORMS), []).append(kind)
-    return {tuple(kinds): cells for cells, kinds in found.items()}
-
-
 def support() -> Iterator[str]:
     yield "`run`: a test serves this form of head for this target in the engine, whose drafts equal kconv's own"
     yield "(`RUNS` in `scripts/reference/support.py` names the test). `code`: kconv writes it according to the"
     yield f"engine's code. A rule: kconv refuses it, and [the rule](rules.md) says why. {UNKNOWN}: not known. Targets"
     yield "are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
     for one in engines():
-        found = columns(one)
-        yield from ("", f"## {one.title} {one.release}", "")
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for i, name in enumerate(FORMS):
-            alike.setdefault(tuple(cells[i] for cells in found.values()), []).append(name)
-        rows = [("; ".join(names), *cells) for cells, names in alike.items()]
-        yield from table(("heads", *(", ".join(f"`{kind}`" for kind in kinds) for kinds in found)), rows)
+        kinds = [kind for kind in model_types() if one.capture(kind) is not None]
+        yield from ("", f"## {one.title} {one.release}", "", f"Targets: {_code(kinds)}.", "")
+        alike: dict[str, list[str]] = {}
+        for name in FORMS:
+            alike.setdefault(_in_words({kind: cell(one, name, kind) for kind in kinds}), []).append(name)
+        yield from (f"- {'; '.join(names)}: {said}" for said, names in alike.items())
     yield from ("", "## How each engine captures from a target", "")
     yield "What to add to the captured layers, as 0-based outputs, for the engine's list, with the code that decides"
-    yield f"it. {UNKNOWN}: kconv knows no class of the engine that captures. vLLM then has [transformers' own]("
-    yield f"{VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845) (`--model-impl transformers`)."
+    yield f"it. {UNKNOWN}: kconv knows no class of the engine that captures. vLLM then has"
+    yield f"[transformers' own]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845)"
+    yield "(`--model-impl transformers`)."
     yield ""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for kind in model_types():
         kinds.setdefault(tuple(_listed(one, kind) for one in engines()), []).append(f"`{kind}`")
     yield from table(("target", *(one.title for one in engines())), [(", ".join(k), *c) for c, k in kinds.items()])
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _in_words(cells: Mapping[str, str]) -> str:
+    """Say which targets have which cell; the cell of most targets is that of the others."""
+    of: dict[str, list[str]] = {}
+    for kind, known in cells.items():
+        of.setdefault(known, []).append(kind)
+    *few, most = sorted(of, key=lambda known: len(of[known]))
+    return "; ".join([*(f"{known} for {_code(of[known])}" for known in few), f"{most} for the others" if few else most])
 
 
 def _listed(engine: Engine, kind: str) -> str:
