@@ -199,6 +199,14 @@ class Client:
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
                     chunk = parse_json(data)
+                    # A server that fails after its 200 says so in the stream, and ends it as if all were well:
+                    # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/serving.py#L926-L933
+                    # https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/openai/serving_chat.py#L2801-L2803
+                    if wrong := chunk.get("error"):
+                        raise EngineFailed(
+                            f"the server stopped its answer: {str(wrong)[:SHOWN]}", where=url,
+                            fix="Check the server's log.",
+                        )  # fmt: skip
                     tokens = int((chunk.get("usage") or {}).get("completion_tokens") or tokens)
                     for choice in chunk.get("choices") or ():
                         delta = choice.get("delta") or {}

@@ -67,6 +67,13 @@ def test_a_server_is_measured_with_and_without_its_draft():
     assert type(found).model_validate_json(found.to_json()) == found
 
 
+def test_a_server_that_fails_within_its_answer_is_quoted():
+    with serving("vllm", dies={"error": {"message": "EngineCore died", "code": 500}}) as server:
+        connected = client.connect(server.url, None, {}, 5.0)
+        with pytest.raises(EngineFailed, match="stopped its answer: .*EngineCore died"):
+            measure_loads(connected, PROMPTS, (1,), 4, 0.0)
+
+
 def test_fewer_prompts_than_the_concurrency_are_no_load():
     with serving("vllm") as server, pytest.raises(EngineFailed, match="6 prompts are too few for a concurrency of 8"):
         measure_loads(client.connect(server.url, None, {}, 5.0), PROMPTS, (8,), 4, 0.0)

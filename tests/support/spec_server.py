@@ -56,6 +56,7 @@ class SpecServer:
         looping: answers repeat themselves.
         info: what SGLang's /server_info says beside the version.
         pause: seconds before each streamed token; four times that before the first.
+        dies: what a stream ends with instead of the count of its tokens.
         forged: the acceptance length that it is set to, as engines do it: its whole part always, the rest by chance.
     """
 
@@ -74,6 +75,7 @@ class SpecServer:
     info: dict[str, object] = field(default_factory=dict)
     forged: float | None = None
     pause: float = 0.0
+    dies: dict[str, object] = field(default_factory=dict)
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -237,7 +239,7 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
                 time.sleep(server.pause * (4 if not place else 1))
                 delta = {"content": word if not place else f" {word}"}
                 self._chunk({"choices": [{"delta": delta}]})
-            self._chunk({"choices": [], "usage": answer["usage"]})
+            self._chunk(server.dies or {"choices": [], "usage": answer["usage"]})
             self.wfile.write(b"data: [DONE]\n\n")
             self.close_connection = True
 
