@@ -70,7 +70,7 @@ def test_a_server_is_measured_with_and_without_its_draft():
 def test_a_server_that_fails_within_its_answer_is_quoted():
     with serving("vllm", dies={"error": {"message": "EngineCore died", "code": 500}}) as server:
         connected = client.connect(server.url, None, {}, 5.0)
-        with pytest.raises(EngineFailed, match="stopped its answer: .*EngineCore died"):
+        with pytest.raises(EngineFailed, match=r"stopped its answer: .*EngineCore died"):
             measure_loads(connected, PROMPTS, (1,), 4, 0.0)
 
 
