@@ -261,8 +261,7 @@ class AcceptanceFile(_AcceptancePart):
     Attributes:
         head: hub id or folder name.
         weights: sha256 of each weight file, if the head was available.
-        config: sha256 of its config.json; the same weights with another one, e.g. other captured layers, are another
-            head.
+        config: sha256 of its config.json; with another one the same weights are another head.
         suites: the parts of the datasets.
         rows: no two with the same key.
         speeds: at each concurrency, if requested.

@@ -157,22 +157,21 @@ class Manifest(Record):
         exact: whether every weight is byte-identical to the source, or to the target if it was added from there.
         source: the source, as the user named it.
         source_config: sha256 of its config.json.
-        source_pickles: the source's files that were pickles, read with weights_only; empty for safetensors.
+        source_pickles: the source's files that were pickles.
         source_layout, layout: the layouts of the source and of the output.
-        hints: the options with which the user described the source.
+        hints: options that described the source.
         spec: the head, as `HeadSpec` names it.
         captured_by: how the captured layers were decided.
-        unverified: facts that only the user or a default states, until kconv validate measures them.
+        unverified: facts that only the user or a default states.
         parameters: number of weight elements in the output.
-        parameters_by_origin: the same number, with trained and copied elements counted separately.
+        parameters_by_origin: the same, trained and copied ones apart.
         config_copied, config_dropped: keys of the source config that kconv does not interpret.
         tensors: every tensor of the output.
         dropped: every source tensor that is not in the output.
         files: every file of the output except this one.
         training: how kconv trained the head, if it did: recipe, data, tokens, figures, libraries.
         conversion: how the attention was converted, if it was.
-        draft: whether the head is byte-identical to the draft that it started from, across all conversions; None for a
-        target, and for a head written by an older kconv.
+        draft: whether the head is byte-identical to the draft that it started from; None for a target, or if unknown.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")

@@ -122,9 +122,9 @@ class Bench(Reading):
     target_name: str | None = option(None, "Hub id of the target; by default the server's name.")
     precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
     model: str | None = option(None, "The server's name for the target.")
-    engine_version: str | None = option(None, "The engine's version.")
-    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy.")
-    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard.")
+    engine_version: str | None = option(None, "The engine's version, if not reported.")
+    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy, if not reported.")
+    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard, if not reported.")
     baseline_url: str | None = option(None, "The same target without speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
         {}, "Extra fields for each request.", kind="json", metavar="JSON"
@@ -343,14 +343,14 @@ class Quote(Operation):
     draft_tokens: Count | None = option(None, "K.", metavar="K")
     tree: str | None = option(None, "Shape of drafts.")
     engine: str | None = option(None, "The engine, e.g. vllm.")
-    engine_version: str | None = option(None, "The engine's version.")
+    engine_version: str | None = option(None, "The engine's version, if not reported.")
     target: str | None = option(None, "Hub id of the target.", metavar="ID")
     precision: str | None = option(None, "Number format of the target, e.g. NVFP4.")
     temperature: Annotated[float, Field(ge=0)] | None = option(None, "0 is greedy.", metavar="T")
     reasoning: str | None = option(None, "The target's reasoning mode, e.g. medium.")
     max_tokens: Count | None = option(None, "Maximum tokens per answer.", metavar="N")
-    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy.")
-    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard.")
+    draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy, if not reported.")
+    rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard, if not reported.")
     date: str | None = option(None, "Date of the measurement, e.g. 2026-11-23.")
 
     def run(self, context: Context) -> AcceptanceFile:

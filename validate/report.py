@@ -59,7 +59,7 @@ class Report(BaseModel):
     Attributes:
         subject: the validated folder, as the user named it.
         weights: sha256 of each weight file; the report holds for these bytes only.
-        config: sha256 of config.json, if it was on this machine; the same weights with another config are another head.
+        config: sha256 of config.json, if it was on this machine.
         findings: worst first.
         figures: the measurements.
         provenance: how they were made: versions, target, prompts and their hash, seed, date.

@@ -77,15 +77,15 @@ def _describe_bed(bed: str) -> list[str]:
         if row.choices or row.slots != "all":
             last = [f"{one} after {s:,}" for s in steps[1:] if (one := _cell(found[name].get(str(s)), "held-out"))]
             kept = ", ".join([_cell(found[name]["0"], "held-out"), *last])
-            instead[list(instead)[-1]].append(f"{row.says} {kept}")
+            same = (one.says for one in ROWS_OF_TABLE.values() if (one.head, one.ratio) == (row.head, row.ratio))
+            instead.setdefault(next(same), []).append(f"{row.says} {kept}")
             continue
-        instead[row.says] = []
         cells = [_cell(found[name].get(str(s)), "held-out") for s in steps]
         last = found[name][max(found[name], key=int)]
         before = last["figures"]["held-out"]["before"]
         away = [_cell(last, text) for text in ("1,024 tokens", "source code")]
         lines.append(f"| {row.says} | {before:.3f} | " + " | ".join([*cells, *away]) + " |")
-    others = [f"- {says}: {'; '.join(tried)}." for says, tried in instead.items() if tried]
+    others = [f"- {says}: {'; '.join(tried)}." for says, tried in instead.items()]
     return [*lines, "", *(["What was tried instead:", "", *others, ""] if others else [])]
 
 

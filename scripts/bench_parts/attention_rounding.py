@@ -101,21 +101,25 @@ def measure_rounding(only: str, seconds: float) -> None:
 
 
 def describe_rounding() -> list[str]:
-    """Return what was measured as a Markdown table."""
+    """Return what was measured as Markdown."""
     found = load(NAME)
     if not found:
         return ["Not measured yet: `scripts/bench-attention --bf16` takes ten minutes."]
     every = [one for bases in found.values() for basis in bases.values() for one in basis.values()]
     return [
-        f'Kept acceptance in %, unhealed, on the "{BED}" bed; {errors(every)}:',
+        f'Kept acceptance in %, unhealed, on the "{BED}" bed: {", ".join(list(ROUNDED)[1:])}; {errors(every)}:',
         "",
-        "| conversion | head | " + " | ".join(ROUNDED) + " |",
-        "| --- | --- | " + " | ".join("---" for _ in ROUNDED) + " |",
-        *(
-            f"| {ROWS_OF_TABLE[name].says} | {basis} | "
-            + " | ".join(cell(found[name][basis][one]) for one in ROUNDED)
-            + " |"
-            for name, basis in CASES
-            if basis in found.get(name, {})
-        ),
+        *_lines(found),
     ]
+
+
+def _lines(found: dict) -> list[str]:
+    """Return a line for each conversion: what it keeps in fp32, and each head in every form of rounding."""
+    exact, *rounded = ROUNDED
+    said: dict[str, list[str]] = {}
+    for name, basis in CASES:
+        if basis in found.get(name, {}):
+            kept = found[name][basis]
+            start = f"{ROWS_OF_TABLE[name].says} ({cell(kept[exact])} in {exact})"
+            said.setdefault(start, []).append(f"{basis} {', '.join(cell(kept[one]) for one in rounded)}")
+    return [f"- {start}: {'; '.join(cases)}" for start, cases in said.items()]

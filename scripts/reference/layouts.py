@@ -66,7 +66,12 @@ def layouts() -> Iterator[str]:
     for key, values in FIXED.items():
         accepted.setdefault(", ".join(map(json.dumps, values)), []).append(key)
     yield from ("", *(f"- {values}: {_code(keys)}" for values, keys in accepted.items()))
-    yield from ("", "## Where a layout differs", "", *(line for layout in all_layouts() for line in _differs(layout)))
+    yield from ("", "## Where a layout differs", "")
+    alike_layouts: dict[str, list[str]] = {}
+    for layout in all_layouts():
+        for said in _differs(layout):
+            alike_layouts.setdefault(said, []).append(f"`{layout.name}`")
+    yield from (f"- {', '.join(names)}{said}" for said, names in alike_layouts.items())
     yield from (f"- In every layout `{pattern}` is left behind, because {why}." for pattern, why in IGNORED.items())
     yield from (
         "",
@@ -127,15 +132,15 @@ def _code(names: Iterable[str]) -> str:
 
 
 def _differs(layout: Layout) -> Iterator[str]:
-    name, config = layout.name, layout.config
+    config = layout.config
     if config.nested:
-        yield f"- `{name}`: the config's keys stand in `{config.nested}`."
+        yield f": the config's keys stand in `{config.nested}`."
     for key, why in config.must_state.items():
-        yield f"- `{name}` must state `{key}`: {why}."
+        yield f" must state `{key}`: {why}."
     for key, values in config.otherwise.items():
         allowed = ", ".join(map(json.dumps, values))
-        yield f"- `{name}`: `{key}` has another meaning here, and only {allowed} is accepted."
+        yield f": `{key}` has another meaning here, and only {allowed} is accepted."
     for slot, why in layout.needs.items():
-        yield f"- `{name}` must hold `{slot}`, though others share the target's: {why}."
+        yield f" must hold `{slot}`, though others share the target's: {why}."
     for pattern, why in layout.ignored.items() - IGNORED.items():
-        yield f"- `{name}`: `{pattern}` is left behind, because {why}."
+        yield f": `{pattern}` is left behind, because {why}."
