@@ -148,17 +148,17 @@ def over_all_steps(found: Found, file: AcceptanceFile) -> float:
 
 
 def describe_categories(found: Found) -> list[str]:
-    """Return the lengths by category."""
-    k = _shown(found)
+    """Return the lengths by category, drafter and K."""
+    columns = [(name, k) for name in found.offline for k in found.form.draft_tokens]
     lines = [
-        f"At K = {k}, counted by kconv:",
+        "Counted by kconv:",
         "",
-        f"| category | {' | '.join(found.offline)} |",
-        f"|---|{'|'.join('---' for _ in found.offline)}|",
+        f"| category | {' | '.join(f'{name}, K = {k}' for name, k in columns)} |",
+        f"|---|{'|'.join('---' for _ in columns)}|",
     ]
     for category in dict.fromkeys(row["category"] for row in found.offline[LOOKUP]):
         own = {name: [row for row in rows if row["category"] == category] for name, rows in found.offline.items()}
-        cells = [_length(list(counts_of(rows, k).values())) for rows in own.values()]
+        cells = [_length(list(counts_of(own[name], k).values())) for name, k in columns]
         lines.append(f"| {category} | {' | '.join(cells)} |")
     return lines
 
