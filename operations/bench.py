@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..checkpoint.schema import parse_json
 from ..engines import registry
 from .base import Context, Name, Operation, Words, argument, option
-from .reading import Count, Reading, check_trusted, refuse_existing_output
+from .reading import Count, Reading, Url, check_python, check_target, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile
@@ -85,7 +85,7 @@ class Bench(Reading):
     )
     OUTPUT = "acceptance.json"
 
-    url: str | None = option(None, "Address of a running vLLM, SGLang or TensorRT-LLM that speculates.")
+    url: Url | None = option(None, "Address of a running vLLM, SGLang or TensorRT-LLM that speculates.")
     head: Name = option(..., "The head to measure; with --url, the head that is served.", kind="checkpoint")
     suite: Name = option(
         ..., "mt-bench, speed-bench, or a JSONL file of prompts.", kind="file", metavar="NAME|FILE",
@@ -129,7 +129,7 @@ class Bench(Reading):
     rejection_sample_method: str | None = option(
         None, "How drafts are rejected, as vLLM calls it, e.g. standard or block, if the server does not say it."
     )
-    baseline_url: str | None = option(None, "A server with the same target and no speculation, for the speed-up.")
+    baseline_url: Url | None = option(None, "A server with the same target and no speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
         {}, "Extra fields for each request.", kind="json", metavar="JSON"
     )
@@ -194,6 +194,10 @@ class Bench(Reading):
         suite = load_suite(
             str(context.path(self.suite)), revision=self.revision, categories=self.categories, limit=self.limit
         )
+        check_python(self.python, self.engine)
+        if self.target:
+            check_target(context, self.target, tokenizer=True)
+            self.open_headers(context, self.head)
         with context.status("measuring") as say:
             if self.engine:
                 found = self._started(context, suite, say)

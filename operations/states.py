@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Context, LayerIds, Name, Operation, argument, option
-from .reading import Count, check_prompts, check_trusted, refuse_existing_output, serving
+from .reading import (
+    Count,
+    Url,
+    check_data,
+    check_prompts,
+    check_target,
+    check_trusted,
+    refuse_existing_output,
+    serving,
+)
 
 if TYPE_CHECKING:
     from ..targets.config import TargetConfig
@@ -78,7 +87,7 @@ class States(Operation):
     seed: int = option(0, "Random seed for sampling.")
     dtype: Dtype | None = option(None, "Dtype to compute and store in; by default the target's.")
     shard_mib: Count = option(512, "Maximum size of a file.", metavar="MIB")
-    url: str | None = option(None, "A vLLM that serves TARGET with hidden-state extraction; TARGET is not loaded here.")
+    url: Url | None = option(None, "A vLLM that serves TARGET with hidden-state extraction; TARGET is not loaded here.")
     shared: Name | None = option(
         None, "The folder that this vLLM writes states to, as this machine sees it.", metavar="DIR"
     )
@@ -118,7 +127,13 @@ class States(Operation):
         refuse_existing_output(self.out)
         if self.prompts:
             check_prompts(context.path(self.prompts))
+        check_data(context, self.data)
+        config = check_target(context, self.target, tokenizer=True)
         from ..convert.captured import default_outputs
+        from ..targets.config import check_captured
+
+        if self.captured and config:
+            check_captured(self.captured, config.layers)
         from ..targets.write_states import Wanted, WantedAnswers, capture_states
 
         def wanted(config: TargetConfig) -> Wanted | WantedAnswers:
