@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "dialogue.jsonl").write_text(json.dumps({"prompt": "Say it.", "response": "It."}) + "\n")
     EAGLE3["SafeAILab, Llama-3.1"].write(root / "silent")
     shutil.copytree(root / "target", root / "wide")
-    (root / "wide" / "config.json").write_text(json.dumps(TARGET | {"hidden_size": 96}))
+    (root / "wide" / "config.json").write_text(json.dumps(TARGET | {"hidden_size": 96, "intermediate_size": 64}))
     (root / "wide" / "tokenizer.json").write_text("{}")
     kconv.convert(str(root / "gqa"), str(root / "written"), to="vllm")
     (root / "notes.md").write_text("# not prompts\n")
