@@ -197,7 +197,6 @@ class Bench(Reading):
         check_python(self.python, self.engine)
         if self.target:
             check_target(context, self.target, tokenizer=True)
-            self.open_headers(context, self.head)
         with context.status("measuring") as say:
             if self.engine:
                 found = self._started(context, suite, say)
@@ -276,6 +275,7 @@ class Bench(Reading):
         target = context.source(self.target or "")
         # Checked before the head and the target are downloaded.
         check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
+        self.open_headers(context, self.head)
         return measure_head(
             self.open(context, self.head),
             target.fetch_model(),

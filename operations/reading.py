@@ -149,7 +149,7 @@ def check_target(context: Context, name: str | None, *, tokenizer: bool = False)
     Args:
         context: of the request.
         name: the target's name; None for no target.
-        tokenizer: whether it must have one.
+        tokenizer: whether a folder must have one.
 
     Returns:
         Its config.
@@ -159,13 +159,15 @@ def check_target(context: Context, name: str | None, *, tokenizer: bool = False)
     """
     if name is None:
         return None
+    from ..checkpoint.source import Folder
     from ..targets.config import has_tokenizer, no_tokenizer, read_target_config
 
-    config = read_target_config(context.source(name).fetch_config())
-    if tokenizer:
-        folder = context.source(name).fetch_tokenizer()
-        if not has_tokenizer(folder):
-            raise no_tokenizer(folder)
+    source = context.source(name)
+    folder = source.fetch_config()
+    config = read_target_config(folder)
+    # On the Hub it is fetched later, when it is known that the target fits into memory.
+    if tokenizer and isinstance(source, Folder) and not has_tokenizer(folder):
+        raise no_tokenizer(folder)
     return config
 
 

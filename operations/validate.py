@@ -224,10 +224,11 @@ class Validate(Reading):
         Raises:
             EngineFailed: the engine's python does not run or lacks the engine, or nothing answers at the URL.
             PromptsInvalid: a record of a calibration does not exist.
-            NotACheckpoint, TargetInvalid: the target is none, has no tokenizer, or is not this head's.
+            NotACheckpoint, TargetInvalid: the target is none, or has no tokenizer.
             StatesInvalid: there are no states.
         """
-        if not self.measures:
+        # Without a target it is one itself, and some options do not apply.
+        if not self.measures or not self.target:
             return
         from ..checkpoint.manifest import MANIFEST
         from ..targets.states import RECORD as STATES
@@ -247,12 +248,15 @@ class Validate(Reading):
                 f"{self.states} holds no {STATES}", where=self.states, fix="Create it with kconv states."
             )
         check_target(context, self.target, tokenizer=bool(self.prompts))
+
+    def _refuse_misfit(self, context: Context) -> None:
+        """Raise TargetInvalid for a target that is not this head's; other errors are findings of the report."""
         try:
             self.open_headers(context, self.head)
         except TargetInvalid:
             raise
         except KconvError:
-            pass  # a finding of the report
+            pass
 
     def _refuse_reports(self) -> None:
         """Refuse a folder that already holds a report, before an hour of measuring is lost to it."""
@@ -298,6 +302,7 @@ class Validate(Reading):
 
             # Checked before the head and its source are downloaded, which may be large themselves.
             check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
+            self._refuse_misfit(context)
             limit = self.prompt_tokens + self.new_tokens
             file = str(context.path(self.prompts))
             prompts = encode_held_out(file, target, limit, trust_remote_code=self.trust_remote_code)

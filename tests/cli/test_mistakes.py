@@ -180,7 +180,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
      "--prompts prompts.jsonl", 1, (EMPTY, "has no vLLM")),
     ("a target without a tokenizer", "validate head --target target --prompts prompts.jsonl", 1,
      ("target has no tokenizer", "tokenizer.json")),
-    ("a head for another target", "bench --head head --target wide --suite prompts.jsonl --out a.json", 1,
+    ("a head for another target", "to-vllm head out --target wide", 1,
      ("width 48", "has 96", "wide")),
     ("a head to run as a target", "calibrate head out.json --prompts prompts.jsonl", 1, ("draft head", "head/config")),
     ("a layer to store that is none", "states wide out --prompts prompts.jsonl --captured 1,3,50", 1,
@@ -290,8 +290,6 @@ REFUSED_EARLY = {
     "a head to calibrate": "calibrate head out.json --prompts prompts.jsonl",
     "a layer to store": "states wide out --prompts prompts.jsonl --captured 1,3,50",
     "a target without a tokenizer": "states target out --prompts prompts.jsonl",
-    "another target to validate with": "validate head --target wide --prompts prompts.jsonl",
-    "another target to measure with": "bench --head head --target wide --suite prompts.jsonl --out a.json",
     "a server to validate with": "validate head --engine vllm --url http://127.0.0.1:9 --target target --prompts "
     "prompts.jsonl",
     "an engine's python": "validate head --engine vllm --engine-python no/python --target target --prompts "
