@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..checkpoint.schema import first_wrong, load_json
+from ..checkpoint.schema import MAX_JSON, first_wrong, load_json, read_bounded
 from ..errors import AcceptanceInvalid, NotACheckpoint
 
 ACCEPTANCE = "acceptance.json"
@@ -342,6 +342,7 @@ def read_acceptance(file: Path) -> AcceptanceFile:
         NotACheckpoint: the file is missing.
         AcceptanceInvalid: it does not match the schema, repeats a row, or has an impossible figure.
     """
+    _refuse_report(file)
     return load_json(
         AcceptanceFile,
         file,
@@ -350,6 +351,15 @@ def read_acceptance(file: Path) -> AcceptanceFile:
         fix="Pass the acceptance.json that kconv bench wrote.",
         missing=NotACheckpoint(f"there is no {file}", fix="Run kconv bench ... --out FILE first."),
     )
+
+
+def _refuse_report(file: Path) -> None:
+    """Raise AcceptanceInvalid for the other JSON file that kconv writes beside a head: a report of kconv validate."""
+    fix = "Pass the acceptance.json that kconv bench wrote."
+    if file.name.startswith("report") and file.is_file():
+        text = read_bounded(file, AcceptanceInvalid, limit=MAX_JSON, fix=fix)
+        if b'"findings"' in text and b'"subject"' in text:
+            raise AcceptanceInvalid(f"{file.name} is a report of kconv validate", where=file, fix=fix)
 
 
 def differences(one: AcceptanceRow, other: AcceptanceRow) -> Mapping[str, tuple[Any, Any]]:

@@ -113,7 +113,11 @@ def draw(comparison: Comparison, file: Path) -> None:
         MissingExtra: matplotlib is not installed.
     """
     if not comparison.tables:
-        raise AcceptanceInvalid("no figures of two heads are comparable", fix="See the reasons in the table.")
+        raise AcceptanceInvalid(
+            "there is nothing to draw: no figures of two heads are comparable",
+            where="--chart",
+            fix="Run it without --chart, which lists the reasons.",
+        )
     table = comparison.tables[0]
     series = [
         (head, [row.value if (row := rows[at]) else None for _, rows in table.lines])

@@ -15,7 +15,7 @@ from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, refuse_existing, writing
 from ..engines.registry import writable
-from ..errors import LayoutCannot, OutputExists, ReportInvalid
+from ..errors import LayoutCannot, NotACheckpoint, OutputExists, ReportInvalid
 from ..validate.report import Report, read_report
 from .evidence import CONFIG, Evidence, HeadIdentity, Said, foreign, identify
 from .facts import Facts
@@ -78,7 +78,14 @@ def gather(
     """
     manifest = None
     if (folder / MANIFEST).exists() or not facts.name:
-        manifest = read_manifest(folder)
+        try:
+            manifest = read_manifest(folder)
+        except NotACheckpoint as fault:
+            fix = (
+                f"{fault.fix} For a card without a manifest, pass --facts FILE with the head's name; "
+                f"kconv card {folder} --init FILE writes such a file."
+            )
+            raise NotACheckpoint(fault.what, where=fault.where, fix=fix) from fault
         if manifest.layout not in writable() and not is_target(manifest):
             raise LayoutCannot(
                 f"the head is in {manifest.layout}'s layout, which no engine reads",

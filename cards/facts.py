@@ -241,7 +241,15 @@ def read_facts(file: Path) -> Facts:
     Raises:
         FactsInvalid: it is missing, not YAML, or has an unknown key or an invalid value.
     """
-    return load_yaml(Facts, file, FactsInvalid, what="facts file", fix="Correct this key, in UTF-8.")
+    init = "kconv card HEAD --init FILE writes a facts file to fill in, with comments."
+    return load_yaml(
+        Facts,
+        file,
+        FactsInvalid,
+        what="facts file",
+        fix=f"Correct it there, in UTF-8. {init}",
+        missing=FactsInvalid(f"there is no facts file {file}", where="--facts", fix=f"Check the path. {init}"),
+    )
 
 
 def question(facts: type[BaseModel], path: str) -> str:

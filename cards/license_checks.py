@@ -138,7 +138,7 @@ def _front(folder: LicensedFolder) -> Iterator[LicenseFinding]:
     if front.problem:
         yield "error", CARD, f"no license is stated: {front.problem}", "Write it with kconv card."
     elif front.license in ("", "unknown"):
-        yield "error", CARD, "its front matter states no license", "State it: kconv card DIR --license ID."
+        yield "error", CARD, "its front matter states no license", "State it: kconv card DIR --license ID --force."
     elif front.license == "other":
         for key in ("license_name", "license_link"):
             if not getattr(front, key):
@@ -231,7 +231,7 @@ def _bases(folder: LicensedFolder) -> Iterator[LicenseFinding]:
         if name and name not in folder.front.base_models:
             yield "error", CARD, f"base_model does not list the {what}, {name}", "Write it with kconv card."
     if not folder.front.base_models:
-        yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID."
+        yield "error", CARD, "base_model lists no target", "State it: kconv card DIR --base-model ID --force."
 
 
 def _endorsement(folder: LicensedFolder) -> Iterator[LicenseFinding]:
@@ -252,8 +252,8 @@ def _source_license(folder: LicensedFolder) -> Iterator[LicenseFinding]:
         "error",
         SOURCE_LICENSE,
         f"what the head was made from is under {title}, but the head is stated to be under {folder.license or 'none'}",
-        "State it: kconv card DIR --license ID, or as the target's in the facts. If another license is right, keep "
-        "the file and allow the check: --allow L10 --why.",
+        "State it: kconv card DIR --license ID --force, or as the target's in the facts. If another license is right, "
+        "keep the file and allow the check: --allow L10 --why.",
     )
 
 

@@ -79,10 +79,7 @@ def open_checkpoint(folder: Path, *, source: str = "") -> Checkpoint:
     try:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as fault:
-        raise NotACheckpoint(
-            f"{folder} is {'a file' if isinstance(fault, NotADirectoryError) else f'not a folder: {fault.strerror}'}",
-            fix=_instead(folder, fault),
-        ) from fault
+        raise _no_folder(folder, fault) from fault
     if is_partial(folder):
         raise NotACheckpoint(
             f"{folder.name} was left behind by an interrupted kconv run",
@@ -143,19 +140,25 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return parse_object(text)
     except ValueError as fault:
+        why = fault if text.strip() else "it is empty"
         raise ConfigInvalid(
-            f"{file.name} cannot be read: {fault}", where=file, fix="Correct it there, or export it again."
+            f"{file.name} cannot be read: {why}", where=file, fix="Correct it there, or export it again."
         ) from fault
 
 
-def _instead(path: Path, fault: OSError) -> str:
-    """Return what to pass instead of a path that is not a folder."""
-    if isinstance(fault, NotADirectoryError):
-        return f"Give the checkpoint's folder: {path.parent}"
+def _no_folder(path: Path, fault: OSError) -> NotACheckpoint:
+    """Return the error for a path that is not a folder, with what to pass instead."""
+    if isinstance(fault, NotADirectoryError) and path.is_file():
+        for mark, (what, fix) in OTHERS.items():
+            if path.name.endswith(mark):
+                return NotACheckpoint(f"{path} is {what}", fix=fix)
+        return NotACheckpoint(f"{path} is a file", fix=f"Give the checkpoint's folder: {path.parent}")
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
     meant = f" Did you mean {path.parent / close[0]}?" if close else ""
-    return f"Give a checkpoint folder or a Hub id org/name.{meant}"
+    return NotACheckpoint(
+        f"{path} is not a folder: {fault.strerror}", fix=f"Give a checkpoint folder or a Hub id org/name.{meant}"
+    )
 
 
 def _without_config(folder: Path) -> NotACheckpoint:

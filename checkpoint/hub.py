@@ -22,6 +22,7 @@ from filelock import FileLock
 from huggingface_hub import (
     HfApi,
     constants,
+    get_session,
     get_token,
     hf_hub_download,
     hf_hub_url,
@@ -58,6 +59,15 @@ KEPT, RANGE = "kconv-tensors", 64 << 20
 DIGEST, COMMIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 LICENSES = in_any_case(LICENSE_FILES)
 README = "README.md"
+CONNECT_SECONDS = 10.0
+# httpx's errors in words; its own texts may hold a token.
+IN_WORDS = {
+    "ConnectError": "nothing answers at this address",
+    **dict.fromkeys(("ConnectTimeout", "ReadTimeout", "WriteTimeout", "PoolTimeout"), "no answer in time"),
+    **dict.fromkeys(("ReadError", "WriteError", "RemoteProtocolError"), "it broke off"),
+    "ProxyError": "the proxy refuses it",
+    "UnsupportedProtocol": "HF_ENDPOINT has no http:// or https://",
+}
 # Serving settings that kconv's own outputs record next to the weights.
 LAUNCH_FILES = ("serve-*.sh", "serve-*.yaml")
 CHECKPOINT_FILES = ("*.safetensors", "*.json", *LAUNCH_FILES, *LICENSES)
@@ -322,6 +332,10 @@ def fetch_dataset_file(repo: str, file: str, revision: str) -> tuple[Path, str]:
         HubRefused, HubUnreachable, OutputFailed, NotACheckpoint: see `hub_faults`.
     """
     with named(repo, revision, file, dataset=True):
+        known = try_to_load_from_cache(repo, file, repo_type="dataset", revision=revision)
+        if not is_offline_mode() and not isinstance(known, str):
+            # Fails at once if nothing answers, where the download tries again for half a minute.
+            get_session().head(hf_hub_url(repo, file, repo_type="dataset", revision=revision), timeout=CONNECT_SECONDS)
         path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     check_download(path)
     # The cache keeps a file under snapshots/<commit>/.
@@ -561,7 +575,7 @@ def _name(fault: Exception, repo: str, revision: str | None, file: str, dataset:
                 fix="Check HF_ENDPOINT, and whether the network needs its own login.",
             )
     return HubUnreachable(
-        f"the connection to the Hub failed: {type(cause).__name__}",
+        f"the connection to the Hub failed: {IN_WORDS.get(type(cause).__name__, type(cause).__name__)}",
         where=page,
         fix="Check the network, HTTPS_PROXY and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache.",
     )

@@ -229,7 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise NotACheckpoint(
             f"{folder} has no readable {MANIFEST}, so kconv did not write it",
             where=folder,
-            fix="Convert it with kconv.",
+            fix=f"Pass a folder that kconv wrote, or convert this one (kconv to-vllm {folder} OUT).",
         )
     return load_json(
         Manifest,

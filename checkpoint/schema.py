@@ -116,11 +116,9 @@ def check_values(
     except ValidationError as fault:
         place, why = wrong_at(fault, model)
         line = line_of(text, place)
-        at = ".".join(map(str, place)) or "its top"
         where = f"{where or what}:{line}" if line else where
-        raise error(
-            f"the {what} is wrong at {at}{'' if why.startswith('is ') else ':'} {why}", where=where, fix=fix
-        ) from fault
+        at = "" if why.startswith("is ") else f" at {'.'.join(map(str, place)) or 'its top'}"
+        raise error(f"the {what} is wrong{at}: {_sentence(place, why)}", where=where, fix=fix) from fault
 
 
 def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, what: str, fix: str) -> Any:
@@ -146,6 +144,7 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
                 raise ValueError("it is nested too deeply")
         values = yaml.safe_load(text)
         _count(values)
+        _refuse_twice(yaml.compose(text, yaml.SafeLoader))
         return values
     except Exception as fault:  # PyYAML's constructors raise anything, e.g. IndexError for !!int ""
         why, line = _no_yaml(text, fault)
@@ -153,9 +152,44 @@ def parse_yaml(text: str | bytes, error: type[KconvError], *, where: object, wha
         raise error(f"the {what} is not valid YAML: {why}", where=where, fix=fix) from fault
 
 
+class _Twice(ValueError):
+    """A key of a YAML mapping that occurs twice, and the line of the second one."""
+
+    def __init__(self, key: str, line: int) -> None:
+        self.line = line
+        super().__init__(f"the key {key} occurs twice")
+
+
+def _refuse_twice(node: Any) -> None:
+    """Raise _Twice for a mapping with a key twice: PyYAML keeps the last one and drops the first without a word."""
+    import yaml
+
+    left, seen = [node], set()
+    while left:
+        node = left.pop()
+        # Nested aliases name a node more often than there is time for.
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = set()
+            for key, value in node.value:
+                # A key that is a list, or << with its meaning of its own, is left to the constructor.
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if (key.tag, key.value) in keys:
+                        raise _Twice(key.value[:80], key.start_mark.line + 1)
+                    keys.add((key.tag, key.value))
+                left.append(value)
+        else:
+            left += node.value
+
+
 def _no_yaml(text: str | bytes, fault: Exception) -> tuple[str, int | None]:
     """Return why a text is not YAML, and the line if known."""
     import yaml
+
+    if isinstance(fault, _Twice):
+        return str(fault), fault.line
 
     mark = getattr(fault, "problem_mark", None) or getattr(fault, "context_mark", None)
     if mark is not None and not isinstance(fault, yaml.constructor.ConstructorError):
@@ -311,6 +345,11 @@ def read_lines(file: Path, error: type[KconvError], *, fix: str) -> Iterator[tup
         raise error(f"{file.name} cannot be read: {_why(fault)}", where=file, fix=fix) from fault
 
 
+def no_json(fault: ValueError) -> str:
+    """Return why a line is not JSON, without the parser's own count of lines, which is always 1."""
+    return f"{fault.msg}: column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else str(fault)
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the values of an untrusted JSON text, of any type.
 
@@ -383,10 +422,18 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def first_wrong(fault: ValidationError) -> str:
-    """Return the first error and its place, e.g. "draft_tokens is missing"."""
+    """Return the first error and its place, e.g. "the key draft_tokens is missing"."""
     parts, what = wrong_at(fault)
     place = ".".join(map(str, parts))
-    return f"{place}{'' if what.startswith('is ') else ':'} {what}" if place else what
+    return f"{place}: {what}" if place and not what.startswith("is ") else _sentence(parts, what)
+
+
+def _sentence(place: Sequence[str | int], what: str) -> str:
+    """Return an error as a sentence; one that begins with "is" is about the key at its place."""
+    key = ".".join(map(str, place))
+    if not key or not what.startswith("is "):
+        return what
+    return f"the key {key} {what}" if what == WORDS["missing"] else f"{key} {what}"
 
 
 class WrongValue(ValueError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..errors import NotACheckpoint
 from .folder import Checkpoint, locate, open_checkpoint
 from .header import TensorInfo
 
@@ -17,10 +18,13 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<rev
 
 # URLs that people paste: a repository's page, its files at a revision, or one file; and hf://.
 HUB_URL = re.compile(
-    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?P<repo>[^/?#@]+/[^/?#@]+)"
+    r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?:models/)?(?P<repo>[^/?#@]+/[^/?#@]+)"
     r"(?:@(?P<at>[^/?#]+)|/(?:tree|blob|resolve|raw|commit)/(?P<revision>[^/?#]+))?(?:[/?#].*)?",
     re.ASCII,
 )
+
+# What the Hub's addresses lead to besides models; none of these words is the name of an owner there.
+NO_MODELS = ("api", "blog", "collections", "datasets", "docs", "papers", "spaces")
 
 
 class Source(Protocol):
@@ -146,11 +150,19 @@ def resolve(name: str) -> Source:
         path nor formed like a hub id becomes a folder; opening it raises the error.
 
     Raises:
+        NotACheckpoint: the name is empty, or an address of something else than a model on the Hub.
         HubRefused: the Hub has no such repository or revision, or does not show it to this account.
         HubUnreachable: the Hub cannot be reached, and its local cache does not know the revision either.
     """
-    hub_id = HUB_ID.fullmatch(name if os.path.lexists(name) else hub_id_of(name))
-    if hub_id is None or os.path.lexists(name):
+    if os.path.lexists(name):
+        return Folder(Path(name))
+    hub_id = HUB_ID.fullmatch(meant := hub_id_of(name))
+    if not name or "://" in meant or (meant != name and meant.partition("/")[0] in NO_MODELS):
+        raise NotACheckpoint(
+            f"{name} is not the address of a model on the Hub" if name else "the name of a checkpoint is empty",
+            fix="Give a checkpoint folder or a Hub id org/name.",
+        )
+    if hub_id is None:
         return Folder(Path(name))
     # Imported here: huggingface_hub takes some tenths of a second, which a local path should not cost.
     from .hub import resolve_repo

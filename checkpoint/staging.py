@@ -200,7 +200,8 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
     full = fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return OutputFailed(
         f"{out} could not be written: {fault.strerror or fault}",
-        where=fault.filename or out.parent,
+        # A user knows the output's folder, and not the name beside it that the work goes to until it is done.
+        where=out.parent if PARTIAL in str(fault.filename or PARTIAL) else fault.filename,
         fix="Free some space, or choose an output on another disk."
         if full
         else "Check that the folder exists and is writable.",

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, first_wrong, flag, marks
+from .group import Command, one_of
 from .progress import Terminal
 from .terminal import VERBOSE
 
@@ -78,7 +79,8 @@ def make_command(name: str, cls: type[Operation], summary: str, **fixed: Any) ->
         except RequestInvalid as error:
             raise click.UsageError(f"{error.what}. {error.fix}".rstrip()) from error
 
-    return click.Command(name, params=params, callback=call, help=_help(name, cls), short_help=summary)
+    about = {field: info.description or "" for field, info in fields.items() if marks(info).argument}
+    return Command(name, params=params, callback=call, help=_help(name, cls), short_help=summary, about=about)
 
 
 def _described(name: str) -> str:
@@ -165,7 +167,7 @@ def _type(info: FieldInfo) -> tuple[Any, bool]:
     if inner is bool:
         return bool, False
     if get_origin(inner) is Literal:
-        return click.Choice([str(value) for value in get_args(inner)]), several
+        return one_of([str(value) for value in get_args(inner)]), several
     if inner in (int, float):
         return _range(inner, bounds), several
     return (click.Path() if said.kind in PATHS else Words("TEXT")), several

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -51,8 +53,76 @@ OTHER_WORDS = {
     "export": ("to-trtllm", "to-vllm"),
 }
 
+# Names that users try for an option or an argument of kconv.
+OTHER_OPTIONS = {
+    "-V": "--version",
+    "--recipe": "--format",
+    "--format": "--recipe",
+    **dict.fromkeys(("-f", "--overwrite"), "--force"),
+    **dict.fromkeys(("-o", "--out", "--output"), "OUT"),
+}
+# Spellings of one dtype.
+SAME_DTYPE = (("bfloat16", "bf16"), ("float16", "fp16", "f16", "half"), ("float32", "fp32", "f32", "float"))
 # OS errors of a full disk, or of one without room for this user or this file.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Command(click.Command):
+    """A command whose usage errors say what it takes.
+
+    Attributes:
+        about: what each argument is, by name.
+    """
+
+    def __init__(self, *args: Any, about: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.about = about
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            error.message = self.about.get(getattr(error.param, "name", ""), "") or getattr(error.param, "help", "")
+            raise
+        except click.NoSuchOption as error:
+            meant = OTHER_OPTIONS.get(error.option_name)
+            if meant in {name for param in self.params for name in param.opts}:
+                raise _no_option(error, f"Did you mean {meant}?") from error
+            if str(meant).lower() in self.about:
+                usage = " ".join(super().collect_usage_pieces(ctx)[1:])
+                raise _no_option(error, f"{meant} is an argument: {ctx.command_path} {usage}") from error
+            raise
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message:
+                error.message = f"{error.message.rstrip('.')}. {self._taken(ctx, error.message)}"
+            raise
+
+    def _taken(self, ctx: click.Context, message: str) -> str:
+        if re.search(r"\([\d ]+\)", message):
+            return "A list is one word with commas, e.g. 1,29,57."
+        usage = " ".join(super().collect_usage_pieces(ctx)[1:])
+        return f"{ctx.command_path} takes {usage or 'no argument'}."
+
+
+def _no_option(error: click.NoSuchOption, meant: str) -> click.NoSuchOption:
+    return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {meant}", ctx=error.ctx)
+
+
+class OneOf(click.Choice):
+    """A choice that also takes another case, and another spelling of a dtype."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        given = str(value).lower()
+        same = next((group for group in SAME_DTYPE if given in group), (given,))
+        close = [choice for choice in self.choices if choice.lower() in same]
+        if len(self.choices) == 1 and not close:
+            self.fail(f"{value!r} is not {self.choices[0]}, the only value.", param, ctx)
+        return super().convert(close[0] if len(close) == 1 else value, param, ctx)
+
+
+def one_of(values: list[str]) -> OneOf:
+    """Return the type of an option with these values."""
+    return OneOf(values)
 
 
 class Kconv(click.Group):
@@ -98,6 +168,15 @@ class Kconv(click.Group):
 
         fixed = {"to": cmd_name.removeprefix("to-")} if operation == "convert" else {}
         return make_command(cmd_name, load(operation), summary(cmd_name, operation), **fixed)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            meant = OTHER_OPTIONS.get(error.option_name)
+            if meant == "--version":
+                raise _no_option(error, f"Did you mean {meant}?") from error
+            raise _no_option(error, "A command's options come after its name: kconv COMMAND [OPTIONS].") from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

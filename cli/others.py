@@ -182,7 +182,7 @@ def run(
 
     release, text = read_release(recipe)
     root, selection = out or Path(release.name), Selection(first, only, without)
-    planned = preview_release(release, text, root, selection)
+    planned = preview_release(release, text, root, selection, recipe)
     if dry_run:
         _show_preview(planned, root, as_json=as_json)
         return

@@ -153,8 +153,8 @@ def read_captured(config: Mapping[str, Any], hints: Hints, names: Iterable[str],
         error = ConfigInvalid(
             f"the head reads the output of layer {decided.ids[-1]}, but the target's last layer is"
             f" {hints.target_layers - 1} ({decided.how})",
-            where="config.json",
-            fix="Pass the target that the head was trained on, or --captured.",
+            where="--captured" if hints.captured else f"config.json: {TOP}",
+            fix="Pass the layers that the head was trained on (--captured), and its own target.",
         )
         problems.append(error.problem("K148"))
     return decided

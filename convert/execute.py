@@ -130,7 +130,8 @@ def _filled(plan: Plan) -> Callable[[str, Values], None]:
         if never_filled:
             raise TensorValue(f"every value of {stored} is zero", where=where, fix="Export the head again.")
         raise TensorValue(
-            f"{values.not_finite:,} values of {stored} are NaN or Inf",
+            f"{values.not_finite:,} value{'s' * (values.not_finite > 1)} of {stored} "
+            f"{'are' if values.not_finite > 1 else 'is'} NaN or Inf",
             where=where,
             fix="Export the head again from a checkpoint before the loss broke.",
         )

@@ -153,11 +153,9 @@ def looks_like_eagle3(names: Names) -> bool:
 
 def not_a_head(kind: Kind, config: Config) -> Problem:
     """Return the problem of a checkpoint that is not a head."""
-    error = UnknownLayout(
-        f"this is {kind.what}: architectures {config.get('architectures')}, model_type {config.get('model_type')!r}",
-        where="config.json",
-        fix=kind.fix,
-    )
+    stated = [f"{key} {config[key]!r}" for key in ("architectures", "model_type") if config.get(key)]
+    what = f"this is {kind.what}{': ' if stated else ''}{', '.join(stated)}"
+    error = UnknownLayout(what, where="config.json", fix=kind.fix)
     return error.problem("K004")
 
 

@@ -13,7 +13,17 @@ from ..checkpoint.formats import CONFIG_KEY, SIDE_FILE
 from ..checkpoint.header import TensorInfo
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
-from ..errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, Problem, TensorTwins, TensorUnknown, UnknownLayout
+from ..errors import (
+    ConfigInvalid,
+    ConfigUnsupported,
+    LayoutCannot,
+    Problem,
+    TensorMissing,
+    TensorShape,
+    TensorTwins,
+    TensorUnknown,
+    UnknownLayout,
+)
 from ..head.contract import FLOATS, Problems, check_d2t, compare, problem_of, summarize
 from ..head.slots import INTEGER, needs
 from ..head.spec import HeadSpec
@@ -169,6 +179,9 @@ def read(
         unclaimed=unclaimed(layout, spec),
         slots={name: row.slots[0] for name, row in rows.items()},
     )
+    if any(problem.kind is TensorShape for problem in misfits):
+        # With a wrong size in the config, tensors that it demands and the head never had are a consequence.
+        misfits = sorted(misfits, key=lambda problem: problem.kind is TensorMissing)
     problems += misfits
     held = {name: row for name, row in rows.items() if name in tensors}
     places = {slot: (row, tensors[name]) for name, row in held.items() for slot in row.slots}
@@ -205,6 +218,8 @@ def read_head(checkpoint: Checkpoint, *, layout: Layout | None = None, hints: Hi
         TensorMissing, TensorUnknown, TensorShape, TensorValue: the tensors do not match the config.
         TensorTwins: two tensors hold the same weight, and differ.
     """
+    # What config and headers show is refused before torch is loaded for the values of maps.
+    read(checkpoint, layout=layout, hints=hints, values=False).sound_head()
     return read(checkpoint, layout=layout, hints=hints).sound_head()
 
 

@@ -381,6 +381,7 @@ def _refuse_unprunable(head: Head, counts: Tensor) -> None:
     if len(counts) != head.spec.vocab:
         raise TargetInvalid(
             f"the target has {len(counts)} tokens, but the head needs {head.spec.vocab}",
+            where="--target",
             fix="Pass the target that the head was trained on.",
         )
 

@@ -33,6 +33,7 @@ RESTLESS_SECONDS = 20.0
 ONE_TOKEN = {"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}
 
 
+NO_SUCH_PAGE = (404, 405)
 OPENAI = "Pass the address of an OpenAI-compatible server."
 # What parsing an answer of an unexpected shape raises: a list instead of text, a missing key, an infinite count.
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -358,7 +359,8 @@ class Client:
             ) from fault
         if not answer.is_success:
             what = f"the server answered {answer.status_code}: {data.decode(errors='replace')[:SHOWN]}"
-            raise EngineFailed(what, where=url, fix="Check the server's log.")
+            fix = OPENAI if answer.status_code in NO_SUCH_PAGE else "Check the server's log."
+            raise EngineFailed(what, where=url, fix=fix)
         try:
             return data.decode()
         except UnicodeDecodeError as fault:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +113,9 @@ def by_name(name: str) -> Layout:
         return _load(*OWN_LAYOUTS[name][1:3])
     known = [*others, *OWN_LAYOUTS]
     if name not in known:
-        raise UnknownLayout(f"there is no layout {name!r}", fix=f"Choose one of {', '.join(known)}.")
+        close = get_close_matches(name, known, n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        raise UnknownLayout(f"there is no layout {name!r}", fix=f"Choose one of {', '.join(known)}.{meant}")
     return others[name]
 
 

@@ -166,7 +166,7 @@ def summarize(problems: Sequence[Problem]) -> Problem:
     if not others:
         return first
     named = ", ".join(problem.where for problem in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
-    return replace(first, what=f"{first.what}; {len(others)} more do not fit: {named}")
+    return replace(first, what=f"{first.what}; {len(others)} more {'do' if others[1:] else 'does'} not fit: {named}")
 
 
 def _problem(kind: type[KconvError], about: str, what: str, where: str, fix: str, code: str = "") -> Problem:

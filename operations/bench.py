@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..checkpoint.schema import parse_json
 from ..engines import registry
 from .base import Context, Name, Operation, Words, argument, option
-from .reading import Count, Reading, check_trusted, refuse_existing_output
+from .reading import Count, Reading, Url, check_python, check_target, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from ..bench.acceptance import AcceptanceFile
@@ -85,7 +85,7 @@ class Bench(Reading):
     )
     OUTPUT = "acceptance.json"
 
-    url: str | None = option(None, "A running vLLM, SGLang or TensorRT-LLM that speculates.")
+    url: Url | None = option(None, "A running vLLM, SGLang or TensorRT-LLM that speculates.")
     head: Name = option(..., "The head to measure, or that is served.", kind="checkpoint")
     suite: Name = option(
         ..., "mt-bench, speed-bench, or a JSONL file of prompts.", kind="file", metavar="NAME|FILE",
@@ -125,7 +125,7 @@ class Bench(Reading):
     engine_version: str | None = option(None, "The engine's version, if not reported.")
     draft_sample_method: str | None = option(None, "How drafts were sampled, e.g. greedy, if not reported.")
     rejection_sample_method: str | None = option(None, "How drafts were rejected, e.g. standard, if not reported.")
-    baseline_url: str | None = option(None, "The same target without speculation, for the speed-up.")
+    baseline_url: Url | None = option(None, "The same target without speculation, for the speed-up.")
     extra: Annotated[dict[str, Any], BeforeValidator(_object)] = option(
         {}, "Extra fields for each request.", kind="json", metavar="JSON"
     )
@@ -190,6 +190,9 @@ class Bench(Reading):
         suite = load_suite(
             str(context.path(self.suite)), revision=self.revision, categories=self.categories, limit=self.limit
         )
+        check_python(self.python, self.engine)
+        if self.target:
+            check_target(context, self.target, tokenizer=True)
         with context.status("measuring") as say:
             if self.engine:
                 found = self._started(context, suite, say)
@@ -268,6 +271,7 @@ class Bench(Reading):
         target = context.source(self.target or "")
         # Checked before the head and the target are downloaded.
         check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
+        self.open_headers(context, self.head)
         return measure_head(
             self.open(context, self.head),
             target.fetch_model(),

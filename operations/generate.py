@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from .base import Context, Name, Operation, option
-from .reading import Count
+from .reading import Count, Url
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Generate(Operation):
     OUTPUT = "dialogues.jsonl"
     RESUMES = True
 
-    url: str = option(..., "An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
+    url: Url = option(..., "An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")
     model: str = option(..., "The server's name for the target.")
     prompts: Name = option(..., "Prompts (JSONL).", kind="file")
     out: Name = option(..., "The dialogues (JSONL); existing answers are kept.", kind="output")

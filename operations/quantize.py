@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
-from ..errors import RequestInvalid
+from ..errors import InputScalesInvalid, RequestInvalid, TargetInvalid
 from .base import Context, Estimate, Name, Operation, argument, option, quiet_stdout
 from .convert import Converted, Share
-from .reading import Count, Reading, check_prompts, check_trusted, refuse_existing_output
+from .reading import Count, Reading, check_prompts, check_target, check_trusted, refuse_existing_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +81,7 @@ class Calibrate(Prompted):
         check_trusted(context, self.trust_remote_code, self.target)
         refuse_existing_output(self.out)
         check_prompts(context.path(self.prompts))
+        check_target(context, self.target, tokenizer=True)
         from ..quantize.calibrate import calibrate_target
 
         with context.status("calibrating") as say:
@@ -164,6 +165,13 @@ class Quantize(Prompted):
             KconvError: the target, the recipe or the scales cannot be read, or do not fit together.
         """
         recipe = self._recipe(context)
+        if self.input_scale not in (None, DATA_FREE) and not context.path(self.input_scale or "").is_file():
+            raise InputScalesInvalid(
+                f"there is no file {self.input_scale}",
+                where="--input-scale",
+                fix=f"Pass a file that kconv calibrate wrote, or {DATA_FREE}.",
+            )
+        _check_model(context, self.target)
         from ..quantize.run import quantize, read_world  # loads torch, so wrong requests are refused first
 
         world = read_world()
@@ -181,10 +189,11 @@ class Quantize(Prompted):
 
     def estimate(self, context: Context) -> Estimate:
         """Return the plan, made from headers alone."""
-        from ..quantize.run import read_world
-
         recipe = self._recipe(context)
         refuse_existing_output(self.out)
+        _check_model(context, self.target)
+        from ..quantize.run import read_world
+
         if self.backend == "modelopt":
             plan = self._plan(context, recipe, self._sequences(context)[1], headers_only=True)
             return Estimate(plan.bytes_out, Quantized(self.out, plan, None))
@@ -253,6 +262,24 @@ class Quantize(Prompted):
         with context.status("quantizing") as say, quiet_stdout():
             quantize_in_memory(plan, Path(self.out), [ids.unsqueeze(0) for ids in sequences], say=say)
         return Quantized(self.out, plan, None)
+
+
+def _check_model(context: Context, name: str) -> None:
+    """Refuse a draft head, which has a command of its own.
+
+    Raises:
+        TargetInvalid: it is one, or no causal language model.
+    """
+    from ..targets.config import is_draft, read_target_config
+
+    folder = context.source(name).fetch_config()
+    if is_draft(folder):
+        raise TargetInvalid(
+            f"{name} is a draft head, and kconv quantize takes its target",
+            where=folder / "config.json",
+            fix="Pass the target, or quantize the head with kconv quantize-head.",
+        )
+    read_target_config(folder)
 
 
 def _cores() -> int:

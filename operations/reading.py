@@ -20,9 +20,29 @@ if TYPE_CHECKING:
     from ..targets.config import TargetConfig
 
 Count = Annotated[int, Field(ge=1)]
+
+
+def _url(value: object) -> object:
+    """Return the root of a server's address, as its clients expect it."""
+    if isinstance(value, str):
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} does not begin with http:// or https://; write http://{value}")
+        return value.rstrip("/").removesuffix("/v1")
+    return value
+
+
+Url = Annotated[str, BeforeValidator(_url)]
 Theta = Annotated[float, Field(gt=0)]
-YES_OR_NO = {"yes": True, "no": False}
-YesOrNo = Annotated[bool, BeforeValidator(lambda value: YES_OR_NO.get(str(value).lower(), value))]
+YES_OR_NO = {"yes": True, "no": False, "true": True, "false": False}
+
+
+def _yes_or_no(value: object) -> object:
+    if isinstance(value, str) and value.lower() not in YES_OR_NO:
+        raise ValueError(f"{value!r} is neither yes nor no")
+    return YES_OR_NO.get(str(value).lower(), value)
+
+
+YesOrNo = Annotated[bool, BeforeValidator(_yes_or_no)]
 
 
 class Reading(Operation):
@@ -115,6 +135,64 @@ def check_trusted(context: Context, trust_remote_code: bool, target: str | None)
         )
 
 
+def check_target(context: Context, name: str | None, *, tokenizer: bool = False) -> TargetConfig | None:
+    """Refuse a target that is none, from its config alone, before anything slow is loaded.
+
+    Args:
+        context: of the request.
+        name: the target's name; None for no target.
+        tokenizer: whether a folder must have one.
+
+    Returns:
+        Its config.
+
+    Raises:
+        NotACheckpoint, TargetInvalid: it is a draft head or no causal language model, or has no tokenizer.
+    """
+    if name is None:
+        return None
+    from ..checkpoint.source import Folder
+    from ..targets.config import has_tokenizer, no_tokenizer, read_target_config
+
+    source = context.source(name)
+    folder = source.fetch_config()
+    config = read_target_config(folder)
+    # On the Hub it is fetched later, when it is known that the target fits into memory.
+    if tokenizer and isinstance(source, Folder) and not has_tokenizer(folder):
+        raise no_tokenizer(folder)
+    return config
+
+
+def check_python(python: Path | None, engine: str | None) -> None:
+    """Refuse an engine's python that does not run or lacks the engine, before anything slow is loaded.
+
+    Raises:
+        EngineFailed: it does not exist, or its environment has no such package.
+    """
+    if python is None or engine is None:
+        return
+    import subprocess
+
+    from ..engines import registry
+    from ..errors import EngineFailed
+
+    title = registry.engine(engine).title
+    fix = f"Pass the python of an environment that has {title} installed."
+    # The package has the engine's name. Another exit code is left to the start itself, whose message says more.
+    code = f"import importlib.util as u, sys; sys.exit({ABSENT} if u.find_spec({engine!r}) is None else 0)"
+    try:
+        ran = subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as fault:
+        why = fault.strerror if isinstance(fault, OSError) else "it does not end"
+        raise EngineFailed(f"{python} cannot be run: {why}", where="--engine-python", fix=fix) from fault
+    if ran.returncode == ABSENT:
+        raise EngineFailed(f"{python} has no {title}", where="--engine-python", fix=fix)
+
+
+# The exit code of the question above; Python's own are 0, 1 and 2.
+ABSENT = 9
+
+
 Reach = Callable[["TargetConfig", str], "ServedRunner"]
 """Returns a target in a vLLM server, from its config and the dtype of its states."""
 
@@ -162,22 +240,26 @@ def check_prompts(file: Path) -> None:
 
 
 def check_data(context: Context, name: str | None) -> None:
-    """Refuse a file of training data that is not there, before anything is loaded that takes seconds.
+    """Refuse a file of training data that is not there or holds something else, before anything slow is loaded.
 
     Args:
         context: of the request.
         name: a file, or the id of a data set on the Hub, which is looked at later; None for neither.
 
     Raises:
-        TrainingDataInvalid: it is the name of a file, and there is none.
+        TrainingDataInvalid: it is the name of a file, and there is none; or its first row is no dialogue and no text.
     """
     from ..errors import TrainingDataInvalid
 
+    if name is not None and context.path(name).is_file():
+        from ..targets.dialogues import check_first_row
+
+        check_first_row(context.path(name))
     if name is not None and name.endswith((".json", ".jsonl")) and not context.path(name).exists():
         raise TrainingDataInvalid(
             f"there is no file {name}",
             where=name,
-            fix="Give a JSONL file, or the id of a data set on the Hub (with --split and --revision).",
+            fix="Pass a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
         )
 
 
@@ -193,6 +275,10 @@ def refuse_existing_output(out: str | None, source: str | None = None) -> None:
 
     if out is None:
         return
+    if source is not None and os.path.lexists(out) and os.path.realpath(out) == os.path.realpath(source):
+        raise RequestInvalid(
+            f"{out} is the source itself, which kconv does not change", where="OUT", fix="Choose another name for OUT."
+        )
     refuse_existing(Path(out))
     if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise RequestInvalid(f"{out} is inside {source}, its source", where="OUT", fix="Choose a folder outside it.")

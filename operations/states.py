@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Context, LayerIds, Name, Operation, argument, option
-from .reading import Count, check_prompts, check_trusted, refuse_existing_output, serving
+from .reading import (
+    Count,
+    Url,
+    check_data,
+    check_prompts,
+    check_target,
+    check_trusted,
+    refuse_existing_output,
+    serving,
+)
 
 if TYPE_CHECKING:
     from ..targets.config import TargetConfig
@@ -76,7 +85,7 @@ class States(Operation):
     seed: int = option(0, "Random seed for sampling.")
     dtype: Dtype | None = option(None, "Dtype; by default the target's.")
     shard_mib: Count = option(512, "Maximum size of a file.", metavar="MIB")
-    url: str | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
+    url: Url | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
     shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
     concurrency: Count = option(16, "Requests in flight.", metavar="N")
     trust_remote_code: bool = option(False, "Run the tokenizer's own Python code; the target must be pinned.")
@@ -114,7 +123,13 @@ class States(Operation):
         refuse_existing_output(self.out)
         if self.prompts:
             check_prompts(context.path(self.prompts))
+        check_data(context, self.data)
+        config = check_target(context, self.target, tokenizer=True)
         from ..convert.captured import default_outputs
+        from ..targets.config import check_captured
+
+        if self.captured and config:
+            check_captured(self.captured, config.layers)
         from ..targets.write_states import Wanted, WantedAnswers, capture_states
 
         def wanted(config: TargetConfig) -> Wanted | WantedAnswers:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..checkpoint.schema import parse_json
+from ..errors import RequestInvalid
 from .base import Context, Estimate, Name, Operation, argument, option
-from .reading import Count, Reach, check_data, check_trusted, refuse_existing_output, serving
+from .reading import Count, Reach, Url, check_data, check_target, check_trusted, refuse_existing_output, serving
 
 if TYPE_CHECKING:
     from ..head.spec import HeadSpec
@@ -59,6 +60,20 @@ class Trained:
     def to_json(self) -> Any:
         """Return the record of the training as plain values."""
         return {"out": self.out, "layout": self.layout, "training": dict(self.training)}
+
+
+def _processes() -> int:
+    """Return the number of processes that share the run.
+
+    Raises:
+        RequestInvalid: torchrun's variables hold something else than numbers.
+    """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
+        if not (value := os.environ.get(name, "1")).isdigit():
+            raise RequestInvalid(
+                f"{name} is {value!r}, not a number", where=name, fix="Start the processes with torchrun, or unset it."
+            )
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _describe(coverage: Coverage, draft_vocab: int | None) -> str:
@@ -114,7 +129,7 @@ class Train(Operation):
         None, "Evaluation text; by default a fiftieth of --data.", kind="file", metavar="FILE|ID"
     )
     states: Name | None = option(None, "Output of kconv states, instead of --data.", kind="file")
-    url: str | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
+    url: Url | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
     shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
     concurrency: Count = option(16, "Requests in flight per process.", metavar="N")
     init_from: Name | None = option(None, "A head to continue from, in any layout.", kind="checkpoint")
@@ -159,6 +174,8 @@ class Train(Operation):
         self.precheck(context)
         for name in (self.data, self.held_out):
             check_data(context, name)
+        _processes()
+        self._check_recipe(context)
         from ..checkpoint.manifest import read_manifest
         from ..train.job import Pace, draft_coverage, place
         from ..train.run import train
@@ -187,6 +204,15 @@ class Train(Operation):
         from ..train.recipe import check_keys, read_recipe_file
 
         check_keys(read_recipe_file(str(context.path(self.recipe))) | self.set)
+
+    def _check_recipe(self, context: Context) -> None:
+        """Refuse a recipe or a head to continue from that does not fit the target, before anything slow is loaded."""
+        from ..train.recipe import complete, read_recipe_file
+
+        config = check_target(context, self.target, tokenizer=self.data is not None)
+        values = read_recipe_file(str(context.path(self.recipe))) | self.set
+        if config:
+            complete(values, config, ANY_ROWS, self._continued(context) if self.init_from else None)
 
     def estimate(self, context: Context) -> Estimate:
         """Return the output's size in bytes: the head as exported, and as ModelOpt's own module."""
@@ -219,7 +245,7 @@ class Train(Operation):
         recipe = complete(values, config, rows, self._continued(context) if self.init_from else None)
         # A plan does not depend on whether this machine has the GPUs to distribute over.
         check_processes(recipe.batch, Pace())
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = _processes()
         return plan_training(recipe, config, processes=processes, shard=self.shard, text=tokens, rate=self.rate)
 
     def _nodes(self, context: Context, processes: int) -> tuple[tuple[str, ...], ...]:

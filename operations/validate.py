@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -10,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..engines import registry
-from ..errors import ReportInvalid, RequestInvalid
+from ..errors import KconvError, PromptsInvalid, ReportInvalid, RequestInvalid, StatesInvalid, TargetInvalid
 from .base import Context, Name, argument, option, plain_name
-from .reading import Count, Reading, check_prompts, check_trusted
+from .reading import Count, Reading, Url, check_prompts, check_python, check_target, check_trusted
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 # The engine tests use it too.
 PYTHON = "KCONV_ENGINE_PYTHON"
+# A server answers which model it serves at once.
+CONNECT_SECONDS = 30.0
 # The options that each option needs: without any of them it would have no effect.
 GOES_WITH = {
     "draft_tokens": ("prompts", "states"),
@@ -98,7 +102,7 @@ class Validate(Reading):
     engine_python: Name | None = option(
         None, "Python of the engine's environment (see scripts/engine-env).", metavar="PATH"
     )
-    url: str | None = option(None, "A running engine that serves --target with HEAD.")
+    url: Url | None = option(None, "A running engine that serves --target with HEAD.")
     out: Name | None = option(None, "A folder for report.json, report.md and report.html.", kind="output")
 
     @model_validator(mode="after")
@@ -106,7 +110,9 @@ class Validate(Reading):
         asked_for = [("for_", asked, registry.asked()) for asked in self.for_]
         for name, asked, known in (*asked_for, ("engine", self.engine, registry.servable())):
             if asked is not None and asked not in known:
-                raise ValueError(f"--{plain_name(name)} {asked!r} is not one of {', '.join(known)}")
+                raise ValueError(
+                    f"--{plain_name(name)} {asked!r} is not one of {', '.join(known)}{_meant(asked, known)}"
+                )
         if self.headers_only and (self.measures or self.source):
             raise ValueError("--headers-only reads no weights, but --source and measurements need them")
         if self.prompts and self.states:
@@ -159,6 +165,7 @@ class Validate(Reading):
         from ..validate.run import Checks, is_target, validate
 
         self._refuse_reports()
+        self._refuse_early(context)
         target, source = context.maybe(self.target), context.maybe(self.source)
         checks = Checks(
             tuple(dict.fromkeys(name for one in self.for_ for name in registry.asked()[one])) or None,
@@ -207,6 +214,46 @@ class Validate(Reading):
             fix="Fix these errors; the report says how.",
         )
 
+    def _refuse_early(self, context: Context) -> None:
+        """Refuse what names, configs and headers show to be wrong for a measurement, before torch is loaded.
+
+        Raises:
+            EngineFailed: the engine's python does not run or lacks the engine, or nothing answers at the URL.
+            PromptsInvalid: a record of a calibration does not exist.
+            NotACheckpoint, TargetInvalid: the target is none, or has no tokenizer.
+            StatesInvalid: there are no states.
+        """
+        # Without a target it is one itself, and some options do not apply.
+        if not self.measures or not self.target:
+            return
+        from ..checkpoint.manifest import MANIFEST
+        from ..targets.states import RECORD as STATES
+
+        check_python(self.python, self.engine)
+        if self.url:
+            from ..engines.client import connect
+
+            connect(self.url, None, {}, CONNECT_SECONDS)
+        for name in self.calibrated_on:
+            path = context.path(name)
+            if not path.exists() or (path.is_dir() and not any((path / file).exists() for file in (STATES, MANIFEST))):
+                what = f"holds neither {STATES} nor {MANIFEST}" if path.exists() else "does not exist"
+                raise PromptsInvalid(f"{name} {what}", where=name, fix="Pass the record of the calibration.")
+        if self.states and not self.allow_pickle and not (context.path(self.states) / STATES).exists():
+            raise StatesInvalid(
+                f"{self.states} holds no {STATES}", where=self.states, fix="Create it with kconv states."
+            )
+        check_target(context, self.target, tokenizer=bool(self.prompts))
+
+    def _refuse_misfit(self, context: Context) -> None:
+        """Raise TargetInvalid for a target that is not this head's; other errors are findings of the report."""
+        try:
+            self.open_headers(context, self.head)
+        except TargetInvalid:
+            raise
+        except KconvError:
+            pass
+
     def _refuse_reports(self) -> None:
         """Refuse a folder that already holds a report, before an hour of measuring is lost to it."""
         if not self.out:
@@ -251,6 +298,7 @@ class Validate(Reading):
 
             # Checked before the head and its source are downloaded, which may be large themselves.
             check_memory(target.open_headers(), torch.float32, instead=TOO_LARGE)
+            self._refuse_misfit(context)
             limit = self.prompt_tokens + self.new_tokens
             file = str(context.path(self.prompts))
             prompts = encode_held_out(file, target, limit, trust_remote_code=self.trust_remote_code)
@@ -282,6 +330,14 @@ class Validate(Reading):
             trust_remote_code=self.trust_remote_code,
             **about,
         )
+
+
+def _meant(asked: str, known: Collection[str]) -> str:
+    """Return how to write what a wrong name of an engine may stand for."""
+    if len(several := [part.strip() for part in asked.split(",")]) > 1 and set(several) <= set(known):
+        return f". Repeat the option: {' '.join(f'--for {one}' for one in several)}"
+    close = get_close_matches(asked.lower(), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _write(report: Report, out: Path) -> None:

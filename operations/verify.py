@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import RequestInvalid
 from .base import Context, Name, Operation, argument
 
 if TYPE_CHECKING:
@@ -31,10 +32,15 @@ class Verify(Operation):
     def run(self, context: Context) -> Verified:
         """Return the manifest that the output matches."""
         from ..checkpoint.folder import open_checkpoint
-        from ..checkpoint.manifest import verify
+        from ..checkpoint.manifest import MANIFEST, verify
         from ..validate.claims import check_claims
 
         source, folder = context.maybe(self.source), context.path(self.head)
+        if self.source and not (folder / MANIFEST).exists() and (context.path(self.source) / MANIFEST).exists():
+            raise RequestInvalid(
+                f"{self.head} has no {MANIFEST}, but {self.source} has one",
+                fix=f"OUT comes first: kconv verify {self.source} {self.head}",
+            )
         origin = source.open_weights() if source else None
         manifest = verify(folder, origin)
         check_claims(open_checkpoint(folder), manifest, origin)

@@ -141,8 +141,14 @@ def find_inputs(name: str, step: Step, context: StepContext, state: State) -> St
     return found
 
 
-def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Path) -> None:
+def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Path, file: Path | None = None) -> None:
     """Refuse files, folders and names that the steps read and that do not exist, before anything is computed.
+
+    Args:
+        release, text: the recipe and its text.
+        meant: whether each step is to run.
+        root: the folder of the release.
+        file: the recipe's file, for messages.
 
     Raises:
         RecipeInvalid: one does not exist, or is invalid.
@@ -175,7 +181,7 @@ def check_names(release: Release, text: str, meant: Mapping[str, bool], root: Pa
         line = line_of(text, ("steps", name, field_))
         raise RecipeInvalid(
             f"{name}.{field_}: {what}{others if wrong[1:] else ''}".replace(".:", ":"),
-            where=f"line {line} of the recipe" if line else name,
+            where=name if line is None else f"{file}:{line}" if file else f"line {line} of the recipe",
             fix=f"{fix} Nothing was computed.",
         )
 

@@ -63,15 +63,21 @@ class Preview:
         return any(step.heavy and step.runs is not False for step in self.steps)
 
 
-def preview_release(release: Release, text: str, root: Path, selection: Selection) -> Preview:
+def preview_release(release: Release, text: str, root: Path, selection: Selection, file: Path | None = None) -> Preview:
     """Return what running a release would do; writes nothing and downloads no weights.
+
+    Args:
+        release, text: the recipe and its text.
+        root: the folder of the release.
+        selection: which steps to run.
+        file: the recipe's file, for messages.
 
     Raises:
         RecipeInvalid: the selection names a step that does not exist, or a step reads a missing file.
         KconvError: an input cannot be read, or a hub id cannot be resolved.
     """
     meant = selection.takes(release)
-    check_names(release, text, meant, root)
+    check_names(release, text, meant, root, file)
     state = read_state(root)
     pending: set[str] = set()
     steps, findings = [], []

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from math import prod
 
@@ -24,6 +25,8 @@ from .recipe import Recipe
 SHARD = 1 << 30
 # Names of modules with a two-dim weight that are not linear layers.
 TABLES = ("embed_tokens",)
+# Names in a message.
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,18 @@ def _choose(linear: dict[str, StoredWeight], config: TargetConfig, recipe: Recip
     for pattern in recipe.quantize:
         if not any(recipe.model_copy(update={"quantize": (pattern,)}).takes(name) for name in inner):
             raise RecipeInvalid(
-                f"{pattern!r} of the recipe {recipe.name} matches no linear module of this target",
-                fix=f"Modules are named like {min(linear, default='none', key=len).removeprefix(config.prefix)}.",
+                f"the pattern {pattern!r} matches no linear module of this target",
+                where=f"quantize in the recipe {recipe.name}",
+                fix=f"Correct the pattern. {_some_names(linear, config, pattern)}",
             )
     return chosen
+
+
+def _some_names(linear: dict[str, StoredWeight], config: TargetConfig, pattern: str) -> str:
+    """Return a sentence with names of modules, those that are most like a pattern first."""
+    names = [name.removeprefix(config.prefix) for name in linear]
+    close = get_close_matches(pattern, names, n=SHOWN, cutoff=0.0)
+    return f"Modules of this target have names like {', '.join(close)}." if close else "The target has none."
 
 
 def _check_dims(weight: StoredWeight) -> None:

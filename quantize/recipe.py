@@ -6,6 +6,7 @@ run of characters, including dots.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -74,7 +75,9 @@ def _read_recipe(name: str) -> Recipe:
     if name in known:
         return parse_recipe(known[name], where=name)
     known_or_file = f"Pass a YAML file, or one of {', '.join(known)}."
-    missing = RecipeInvalid(f"there is no recipe and no readable file named {name!r}", fix=known_or_file)
+    close = get_close_matches(name, known, n=1)
+    meant = f" Did you mean {close[0]}?" if close else ""
+    missing = RecipeInvalid(f"there is no recipe and no file {name!r}", fix=known_or_file + meant)
     text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=known_or_file, missing=missing)
     return parse_recipe(text, where=name)
 
@@ -85,9 +88,9 @@ def parse_recipe(text: str | bytes, *, where: str = "") -> Recipe:
     Raises:
         RecipeInvalid: it is not a YAML mapping, or a key does not exist or has an invalid value.
     """
-    keys = f"The keys are {', '.join(Recipe.model_fields)}."
-    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix=keys)
-    return check_values(Recipe, values, RecipeInvalid, where=where, what="recipe", fix=keys)
+    fix = f"Correct it. The keys are {', '.join(Recipe.model_fields)}."
+    values = parse_yaml(text, RecipeInvalid, where=where, what="recipe", fix=fix)
+    return check_values(Recipe, values, RecipeInvalid, where=where, what="recipe", fix=fix, text=text)
 
 
 def _any(module: str, patterns: tuple[str, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from ..checkpoint.header import FLOAT_DTYPES
 from ..errors import TargetInvalid
 
 FETCH_AGAIN = "Fetch the target's config.json again."
+# The files without which transformers finds no tokenizer; Kimi-K2's is a tiktoken.model with Python code.
+TOKENIZER = ("tokenizer*.json", "*.model", "tokenization_*.py")
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 # Where a multimodal model keeps its text model and its output matrix, by the root's model_type: the prefixes that
 # replace `model.` and precede `lm_head`. Others that wrap a text_config keep a causal model under `language_model.`.
@@ -135,9 +138,48 @@ def parse_target_config(raw: dict[str, Any], *, where: object = "config.json") -
     )
 
 
+def check_captured(captured: Sequence[int], layers: int) -> list[int]:
+    """Return captured layers in ascending order.
+
+    Raises:
+        TargetInvalid: there are none, one does not exist in a target of `layers` layers, or one is listed twice.
+    """
+    order = sorted(set(captured))
+    if not order or len(order) != len(captured) or not 0 <= order[0] <= order[-1] < layers:
+        raise TargetInvalid(
+            f"the layers {tuple(captured)} cannot be captured from a target of {layers} layers",
+            where="--captured",
+            fix=f"Choose distinct layers between 0 and {layers - 1}, counted as outputs.",
+        )
+    return order
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a target's folder has files of a tokenizer."""
+    return any(True for pattern in TOKENIZER for _ in folder.glob(pattern))
+
+
+def no_tokenizer(folder: Path) -> TargetInvalid:
+    """Return the error for a target without a tokenizer."""
+    return TargetInvalid(
+        f"{folder} has no tokenizer",
+        where=folder,
+        fix="Copy the tokenizer's files from the target's publisher into it (tokenizer.json, tokenizer_config.json).",
+    )
+
+
+def is_draft(folder: Path) -> bool:
+    """Return whether a folder's config is a draft head's."""
+    return _is_draft(read_json(folder / "config.json"))
+
+
+def _is_draft(raw: dict[str, Any]) -> bool:
+    return "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw
+
+
 def _refuse_head(raw: dict[str, Any], where: object) -> None:
     # A head's config has every dimension of a target's, and its layers would count as the target's.
-    if "eagle" in str(raw.get("architectures")).lower() or "eagle_config" in raw:
+    if _is_draft(raw):
         raise TargetInvalid(
             f"this is a draft head ({raw.get('architectures')}), not a target",
             where=where,

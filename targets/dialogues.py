@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ..checkpoint.schema import parse_json, read_lines
+from ..checkpoint.schema import no_json, parse_json, read_lines
 from ..errors import TrainingDataInvalid
 from .prompts import Prompt
-from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    # Imported where used: whether a row has one of the forms is checked before torch is loaded.
+    from torch import Tensor
+
+    from .tokenizer import Tokenizer
 
 # SGLang's and TensorRT-LLM's name for what a reasoning parser takes out of an answer, and vLLM's:
 # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/chat_completion/protocol.py#L79
@@ -77,10 +79,16 @@ def read_rows(name: str, split: str = "train", revision: str | None = None) -> I
             yield f"{name}:{split}[{number}]", row
     except (OSError, ValueError) as fault:
         raise TrainingDataInvalid(
-            f"{name} is neither a file nor a readable dataset: {str(fault).splitlines()[0]}",
+            f"{name} is neither a file nor a readable dataset: {_why(fault)}",
             where=name,
             fix="Pass a JSONL file, or the id of a dataset on the Hub (with --split and --revision).",
         ) from fault
+
+
+def _why(fault: Exception) -> str:
+    """Return the first line of a library's message; that of its offline mode names a class."""
+    first = str(fault).partition("\n")[0]
+    return "HF_HUB_OFFLINE is set, and it is not in the local cache" if "OfflineModeIsEnabled" in first else first
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -92,10 +100,22 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if not isinstance(row, dict):
                 raise ValueError("it is not a JSON object")
         except ValueError as fault:
-            raise TrainingDataInvalid(f"the training data cannot be read: {fault}", where=where, fix=fix) from fault
+            raise TrainingDataInvalid(f"this row cannot be read: {no_json(fault)}", where=where, fix=fix) from fault
         # What kconv generate writes for a prompt without an answer.
         if "failed" not in row or "messages" in row:
             yield where, row
+
+
+def check_first_row(file: Path) -> None:
+    """Refuse a file of something else, from its first row alone.
+
+    Raises:
+        TrainingDataInvalid: see `read_rows` and `encode_row`.
+    """
+    for where, row in _read_jsonl(file):
+        if not isinstance(row.get("text"), str):
+            _messages(row, where)
+        return
 
 
 def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Sample]:
@@ -106,6 +126,8 @@ def encode_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iter
         TargetInvalid: it is a dialogue, but the tokenizer has no chat template.
     """
     if isinstance(row.get("text"), str):
+        import torch
+
         ids = torch.tensor(tokenizer.encode(row["text"]), dtype=torch.int64)
         yield Sample(ids, torch.ones_like(ids, dtype=torch.bool), (prompt_digest([row["text"]]),))
         return
@@ -166,6 +188,8 @@ def _encode_dialogue(messages: Messages, tokenizer: Tokenizer, where: str) -> It
 
 
 def _sample(ids: list[int], mask: list[bool], prompts: list[str]) -> Sample:
+    import torch
+
     return Sample(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), tuple(prompts))
 
 

@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from ..checkpoint.tensors import NAMES
-from ..errors import PromptsInvalid, RecipeInvalid, TargetInvalid
+from ..errors import PromptsInvalid, RecipeInvalid
+from .config import check_captured
 from .model import CausalLM
 from .states import Kind
 
@@ -63,21 +64,6 @@ def capture(model: CausalLM, tokens: torch.Tensor, captured: Sequence[int]) -> t
         for hook in hooks:
             hook.remove()
     return torch.cat([outputs[i] for i in order], dim=-1), hidden
-
-
-def check_captured(captured: Sequence[int], layers: int) -> list[int]:
-    """Return captured layers in ascending order.
-
-    Raises:
-        TargetInvalid: there are none, one does not exist in a target of `layers` layers, or one is listed twice.
-    """
-    order = sorted(set(captured))
-    if not order or len(order) != len(captured) or not 0 <= order[0] <= order[-1] < layers:
-        raise TargetInvalid(
-            f"the layers {tuple(captured)} cannot be captured from a target of {layers} layers",
-            fix=f"Choose distinct layers between 0 and {layers - 1}, counted as outputs.",
-        )
-    return order
 
 
 def _keep(outputs: dict[int, torch.Tensor], layer: int):

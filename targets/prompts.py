@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.schema import parse_json, read_lines
+from ..checkpoint.schema import no_json, parse_json, read_lines
 from ..errors import PromptsInvalid
 
 # Hex digits of a prompt digest in a trained head's manifest. With 64 bits, a prompt collides with one of a million
@@ -68,7 +68,7 @@ def _parse(line: str, number: int, file: Path) -> Prompt:
     try:
         value = parse_json(line)
     except ValueError as fault:
-        raise _invalid(f"is not JSON: {fault}", number, file) from fault
+        raise _invalid(f"is not JSON: {no_json(fault)}", number, file) from fault
     if not isinstance(value, dict):
         raise _invalid("is not a JSON object", number, file)
     if ("prompt" in value) == ("turns" in value):

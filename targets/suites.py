@@ -130,7 +130,7 @@ def load_suite(
         prompts = read_prompts(Path(name))
         pinned = f"sha256:{file_digest(Path(name))}"
         known = next((suite for suite in SUITES.values() if suite.is_it(prompts)), None)
-    return _suite(prompts, known, known.dataset if known else Path(name).name, pinned, categories, limit)
+    return _suite(prompts, known, known.dataset if known else Path(name).name, pinned, categories, limit, name)
 
 
 def _suite(
@@ -140,6 +140,7 @@ def _suite(
     revision: str,
     categories: Sequence[str],
     limit: int | None,
+    name: str,
 ) -> Suite:
     order = known.categories if known else tuple(dict.fromkeys(prompt.category for prompt in prompts))
     wanted = tuple(categories) or order
@@ -147,8 +148,9 @@ def _suite(
     missing = [name for name, held in by_category.items() if not held]
     if missing:
         raise SuiteInvalid(
-            f"{dataset} has no prompt of the category {', '.join(missing)}; it has {', '.join(order) or 'none'}",
-            where=revision,
+            f"{dataset} has no prompt of the category {', '.join(missing)}; its categories are "
+            + ", ".join(category or "(none)" for category in order),
+            where=name,
             fix="Use the whole suite, or choose --categories that it has.",
         )
     suite = Suite(dataset, revision, tuple(by_category.items()), whole=set(wanted) == set(order) and limit is None)

@@ -18,17 +18,19 @@ from ..checkpoint.header import TensorInfo
 from ..checkpoint.schema import read_text
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid, TargetInvalid
-from .config import read_target_config
+from .config import has_tokenizer, no_tokenizer, read_target_config
 from .prompts import read_prompts
 
 # Bytes of text whose tokens are counted; the counts converge long before.
 MAX_COUNTED = 1 << 30
+# Characters of a library's message.
+SHOWN = 300
 # Memory limit for rendering one dialogue: one line of a template can produce any length of text.
 MAX_RENDERED = 1 << 30
-# Tokens read past a limit, since the last ones change where a text is cut.
-SLACK = 16
 # Kimi-K2's tokenizer is a tiktoken.model with Python code.
 FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "*.model", "tokenization_*.py")
+# Tokens read past a limit, since the last ones change where a text is cut.
+SLACK = 16
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
     """
     if trust_remote_code:
         _refuse_elsewhere(folder)
+    if not has_tokenizer(folder):
+        raise no_tokenizer(folder)
     try:
         # An empty config: transformers does not know kimi_k2 and would look for remote code in config.json too.
         inner = AutoTokenizer.from_pretrained(
@@ -153,7 +157,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
         )
     except Exception as fault:  # the tokenizers library raises bare Exception on a broken file
         raise TargetInvalid(
-            f"the tokenizer of {folder.name} cannot be loaded: {str(fault).strip().splitlines()[0]}",
+            f"the tokenizer of {folder.name} cannot be loaded: {_first_line(fault)}",
             where=folder,
             fix="Check tokenizer.json and tokenizer_config.json. If the tokenizer is Python code that you have "
             "read and trust, add --trust-remote-code.",
@@ -233,6 +237,12 @@ class Vocabulary:
                 fix="Check that tokenizer and config.json belong to the same target.",
             )
         return torch.bincount(ids, minlength=self.size)
+
+
+def _first_line(fault: Exception) -> str:
+    """Return the first line of a library's message, whole: some break off at a colon, and go on in a list."""
+    first, *rest = (line.strip() for line in str(fault).strip().splitlines() or [type(fault).__name__])
+    return f"{first} {' '.join(rest)}"[:SHOWN] if first.endswith(":") else first
 
 
 def read_vocabulary(source: Source, *, trust_remote_code: bool = False) -> Vocabulary:

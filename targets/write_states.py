@@ -33,9 +33,9 @@ from ..checkpoint.staging import PARTIAL, PROGRESS, alone, finish, refuse_existi
 from ..checkpoint.tensors import TORCH
 from ..checkpoint.values import Values
 from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid, TrainingDataInvalid
-from .config import TargetConfig, read_target_config
+from .config import TargetConfig, check_captured, read_target_config
 from .dialogues import encode_row, read_rows
-from .forward import LocalRunner, check_captured
+from .forward import LocalRunner
 from .model import check_memory, find_ends, load_target
 from .prompts import Prompt, each_prompt
 from .states import (

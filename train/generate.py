@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import httpx
 
 from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
-from ..engines.client import ask_all
+from ..engines.client import ERRNO, SHOWN, ask_all
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
@@ -89,6 +89,8 @@ def generate(
     left = [prompt for prompt in prompts if prompt.digest not in done]
     counts: Counter[str] = Counter({SKIPPED: len(prompts) - len(left)})
     why = ""
+    if left:
+        _refuse_nobody(request)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -115,6 +117,24 @@ def generate(
             fix="Check the address and the model's name; the same command resumes.",
         )
     return counts
+
+
+def _refuse_nobody(request: GenerateRequest) -> None:
+    """Raise EngineFailed if nothing listens at the address, before anything is written or tried again."""
+    try:
+        httpx.get(f"{request.url}/v1/models", timeout=request.timeout)
+    except httpx.ConnectError as fault:
+        raise _not_there(request, fault) from fault
+    except httpx.HTTPError:
+        pass  # a server is there, and the prompts show whether it answers
+
+
+def _not_there(request: GenerateRequest, fault: Exception) -> EngineFailed:
+    return EngineFailed(
+        f"the server does not answer: {ERRNO.sub('', str(fault))}",
+        where=request.url,
+        fix="Start the server, or check the address; the same command resumes.",
+    )
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:
@@ -169,11 +189,10 @@ def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict
             content = answer["content"]
         except httpx.ConnectError as fault:
             # Not this prompt's error: every other prompt would run into the same one.
-            raise EngineFailed(
-                f"the server cannot be reached: {type(fault).__name__}: {fault}",
-                where=request.url,
-                fix="Start the server, or check the address; the same command resumes.",
-            ) from fault
+            raise _not_there(request, fault) from fault
+        except httpx.HTTPStatusError as fault:
+            said = fault.response
+            return line | {"failed": f"the server answered {said.status_code}: {said.text[:SHOWN].strip()}"}
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
             return line | {"failed": f"{type(fault).__name__}: {fault}"}
         if not content:

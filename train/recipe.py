@@ -141,7 +141,7 @@ def parse_recipe(values: Mapping[str, Any], where: Where | None = None) -> Eagle
         place, why = _wrong_at(fault)
         key = ".".join(map(str, place))
         raise RecipeInvalid(
-            f"the head's recipe is wrong{f': {key}' if why.startswith('is ') else f' at {key}:'} {why}",
+            f"the head's recipe is wrong{f': the key {key}' if why.startswith('is ') else f' at {key}:'} {why}",
             where=where(place),
             fix=f"The keys are {', '.join(field.name for field in fields(EagleRecipe))}.",
         ) from fault
@@ -260,7 +260,9 @@ def read_recipe_file(name: str) -> Stated:
     if name in NAMES:
         text = (files("kconv.train") / "recipes" / f"{name}.yaml").read_bytes()
     else:
-        missing = RecipeInvalid(f"there is no readable recipe {name!r}", fix=fix)
+        close = get_close_matches(name, NAMES, n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        missing = RecipeInvalid(f"there is no recipe and no file {name!r}", fix=fix + meant)
         text = read_bounded(Path(name), RecipeInvalid, limit=MAX_YAML, fix=fix, missing=missing)
     values = parse_yaml(text, RecipeInvalid, where=name, what="recipe", fix=fix)
     if not isinstance(values, dict):

@@ -208,7 +208,7 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
                 severity="error",
                 where="config.json",
                 message=f"the output is a different head from the source: {', '.join(fields)} differ",
-                fix="Convert the source again.",
+                fix="Pass the --source that this head was made from, or convert that source again.",
             )
         )
     computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "copied") not in SAME_BITS}
@@ -223,9 +223,10 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
                 Finding(
                     rule="K304",
                     severity="error",
-                    where=slot,
+                    where=(output.places.get(slot) or source.places[slot])[1].name,
                     message="the output's bits differ from the source's",
-                    fix="Convert the source again; do not serve this output.",
+                    fix="Pass the --source that this head was made from. If this is it, convert it again; do not serve "
+                    "this output.",
                 )
             )
     return findings + check_rounded(output, source, forms)

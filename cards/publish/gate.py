@@ -265,7 +265,7 @@ CHECKS = (
     Check("P112", "The acceptance states its weights.", "Run kconv bench with the head's files.", _acceptance_says),
     Check(
         "P113", "The card is complete and agrees with manifest, report and acceptance.",
-        "Write it again with kconv card and this evidence, and pass its --facts here too.", _card,
+        "Write it again with kconv card --force and this evidence, and pass its --facts here too.", _card,
     ),
     Check(
         "P114", "No file except the weights contains a token, a key or a password.", "Remove it, and revoke it.",

@@ -39,7 +39,7 @@ def test_a_facts_file_that_is_none_is_named(tmp_path, text, what):
 
 
 def test_a_facts_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FactsInvalid, match="cannot be read"):
+    with pytest.raises(FactsInvalid, match="there is no facts file"):
         read_facts(tmp_path / "facts.yaml")
 
 

@@ -143,7 +143,7 @@ def test_licenses_are_fetched_from_the_hub(head, tmp_path, hub):
     ("arguments", "what"),
     [
         (("--license", "gpl-3.0"), "no data about a license 'gpl-3.0'"),
-        (("--facts", "nowhere.yaml"), "cannot be read"),
+        (("--facts", "nowhere.yaml"), "there is no facts file nowhere.yaml"),
         (("--acceptance", "nowhere.json"), "there is no nowhere.json"),
         (("--license-file", "nowhere"), "cannot be read as text"),
     ],

@@ -6,6 +6,7 @@ The list began as a newcomer's. A message's words may change; that it names the 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,15 +16,20 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA
 from support.heads import TARGET
+from support.published import EAGLE3
 
+import kconv
 from kconv.cli import main
 
 RECIPE = {"name": "mine", "steps": {"vllm": {"do": "convert", "head": "head", "to": "vllm"}}}
 # What takes as long to load as everything else together.
 SLOW = {"torch", "transformers", "huggingface_hub"}
 PROMPT = {"prompt": "Say it.", "category": "a"}
+# A Python that has no engine.
+EMPTY = sys.executable
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "cache" / "snapshots" / "abc").mkdir(parents=True)
     shutil.copytree(root / "head", root / "cache" / "snapshots" / "abc", dirs_exist_ok=True)
     (root / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
+    (root / "comma.jsonl").write_text(f'{json.dumps(PROMPT)}\n{{"prompt": "Say it.",}}\n'.replace("Say it.", "ok"))
+    (root / "dialogue.jsonl").write_text(json.dumps({"prompt": "Say it.", "response": "It."}) + "\n")
+    EAGLE3["SafeAILab, Llama-3.1"].write(root / "silent")
+    shutil.copytree(root / "target", root / "wide")
+    (root / "wide" / "config.json").write_text(json.dumps(TARGET | {"hidden_size": 96, "intermediate_size": 64}))
+    (root / "wide" / "tokenizer.json").write_text("{}")
+    kconv.convert(str(root / "gqa"), str(root / "written"), to="vllm")
     (root / "notes.md").write_text("# not prompts\n")
-    (root / "report.json").write_text('{"schema": 1}')
+    (root / "report.json").write_text('{"schema": 1, "subject": "head", "findings": []}')
     for name, recipe in RECIPES.items():
         (root / name).write_text(recipe if isinstance(recipe, str) else yaml.safe_dump(recipe))
     return root
@@ -59,6 +72,12 @@ def _config(**keys: object) -> Callable[[Path], None]:
     return change
 
 
+def _nan(head: Path) -> None:
+    tensors = load_file(head / "model.safetensors")
+    tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, head / "model.safetensors")
+
+
 CHANGED: dict[str, Callable[[Path], object]] = {
     "no-config": lambda head: (head / "config.json").unlink(),
     "comma": lambda head: (head / "config.json").write_text('{"hidden_size": 48,}'),
@@ -67,6 +86,9 @@ CHANGED: dict[str, Callable[[Path], object]] = {
     "bin-only": lambda head: ((head / "model.safetensors").unlink(), (head / "head.pt").write_bytes(b"PK")),
     "deep": _config(num_hidden_layers=36),
     "typed": _config(hidden_size="48"),
+    "blank": lambda head: (head / "config.json").write_text(""),
+    "vocab": _config(vocab_size=100),
+    "nan": _nan,
 }
 
 
@@ -85,6 +107,10 @@ RECIPES: dict[str, object] = {
     "license.yaml": RECIPE | {"facts": {"license": "apache-2.0"}},
     "layout.yaml": _step(to="vlm"),
     "indent.yaml": "name: mine\nsteps:\n  vllm:\n   do: convert\n  head: x\n to: y\n",
+    "twice.yaml": "name: mine\nsteps:\n  v: {do: convert, head: head, to: vllm}\n  v: {do: convert, head: gqa}\n",
+    "no-steps.yaml": {"name": "mine"},
+    "no-head.yaml": _step(head="haed"),
+    "modules.yaml": "name: mine\nmodules: all\n",
     "list.yaml": "- a\n- b\n",
     "train.yaml": {"name": "m", "steps": {"t": {"do": "train", "target": "target", "recipe": "eagle3_mla",
                                                "data": "prompts.jsonl"}}},
@@ -98,7 +124,7 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a config file", "inspect head/config.json", 1, ("config.json", "folder")),
     ("the Hub's cache folder", "inspect cache", 1, ("config.json", "snapshots")),
     ("a folder with GGUF", "inspect gguf", 1, ("gguf",)),
-    ("a GGUF file", "inspect gguf/head.gguf", 1, ("head.gguf",)),
+    ("a GGUF file", "inspect gguf/head.gguf", 1, ("head.gguf", "is a GGUF file", "that it was made from")),
     ("a pickle", "inspect bin-only", 1, ("head.pt",)),
     ("an empty folder", "inspect empty", 1, ("config.json",)),
     ("no config", "inspect no-config", 1, ("config.json",)),
@@ -108,48 +134,85 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a Kimi-K3 head", "to-vllm nope out", 1, ("mla_use_nope",)),
     ("the target's number of layers", "to-vllm deep out", 1, ("num_hidden_layers", "--layers")),
     ("an output that exists", "to-vllm head gqa", 1, ("gqa", "exists")),
-    ("no output", "to-vllm head", 2, ("OUT",)),
-    ("an argument too many", "inspect head gqa", 2, ("gqa",)),
+    ("no output", "to-vllm head", 2, ("OUT", "The folder to write")),
+    ("an argument too many", "inspect head gqa", 2, ("gqa", " inspect takes HEAD")),
+    ("an output by an option", "to-vllm head -o out", 2, ("-o", "OUT is an argument", " to-vllm HEAD OUT")),
+    ("another command's option", "quantize-head head out --recipe fp8", 2, ("--recipe", "Did you mean --format?")),
+    ("a short option", "-V", 2, ("-V", "--version")),
+    ("a command's option before its name", "--json inspect head", 2, ("--json", "after its name")),
+    ("no head to measure", "bench --suite prompts.jsonl --out a.json", 2, ("--head", "The head to measure")),
     ("an unknown option", "to-vllm head out --targte target", 2, ("--targte", "--target")),
     ("another dtype", "to-vllm head out --dtype fp16", 2, ("--dtype", "bfloat16")),
     ("a misspelt command", "to-vlm head out", 2, ("to-vlm", "to-vllm")),
     ("a command of other tools", "convert head out", 2, ("convert", "to-vllm")),
     ("upload", "upload head", 2, ("upload", "publish")),
     ("help as a command", "help", 2, ("help",)),
+    ("an empty name", "inspect ''", 1, ("empty",)),
+    ("a dataset", "inspect https://huggingface.co/datasets/org/x", 1, ("datasets/org/x", "not the address of a model")),
+    ("another site", "inspect https://github.com/org/x", 1, ("https://github.com/org/x", "org/name")),
+    ("an address without https", "inspect huggingface.co/org/head", 1, ("no folder org/head",)),
+    ("the source as the output", "to-vllm head head", 2, ("is the source itself", "another name")),
+    ("an empty config", "inspect blank", 1, ("blank/config.json", "it is empty")),
+    ("another vocabulary in the config", "to-vllm vocab out", 1, ("embed_tokens.weight", "[100, 48]", "1 more does")),
+    ("a value that is no number", "to-vllm nan out", 1, ("1 value of fc.weight is NaN",)),
     ("a target as a head", "to-vllm target out", 1, ("safetensors",)),
     ("a head as a target", "to-vllm head out --target gqa", 1, ("draft head", "target")),
     ("layers that the list denies", "to-vllm head out --captured 9,10,11", 1, ("--captured", "config.json")),
     ("layers with semicolons", "to-vllm head out --captured 1;3;5", 2, ("--captured", "1;3;5")),
+    ("layers with blanks", "to-vllm head out --captured 1 3 5", 2, ("(3 5)", "one word with commas")),
+    ("a layer that the target lacks", "to-vllm silent out --target-layers 9 --captured 1,3,40", 1,
+     ("--captured", "layer 40", "8")),
+    ("neither yes nor no", "to-vllm head out --norm-before-residual maybe", 2, ("'maybe'", "neither yes nor no")),
     ("layers that are not ascending", "to-vllm head out --captured 5,3,1", 2, ("--captured", "5,3,1")),
     ("an engine that is none", "validate head --for vlm", 2, ("--for", "vlm", "vllm")),
-    ("an engine's long name", "validate head --for tensorrt-llm", 2, ("tensorrt-llm", "trtllm")),
-    ("a layout that is none", "inspect head --from modeloptt", 1, ("modeloptt", "modelopt")),
+    ("an engine's long name", "validate head --for tensorrt-llm", 2, ("tensorrt-llm", "did you mean trtllm?")),
+    ("engines with a comma", "validate head --for vllm,sglang", 2, ("--for vllm --for sglang",)),
+    ("a layout that is none", "inspect head --from modeloptt", 1, ("modeloptt", "Did you mean modelopt?")),
     ("prompts without a target", "validate head --prompts prompts.jsonl", 2, ("--prompts", "--target")),
     ("two ways to measure", "validate head --target target --prompts prompts.jsonl --states s", 2,
      ("--prompts", "--states")),
     ("headers and values", "validate head --headers-only --source gqa", 2, ("--headers-only", "--source")),
     ("an engine without its python", "validate head --engine vllm --target target --prompts prompts.jsonl", 2,
      ("--engine-python", "--url")),
+    ("an engine's python that is none", "validate head --engine vllm --engine-python no/python --target target "
+     "--prompts prompts.jsonl", 1, ("no/python", "--engine-python", "vLLM")),
+    ("a python without the engine", f"validate head --engine vllm --engine-python {EMPTY} --target target "
+     "--prompts prompts.jsonl", 1, (EMPTY, "has no vLLM")),
+    ("a target without a tokenizer", "validate head --target target --prompts prompts.jsonl", 1,
+     ("target has no tokenizer", "tokenizer.json")),
+    ("a head for another target", "to-vllm head out --target wide", 1,
+     ("width 48", "has 96", "wide")),
+    ("a head to run as a target", "calibrate head out.json --prompts prompts.jsonl", 1, ("draft head", "head/config")),
+    ("a layer to store that is none", "states wide out --prompts prompts.jsonl --captured 1,3,50", 1,
+     ("--captured", "50", "between 0 and 8")),
+    ("prompts with a comma", "calibrate target out.json --prompts comma.jsonl", 1, ("comma.jsonl:2", "column 17")),
     ("an unknown rule", "validate head --explain K999", 1, ("K999", "--explain all")),
     ("a suite that is none", "bench --head head --target target --suite mtbench --out a.json", 1, ("mtbench",)),
     ("a bench of nothing", "bench --head head --suite prompts.jsonl --out a.json", 2, ("--url", "--target")),
+    ("a category that is none", "bench --head head --target wide --suite prompts.jsonl --categories b --out a.json", 1,
+     ("prompts.jsonl", "category b", "categories are a")),
+    ("nobody to answer prompts", "generate --url http://127.0.0.1:9 --model m --prompts prompts.jsonl --out o", 1,
+     ("http://127.0.0.1:9", "does not answer: Connection refused")),
     ("a server that is down", "bench --url http://127.0.0.1:9 --head head --suite prompts.jsonl --out a.json", 1,
      ("http://127.0.0.1:9",)),
-    ("a URL without http", "bench --url 127.0.0.1:9 --head head --suite prompts.jsonl --out a.json", 1,
-     ("127.0.0.1:9",)),
+    ("a URL without http", "bench --url 127.0.0.1:9 --head head --suite prompts.jsonl --out a.json", 2,
+     ("--url", "http://127.0.0.1:9")),
     ("K out of range", "validate head --target target --prompts prompts.jsonl --draft-tokens 20", 2,
      ("--draft-tokens", "16")),
     ("a tree that is none", "bench --url http://127.0.0.1:9 --head head --suite p --out a --tree 4x8", 2,
      ("--tree", "topk=4,nodes=8")),
     ("one file to compare", "compare report.json", 2, ("files",)),
-    ("a report to compare", "compare report.json report.json", 1, ("report.json",)),
+    ("a report to compare", "compare report.json report.json", 1, ("report.json", "a report of kconv validate")),
     ("a quantization recipe that is none", "quantize target out --recipe nvpf4 --input-scale data-free", 1,
-     ("nvpf4", "nvfp4")),
+     ("nvpf4", "Did you mean nvfp4?")),
+    ("a quantization recipe's key", "quantize target out --recipe modules.yaml --input-scale data-free", 1,
+     ("modules.yaml:2", "wrong: modules is not a known key")),
     ("no input scales", "quantize target out --recipe nvfp4", 2, ("--input-scale", "data-free")),
-    ("a head quantized like a target", "quantize head out --recipe nvfp4 --input-scale data-free", 1, ("head",)),
-    ("a recipe for a head's format", "quantize-head head out --recipe fp8", 2, ("--recipe",)),
+    ("a head quantized like a target", "quantize head out --recipe nvfp4 --input-scale data-free", 1,
+     ("head is a draft head", "kconv quantize-head")),
     ("a license that is none", "card head --license apache", 1, ("apache", "apache-2.0")),
-    ("a card of a stranger's folder", "card head", 1, ("kconv.json",)),
+    ("a card of a stranger's folder", "card head", 1, ("kconv.json", "kconv to-vllm head OUT", "--facts")),
+    ("facts that are not there", "card head --facts gone.yaml", 1, ("gone.yaml", "--init")),
     ("two questions about a card", "card head --missing --check", 2, ("--missing", "--check")),
     ("a repository without its owner", "publish head my-head", 2, ("REPO", "org/name")),
     ("a reason without a rule", "publish head org/head --allow because", 2, ("--allow", "RULE=REASON")),
@@ -157,8 +220,11 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a recipe file that is none", "run gone.yaml", 1, ("gone.yaml",)),
     ("a step's kind", "run kind.yaml --dry-run", 1, ("kind.yaml", "quantise", "quantize")),
     ("a step that is not there", "run later.yaml --dry-run", 1, ("later.yaml", "$tin")),
-    ("a misspelt part", "run key.yaml --dry-run", 1, ("key.yaml", "min_acceptence")),
-    ("a misspelt name", "run name.yaml --dry-run", 1, ("name.yaml", "nmae")),
+    ("a misspelt part", "run key.yaml --dry-run", 1, ("key.yaml", "wrong: min_acceptence is not a known key")),
+    ("a misspelt name", "run name.yaml --dry-run", 1, ("name.yaml", "wrong: nmae is not a known key")),
+    ("a key twice", "run twice.yaml --dry-run", 1, ("twice.yaml:4", "the key v occurs twice")),
+    ("no steps", "run no-steps.yaml --dry-run", 1, ("no-steps.yaml", "the key steps is missing")),
+    ("a head that is not there", "run no-head.yaml --dry-run", 1, ("no-head.yaml:", "haed does not exist")),
     ("a misspelt part of the floor", "run floor.yaml --dry-run", 1, ("floor.yaml", "draft_token")),
     ("a step without do", "run do.yaml --dry-run", 1, ("do.yaml", "do")),
     ("a misspelt option", "run option.yaml --dry-run", 1, ("option.yaml", "hed")),
@@ -166,9 +232,10 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a layout in a recipe", "run layout.yaml --dry-run", 1, ("layout.yaml", "vlm", "vllm")),
     ("an indentation", "run indent.yaml --dry-run", 1, ("indent.yaml", "line 6")),
     ("a list for a recipe", "run list.yaml --dry-run", 1, ("list.yaml",)),
-    ("a training recipe that is none", "run train.yaml --dry-run", 1, ("eagle3_mla", "eagle3-mla")),
+    ("a training recipe that is none", "run train.yaml --dry-run", 1, ("train.yaml:", "Did you mean eagle3-mla?")),
     ("a step that is not in the recipe", "run layout.yaml --only vlm --dry-run", 1, ("layout.yaml",)),
     ("an output inside the source", "to-vllm trainer trainer/out", 2, ("trainer/out",)),
+    ("a source and its output in the wrong order", "verify gqa written", 2, ("kconv verify written gqa",)),
     ("a manifest that is not there", "verify trainer", 1, ("kconv.json",)),
     ("a pruned vocabulary without text", "vocab head out --prune 10", 2, ("--prune", "--text")),
     ("a change without an output", "vocab head --expand", 2, ("--expand", "OUT")),
@@ -180,6 +247,10 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("a setting without a value", "train target out --recipe eagle3-mla --data d --set lr", 2, ("--set", "KEY=VALUE")),
     ("a training recipe's name", "train target out --recipe eagle3_mla --data prompts.jsonl", 1,
      ("eagle3_mla", "eagle3-mla")),
+    ("a training recipe's value", "train wide out --recipe eagle3-gqa --data dialogue.jsonl --set lr=fast", 1,
+     ("--set lr", "'fast'")),
+    ("prompts as training data", "train wide out --recipe eagle3-mla --data prompts.jsonl", 1,
+     ("prompts.jsonl:1", "no answer")),
     ("a training recipe's key", "train target out --recipe eagle3-mla --data prompts.jsonl --set learning_rate=1", 1,
      ("learning_rate", "lr")),
     ("a shared folder without a server", "states target out --prompts prompts.jsonl --shared s", 2,
@@ -192,7 +263,7 @@ def test_a_mistake_is_named(folder, monkeypatch, command, code, named):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    done = CliRunner().invoke(main, command.split())
+    done = CliRunner().invoke(main, shlex.split(command))
     assert (done.exit_code, isinstance(done.exception, SystemExit)) == (code, True), _said(done)
     assert [name for name in named if name not in done.stderr] == [], done.stderr
     assert "Traceback" not in done.stderr and "pydantic" not in done.stderr and "Errno" not in done.stderr
@@ -212,6 +283,21 @@ REFUSED_EARLY = {
     "a report": "card head --report no.json",
     "a release": "publish no org/head",
     "training data": "train target out --recipe eagle3-mla --data no.jsonl",
+    "the form of training data": "train target out --recipe eagle3-mla --data prompts.jsonl",
+    "a training recipe's value": "train wide out --recipe eagle3-gqa --data dialogue.jsonl --set lr=fast",
+    "a head to train": "train head out --recipe eagle3-mla --data dialogue.jsonl",
+    "a head to quantize": "quantize head out --recipe nvfp4 --input-scale data-free",
+    "a head to calibrate": "calibrate head out.json --prompts prompts.jsonl",
+    "a layer to store": "states wide out --prompts prompts.jsonl --captured 1,3,50",
+    "a target without a tokenizer": "states target out --prompts prompts.jsonl",
+    "a server to validate with": "validate head --engine vllm --url http://127.0.0.1:9 --target target --prompts "
+    "prompts.jsonl",
+    "an engine's python": "validate head --engine vllm --engine-python no/python --target target --prompts "
+    "prompts.jsonl",
+    "captured layers of a reduced head": "to-vllm silent out",
+    "input scales": "quantize target out --recipe nvfp4 --input-scale no.json",
+    "a record of a calibration": "validate head --target wide --prompts prompts.jsonl --calibrated-on empty",
+    "a folder of states": "validate head --target wide --states empty",
     "a recipe": "train target out --recipe no.yaml --data prompts.jsonl",
     "an output of training": "train target head --recipe eagle3-mla --data prompts.jsonl",
     "prompts to calibrate on": "calibrate target out --prompts no.jsonl",
@@ -226,6 +312,22 @@ def test_what_names_configs_and_headers_tell_is_refused_before_anything_slow_is_
     ran = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "[]\n"), ran.stderr
     assert not (folder / "out").exists()
+
+
+def test_the_environment_of_several_processes_is_checked(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    done = CliRunner().invoke(main, "train wide out --recipe eagle3-mla --data dialogue.jsonl".split())
+    assert done.exit_code == 2 and "WORLD_SIZE is 'two'" in done.stderr and "torchrun" in done.stderr, _said(done)
+
+
+def test_a_dtype_is_taken_by_its_other_names(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for name in ("bf16", "BF16", "bfloat16"):
+        done = CliRunner().invoke(main, ["to-vllm", "head", "out", "--dtype", name, "--dry-run"])
+        assert done.exit_code == 0, _said(done)
+    done = CliRunner().invoke(main, "states wide out --prompts prompts.jsonl --captured 1,99 --dtype fp16".split())
+    assert done.exit_code == 1 and "--captured" in done.stderr, _said(done)
 
 
 def _said(done: Result) -> str:

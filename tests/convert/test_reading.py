@@ -91,7 +91,7 @@ def test_captured_layers_that_are_not_known_leave_the_rest_known(tmp_path: Path)
 def test_an_error_about_tensors_says_how_many_do_not_fit(tmp_path: Path):
     folder = write(tmp_path / "head", GQA_VLLM, drop("norm.weight", "fc.weight"))
     assert len(read(open_checkpoint(folder)).misfits) == 2
-    with pytest.raises(TensorMissing, match="1 more do not fit: norm"):
+    with pytest.raises(TensorMissing, match="1 more does not fit: norm"):
         claim_tensors(open_checkpoint(folder))
 
 

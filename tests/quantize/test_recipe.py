@@ -50,9 +50,9 @@ def test_a_file_is_a_recipe_too_and_no_pattern_reaches_the_router(tmp_path):
 
 
 WRONG = {
-    "an unknown key": ("name: x\nquantise: [a]\nquantize: [b]\n", "wrong at quantise"),
+    "an unknown key": ("name: x\nquantise: [a]\nquantize: [b]\n", "wrong: quantise"),
     "no patterns": ("name: x\nquantize: []\n", "wrong at quantize"),
-    "no name": ("quantize: [a]\n", "wrong at name"),
+    "no name": ("quantize: [a]\n", "wrong: the key name is missing"),
     "another cache": ("name: x\nquantize: [a]\nkv_cache: int4\n", "wrong at kv_cache"),
     "a list": ("- name: x\n", "wrong at its top"),
     "no YAML": ("name: [x\n", "not valid YAML: line 2"),
@@ -66,6 +66,6 @@ def test_a_wrong_recipe_is_named(text, phrase):
 
 
 def test_a_recipe_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(RecipeInvalid, match=r"no recipe .* named 'nvfp5'") as fault:
+    with pytest.raises(RecipeInvalid, match=r"no recipe .* file 'nvfp5'") as fault:
         load_recipe("nvfp5")
     assert "nvfp4-experts" in fault.value.fix

@@ -74,7 +74,7 @@ def test_any_other_file_is_named_by_its_name(tmp_path):
 
 def test_a_missing_category_is_named(tmp_path):
     file = write(tmp_path, lines(["math", "coding"]))
-    with pytest.raises(SuiteInvalid, match=r"no prompt of the category stem; it has math, coding"):
+    with pytest.raises(SuiteInvalid, match=r"no prompt of the category stem; its categories are math, coding"):
         load_suite(str(file), categories=("math", "stem"))
 
 

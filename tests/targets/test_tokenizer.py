@@ -67,7 +67,7 @@ def test_code_in_the_folder_runs_only_when_it_is_trusted(tiny_target, tmp_path, 
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_broken_one(tiny_target, tmp_path):
-    with pytest.raises(TargetInvalid, match="cannot be loaded"):
+    with pytest.raises(TargetInvalid, match="has no tokenizer"):
         load_tokenizer(tmp_path)
     folder = spoil(tiny_target, tmp_path)
     (folder / "tokenizer.json").write_text("{}")

@@ -165,7 +165,7 @@ def test_a_server_that_answers_nothing_is_a_fault(server, tmp_path, answer):
 
 
 def test_a_server_that_is_not_there_is_a_fault(tmp_path):
-    with pytest.raises(EngineFailed, match="ConnectError"):
+    with pytest.raises(EngineFailed, match="does not answer: Connection refused"):
         generate(PROMPTS, GenerateRequest("http://127.0.0.1:9", "m"), tmp_path / "out.jsonl")
 
 

@@ -75,7 +75,7 @@ def test_one_changed_bit_is_found_in_the_manifest_and_in_the_slot(pair):
     rewrite(pair[1], flip)
     findings = check_source(head(pair[1]), head(pair[0]))
     assert rules(findings) == {"K301", "K304"}
-    assert "fc" in [finding.where for finding in findings if finding.rule == "K304"]
+    assert "fc.weight" in [finding.where for finding in findings if finding.rule == "K304"]
 
 
 def test_negative_zero_is_not_zero(pair):
@@ -109,7 +109,8 @@ def test_another_head_of_the_same_shape_is_not_the_source(tmp_path, pair):
     other = write_head(tmp_path / "other", by_name("trtllm"), spec, random_slots(spec, seed=1))
     findings = check_source(head(pair[1]), head(other))
     differing = {finding.where for finding in findings if finding.rule == "K304"}
-    assert differing == set(random_slots(replace(spec)))
+    assert differing == {info.name for _, info in head(pair[1]).places.values()}
+    assert len(differing) == len(random_slots(replace(spec)))
 
 
 def test_a_cast_is_asked_for_and_not_called_identical(tmp_path):
