@@ -82,8 +82,8 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.MissingParameter as error:
-            error.message = self.about.get(getattr(error.param, "name", ""), "") or getattr(error.param, "help", "")
-            raise
+            said = self.about.get(getattr(error.param, "name", ""), "") or getattr(error.param, "help", "")
+            raise click.MissingParameter(said, error.ctx, error.param) from error
         except click.NoSuchOption as error:
             meant = OTHER_OPTIONS.get(error.option_name)
             if meant in {name for param in self.params for name in param.opts}:
@@ -94,7 +94,8 @@ class Command(click.Command):
             raise
         except click.UsageError as error:
             if "unexpected extra argument" in error.message:
-                error.message = f"{error.message.rstrip('.')}. {self._taken(ctx, error.message)}"
+                taken = self._taken(ctx, error.message)
+                raise click.UsageError(f"{error.message.rstrip('.')}. {taken}", error.ctx) from error
             raise
 
     def _taken(self, ctx: click.Context, message: str) -> str:
