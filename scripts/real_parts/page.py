@@ -94,7 +94,7 @@ def describe_heads(found: Found) -> list[str]:
     """Return how the heads were trained."""
     record = read_json(found.work / "states" / "states.json")
     lines = [
-        f"{len(record['sequences']):,} dialogues.",
+        f"{sum(record['sequences'].values()):,} dialogues.",
         "",
         "| head | parameters | draft vocabulary | covers | tokens | steps x tokens | loss | acceptance |",
         "|---|---|---|---|---|---|---|---|",

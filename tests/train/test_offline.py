@@ -184,6 +184,8 @@ def test_states_of_too_few_prompts_are_refused(states):
     from kconv.targets.states import open_states
 
     stored = open_states(states)
-    few = stored.record.model_copy(update={"sequences": stored.record.sequences[:3]})
+    shard = stored.shards[0].model_copy(update={"count": 3})
+    few = stored.contents.model_copy(update={"sequences": stored.sequences[:3], "shards": (shard,)})
+    record = stored.record.model_copy(update={"sequences": {"held-out": 3}})
     with pytest.raises(TrainingDataInvalid, match="rows"):
-        place_sequences(dataclasses.replace(stored, record=few), 24, held_out=False)
+        place_sequences(dataclasses.replace(stored, record=record, given=few), 24, held_out=False)
