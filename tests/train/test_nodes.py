@@ -34,7 +34,8 @@ def states(tiny_target, tmp_path_factory) -> Path:
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n")
     words = ["states", tiny_target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
     done = CliRunner().invoke(
-        main, [str(w) for w in [*words, "--text-tokens", 400, "--dtype", "F32", "--shard-mib", 1]]
+        main,
+        [str(w) for w in [*words, "--text-tokens", 400, "--dtype", "F32", "--shard-mib", 1, "--seq", VALUES["seq"]]],
     )
     assert done.exit_code == 0, done.output
     assert len(list((folder / "states").glob("states-*.safetensors"))) >= 4

@@ -34,12 +34,14 @@ VALUES = {
 }
 
 
-def store(target: Path, folder: Path, tokens: int, dtype: str = "F32") -> Path:
-    """Store the states of forty texts, of so many tokens each."""
+def store(target: Path, folder: Path, tokens: int, dtype: str = "F32", seq: int = 4096) -> Path:
+    """Store the states of forty texts, of so many tokens each, with tables of rows of `seq` tokens."""
     texts = [text for text in read_corpus().held_out if len(text) > 200][:40]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n")
     asked = ["states", target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
-    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", dtype]])
+    done = CliRunner().invoke(
+        main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", dtype, "--seq", seq]]
+    )
     assert done.exit_code == 0, done.output
     return folder / "states"
 
