@@ -114,6 +114,7 @@ ROW = 6
 """A row: its first piece, the number of pieces, the lowest shard of it and all later rows, the highest shard of it and
 all earlier ones, and two halves of a digest."""
 HELD_ROWS = 256  # kept in memory, those read last
+AT_ONCE = 1024  # pieces whose tokens are counted in one go
 BEGINNING = 512  # bytes of a shard that name its first sequences
 
 
@@ -181,8 +182,10 @@ def _rows(key: _Key, rows: Sequence[Sequence[int]], pieces: np.ndarray, tokens: 
 
 def _count(pieces: np.ndarray, tokens: Tensor, masks: Tensor, vocab: int) -> Tensor:
     counts = torch.zeros(vocab, dtype=torch.int64)
-    for at, length in pieces[:, :2].tolist():
-        counts += tokens[at : at + length][masks[at : at + length]].bincount(minlength=vocab)
+    for begin in range(0, len(pieces), AT_ONCE):
+        some = pieces[begin : begin + AT_ONCE, :2].tolist()
+        counted = [tokens[at : at + length][masks[at : at + length]] for at, length in some]
+        counts += torch.cat(counted).bincount(minlength=vocab)
     return counts
 
 
@@ -198,7 +201,8 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def _beginning(file: Path) -> int:
-    with file.open("rb") as opened:
+    # Buffered, a whole page would be read.
+    with file.open("rb", buffering=0) as opened:
         digest = hashlib.blake2b(opened.read(BEGINNING), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 RECORD, CONTENTS, INDEX = "states.json", "sequences.json", "index.safetensors"
-# As kconv 0.1 began states.json.
+# How states.json begins that lists all sequences, as it once did.
 LISTED = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*1\b')
 AGAIN = "Fetch it again, or create the states again."
 Kind = Literal["held-out", "sampled", "greedy", "dialogue"]
