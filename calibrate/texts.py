@@ -95,7 +95,7 @@ def stored_texts(folder: Path, spec: HeadSpec, config: TargetConfig, *, is_fitte
     batches = StoredBatches(states)
     if is_fitted:
         check_amount(batches.shapes, batches.parts, spec, folder.name)
-    digests = tuple(states.record.digests)
+    digests = tuple(states.digests)
     return CalibrationTexts(folder.name, digests, batches.parts, lambda: batches)
 
 

@@ -518,10 +518,9 @@ def _show_comparison(_: Operation, result: Compared) -> None:
 
 def _show_states(_: Operation, result: StatesWritten) -> None:
     record = result.record
-    kinds = [sequence.kind for sequence in record.sequences]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    size = sum(shard.size for shard in record.shards) / 1e6
-    echo(f"{result.out}: {len(kinds)} sequences ({counts}), {record.rows:,} tokens, {size:,.1f} MB {record.dtype}")
+    counts = ", ".join(f"{count} {kind}" for kind, count in record.sequences.items())
+    size = record.size / 1e6
+    echo(f"{result.out}: {record.count} sequences ({counts}), {record.tokens:,} tokens, {size:,.1f} MB {record.dtype}")
     echo(f"captured: outputs of layers {list(record.captured)} of {record.target.source}")
 
 

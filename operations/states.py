@@ -49,6 +49,9 @@ class States(Operation):
     --data takes dialogues with answers, as kconv generate writes them, for kconv train --states. --prompts takes
     prompts, and the target continues them.
 
+    The index lays out training rows of --seq tokens. kconv train with this seq then reads only its own rows, however
+    many there are; with another one it also reads the whole index at the start.
+
     A target that fits only into a server runs there: in vLLM 0.32 or later with hidden-state extraction. Its layer ids
     are those of --captured plus one, followed by the number of layers. kconv cannot query them, so set them correctly.
     For 61 layers and --captured 1,29,57:
@@ -85,6 +88,7 @@ class States(Operation):
     seed: int = option(0, "Random seed for sampling.")
     dtype: Dtype | None = option(None, "Dtype; by default the target's.")
     shard_mib: Count = option(512, "Maximum size of a file.", metavar="MIB")
+    seq: Count = option(4096, "Tokens of a training row, the recipe's seq.", metavar="N")
     url: Url | None = option(None, "A vLLM that runs TARGET with hidden-state extraction.")
     shared: Name | None = option(None, "The folder that this vLLM writes states to.", metavar="DIR")
     concurrency: Count = option(16, "Requests in flight.", metavar="N")
@@ -165,6 +169,7 @@ class States(Operation):
                 connect=reach,
                 dtype=self.dtype,
                 shard_bytes=self.shard_mib << 20,
+                seq=self.seq,
                 trust_remote_code=self.trust_remote_code,
                 log=say,
             )

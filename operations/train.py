@@ -251,7 +251,7 @@ class Train(Operation):
     def _nodes(self, context: Context, processes: int) -> tuple[tuple[str, ...], ...]:
         """Return the files of states that each of several nodes' processes read."""
         from ..targets.states import open_states
-        from ..train.data import place_sequences
+        from ..train.data import place_rows
         from ..train.recipe import EagleRecipe, read_recipe_file
 
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
@@ -261,12 +261,12 @@ class Train(Operation):
         stored, seq = open_states(context.path(self.states or "")), values.get("seq", EagleRecipe.seq)
         pack = values.get("pack", EagleRecipe.pack)
         placed = [
-            place_sequences(stored, seq, held_out=held_out, pack=pack and not held_out, processes=processes)
+            place_rows(stored, seq, held_out=held_out, pack=pack and not held_out, processes=processes)
             for held_out in (False, True)
         ]
         ranks = [range(first, min(first + of_node, processes)) for first in range(0, processes, of_node)]
-        read = [set().union(*(part.sequences_of(rank) for part in placed for rank in own)) for own in ranks]
-        return tuple(tuple(stored.files_of(sequences)) for sequences in read)
+        read = [{name for part in placed for rank in own for name in part.files_of(rank, stored)} for own in ranks]
+        return tuple(tuple(sorted(names)) for names in read)
 
     def _continued(self, context: Context) -> HeadSpec:
         from ..convert.captured import Hints
@@ -279,7 +279,7 @@ class Train(Operation):
         """Return the rows and tokens of the text; any number if the recipe states how much of it to use."""
         from ..targets.states import open_states
         from ..targets.tokenizer import load_tokenizer
-        from ..train.data import place_sequences, prepare_dialogues
+        from ..train.data import place_rows, prepare_dialogues
         from ..train.recipe import EagleRecipe
 
         if {"steps", "batches"} <= values.keys():
@@ -287,7 +287,7 @@ class Train(Operation):
         seq, pack = values.get("seq", EagleRecipe.seq), values.get("pack", EagleRecipe.pack)
         if self.states:
             stored = open_states(context.path(self.states), config=config)
-            return len(place_sequences(stored, seq, held_out=False, pack=pack).places), stored.record.rows
+            return len(place_rows(stored, seq, held_out=False, pack=pack).places), stored.record.tokens
         check_trusted(context, self.trust_remote_code, self.target)
         folder = context.source(self.target).fetch_tokenizer()
         text = prepare_dialogues(

@@ -1,12 +1,19 @@
-"""Hidden states on disk: `states.json`, and sequences read back one at a time."""
+"""Hidden states on disk: `states.json`, and sequences read back one at a time.
+
+`states.json` has the same size however many states there are; `sequences.json` describes each sequence and file; the
+index has tokens, masks and the table of training rows (`targets.rows`), of which a process reads only its own part.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +33,10 @@ from .config import TargetConfig
 if TYPE_CHECKING:
     import torch
 
-RECORD, INDEX = "states.json", "index.safetensors"
+RECORD, CONTENTS, INDEX = "states.json", "sequences.json", "index.safetensors"
+# How states.json begins that lists all sequences, as it once did.
+LISTED = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*1\b')
+AGAIN = "Fetch it again, or create the states again."
 Kind = Literal["held-out", "sampled", "greedy", "dialogue"]
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -94,8 +104,8 @@ class SequenceRecord:
     answered: tuple[str, ...] = ()
 
 
-class IndexRecord(Record):
-    """The file that holds the tokens and masks of all sequences, in order.
+class FileRecord(Record):
+    """A file of the folder.
 
     Attributes:
         file, size, sha256: the file.
@@ -106,7 +116,7 @@ class IndexRecord(Record):
     sha256: str
 
 
-class ShardRecord(Record):
+class ShardRecord(FileRecord):
     """A file of states.
 
     Attributes:
@@ -114,14 +124,67 @@ class ShardRecord(Record):
         first, count: the sequences in it, `sequences[first : first + count]`.
     """
 
-    file: str
-    size: int
-    sha256: str
     first: int
     count: int
 
 
-class StatesRecord(Record):
+class RowsRecord(Record):
+    """The tables of training rows in the index; see `targets.rows`.
+
+    Attributes:
+        seq: tokens per row.
+        packed, single: training rows with several sequences each, or with one.
+        held_out: evaluation rows.
+        counted: training tokens that count in the loss.
+        counts_sha256: of the table of these by token id.
+        prompts_sha256: of the training prompts' digests.
+    """
+
+    seq: int
+    packed: int
+    single: int
+    held_out: int
+    counted: int
+    counts_sha256: str
+    prompts_sha256: str
+
+
+class ContentsRecord(Record):
+    """What the folder holds; the schema of sequences.json.
+
+    Attributes:
+        sequences: in order.
+        shards: in order.
+    """
+
+    sequences: tuple[SequenceRecord, ...]
+    shards: tuple[ShardRecord, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """A sha256 over the shards' digests: it identifies the states."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return sequences.json's text."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+class _OriginRecord(Record):
+    """What a folder of hidden states comes from."""
+
+    schema_version: int = Field(alias="schema")
+    kconv: str = Field(default_factory=lambda: version("kconv"))
+    target: TargetRecord
+    captured: tuple[int, ...]
+    dtype: Literal["F32", "BF16", "F16"]
+    prompts: PromptsRecord
+    tokenizer: dict[str, str]
+    seed: int
+    new_tokens: dict[Kind, int]
+
+
+class StatesRecord(_OriginRecord):
     """A folder of hidden states; the schema of states.json.
 
     Attributes:
@@ -133,37 +196,53 @@ class StatesRecord(Record):
         tokenizer: the class, and sha256 of each of its files.
         seed: of the sampled continuations; shard n uses `seed + n`.
         new_tokens: how many tokens were added, by kind.
-        sequences: in order.
-        shards: in order; empty in the plan of a run that can be resumed.
-        index: only tokens and masks, which training reads first; None in folders of older versions.
+        sequences: how many there are, by kind.
+        tokens: how many they have in all.
+        shards, size: how many files of states there are, and their bytes; 0 in the plan of a run that can be resumed.
+        sha256: over the shards' sha256, in order.
+        contents: the file that describes each sequence and shard.
+        index: the file with tokens, masks and tables of training rows.
+        rows: these tables; None in folders of older versions.
     """
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
-    kconv: str = Field(default_factory=lambda: version("kconv"))
-    target: TargetRecord
-    captured: tuple[int, ...]
-    dtype: Literal["F32", "BF16", "F16"]
-    prompts: PromptsRecord
-    tokenizer: dict[str, str]
-    seed: int
-    new_tokens: dict[Kind, int]
-    sequences: tuple[SequenceRecord, ...]
-    shards: tuple[ShardRecord, ...] = ()
-    index: IndexRecord | None = None
+    schema_version: Literal[2] = Field(default=2, alias="schema")  # pyright: ignore[reportIncompatibleVariableOverride]
+    sequences: dict[Kind, int]
+    tokens: int
+    shards: int = 0
+    size: int = 0
+    sha256: str = ""
+    contents: FileRecord | None = None
+    index: FileRecord | None = None
+    rows: RowsRecord | None = None
 
     @property
-    def rows(self) -> int:
-        """Tokens in all."""
-        return sum(sequence.length for sequence in self.sequences)
-
-    @property
-    def digests(self) -> frozenset[str]:
-        """The prompts' digests."""
-        return frozenset(digest for s in self.sequences for digest in (s.digest, *s.answered))
+    def count(self) -> int:
+        """How many sequences there are."""
+        return sum(self.sequences.values())
 
     def to_json(self) -> str:
         """Return states.json's text."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
+
+
+class ListedRecord(_OriginRecord):
+    """The schema of older folders' states.json, which lists all sequences and shards."""
+
+    schema_version: Literal[1] = Field(alias="schema")  # pyright: ignore[reportIncompatibleVariableOverride]
+    sequences: tuple[SequenceRecord, ...]
+    shards: tuple[ShardRecord, ...]
+    index: FileRecord | None = None
+
+
+def count_kinds(sequences: Iterable[SequenceRecord]) -> dict[Kind, int]:
+    """Return how many sequences there are of each kind."""
+    return dict(Counter(sequence.kind for sequence in sequences))
+
+
+def describe_shards(contents: ContentsRecord) -> dict[str, Any]:
+    """Return what `StatesRecord` holds of the shards."""
+    size = sum(shard.size for shard in contents.shards)
+    return {"shards": len(contents.shards), "size": size, "sha256": contents.sha256}
 
 
 def read_record(folder: Path) -> StatesRecord:
@@ -172,15 +251,37 @@ def read_record(folder: Path) -> StatesRecord:
     Raises:
         StatesInvalid: it is missing or does not match the schema.
     """
+    return _read_record(folder)[0]
+
+
+def _read_record(folder: Path) -> tuple[StatesRecord, ContentsRecord | None]:
+    """Read states.json, and of an older folder what it lists there."""
+    file, fix = folder / RECORD, "Create the states again with this kconv."
     missing = StatesInvalid(f"{folder} holds no {RECORD}", where=folder, fix="Create it with kconv states.")
-    return load_json(
-        StatesRecord,
-        folder / RECORD,
-        StatesInvalid,
-        what="record of kconv states",
-        fix="Create the states again with this kconv.",
-        missing=missing,
+    what = "record of kconv states"
+    if not _is_listed(file):
+        return load_json(StatesRecord, file, StatesInvalid, what=what, fix=fix, missing=missing), None
+    listed = load_json(ListedRecord, file, StatesInvalid, what=what, fix=fix, missing=missing)
+    contents = ContentsRecord(sequences=listed.sequences, shards=listed.shards)
+    told = {name: getattr(listed, name) for name in _OriginRecord.model_fields if name != "schema_version"}
+    record = StatesRecord(
+        **told,
+        sequences=count_kinds(listed.sequences),
+        tokens=sum(sequence.length for sequence in listed.sequences),
+        index=listed.index,
+        **describe_shards(contents),
     )
+    return record, contents
+
+
+def _is_listed(file: Path) -> bool:
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            return LISTED.match(opened.read(64)) is not None
+    except (OSError, ValueError):  # reported by whoever reads it whole
+        return False
 
 
 def config_sha256(config: dict[str, Any]) -> str:
@@ -285,11 +386,13 @@ class StoredStates:
         folder: its path.
         record: its states.json.
         columns: which of the stored captured layers to read; positions in the record's order.
+        given: what the folder holds, if that was read with the record.
     """
 
     folder: Path
     record: StatesRecord
     columns: tuple[int, ...]
+    given: ContentsRecord | None = field(default=None, repr=False, compare=False)
     _headers: dict[str, dict[str, TensorInfo]] = field(default_factory=dict, repr=False, compare=False)
     _index: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     _starts: list[int] = field(default_factory=list, repr=False, compare=False)
@@ -297,7 +400,61 @@ class StoredStates:
     @property
     def sequences(self) -> Sequence[SequenceRecord]:
         """See `StatesFolder.sequences`."""
-        return self.record.sequences
+        return self.contents.sequences
+
+    @property
+    def shards(self) -> Sequence[ShardRecord]:
+        """The record of each file of states."""
+        return self.contents.shards
+
+    def choose(self, captured: Sequence[int]) -> StoredStates:
+        """Return the same states, of which these captured layers are read, as outputs.
+
+        Raises:
+            StatesInvalid: one of them was not stored.
+        """
+        absent = sorted(set(captured) - set(self.record.captured))
+        if absent:
+            raise StatesInvalid(
+                f"the states hold layers {list(self.record.captured)}, but layers {absent} are needed (as outputs)",
+                where=self.folder,
+                fix=f"Run kconv states with --captured {','.join(map(str, captured))}.",
+            )
+        return replace(self, columns=tuple(self.record.captured.index(layer) for layer in captured))
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """The prompts' digests."""
+        return frozenset(digest for s in self.sequences for digest in (s.digest, *s.answered))
+
+    @cached_property
+    def contents(self) -> ContentsRecord:
+        """What the folder holds; read when it is first asked for.
+
+        Raises:
+            StatesInvalid: it is missing, or differs from what the record says.
+        """
+        contents = self.given or _read_contents(self.folder, self.record)
+        _check_shards(self.folder, self.record, contents)
+        return contents
+
+    @cached_property
+    def index(self) -> dict[str, TensorInfo]:
+        """Where the index's tensors are, by name.
+
+        Raises:
+            StatesInvalid: it is missing, or has another length than the record says.
+        """
+        if self.record.index is None:
+            raise _unlike(self.folder, INDEX)
+        header, tokens = read_header(_sized(self.folder, self.record.index)), self.record.tokens
+        if any(name not in header or header[name].shape != (tokens,) for name in ("input_ids", "loss_mask")):
+            raise StatesInvalid(
+                f"{self.record.index.file} does not hold the {tokens:,} tokens that {RECORD} records",
+                where=self.folder,
+                fix=AGAIN,
+            )
+        return header
 
     def read_tokens(self, index: int) -> torch.Tensor:
         """See `StatesFolder.read_tokens`."""
@@ -305,7 +462,7 @@ class StoredStates:
 
     def read_mask(self, index: int) -> torch.Tensor | None:
         """See `StatesFolder.read_mask`."""
-        return self._indexed(index, "loss_mask") if self.record.sequences[index].kind != "held-out" else None
+        return self._indexed(index, "loss_mask") if self.sequences[index].kind != "held-out" else None
 
     def read_span(self, index: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StatesFolder.read_span`."""
@@ -316,13 +473,18 @@ class StoredStates:
             read_tensor(_rows_of(self._info(index, name, columns), begin, end))
             for name, columns in (("aux_hidden_states", layers * width), ("hidden_states", width))
         )
-        if self.columns != tuple(range(layers)):
-            captured = captured.unflatten(1, (layers, -1))[:, list(self.columns)].flatten(1)
-        return captured, hidden
+        return self.select(captured), hidden
+
+    def select(self, captured: torch.Tensor) -> torch.Tensor:
+        """Return the wanted ones of the stored captured layers' states, [T, A * H]."""
+        layers = len(self.record.captured)
+        if self.columns == tuple(range(layers)):
+            return captured
+        return captured.unflatten(1, (layers, -1))[:, list(self.columns)].flatten(1)
 
     def read(self, index: int) -> StoredSequence:
         """See `StatesFolder.read`."""
-        captured, hidden = self.read_span(index, 0, self.record.sequences[index].length)
+        captured, hidden = self.read_span(index, 0, self.sequences[index].length)
         return StoredSequence(self.read_tokens(index), captured, hidden, self.read_mask(index))
 
     def _indexed(self, index: int, name: str) -> torch.Tensor:
@@ -332,49 +494,48 @@ class StoredStates:
         if self.record.index is None:
             return read_tensor(self._info(index, name))
         if not self._index:
-            self._open_index(self.record.index)
+            self._index.update({name: read_tensor(self.index[name]) for name in ("input_ids", "loss_mask")})
+            self._starts.extend(accumulate((s.length for s in self.sequences), initial=0))
         return self._index[name][self._starts[index] : self._starts[index + 1]]
 
-    def _open_index(self, index: IndexRecord) -> None:
-        """Map the index, and refuse one whose length differs from the record."""
-        from ..checkpoint.tensors import read_tensor
+    def place(self, index: int, name: str) -> tuple[int, TensorInfo]:
+        """Return the number of the shard with a sequence, and where its captured or final states are.
 
-        header = read_header(_sized(self.folder, index))
-        rows = self.record.rows
-        if any(name not in header or header[name].shape != (rows,) for name in ("input_ids", "loss_mask")):
-            raise StatesInvalid(
-                f"{index.file} does not hold the {rows:,} tokens that {RECORD} records",
-                where=self.folder,
-                fix="Fetch it again, or create the states again.",
-            )
-        self._starts.extend(accumulate((s.length for s in self.record.sequences), initial=0))
-        self._index.update({name: read_tensor(header[name]) for name in ("input_ids", "loss_mask")})
+        Raises:
+            StatesInvalid: the shard is missing, or holds something else.
+        """
+        width = self.record.target.hidden * (len(self.record.captured) if name == "aux_hidden_states" else 1)
+        return self._shard_of(index), self._info(index, name, width)
+
+    def _shard_of(self, index: int) -> int:
+        return bisect_right(self.shards, index, key=lambda shard: shard.first) - 1
 
     def _info(self, index: int, name: str, *width: int) -> TensorInfo:
         """Find one tensor of a sequence, [T, *width]."""
-        place = bisect_right(self.record.shards, index, key=lambda shard: shard.first) - 1
-        shard = self.record.shards[place]
+        shard = self.shards[self._shard_of(index)]
         info = self._header(shard).get(f"{index:06d}.{name}")
-        if info is None or info.shape != (self.record.sequences[index].length, *width):
+        if info is None or info.shape != (self.sequences[index].length, *width):
             raise StatesInvalid(
-                f"{shard.file} does not hold sequence {index} as {RECORD} describes it",
+                f"{shard.file} does not hold sequence {index} as {self._listed_in} describes it",
                 where=self.folder,
                 fix="Create the states again.",
             )
         return info
 
+    @property
+    def _listed_in(self) -> str:
+        return CONTENTS if self.given is None else RECORD
+
     def files_of(self, sequences: Iterable[int]) -> list[str]:
         """Return the names of the files with these sequences, in order."""
-        places = {bisect_right(self.record.shards, index, key=lambda shard: shard.first) - 1 for index in sequences}
-        return [self.record.shards[place].file for place in sorted(places)]
+        return [self.shards[place].file for place in sorted({self._shard_of(index) for index in sequences})]
 
-    def check_files(self, sequences: Iterable[int]) -> None:
-        """Refuse a folder that lacks a file with these sequences.
+    def check_files(self, names: Sequence[str]) -> None:
+        """Refuse a folder that lacks one of these files; their sizes are checked when they are read.
 
         Raises:
-            StatesInvalid: one is missing, or has another size.
+            StatesInvalid: one is missing.
         """
-        names = self.files_of(sequences)
         absent = [name for name in names if not (self.folder / name).exists()]
         if absent:
             raise StatesInvalid(
@@ -382,9 +543,6 @@ class StoredStates:
                 where=self.folder,
                 fix="Fetch them. With several nodes, kconv train --dry-run --json lists the files of each.",
             )
-        for shard in self.record.shards:
-            if shard.file in names:
-                _sized(self.folder, shard)
 
     def verify(self) -> None:
         """Check every shard against its sha256.
@@ -392,17 +550,14 @@ class StoredStates:
         Raises:
             StatesInvalid: one is missing, or its bytes differ from those written.
         """
-        for shard in (*self.record.shards, *([self.record.index] if self.record.index else [])):
+        # The list of shards is checked when it is read.
+        for file in [*self.shards, *([self.record.index] if self.record.index else [])]:
             try:
-                whole = file_digest(self.folder / shard.file) == shard.sha256
+                whole = file_digest(self.folder / file.file) == file.sha256
             except OSError as fault:
-                raise _missing(self.folder, shard, fault) from fault
+                raise _missing(self.folder / file.file, fault) from fault
             if not whole:
-                raise StatesInvalid(
-                    f"{shard.file} differs from what kconv states wrote",
-                    where=self.folder,
-                    fix="Fetch it again, or create the states again.",
-                )
+                raise _unlike(self.folder, file.file)
 
     def _header(self, shard: ShardRecord) -> dict[str, TensorInfo]:
         if shard.file not in self._headers:
@@ -423,32 +578,44 @@ def open_states(
     Raises:
         StatesInvalid: there is no such folder, it comes from another target, or lacks one of the layers.
     """
-    record = read_record(folder)
-    _check_shards(folder, record)
+    record, contents = _read_record(folder)
+    _check_names(folder, record.contents, record.index)
     if config is not None:
         _check_target(folder, record, config)
-    wanted = record.captured if captured is None else tuple(captured)
-    absent = sorted(set(wanted) - set(record.captured))
-    if absent:
+    stored = StoredStates(folder, record, tuple(range(len(record.captured))), contents)
+    return stored if captured is None else stored.choose(captured)
+
+
+def _read_contents(folder: Path, record: StatesRecord) -> ContentsRecord:
+    if record.contents is None:
+        raise _unlike(folder, CONTENTS)
+    file = _sized(folder, record.contents)
+    if file_digest(file) != record.contents.sha256:
+        raise _unlike(folder, file.name)
+    what, fix = "list of kconv states", "Create the states again with this kconv."
+    return load_json(ContentsRecord, file, StatesInvalid, what=what, fix=fix)
+
+
+def _check_names(folder: Path, *files: FileRecord | None) -> None:
+    """Refuse files that are not in the folder itself."""
+    away = [one.file for one in files if one is not None and Path(one.file).name != one.file]
+    if away:
         raise StatesInvalid(
-            f"the states hold layers {list(record.captured)}, but layers {absent} are needed (as outputs)",
-            where=folder,
-            fix=f"Run kconv states with --captured {','.join(map(str, wanted))}.",
+            f"{RECORD} names {away[0]}, which is not a file of the folder", where=folder, fix="Create the states again."
         )
-    return StoredStates(folder, record, tuple(record.captured.index(layer) for layer in wanted))
 
 
-def _check_shards(folder: Path, record: StatesRecord) -> None:
-    """Refuse a record whose shards do not cover all of its sequences in order, or leave the folder."""
-    ends = [0, *(shard.first + shard.count for shard in record.shards)]
-    follows = [shard.first for shard in record.shards] == ends[:-1] and ends[-1] == len(record.sequences)
-    named = [shard.file for shard in record.shards] + ([record.index.file] if record.index else [])
-    if not follows or any(Path(file).name != file for file in named):
+def _check_shards(folder: Path, record: StatesRecord, contents: ContentsRecord) -> None:
+    """Refuse shards that do not cover all of the sequences in order, or leave the folder."""
+    ends = [0, *(shard.first + shard.count for shard in contents.shards)]
+    follows = [shard.first for shard in contents.shards] == ends[:-1] and ends[-1] == len(contents.sequences)
+    if not follows or record.sequences != count_kinds(contents.sequences):
         raise StatesInvalid(
-            f"{RECORD} lists shards that do not match its {len(record.sequences)} sequences",
+            f"{CONTENTS} lists shards that do not match its {len(contents.sequences)} sequences",
             where=folder,
             fix="Create the states again.",
         )
+    _check_names(folder, *contents.shards)
 
 
 def _check_target(folder: Path, record: StatesRecord, config: TargetConfig) -> None:
@@ -467,18 +634,24 @@ def _check_target(folder: Path, record: StatesRecord, config: TargetConfig) -> N
             )
 
 
-def _sized(folder: Path, shard: ShardRecord | IndexRecord) -> Path:
+def _sized(folder: Path, wanted: FileRecord) -> Path:
     """Return a file's path, and refuse one that is missing or has another size."""
-    file = folder / shard.file
+    return check_size(folder / wanted.file, wanted.size)
+
+
+def check_size(file: Path, wanted: int) -> Path:
+    """Return a file's path, and refuse one that is missing or has another size.
+
+    Raises:
+        StatesInvalid: it has.
+    """
     try:
         size = file.stat().st_size
     except OSError as fault:
-        raise _missing(folder, shard, fault) from fault
-    if size != shard.size:
+        raise _missing(file, fault) from fault
+    if size != wanted:
         raise StatesInvalid(
-            f"{shard.file} has {size:,} bytes, but {shard.size:,} were written",
-            where=folder,
-            fix="Fetch it again, or create the states again.",
+            f"{file.name} has {size:,} bytes, but {wanted:,} were written", where=file.parent, fix=AGAIN
         )
     return file
 
@@ -489,9 +662,9 @@ def _rows_of(info: TensorInfo, begin: int, end: int) -> TensorInfo:
     return info._replace(shape=(end - begin, *info.shape[1:]), begin=info.begin + begin * row, size=(end - begin) * row)
 
 
-def _missing(folder: Path, shard: ShardRecord | IndexRecord, fault: OSError) -> StatesInvalid:
-    return StatesInvalid(
-        f"{shard.file} cannot be read: {fault.strerror}",
-        where=folder,
-        fix="Fetch it again, or create the states again.",
-    )
+def _missing(file: Path, fault: OSError) -> StatesInvalid:
+    return StatesInvalid(f"{file.name} cannot be read: {fault.strerror}", where=file.parent, fix=AGAIN)
+
+
+def _unlike(folder: Path, name: str) -> StatesInvalid:
+    return StatesInvalid(f"{name} differs from what kconv states wrote", where=folder, fix=AGAIN)

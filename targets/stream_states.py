@@ -37,7 +37,7 @@ class StreamedStates:
     @property
     def sequences(self) -> Sequence[SequenceRecord]:
         """See `StatesFolder.sequences`."""
-        return self.planned.record.sequences
+        return self.planned.records
 
     def read_tokens(self, index: int) -> torch.Tensor:
         """See `StatesFolder.read_tokens`."""

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from ..checkpoint.folder import Checkpoint, open_checkpoint
 from ..checkpoint.schema import MAX_JSON, load_json, parse_json, read_bounded
 from ..checkpoint.source import Source
 from ..checkpoint.staging import PARTIAL, PROGRESS, alone, finish, refuse_existing
-from ..checkpoint.tensors import TORCH
+from ..checkpoint.tensors import TORCH, entry
 from ..checkpoint.values import Values
 from ..errors import OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid, TrainingDataInvalid
 from .config import TargetConfig, check_captured, read_target_config
@@ -38,11 +39,14 @@ from .dialogues import encode_row, read_rows
 from .forward import LocalRunner
 from .model import check_memory, find_ends, load_target
 from .prompts import Prompt, each_prompt
+from .rows import SEQ, table_entries
 from .states import (
+    CONTENTS,
     DTYPE_BYTES,
     INDEX,
     RECORD,
-    IndexRecord,
+    ContentsRecord,
+    FileRecord,
     Kind,
     PromptsRecord,
     SequenceRecord,
@@ -51,7 +55,9 @@ from .states import (
     StoredStates,
     TargetRecord,
     config_sha256,
+    count_kinds,
     cut_shards,
+    describe_shards,
     shard_name,
 )
 from .tokenizer import Tokenizer, load_tokenizer
@@ -129,11 +135,16 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedStates:
-    """The record without its shards, and the sequences."""
+    """The record without its files, and the sequences."""
 
     record: StatesRecord
     sequences: list[Planned]
     shards: list[range]
+
+    @cached_property
+    def records(self) -> tuple[SequenceRecord, ...]:
+        """The sequences' records."""
+        return tuple(row.record for row in self.sequences)
 
 
 def plan_states(
@@ -177,10 +188,11 @@ def plan_states(
         tokenizer=tokenizer.identity,
         seed=seed,
         new_tokens=new_tokens,  # pyright: ignore[reportArgumentType]
-        sequences=tuple(row.record for row in rows),
+        sequences=count_kinds(row.record for row in rows),
+        tokens=sum(row.record.length for row in rows),
     )
     token_bytes = 8 + (len(captured) + 1) * config.hidden * DTYPE_BYTES[dtype]
-    cuts = cut_shards([s.length for s in record.sequences], token_bytes, shard_bytes)
+    cuts = cut_shards([row.record.length for row in rows], token_bytes, shard_bytes)
     return PlannedStates(record, rows, cuts)
 
 
@@ -312,6 +324,7 @@ def capture_states(
     connect: Callable[[TargetConfig, str], Runner] | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    seq: int = SEQ,
     trust_remote_code: bool = False,
     log: Callable[[str], None] = lambda _: None,
 ) -> StatesRecord:
@@ -325,6 +338,7 @@ def capture_states(
         connect: returns the served target, from its config and the dtype of the states; None to load it here.
         dtype: safetensors name of the dtype for computing and storing; None for the target's own.
         shard_bytes: limit on a file's size.
+        seq: tokens of a training row, for the tables of rows in the index.
         trust_remote_code: run the tokenizer's own Python code.
         log: called with progress messages.
 
@@ -358,6 +372,7 @@ def capture_states(
         wanted(config),
         out,
         shard_bytes=shard_bytes,
+        seq=seq,
         advance=lambda progress: log(progress.describe()),
     )
 
@@ -399,6 +414,7 @@ def write_states(
     out: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
+    seq: int = SEQ,
     advance: Callable[[Progress], None] = lambda _: None,
 ) -> StatesRecord:
     """Write a target's states over prompts and continuations, or over dialogues; resume a killed run.
@@ -410,6 +426,7 @@ def write_states(
         wanted: what to write.
         out: the folder to create.
         shard_bytes: limit on a file's size.
+        seq: tokens of a training row, for the tables of rows in the index.
         advance: called with the progress after each shard.
 
     Raises:
@@ -422,7 +439,7 @@ def write_states(
     refuse_existing(out)
     planned = plan_states(runner, checkpoint, config, tokenizer, wanted, shard_bytes)
     lengths = [row.record.length for row in planned.sequences]
-    with partial(out, planned.record) as folder:
+    with partial(out, planned) as folder:
         names = [shard_name(number, len(planned.shards)) for number in range(len(planned.shards))]
         shards = {name: read_finished(folder, name) for name in names}
         left = [number for number, name in enumerate(names) if shards[name] is None]
@@ -437,8 +454,16 @@ def write_states(
                 captured += sum(lengths[i] for i in cut)
                 done, seconds = before + captured, time.monotonic() - began
                 advance(Progress(cut.stop, len(lengths), done, sum(lengths), captured, seconds))
-        record = planned.record.model_copy(update={"shards": tuple(shards.values())})
-        record = record.model_copy(update={"index": _write_index(folder, record)})
+        contents = ContentsRecord(
+            sequences=planned.records,
+            shards=tuple(shard for shard in shards.values() if shard is not None),
+        )
+        record = planned.record.model_copy(update=describe_shards(contents))
+        record = record.model_copy(update=_write_index(folder, record, contents, seq))
+        text = contents.to_json().encode()
+        (folder / CONTENTS).write_bytes(text)
+        held = FileRecord(file=CONTENTS, size=len(text), sha256=hashlib.sha256(text).hexdigest())
+        record = record.model_copy(update={"contents": held})
         (folder / RECORD).write_text(record.to_json())
         finish(folder, out)
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
@@ -509,24 +534,22 @@ class Captures:
         return tokens
 
 
-def _write_index(folder: Path, record: StatesRecord) -> IndexRecord:
-    """Write the tokens and masks of all sequences, in order."""
+def _write_index(folder: Path, record: StatesRecord, contents: ContentsRecord, seq: int) -> dict[str, Any]:
+    """Write tokens and masks of all sequences, in order, and the tables of training rows; return their records."""
     (folder / INDEX).unlink(missing_ok=True)
-    stored = StoredStates(folder, record, ())
-
-    def masks() -> Iterator[memoryview]:
-        for i, sequence in enumerate(record.sequences):
-            mask = stored.read_mask(i)
-            given = torch.arange(sequence.length) >= sequence.prompt_length if mask is None else mask
-            yield given.numpy().view("u1").data
-
-    def tokens() -> Iterator[memoryview]:
-        for i in range(len(record.sequences)):
-            yield stored.read_tokens(i).int().numpy().view("u1").data
-
-    entries = [Entry("input_ids", "I32", (record.rows,), tokens), Entry("loss_mask", "BOOL", (record.rows,), masks)]
+    stored = StoredStates(folder, record, (), contents)
+    tokens = torch.empty(record.tokens, dtype=torch.int32)
+    masks = torch.empty(record.tokens, dtype=torch.bool)
+    at = 0
+    for i, sequence in enumerate(contents.sequences):
+        own, mask = slice(at, at + sequence.length), stored.read_mask(i)
+        tokens[own] = stored.read_tokens(i)
+        masks[own] = torch.arange(sequence.length) >= sequence.prompt_length if mask is None else mask
+        at += sequence.length
+    entries, rows = table_entries(stored, tokens, masks, seq)
+    entries += [entry("input_ids", tokens), entry("loss_mask", masks)]
     written = write_safetensors(folder / INDEX, entries)
-    return IndexRecord(file=INDEX, size=written.size, sha256=written.sha256)
+    return {"index": FileRecord(file=INDEX, size=written.size, sha256=written.sha256), "rows": rows}
 
 
 def _write_shard(captures: Captures, planned: PlannedStates, folder: Path, name: str, number: int) -> ShardRecord:
@@ -597,7 +620,7 @@ def read_finished(folder: Path, name: str) -> ShardRecord | None:
 
 
 @contextmanager
-def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
+def partial(out: Path, plan: PlannedStates) -> Iterator[Path]:
     """Yield the hidden folder in which a run of this plan writes, locked against other runs.
 
     It survives errors, since its finished parts count; the lock ends with the process.
@@ -617,9 +640,15 @@ def partial(out: Path, plan: StatesRecord) -> Iterator[Path]:
         ) from fault
 
 
-def _hold_plan(folder: Path, plan: StatesRecord) -> None:
+class _PlanRecord(StatesRecord):
+    """A record without its files, and the sequences to come."""
+
+    planned: tuple[SequenceRecord, ...]
+
+
+def _hold_plan(folder: Path, plan: PlannedStates) -> None:
     file = folder / PROGRESS / PLAN
-    text = plan.to_json().encode()
+    text = _PlanRecord.model_construct(**dict(plan.record), planned=plan.records).to_json().encode()
     if not file.exists():
         file.write_bytes(text)
         return

@@ -6,10 +6,10 @@ They come from dialogues and texts (see `targets.dialogues`), or from stored sta
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,20 @@ from torch import Tensor
 from ..errors import RecipeInvalid, TrainingDataInvalid
 from ..head.vocab import keep_most_frequent, offsets
 from ..targets.dialogues import Sample, encode_row, read_rows
-from ..targets.states import StatesFolder
+from ..targets.rows import (
+    FEWEST,
+    TABLES,
+    RowTable,
+    Span,
+    arrange,
+    choose_held_out,
+    cut_spans,
+    divide,
+    read_counts,
+    read_prompts,
+)
+from ..targets.states import StatesFolder, StoredStates
 from ..targets.tokenizer import Tokenizer
-
-HELD_OUT = 0.02  # share of the samples, or of the prompts
-OPEN = 64  # rows kept open for more samples while packing
-FEWEST = 4  # evaluation rows; fewer mean nothing
 
 
 @dataclass(frozen=True)
@@ -38,22 +46,39 @@ class Prepared:
     prompts: frozenset[str]
 
 
-Span = tuple[int, int, int]
-"""A stored sequence's number, its first token, and the number of tokens."""
+class SpanReader(Protocol):
+    """Gives the states of spans."""
+
+    def read_span(self, index: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """See `StatesFolder.read_span`."""
+        ...
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Rows cut from stored sequences; for each, its consecutive spans; and the prompts' digests."""
+    """Rows of stored sequences.
 
-    rows: Rows
-    places: tuple[tuple[Span, ...], ...]
-    prompts: frozenset[str]
+    Attributes:
+        rows: the rows.
+        places: for each row, its consecutive spans.
+        states: gives the states of a span.
+        prompts: returns the prompts' digests.
+    """
+
+    rows: TextRows
+    places: Sequence[tuple[Span, ...]]
+    states: SpanReader
+    prompts: Callable[[], Iterable[str]]
 
     def sequences_of(self, rank: int) -> set[int]:
         """Return the numbers of the sequences in a process's rows."""
-        shares = self.rows.shares or (range(len(self.places)),)
-        return {sequence for row in shares[rank] for sequence, *_ in self.places[row]}
+        return {sequence for row in self.rows.shares[rank] for sequence, *_ in self.places[row]}
+
+    def files_of(self, rank: int, stored: StoredStates) -> list[str]:
+        """Return the names of the files of stored states that a process's rows need."""
+        if isinstance(self.places, RowTable):
+            return self.places.files_of(self.rows.shares[rank])
+        return stored.files_of(self.sequences_of(rank))
 
 
 def prepare_dialogues(
@@ -91,7 +116,7 @@ def prepare_dialogues(
                 fix="Remove them from one of the two.",
             )
     else:
-        chosen = _choose(samples)
+        chosen = choose_held_out(samples)
         others = {key: s for key, s in samples.items() if key in chosen}
         samples = {key: s for key, s in samples.items() if key not in others}
     text, unseen = pack_samples(samples.values(), seq, pack=pack), pack_samples(others.values(), seq)
@@ -100,6 +125,21 @@ def prepare_dialogues(
     facts: dict[str, object] = {"name": name, "samples": len(samples), "held_out": len(others), "sha256": digest}
     prompts = frozenset(prompt for sample in samples.values() for prompt in sample.prompts)
     return Prepared(text, unseen, facts | ({"revision": revision} if revision else {}), prompts)
+
+
+def place_rows(states: StatesFolder, seq: int, *, held_out: bool, pack: bool = False, processes: int = 1) -> Placed:
+    """Return rows of stored or served states.
+
+    They are read from the index's table when their turn comes, if it has one of this row length. Otherwise the whole
+    index is read, and they are cut now: the same rows. Arguments and errors as in `place_sequences`.
+    """
+    rows = states.record.rows if isinstance(states, StoredStates) else None
+    if not isinstance(states, StoredStates) or rows is None or rows.seq != seq:
+        return place_sequences(states, seq, held_out=held_out, pack=pack, processes=processes)
+    name = next(name for name, kind in TABLES.items() if kind == (held_out, pack))
+    table = RowTable(states, rows, name)
+    _refuse_few_placed(len(table), states, held_out=held_out)
+    return Placed(TableRows(table, processes), table, table, lambda: read_prompts(states, rows))
 
 
 def place_sequences(
@@ -115,50 +155,39 @@ def place_sequences(
         held_out: return the evaluation rows instead of the training rows: those of one prompt in fifty.
         pack: whether to put several sequences into a row.
         processes: number of processes that share the rows.
+
+    Raises:
+        TrainingDataInvalid: there are too few rows.
+        StatesInvalid: the states cannot be read.
     """
-    spans: list[Span] = []
-    pieces: list[Piece] = []
-    chosen = _choose({record.digest for record in states.sequences})
-    for number, record in enumerate(states.sequences):
-        if (record.digest in chosen) != held_out:
-            continue
-        given = states.read_mask(number)
-        mask = _behind(record.prompt_length, record.length) if given is None else given.bool()
-        for start in range(0, record.length, seq):
-            part = mask[start : start + seq]
-            if part[1:].any():
-                spans.append((number, start, len(part)))
-                pieces.append((states.read_tokens(number)[start : start + seq], part))
-    lengths = [length for *_, length in spans]
-    arranged: list[list[int]] = []
-    shares: list[tuple[int, ...]] = []
-    # Without packing each piece is a row, however short.
-    for run in divide(lengths if pack else [1] * len(lengths), processes):
-        own = [[run[piece] for piece in row] for row in arrange([lengths[at] for at in run], seq, pack=pack)]
-        shares.append(tuple(range(len(arranged), len(arranged) + len(own))))
-        arranged += own
-    places = [tuple(spans[piece] for piece in row) for row in arranged]
-    if len(places) < FEWEST:
+    sequences = states.sequences
+
+    def mask_of(number: int) -> Tensor:
+        given, record = states.read_mask(number), sequences[number]
+        return torch.arange(record.length) >= record.prompt_length if given is None else given.bool()
+
+    spans = cut_spans(sequences, mask_of, seq, held_out=held_out)
+    arranged = arrange([length for *_, length in spans], seq, pack=pack)
+    _refuse_few_placed(len(arranged), states, held_out=held_out)
+    pieces = [
+        (states.read_tokens(number)[start : start + length], mask_of(number)[start : start + length])
+        for number, start, length in spans
+    ]
+    rows = replace(lay_out(pieces, arranged, seq, pack=pack), processes=processes)
+    trained = {number for number, *_ in spans}
+    prompts = frozenset(
+        digest for number in trained for digest in (sequences[number].answered or (sequences[number].digest,))
+    )
+    return Placed(rows, [tuple(spans[piece] for piece in row) for row in arranged], states, lambda: prompts)
+
+
+def _refuse_few_placed(count: int, states: StatesFolder, *, held_out: bool) -> None:
+    if count < FEWEST:
         raise TrainingDataInvalid(
-            f"the stored states give {len(places)} rows {'for evaluation' if held_out else 'for training'}",
+            f"the stored states give {count} rows {'for evaluation' if held_out else 'for training'}",
             where=states.folder,
             fix="Create states of more prompts.",
         )
-    told = (states.sequences[number] for number, *_ in spans)
-    prompts = frozenset(digest for record in told for digest in (record.answered or (record.digest,)))
-    return Placed(replace(lay_out(pieces, arranged, seq, pack=pack), shares=tuple(shares)), tuple(places), prompts)
-
-
-def divide(sizes: Sequence[int], parts: int) -> list[range]:
-    """Divide consecutive things into runs of nearly equal size; if there are too few, runs share them."""
-    if len(sizes) < parts:
-        return [range(at % len(sizes), at % len(sizes) + 1) for at in range(parts)] if sizes else []
-    ends, cuts = list(accumulate(sizes)), [0]
-    for part in range(1, parts):
-        at = bisect_left(ends, ends[-1] * part / parts) + 1
-        # Each run has at least one.
-        cuts.append(min(max(at, cuts[-1] + 1), len(sizes) - parts + part))
-    return [range(*pair) for pair in pairwise([*cuts, len(sizes)])]
 
 
 def _samples(name: str, tokenizer: Tokenizer, split: str, revision: str | None) -> Iterable[Sample]:
@@ -170,11 +199,6 @@ def _digest(sample: Sample) -> str:
     return hashlib.sha256(sample.ids.numpy().tobytes()).hexdigest()
 
 
-def _choose(digests: Collection[str]) -> set[str]:
-    """Return the digests of the held-out prompts."""
-    return set(sorted(digests)[: max(FEWEST, round(HELD_OUT * len(digests)))])
-
-
 def _refuse_few(rows: Rows, name: str) -> None:
     if len(rows.ids) < FEWEST:
         raise TrainingDataInvalid(
@@ -182,10 +206,6 @@ def _refuse_few(rows: Rows, name: str) -> None:
             where=name,
             fix="Use more data, or pass --held-out FILE.",
         )
-
-
-def _behind(prompt: int, length: int) -> Tensor:
-    return torch.arange(length) >= prompt
 
 
 Piece = tuple[Tensor, Tensor]
@@ -217,35 +237,6 @@ def pack_samples(samples: Iterable[Sample], seq: int, *, pack: bool = False) -> 
             "the data holds no answers or texts to train on", fix="Use dialogues with answers, or texts."
         )
     return lay_out(pieces, arrange([len(ids) for ids, _ in pieces], seq, pack=pack), seq, pack=pack)
-
-
-def arrange(lengths: Sequence[int], seq: int, *, pack: bool) -> list[list[int]]:
-    """Return which pieces go into which row: one each, or as many as fit.
-
-    Each goes into the first of some open rows with enough room, so that adjacent data stays close together on disk.
-    When a
-    new row is needed, the fullest one is closed.
-
-    Args:
-        lengths: of the pieces, at most `seq`.
-        seq: tokens per row.
-        pack: whether to put several of them into a row.
-    """
-    if not pack:
-        return [[place] for place in range(len(lengths))]
-    rows: list[list[int]] = []
-    opened: list[tuple[list[int], int]] = []
-    for place, length in enumerate(lengths):
-        at = next((at for at, (_, left) in enumerate(opened) if left >= length), None)
-        if at is not None:
-            row, left = opened[at]
-            row.append(place)
-            opened[at] = row, left - length
-            continue
-        if len(opened) == OPEN:
-            rows.append(opened.pop(min(range(OPEN), key=lambda at: opened[at][1]))[0])
-        opened.append(([place], seq - length))
-    return rows + [row for row, _ in opened]
 
 
 def lay_out(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], seq: int, *, pack: bool) -> Rows:
@@ -286,22 +277,21 @@ def cut_windows(text: Tensor, seq: int, count: int, seed: int) -> Tensor:
     return text[: whole * seq].view(whole, seq)[chosen]
 
 
-def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int] = ()) -> Tensor:
+def map_draft_vocab(counts: Tensor, size: int, specials: Sequence[int] = ()) -> Tensor:
     """Return the map from draft to target ids that keeps a text's most frequent tokens: `d2t`, [size] int64.
 
     It holds offsets: draft id i means target id i + d2t[i]. Target ids ascend with draft ids.
 
     Args:
-        text: token ids.
+        counts: how often the text has each id of the target's vocabulary, [vocab].
         size: rows of the draft vocabulary.
-        vocab: rows of the target's.
         specials: ids that are kept whatever their frequency.
 
     Raises:
         RecipeInvalid: the text has fewer distinct tokens.
         ConfigInvalid: there are more special tokens than that.
     """
-    counts = torch.bincount(text, minlength=vocab)
+    counts = counts.clone()
     counts[list(specials)] += 1
     distinct = int((counts > 0).sum())
     if distinct < size:
@@ -312,23 +302,23 @@ def map_draft_vocab(text: Tensor, size: int, vocab: int, specials: Sequence[int]
     return offsets(keep_most_frequent(counts, size, specials))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool.
+class TextRows(Protocol):
+    """Rows of a text, in memory or read when they are asked for."""
 
-    For packed rows, `documents` [N, T] int32 numbers the documents of each row, -1 for padding. `shares` holds the row
-    numbers of each process, if it cannot read all rows.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    documents: Tensor | None = None
-    shares: tuple[tuple[int, ...], ...] | None = None
+    @property
+    def shares(self) -> Sequence[Sequence[int]]:
+        """The row numbers of each process, if it cannot read all rows; otherwise of one that has them all."""
+        ...
 
     @property
     def usable(self) -> int:
         """How many rows a pass takes; each process takes equally many."""
-        return len(self.ids) if self.shares is None else min(map(len, self.shares)) * len(self.shares)
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many tokens the rows have, with padding."""
+        ...
 
     def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
         """Return the numbers of a process's rows, [n] int64: equally many for each process, in whole batches.
@@ -338,10 +328,129 @@ class Rows:
             processes: their number; rows without shares are dealt out in turn.
             batch: rows of one process in a batch.
         """
+        ...
+
+    def take(self, rows: Tensor) -> Rows:
+        """Return some rows [n], in this order.
+
+        Raises:
+            StatesInvalid: they cannot be read.
+        """
+        ...
+
+    def count(self, vocab: int) -> Tensor:
+        """Return how often each token id counts in the loss, [vocab] int64."""
+        ...
+
+    def digests(self) -> list[str]:
+        """Return what distinguishes these rows from others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token ids [N, T] int64, and which of them count in the loss, [N, T] bool.
+
+    For packed rows, `documents` [N, T] int32 numbers the documents of each row, -1 for padding. `processes` is the
+    number of processes among which the rows are divided; None if each could have any.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    documents: Tensor | None = None
+    processes: int | None = None
+
+    @property
+    def shares(self) -> list[range]:
+        """See `TextRows.shares`."""
+        return divide(len(self.ids), self.processes or 1)
+
+    @property
+    def usable(self) -> int:
+        """See `TextRows.usable`."""
+        return _usable(self.shares)
+
+    @property
+    def size(self) -> int:
+        """See `TextRows.size`."""
+        return self.ids.numel()
+
+    def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
+        """See `TextRows.own`."""
         count = len(self.ids)
-        shares: Sequence[Sequence[int]] = self.shares or [
-            # With fewer rows than processes, several processes have the same row.
-            range(at, count, processes) if count >= processes else [at % count]
-            for at in range(processes)
-        ]
-        return torch.tensor(shares[rank][: min(map(len, shares)) // batch * batch], dtype=torch.int64)
+        shares = (
+            self.shares
+            if self.processes
+            else [
+                # With fewer rows than processes, several processes have the same row.
+                range(at, count, processes) if count >= processes else range(at % count, at % count + 1)
+                for at in range(processes)
+            ]
+        )
+        return _own(shares, rank, batch)
+
+    def take(self, rows: Tensor) -> Rows:
+        """See `TextRows.take`."""
+        documents = None if self.documents is None else self.documents[rows]
+        return Rows(self.ids[rows], self.mask[rows], documents)
+
+    def count(self, vocab: int) -> Tensor:
+        """See `TextRows.count`."""
+        return self.ids[self.mask].bincount(minlength=vocab)
+
+    def digests(self) -> list[str]:
+        """See `TextRows.digests`."""
+        tensors = [self.ids, self.mask, *([] if self.documents is None else [self.documents])]
+        return [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors]
+
+
+class TableRows:
+    """Rows of a table in the index of stored states, divided among processes.
+
+    Args:
+        table: the table.
+        processes: number of processes.
+    """
+
+    def __init__(self, table: RowTable, processes: int) -> None:
+        self._table = table
+        self.shares = divide(len(table), processes)
+
+    @property
+    def usable(self) -> int:
+        """See `TextRows.usable`."""
+        return _usable(self.shares)
+
+    @property
+    def size(self) -> int:
+        """See `TextRows.size`."""
+        return len(self._table) * self._table.seq
+
+    def own(self, rank: int, processes: int, batch: int = 1) -> Tensor:
+        """See `TextRows.own`."""
+        return _own(self.shares, rank, batch)
+
+    def take(self, rows: Tensor) -> Rows:
+        """See `TextRows.take`."""
+        taken = [self._table.read_row(row).parts for row in rows.tolist()]
+        pieces = [(ids.long(), mask) for parts in taken for ids, mask in parts]
+        ends = [*accumulate(map(len, taken), initial=0)]
+        own = [range(*pair) for pair in pairwise(ends)]
+        return lay_out(pieces, own, self._table.seq, pack=TABLES[self._table.name][1])
+
+    def count(self, vocab: int) -> Tensor:
+        """See `TextRows.count`; only training rows are counted."""
+        return read_counts(self._table.states, self._table.rows)
+
+    def digests(self) -> list[str]:
+        """See `TextRows.digests`."""
+        index = self._table.states.record.index
+        return [index.sha256 if index else "", self._table.name]
+
+
+def _usable(shares: Sequence[Sequence[int]]) -> int:
+    return min(map(len, shares), default=0) * len(shares)
+
+
+def _own(shares: Sequence[range], rank: int, batch: int) -> Tensor:
+    return torch.tensor(shares[rank][: min(map(len, shares)) // batch * batch], dtype=torch.int64)

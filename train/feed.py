@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 
 from ..targets.forward import capture
 from ..targets.model import CausalLM
-from ..targets.states import StatesFolder
-from .data import Span
+from .data import Span, SpanReader, TextRows
 from .recipe import EagleRecipe
 
 Batch = dict[str, Any]
@@ -143,7 +142,7 @@ class Offline:
     """States on disk, or from a server.
 
     Args:
-        states: the stored or served states.
+        states: gives the stored or served states of a span.
         places: for each row, its spans.
         spread: maps a function over spans, in parallel if a server returns them.
     """
@@ -151,7 +150,7 @@ class Offline:
     ahead = True
 
     def __init__(
-        self, states: StatesFolder, places: Sequence[Sequence[Span]], spread: Callable[..., Iterable[Any]] = map
+        self, states: SpanReader, places: Sequence[Sequence[Span]], spread: Callable[..., Iterable[Any]] = map
     ) -> None:
         self._states, self._places, self._spread = states, places, spread
 
@@ -179,28 +178,23 @@ class Feed(Dataset[Batch]):
     """Rows of a text in batches.
 
     Args:
-        ids: [N, T] int64.
-        mask: [N, T] bool, which tokens count in the loss.
+        rows: the rows.
         batch: rows per batch; rows that do not fill a batch are omitted.
         states: the target's, over these rows.
         dtype: the dtype of the returned states, whatever they were stored in.
-        documents: of packed rows, see `Rows`.
         own: numbers of the rows to return, [n] int64; None for all of them.
     """
 
     def __init__(
         self,
-        ids: Tensor,
-        mask: Tensor,
+        rows: TextRows,
         batch: int,
         states: StatesSource,
         dtype: torch.dtype = torch.float32,
-        documents: Tensor | None = None,
         own: Tensor | None = None,
     ) -> None:
-        self._documents = documents
-        self._ids, self._mask, self._batch, self._states, self._dtype = ids, mask, batch, states, dtype
-        self._own = torch.arange(len(ids)) if own is None else own
+        self._rows, self._batch, self._states, self._dtype = rows, batch, states, dtype
+        self._own = rows.own(0, 1) if own is None else own
         # One thread per batch read ahead, so that a server has the next one's requests before this one's last.
         self._reader = ThreadPoolExecutor(AHEAD, thread_name_prefix="read-ahead")
         self._order: list[int] = []
@@ -226,12 +220,12 @@ class Feed(Dataset[Batch]):
 
     def _read(self, index: int) -> Batch:
         rows = self._own[index * self._batch : (index + 1) * self._batch]
-        ids = self._ids[rows]
-        captured, hidden = self._states.read(rows, ids)
-        packed = {} if self._documents is None else {"documents": self._documents[rows]}
+        taken = self._rows.take(rows)
+        captured, hidden = self._states.read(rows, taken.ids)
+        packed = {} if taken.documents is None else {"documents": taken.documents}
         return packed | {
-            "input_ids": ids,
-            "loss_mask": self._mask[rows],
+            "input_ids": taken.ids,
+            "loss_mask": taken.mask,
             "base_model_outputs": {
                 "aux_hidden_states": captured.to(self._dtype),
                 "base_model_hidden_states": hidden.to(self._dtype),

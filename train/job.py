@@ -35,7 +35,7 @@ from ..targets.states import StatesFolder, StatesRecord, open_states
 from ..targets.stream_states import StreamedStates
 from ..targets.tokenizer import Tokenizer, load_tokenizer
 from ..targets.write_states import SHARD_BYTES, Runner, WantedAnswers, plan_states
-from .data import Placed, Rows, map_draft_vocab, place_sequences, prepare_dialogues
+from .data import Placed, TextRows, map_draft_vocab, place_rows, prepare_dialogues
 from .evaluate import spec_of
 from .feed import Offline, StatesSource, keep_read_again, online_states
 from .recipe import EagleRecipe, check_keys, complete
@@ -115,18 +115,20 @@ class TrainJob:
         init_from: a head to continue from, in any layout.
         ends: the target's ends, if nothing else of it is read; None if the whole target is in `target` and is read.
         lm_head: blake3 of the output matrix that the target must have; None if no states record it.
+        prompts: returns the training prompts, for the manifest, if `data` lacks them: only the end needs them.
     """
 
     target: Path
     recipe: EagleRecipe
-    text: Rows
-    unseen: Rows
+    text: TextRows
+    unseen: TextRows
     states: Callable[[], tuple[StatesSource, StatesSource]]
     data: Mapping[str, Any] = field(default_factory=dict)
     specials: tuple[int, ...] = ()
     init_from: Head | None = None
     ends: Ends | None = None
     lm_head: str | None = None
+    prompts: Callable[[], list[str]] | None = None
 
     @property
     def own_ends(self) -> Ends:
@@ -158,15 +160,14 @@ def draft_coverage(job: TrainJob) -> Coverage | None:
     if job.recipe.draft_vocab is None:
         return None
     vocab = read_target_config(job.target).vocab
-    counts = job.text.ids[job.text.mask].bincount(minlength=vocab)
-    return measure_coverage(counts, target_ids(draft_map(job, job.recipe.draft_vocab, vocab)))
+    return measure_coverage(job.text.count(vocab), target_ids(draft_map(job, job.recipe.draft_vocab, vocab)))
 
 
 def draft_map(job: TrainJob, size: int, vocab: int) -> Tensor:
     """Return `d2t` as offsets, [size] int64: from the head to continue, or from the text's most frequent tokens."""
     if job.init_from is not None:
         return read_slot(job.init_from, "d2t")
-    return map_draft_vocab(job.text.ids[job.text.mask], size, vocab, job.specials)
+    return map_draft_vocab(job.text.count(vocab), size, job.specials)
 
 
 def job_key(job: TrainJob) -> str:
@@ -174,8 +175,7 @@ def job_key(job: TrainJob) -> str:
     config = job.target / "config.json"
     # The layers of a target that is not run affect its states, whose digests are in `data`.
     files = [config] if job.ends else sorted([config, *job.target.glob("*.safetensors")])
-    tensors = [job.text.ids, job.text.mask, job.unseen.ids, job.unseen.mask]
-    tensors += [] if job.text.documents is None else [job.text.documents]
+    text = job.text.digests()
     recipe = dataclasses.asdict(job.recipe)
     # A head from before this option existed keeps its name.
     for field_ in ("kernel", "pack"):
@@ -186,7 +186,8 @@ def job_key(job: TrainJob) -> str:
         "source": SOURCE,
         "target": {file.name: file_digest(file) for file in files if file.exists()}
         | (job.ends.digests if job.ends else {}),
-        "rows": [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors],
+        # In the order that keeps the names of heads from before packing.
+        "rows": [*text[:2], *job.unseen.digests(), *text[2:]],
         "data": dict(job.data),
         "specials": job.specials,
         "start": {f.name: file_digest(f) for f in job.init_from.checkpoint.files} if job.init_from else None,
@@ -356,19 +357,20 @@ def offline_job(
     if init_from is None:
         values = {"captured": list(stored.record.captured), **values}
     check_job(values, config, init_from)
-    text, unseen = _place(stored, values)
-    recipe = complete(values, config, text.rows.usable, init_from.spec if init_from else None)
-    # Now that the recipe is complete: the layers it wants, in its order.
-    wanted = open_states(folder, config=config, captured=recipe.captured)
+    spec, rank = init_from.spec if init_from else None, place()[0]
+    # The layers that the recipe wants, in its order.
+    wanted = stored.choose(complete(values, config, maxsize, spec).captured)
+    text, unseen = _place(wanted, values)
+    recipe = complete(values, config, text.rows.usable, spec)
     # A node may hold only the files of its own processes.
-    wanted.check_files(text.sequences_of(place()[0]) | unseen.sequences_of(place()[0]))
-    facts: dict[str, object] = {"name": folder.name, "sha256": _digest(stored.record)}
+    wanted.check_files(sorted({*text.files_of(rank, wanted), *unseen.files_of(rank, wanted)}))
+    facts: dict[str, object] = {"name": folder.name, "sha256": stored.record.sha256}
 
     def states() -> tuple[StatesSource, StatesSource]:
-        return Offline(wanted, text.places), Offline(wanted, unseen.places)
+        return Offline(text.states, text.places), Offline(unseen.states, unseen.places)
 
     job = TrainJob(target, recipe, text.rows, unseen.rows, states, facts, init_from=init_from)
-    return _of_states(job, stored.record, text, tokenizer, ends)
+    return _of_states(job, wanted.record, text, tokenizer, ends)
 
 
 def streamed_job(
@@ -406,7 +408,8 @@ def streamed_job(
     def states() -> tuple[StatesSource, StatesSource]:
         # Even for one: several threads read batches ahead.
         spread = ThreadPoolExecutor(runner.at_once, thread_name_prefix="requests").map
-        return keep_read_again(Offline(served, text.places, spread), Offline(served, unseen.places, spread), recipe)
+        read, looked_at = (Offline(part.states, part.places, spread) for part in (text, unseen))
+        return keep_read_again(read, looked_at, recipe)
 
     facts: dict[str, object] = {"name": planned.record.prompts.file, "streamed": True}
     job = TrainJob(target, recipe, text.rows, unseen.rows, states, facts, init_from=init_from)
@@ -416,21 +419,22 @@ def streamed_job(
 def _place(stored: StatesFolder, values: Mapping[str, Any]) -> tuple[Placed, Placed]:
     """Return the training rows and the evaluation rows, divided among the processes."""
     pack, processes = values.get("pack", EagleRecipe.pack), place()[1]
-    text = place_sequences(stored, _seq(values), held_out=False, pack=pack, processes=processes)
-    return text, place_sequences(stored, _seq(values), held_out=True, processes=processes)
+    text = place_rows(stored, _seq(values), held_out=False, pack=pack, processes=processes)
+    return text, place_rows(stored, _seq(values), held_out=True, processes=processes)
 
 
 def _of_states(job: TrainJob, record: StatesRecord, text: Placed, tokenizer: Tokenizer, ends: Ends | None) -> TrainJob:
     """Complete a job with the record of its states."""
-    facts = {"states": record.prompts.model_dump(), "sequences": len(record.sequences), "dtype": record.dtype}
-    facts |= {"prompts": record_prompts(text.prompts, job.init_from)}
+    facts = {"states": record.prompts.model_dump(), "sequences": record.count, "dtype": record.dtype}
     own, told = ends or find_ends(Folder(job.target)), record.target.lm_head_blake3
-    return replace(job, data=job.data | facts, specials=tuple(tokenizer.specials), ends=own, lm_head=told)  # pyright: ignore[reportOperatorIssue]
-
-
-def _digest(record: StatesRecord) -> str:
-    """Return a sha256 over the shards' digests: it covers the states, while the rows' digests cover their tokens."""
-    return hashlib.sha256("".join(shard.sha256 for shard in record.shards).encode()).hexdigest()
+    return replace(
+        job,
+        data=job.data | facts,  # pyright: ignore[reportOperatorIssue]
+        specials=tuple(tokenizer.specials),
+        ends=own,
+        lm_head=told,
+        prompts=lambda: record_prompts(text.prompts(), job.init_from),
+    )
 
 
 def _own_device() -> torch.device:

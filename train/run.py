@@ -146,8 +146,8 @@ def run(job: TrainJob, work: Path, pace: Pace, progress: Progress) -> EagleTrain
     # There may be fewer evaluation rows than a batch has.
     shown = min(batch, len(evaluated))
     feeds = (
-        Feed(job.text.ids, job.text.mask, batch, states, dtype, job.text.documents, text),
-        Feed(job.unseen.ids, job.unseen.mask, shown, unseen, dtype, own=evaluated),
+        Feed(job.text, batch, states, dtype, text),
+        Feed(job.unseen, shown, unseen, dtype, evaluated),
     )
     trainer = EagleTrainer(model, spec, recipe, feeds, work, pace, progress)
     resume = newest(work, recipe.steps)
@@ -202,23 +202,25 @@ def leave(job: TrainJob, trainer: EagleTrainer, work: Path, folder: Path) -> dic
     export_module(model, folder, job.recipe)
     (folder / MODULE).mkdir()
     save_module(model, folder / MODULE, job.recipe)
+    vocab = read_target_config(job.target).vocab
     history = [read_json(work / UNTRAINED), *trainer.state.log_history]
     evaluations = [{k.removeprefix("eval_"): v for k, v in row.items()} for row in history if "eval_loss" in row]
     coverage = draft_coverage(job)
+    facts = dict(job.data) | ({"prompts": job.prompts()} if job.prompts else {})
     report = {
         "key": read_json(work / RUN)["key"],
         "recipe": dataclasses.asdict(job.recipe),
-        "data": dict(job.data),
+        "data": facts,
         "started_from": job.init_from.checkpoint.source if job.init_from else None,
         "parameters": sum(p.numel() for p in model.eagle_module.parameters()),
-        "tokens": {"text": job.text.ids.numel(), "counted": int(job.text.mask.sum()), "unseen": job.unseen.ids.numel()},
+        "tokens": {"text": job.text.size, "counted": int(job.text.count(vocab).sum()), "unseen": job.unseen.size},
         "draft_vocab": {"share": coverage.share, **dataclasses.asdict(coverage)} if coverage else None,
         "untrained": evaluations[0],
         "trained": evaluations[-1],
         "evaluations": evaluations,
         "libraries": {name: version(name) for name in LIBRARIES},
     }
-    data = {name: value for name, value in job.data.items() if name != "prompts"}
+    data = {name: value for name, value in facts.items() if name != "prompts"}
     # Speed is not part of the result, which is the same however often a run was stopped.
     told = report | {"data": data, "tokens_per_second": round(trainer.rate, 1)}
     (folder / MODULE / REPORT).write_text(json.dumps(told, indent=2) + "\n")

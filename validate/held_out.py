@@ -14,7 +14,7 @@ from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.source import Source
 from ..errors import PromptsInvalid
 from ..targets.prompts import KEPT, Prompt, digest_prompts, read_prompts
-from ..targets.states import RECORD
+from ..targets.states import CONTENTS, RECORD
 from ..targets.suites import SUITES, load_suite
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{16}")
@@ -116,7 +116,7 @@ def refuse_overlap(digests: Iterable[str], head: Path, calibrated_on: Sequence[P
             raise PromptsInvalid(
                 "this file records no prompts to compare with",
                 where=file,
-                fix="Pass the states.json that the head was calibrated on.",
+                fix="Pass the folder of states that the head was calibrated on.",
             )
         both = sorted(held_out & known)
         if both:
@@ -134,6 +134,12 @@ def _records(head: Path, calibrated_on: Sequence[Path]) -> Iterator[Path]:
         yield manifest
     for path in calibrated_on:
         found = [path / name for name in (RECORD, MANIFEST) if (path / name).exists()] if path.is_dir() else [path]
+        # A record of states lists its prompts in a file beside it, unless it is an older one.
+        beside = [file.with_name(CONTENTS) for file in found]
+        found = [
+            listed if file.name == RECORD and listed.exists() else file
+            for file, listed in zip(found, beside, strict=True)
+        ]
         if not found:
             raise PromptsInvalid(
                 f"{path} holds neither {RECORD} nor {MANIFEST}", where=path, fix="Pass the record of the calibration."

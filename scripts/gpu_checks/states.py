@@ -64,6 +64,7 @@ def check_states(bench: Bench) -> dict[str, Any]:
     from kconv.targets.config import parse_target_config
     from kconv.targets.forward import LocalRunner
     from kconv.targets.model import build_target
+    from kconv.train.data import Rows
     from kconv.train.feed import Feed, Offline
 
     length, count = bench.size.batches[0][1], 8
@@ -91,7 +92,7 @@ def check_states(bench: Bench) -> dict[str, Any]:
         apart = float((final.float() - hidden.float()).abs().max() / hidden.float().abs().max())
         assert apart < 0.01, f"the final states are apart by {apart:.4f} of their greatest"
 
-        class Rows:
+        class Served:
             """The stand-in's sequences, as training reads them."""
 
             def read_span(self, index: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +100,8 @@ def check_states(bench: Bench) -> dict[str, Any]:
                 return found[0][0, first:last], found[1][0, first:last]
 
         places = [[(index, 0, length)] for index in range(count)]
-        rows: Any = Rows()
-        feed = Feed(ids, torch.ones_like(ids, dtype=torch.bool), 1, Offline(rows, places), torch.bfloat16)
+        rows = Rows(ids, torch.ones_like(ids, dtype=torch.bool))
+        feed = Feed(rows, 1, Offline(Served(), places), torch.bfloat16)
         on_card: list[torch.Tensor] = []
         begin = time.perf_counter()
         for index in range(count):

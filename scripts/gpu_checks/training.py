@@ -46,6 +46,7 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     from kconv.checkpoint.tensors import TORCH
     from kconv.targets.config import parse_target_config
     from kconv.targets.model import build_target
+    from kconv.train.data import Rows
     from kconv.train.evaluate import spec_of
     from kconv.train.feed import Feed
     from kconv.train.job import Pace
@@ -68,8 +69,8 @@ def train(bench: Bench, rows: int, seq: int) -> dict[str, Any]:
     # Four documents in each row.
     documents = (torch.arange(seq, dtype=torch.int32) * 4 // seq).expand(4 * rows, -1)
     feeds = (
-        Feed(ids, mask, rows, states, dtype, documents),
-        Feed(ids[:rows], mask[:rows], rows, states, dtype),
+        Feed(Rows(ids, mask, documents), rows, states, dtype),
+        Feed(Rows(ids[:rows], mask[:rows]), rows, states, dtype),
     )
     ends: list[float] = []
     losses: list[float] = []

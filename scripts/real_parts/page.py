@@ -13,6 +13,7 @@ from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow, read_acceptanc
 from kconv.bench.stats import Counts, add_up, interval
 from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.folder import open_checkpoint, read_json
+from kconv.targets.states import open_states
 
 from .attention import CONVERSIONS
 
@@ -92,9 +93,9 @@ class Found:
 
 def describe_heads(found: Found) -> list[str]:
     """Return how the heads were trained."""
-    record = read_json(found.work / "states" / "states.json")
+    sequences = open_states(found.work / "states").sequences
     lines = [
-        f"{len(record['sequences']):,} dialogues.",
+        f"{len(sequences):,} dialogues.",
         "",
         "| head | parameters | draft vocabulary | covers | tokens | steps x tokens | loss | acceptance |",
         "|---|---|---|---|---|---|---|---|",

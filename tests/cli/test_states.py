@@ -42,8 +42,8 @@ def test_states_are_written_and_told(tiny_target, prompts, tmp_path):
     record = read_record(out)
     # By default the three layers that Eagle3 captures, and the target's own dtype.
     assert (record.captured, record.dtype) == ((1, 2, 3), "F32")
-    assert [s.category for s in record.sequences if s.kind == "greedy"] == ["writing", "math", "math"]
-    assert {s.length for s in record.sequences if s.kind == "sampled"} == {11}
+    assert [s.category for s in open_states(out).sequences if s.kind == "greedy"] == ["writing", "math", "math"]
+    assert {s.length for s in open_states(out).sequences if s.kind == "sampled"} == {11}
 
 
 def test_json_captures_and_dtype(tiny_target, prompts, tmp_path):

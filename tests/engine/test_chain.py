@@ -61,7 +61,8 @@ def recipe(target: Path, prompts: Path, url: str, shared: Path) -> str:
                       "temperature": 0, "concurrency": 1},
         # One at a time: what a server runs side by side it sums in another order.
         "states": {"do": "states", "target": str(target), "data": "$dialogues/dialogues.jsonl", "captured": [1, 3, 5],
-                   "dtype": "F32", "url": url, "shared": str(shared), "concurrency": 1, "shard_mib": 1},
+                   "dtype": "F32", "url": url, "shared": str(shared), "concurrency": 1, "shard_mib": 1,
+                   "seq": SETTINGS["seq"]},
         "head": {"do": "train", "target": str(target), "states": "$states", "recipe": "eagle3-gqa", "set": SETTINGS,
                  "save_every": 3, "eval_every": 16},
         "vllm": {"do": "convert", "head": "$head", "to": "vllm"},
@@ -185,7 +186,8 @@ def test_two_processes_beside_the_server_end_with_the_weights_of_stored_states(s
     said = [[("user", text[:60]), ("assistant", text[60:300])] for text in texts]
     rows = [{"messages": [{"role": role, "content": words} for role, words in turns]} for turns in said]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kconv.states(target, stored, data=data, captured=(1, 3, 5), url=server.url, shared=server.shared, dtype="F32")
+    asked = {"url": server.url, "shared": server.shared, "dtype": "F32", "seq": SETTINGS["seq"]}
+    kconv.states(target, stored, data=data, captured=(1, 3, 5), **asked)
     assert left(server.shared, before) == set()
     settings = SETTINGS | {"captured": [1, 3, 5]}
     common = ["--recipe", "eagle3-gqa", "--save-every", 4, "--eval-every", 16]

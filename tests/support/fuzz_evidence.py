@@ -45,8 +45,8 @@ YAML = (
 )  # fmt: skip
 BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else '1'}]\n" for i in range(12))
 CALIBRATION = {"kconv": "0.1.0", "target": {}, "prompts": {}, "input_amax": {"model.layers.0.mlp.up_proj": 1.5}}
-STATES = {"schema": 1, "kconv": "0.1.0", "target": {}, "captured": [1, 2, 3], "dtype": "BF16", "prompts": {},
-          "tokenizer": {}, "seed": 0, "new_tokens": {}, "sequences": [], "shards": []}  # fmt: skip
+STATES = {"schema": 2, "kconv": "0.1.0", "target": {}, "captured": [1, 2, 3], "dtype": "BF16", "prompts": {},
+          "tokenizer": {}, "seed": 0, "new_tokens": {}, "sequences": {}, "tokens": 0, "contents": {}}  # fmt: skip
 STATE = {"schema_version": 1, "kconv": "0.1.0", "steps": {"a": {"status": "done", "fingerprint": "0"}}, "seen": {}}
 TARGET = {"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 48, "num_hidden_layers": 61, "vocab_size": 64,
           "num_attention_heads": 4, "max_position_embeddings": 1024, "model_type": "kimi_k2", "eos_token_id": [3, 4],

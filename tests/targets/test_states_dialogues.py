@@ -102,14 +102,14 @@ def test_tokens_and_masks_are_those_that_training_on_the_dialogues_has(stored, t
         assert torch.allclose(found.hidden, hidden[0], atol=1e-5)
     assert {(s.kind, s.category) for s in states.sequences} == {("dialogue", "talk")}
     # Each answer of a dialogue is known by what was asked before it.
-    assert len(states.record.digests) == 7
+    assert len(states.digests) == 7
 
 
 def test_the_index_holds_what_the_shards_hold(stored):
     states = open_states(stored)
     bare = open_states(stored)
     object.__setattr__(bare, "record", bare.record.model_copy(update={"index": None}))
-    assert states.record.index is not None and len(states.record.shards) > 1
+    assert states.record.index is not None and len(states.shards) > 1
     for place in range(len(states.sequences)):
         assert torch.equal(states.read_tokens(place), bare.read_tokens(place))
         assert torch.equal(states.read_mask(place), bare.read_mask(place))
@@ -139,14 +139,14 @@ def test_a_killed_run_goes_on_to_the_same_bytes(runner, stored, model, tiny_targ
         write(runner(model), tiny_target, dialogues, tmp_path / "out")
     monkeypatch.setattr(writer, "_write_shard", lambda *args: written.append(args[-1]) or whole(*args))
     write(runner(model), tiny_target, dialogues, tmp_path / "out")
-    assert written == list(range(len(open_states(stored).record.shards)))
+    assert written == list(range(open_states(stored).record.shards))
     for file in stored.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_dialogues_are_cut_where_that_is_asked_for(model, tiny_target, dialogues, tmp_path):
-    record = write(LocalRunner(model), tiny_target, dialogues, tmp_path / "out", text_tokens=20)
-    assert max(s.length for s in record.sequences) == 20
+    write(LocalRunner(model), tiny_target, dialogues, tmp_path / "out", text_tokens=20)
+    assert max(s.length for s in open_states(tmp_path / "out").sequences) == 20
 
 
 def test_prompts_without_answers_are_refused(model, tiny_target, tmp_path):

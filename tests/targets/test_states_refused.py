@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kconv.checkpoint.header import read_header
 from kconv.errors import PromptsInvalid, StatesInvalid, TargetInvalid
 from kconv.targets.config import read_target_config
-from kconv.targets.states import RECORD, open_states
+from kconv.targets.states import CONTENTS, RECORD, open_states
 
 
 @pytest.mark.parametrize("captured", [(), (1, 1), (1, 7)])
@@ -79,18 +80,31 @@ def test_a_changed_shard_is_found(copy):
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda record: record.pop("target"), "target is missing"),
-        (lambda record: record.update(schema=2), "schema: it must be 1"),
-        (lambda record: record["shards"].pop(0), "do not match its"),
-        (lambda record: record["shards"][0].update(file="../elsewhere.safetensors"), "do not match its"),
-        (lambda record: record["sequences"][0].update(length=3), "does not hold sequence 0"),
+        (lambda record, _: record.pop("target"), "target is missing"),
+        (lambda record, _: record.update(schema=3), "schema: it must be 2"),
+        (lambda record, _: record["contents"].update(file="../elsewhere.json"), "not a file of the folder"),
+        (lambda record, _: record["sequences"].update(greedy=9), "do not match its"),
+        (lambda _, contents: contents["shards"].pop(0), "do not match its"),
+        (lambda _, contents: contents["shards"][0].update(file="../elsewhere.safetensors"), "not a file of the folder"),
+        (lambda _, contents: contents["sequences"][0].update(length=3), "does not hold sequence 0"),
     ],
 )
 def test_a_record_that_lies_is_refused(copy, spoil, what):
-    record = json.loads((copy / RECORD).read_text())
-    spoil(record)
+    record, contents = (json.loads((copy / name).read_text()) for name in (RECORD, CONTENTS))
+    spoil(record, contents)
+    text = json.dumps(contents).encode()
+    if "contents" in record:
+        record["contents"] |= {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    (copy / CONTENTS).write_bytes(text)
     (copy / RECORD).write_text(json.dumps(record))
     with pytest.raises(StatesInvalid, match=what):
+        open_states(copy).read(0)
+
+
+def test_a_list_that_was_changed_is_refused(copy):
+    text = (copy / CONTENTS).read_text()
+    (copy / CONTENTS).write_text(text.replace('"length": 24', '"length": 23', 1))
+    with pytest.raises(StatesInvalid, match=f"{CONTENTS} differs from what kconv states wrote"):
         open_states(copy).read(0)
 
 

@@ -15,14 +15,14 @@ from kconv.targets import forward as runners
 from kconv.targets import write_states as writer
 from kconv.targets.config import read_target_config
 from kconv.targets.prompts import read_prompts
-from kconv.targets.states import RECORD, open_states, read_record
+from kconv.targets.states import CONTENTS, RECORD, open_states, read_record
 from kconv.targets.tokenizer import load_tokenizer
 
 
 def test_what_is_read_back_is_what_transformers_reports(stored, model, tiny_target):
     states = open_states(stored, config=read_target_config(tiny_target))
     states.verify()
-    assert len(states.record.shards) > 2
+    assert states.record.shards == len(states.shards) > 2
     for index, sequence in enumerate(states.sequences):
         found = states.read(index)
         assert found.tokens.shape == (sequence.length,)
@@ -55,16 +55,16 @@ def test_each_sequence_is_of_its_kind(stored, prompts, model, tiny_target):
 
 
 def test_the_record_says_whose_states_these_are(stored, prompts, tiny_target):
-    record = json.loads((stored / RECORD).read_text())
-    assert record["schema"] == 1
+    record, contents = (json.loads((stored / name).read_text()) for name in (RECORD, CONTENTS))
+    assert record["schema"] == 2
     assert record["captured"] == list(CAPTURED)
     assert (record["dtype"], record["seed"], record["new_tokens"]) == ("F32", 3, {"sampled": 12, "greedy": 6})
     assert record["target"]["source"] == str(tiny_target)
-    assert {p.digest for p in read_prompts(prompts)} == {sequence["digest"] for sequence in record["sequences"]}
+    assert {p.digest for p in read_prompts(prompts)} == {sequence["digest"] for sequence in contents["sequences"]}
     assert set(record["tokenizer"]) >= {"class", "tokenizer.json"}
     # safetensors itself reads the shards, and they name what they hold as ModelOpt's dumps do.
     held = set()
-    for shard in record["shards"]:
+    for shard in contents["shards"]:
         with safe_open(stored / shard["file"], "pt") as file:
             held |= set(file.keys())
     assert {name.split(".")[1] for name in held} == {"input_ids", "aux_hidden_states", "hidden_states", "loss_mask"}
@@ -97,7 +97,7 @@ def test_a_run_that_was_stopped_goes_on_and_writes_the_same(write, wanted, store
     )
     write(wanted, out)
     # No shard twice, and the very bytes of a run that nothing stopped.
-    assert len(written) == len(set(written)) == len(read_record(out).shards)
+    assert len(written) == len(set(written)) == read_record(out).shards
     assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in stored.iterdir()}
 
 
@@ -167,5 +167,5 @@ def test_one_sequences_states_are_in_memory_at_a_time(write, wanted, tmp_path, m
     monkeypatch.setattr(runners, "capture", note)
     monkeypatch.setattr(writer, "write_safetensors", checked)
     write(wanted, tmp_path / "out", shard_bytes=1 << 30)
-    states = [name for name in order if name not in ("input_ids", "loss_mask")]
+    states = [name for name in order if name in ("run", "aux_hidden_states", "hidden_states")]
     assert states == ["run", "aux_hidden_states", "hidden_states"] * len(TEXTS) * 3

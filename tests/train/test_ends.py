@@ -1,4 +1,4 @@
-"""What training from stored states reads: the target's two ends, an index, and the rows of its own batches."""
+"""What training from stored states reads: the target's two ends, and the rows of its own batches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kconv.checkpoint.source import Folder, resolve
 from kconv.errors import HubUnreachable, StatesInvalid, TargetTooLarge
 from kconv.targets.config import read_target_config
 from kconv.targets.model import find_ends, load_ends
+from kconv.targets.states import read_record
 from kconv.targets.tokenizer import load_tokenizer
 from kconv.train.feed import Offline
 from kconv.train.job import Data, job_key, offline_job, prepare_job
@@ -97,8 +98,8 @@ def test_a_batch_reads_its_own_rows(tiny_target, states):
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_reads_the_ends_an_index_and_its_own_rows(sharded, tiny_target, tmp_path):
-    states = store(tiny_target, tmp_path, 600)
+def test_each_of_two_processes_reads_the_ends_and_its_own_rows(sharded, tiny_target, tmp_path):
+    states = store(tiny_target, tmp_path, 600, seq=96)
     (tmp_path / "values.json").write_text(json.dumps(VALUES | {"seq": 96, "batches": 24, "steps": 24}))
     words = [COUNT, sharded, states, tmp_path / "values.json", tmp_path]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *words]
@@ -106,17 +107,19 @@ def test_each_of_two_processes_reads_the_ends_an_index_and_its_own_rows(sharded,
         list(map(str, command)), check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     )
     ends = sum(info.size for info in find_ends(Folder(sharded)).tensors.values())
-    small = sum((states / name).stat().st_size for name in ("states.json", "index.safetensors"))
+    rows = read_record(states).rows
+    assert rows is not None
     # Four layers' states of 64 numbers in float32; two of a batch's four rows are a process's.
     own = 2 * 96 * 4 * 64 * 4
     stored = sum(file.stat().st_size for file in states.glob("states-*"))
     assert stored > 40 * own, "whoever reads them all would be seen"
     for rank in ("0", "1"):
         _, start, *steps = json.loads((tmp_path / f"{rank}.json").read_text())
-        # Configs, tokenizers, headers and the kernel's own counters are read besides.
-        assert start < 3 * ends + 2 * small + SMALL
-        # The ends are loaded, the first batch and the two behind it are read, and headers say where they are.
-        assert steps[0] - start < 4 * ends + 3 * own + 2 * small + SMALL
+        # Configs, tokenizers and the kernel's own counters are read besides.
+        assert start < 3 * ends + SMALL
+        # The ends are loaded, the evaluation rows are read, two of which are as many as `own`, and the first batch and
+        # those behind it.
+        assert steps[0] - start < 4 * ends + 3 * own + rows.held_out // 2 * own // 2 + SMALL
         # From the fourth step, as some batches are read ahead, to the last but these.
         taken = steps[20] - steps[3]
         assert 10 * own <= taken <= 19 * own + SMALL, (rank, taken, own)

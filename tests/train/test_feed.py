@@ -6,6 +6,7 @@ import torch
 
 from kconv.errors import StatesInvalid
 from kconv.targets.forward import run_target
+from kconv.train.data import Rows
 from kconv.train.feed import Feed, Kept, Offline, Online, online_states
 from kconv.train.loop import EpochOrder
 from kconv.train.recipe import TEST_GQA
@@ -15,7 +16,7 @@ CAPTURED = (1, 3, 5)
 
 def test_a_batch_holds_the_targets_states_and_the_target_runs_once(target, text):
     ids = text[:96].view(4, 24)
-    feed = Feed(ids, torch.ones_like(ids, dtype=torch.bool), 2, Kept(Online(target, CAPTURED)))
+    feed = Feed(Rows(ids, torch.ones_like(ids, dtype=torch.bool)), 2, Kept(Online(target, CAPTURED)))
     runs = []
     hook = target.model.register_forward_hook(lambda *_: runs.append(1))
     first, again = feed[1], feed[1]
@@ -70,7 +71,7 @@ class Stored(Offline):
 
 def test_stored_batches_are_read_ahead_in_the_order_that_is_followed():
     ids, states = torch.zeros(8, 4, dtype=torch.int64), Stored()
-    feed = Feed(ids, ids.bool(), 1, states)
+    feed = Feed(Rows(ids, ids.bool()), 1, states)
     feed.follow([3, 1, 6, 2, 5, 7])
     got = [float(feed[index]["base_model_outputs"]["base_model_hidden_states"][0, 0, 0]) for index in (3, 1, 6)]
     assert got == [3, 1, 6]
@@ -84,7 +85,7 @@ def test_stored_batches_are_read_ahead_in_the_order_that_is_followed():
 
 def test_a_pass_that_goes_on_in_its_middle_reads_nothing_that_was_done():
     ids, states = torch.zeros(8, 4, dtype=torch.int64), Stored()
-    feed = Feed(ids, ids.bool(), 1, states)
+    feed = Feed(Rows(ids, ids.bool()), 1, states)
     feed.follow([3, 1, 6, 2])
     assert feed[6]["input_ids"].shape == (1, 4)
     feed._reader.shutdown()

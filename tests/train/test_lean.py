@@ -14,8 +14,9 @@ from kconv.errors import RecipeInvalid
 from kconv.targets.dialogues import Sample
 from kconv.targets.forward import run_target
 from kconv.targets.model import find_ends, load_ends
+from kconv.targets.rows import OPEN, arrange
 from kconv.train import lean
-from kconv.train.data import OPEN, arrange, pack_samples
+from kconv.train.data import pack_samples
 from kconv.train.feed import Feed, Offline, Online
 from kconv.train.lean import find_documents
 from kconv.train.module import build_module, draft_logits, reduce_vocab, run_eagle, save_module
@@ -187,7 +188,7 @@ def test_the_target_runs_over_each_document_by_itself(target):
     samples = [Sample(torch.randint(3, 512, (n,)), torch.ones(n, dtype=torch.bool)) for n in (5, 3, 9)]
     rows = pack_samples(samples, 12, pack=True)
     online = Online(target, (1, 3, 5), documents=rows.documents)
-    feed = Feed(rows.ids, rows.mask, 2, online, documents=rows.documents)
+    feed = Feed(rows, 2, online)
     states = feed[0]["base_model_outputs"]["base_model_hidden_states"]
     alone = Online(target, (1, 3, 5)).read(torch.tensor([0]), samples[1].ids[None])[1]
     torch.testing.assert_close(states[0, 5:8], alone[0])

@@ -34,12 +34,14 @@ VALUES = {
 }
 
 
-def store(target: Path, folder: Path, tokens: int, dtype: str = "F32") -> Path:
-    """Store the states of forty texts, of so many tokens each."""
+def store(target: Path, folder: Path, tokens: int, dtype: str = "F32", seq: int = 4096) -> Path:
+    """Store the states of forty texts, of so many tokens each, with tables of rows of `seq` tokens."""
     texts = [text for text in read_corpus().held_out if len(text) > 200][:40]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n")
     asked = ["states", target, folder / "states", "--prompts", folder / "prompts.jsonl", "--captured", "1,3,5"]
-    done = CliRunner().invoke(main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", dtype]])
+    done = CliRunner().invoke(
+        main, [str(word) for word in [*asked, "--text-tokens", tokens, "--dtype", dtype, "--seq", seq]]
+    )
     assert done.exit_code == 0, done.output
     return folder / "states"
 
@@ -184,6 +186,8 @@ def test_states_of_too_few_prompts_are_refused(states):
     from kconv.targets.states import open_states
 
     stored = open_states(states)
-    few = stored.record.model_copy(update={"sequences": stored.record.sequences[:3]})
+    shard = stored.shards[0].model_copy(update={"count": 3})
+    few = stored.contents.model_copy(update={"sequences": stored.sequences[:3], "shards": (shard,)})
+    record = stored.record.model_copy(update={"sequences": {"held-out": 3}})
     with pytest.raises(TrainingDataInvalid, match="rows"):
-        place_sequences(dataclasses.replace(stored, record=few), 24, held_out=False)
+        place_sequences(dataclasses.replace(stored, record=record, given=few), 24, held_out=False)

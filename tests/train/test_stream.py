@@ -125,7 +125,7 @@ def test_no_more_is_asked_for_than_is_read_ahead(tiny_target, data, runner):
     assert not served.asked
     from kconv.train.feed import Feed
 
-    feed = Feed(job.text.ids, job.text.mask, 1, job.states()[0])
+    feed = Feed(job.text, 1, job.states()[0])
     feed.follow(list(range(len(feed))))
     feed[0]
     feed._reader.shutdown()

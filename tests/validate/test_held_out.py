@@ -71,6 +71,18 @@ def test_what_the_manifest_says_of_the_training_counts(head, prompts):
     refuse_overlap([digests[0], digests[2]], head)
 
 
+@pytest.mark.parametrize("name", ["", "states.json"])
+@pytest.mark.parametrize("lists", ["sequences.json", "states.json"])
+def test_what_states_were_made_from_counts_wherever_they_list_it(head, prompts, tmp_path, lists, name):
+    digests = [prompt.digest for prompt in read_prompts(prompts)]
+    (tmp_path / "states").mkdir()
+    (tmp_path / "states" / "states.json").write_text(json.dumps({"sequences": {"held-out": 1}}))
+    (tmp_path / "states" / lists).write_text(json.dumps({"sequences": [{"digest": digests[2]}]}))
+    with pytest.raises(PromptsInvalid, match="1 of 3 prompts"):
+        refuse_overlap(digests, head, (tmp_path / "states" / name,))
+    refuse_overlap(digests[:2], head, (tmp_path / "states" / name,))
+
+
 def test_a_record_without_prompts_is_no_record(head, tmp_path):
     (tmp_path / "empty.json").write_text("{}")
     with pytest.raises(PromptsInvalid, match="records no prompts"):
