@@ -139,7 +139,7 @@ def table_entries(stored: StoredStates, tokens: Tensor, masks: Tensor, seq: int)
                 found[f"{name}.pieces"] = torch.from_numpy(own)
                 found[f"{name}.rows"] = _rows(_Key(stored.record.sha256, name, seq), rows, own, tokens, masks)
         if not held_out:
-            found["counts"] = _count(own, tokens, masks, stored.record.target.vocab)
+            found["counts"] = _count(pieces, tokens, masks, stored.record.target.vocab)
             found["prompts"] = _prompts(stored, spans)
     record = RowsRecord(
         seq=seq,
@@ -244,7 +244,8 @@ class RowTable(Sequence[tuple[Span, ...]]):
     """
 
     def __init__(self, states: StoredStates, rows: RowsRecord, name: Table) -> None:
-        self.states, self.rows, self.name, self.seq = states, rows, name, rows.seq
+        self.states, self.rows, self.seq = states, rows, rows.seq
+        self.name: Table = name
         self._count: int = getattr(rows, name)
         self._known: dict[int, Path] = {}
         # A batch asks for a row's tokens, and then for its states.
@@ -289,7 +290,7 @@ class RowTable(Sequence[tuple[Span, ...]]):
         )
         return self.states.select(captured), hidden
 
-    def files_of(self, rows: range) -> list[str]:
+    def files_of(self, rows: Sequence[int]) -> list[str]:
         """Return the names of the files with these rows, from the table's first and last one of them alone."""
         if not rows:
             return []

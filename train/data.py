@@ -22,6 +22,7 @@ from ..targets.rows import (
     TABLES,
     RowTable,
     Span,
+    Table,
     arrange,
     choose_held_out,
     cut_spans,
@@ -136,7 +137,7 @@ def place_rows(states: StatesFolder, seq: int, *, held_out: bool, pack: bool = F
     rows = states.record.rows if isinstance(states, StoredStates) else None
     if not isinstance(states, StoredStates) or rows is None or rows.seq != seq:
         return place_sequences(states, seq, held_out=held_out, pack=pack, processes=processes)
-    name = next(name for name, kind in TABLES.items() if kind == (held_out, pack))
+    name: Table = next(name for name, kind in TABLES.items() if kind == (held_out, pack))
     table = RowTable(states, rows, name)
     _refuse_few_placed(len(table), states, held_out=held_out)
     return Placed(TableRows(table, processes), table, table, lambda: read_prompts(states, rows))

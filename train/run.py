@@ -308,7 +308,7 @@ def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Ten
     Raises:
         RecipeInvalid, TargetInvalid: see `train_head`.
     """
-    job, found = _job(target_folder, recipe, text, held_out), {}
+    found: dict[str, Tensor] = {}
     # Each thread has a target of its own, as what captures is hooked into it.
     count = min(processors(), MOST_TARGETS)
     targets = [Online(load_target(target_folder, TORCH[recipe.dtype]), recipe.captured) for _ in range(count)]
@@ -317,7 +317,7 @@ def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Ten
         return [target.read(batch, ids[batch]) for batch in batches]
 
     with one_thread(), ThreadPoolExecutor(len(targets)) as pool:
-        for name, rows in (("text", job.text), ("unseen", job.unseen)):
+        for name, rows in zip(("text", "unseen"), _windows(recipe, text, held_out), strict=True):
             # In the batches that training reads, as a sum may come out otherwise in others.
             batches = torch.arange(len(rows.ids)).split(recipe.batch)
             size = -(-len(batches) // len(targets))
@@ -330,10 +330,6 @@ def share_states(target_folder: Path, file: Path, recipe: EagleRecipe, text: Ten
 def _job(
     target_folder: Path, recipe: EagleRecipe, text: Tensor, held_out: Tensor, shared: Path | None = None
 ) -> TrainJob:
-    check_recipe(recipe)
-    windows = cut_windows(text, recipe.seq, recipe.batches * recipe.batch, recipe.seed)
-    measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
-
     def states() -> tuple[StatesSource, StatesSource]:
         if shared is not None:
             found = load_file(shared)
@@ -341,5 +337,13 @@ def _job(
             return read, looked_at
         return online_states(load_target(target_folder, TORCH[recipe.dtype]), recipe)
 
-    text_rows, unseen_rows = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
-    return TrainJob(target_folder, recipe, text_rows, unseen_rows, states)
+    return TrainJob(target_folder, recipe, *_windows(recipe, text, held_out), states)
+
+
+def _windows(recipe: EagleRecipe, text: Tensor, held_out: Tensor) -> tuple[Rows, Rows]:
+    """Return the rows to train on, and those to measure on."""
+    check_recipe(recipe)
+    windows = cut_windows(text, recipe.seq, recipe.batches * recipe.batch, recipe.seed)
+    measured = cut_windows(held_out, recipe.seq, HELD_OUT_BATCHES * recipe.batch, recipe.seed)
+    own, unseen = (Rows(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in (windows, measured))
+    return own, unseen
