@@ -53,8 +53,8 @@ def prompts(tmp_path: Path) -> Path:
 
 def test_a_head_is_trained_with_it(target, tmp_path):
     def run(trusted: bool) -> None:
-        data = tmp_path / "empty.jsonl"
-        data.write_text("{}\n")
+        data = tmp_path / "too-little.jsonl"
+        data.write_text(json.dumps({"text": "Why is the sky blue?"}) + "\n")
         kconv.train(target, tmp_path / "out", recipe="eagle3-gqa", data=data, trust_remote_code=trusted)
 
     _refuses_and_goes_on(run, TrainingDataInvalid)
