@@ -158,4 +158,6 @@ def test_a_linear_of_another_shape_is_another(tmp_path, source):
     narrow = write_source(tmp_path / "narrow", replace(SPEC, intermediate=128))
     output = write_quantized(tmp_path / "output", narrow, "NVFP4")
     found = {(finding.rule, finding.where) for finding in check_source(output, source)}
-    assert {("K303", "config.json"), ("K304", f"{STORED}.up_proj.weight")} <= found and "K305" not in {rule for rule, _ in found}
+    assert {("K303", "config.json"), ("K304", f"{STORED}.up_proj.weight")} <= found and "K305" not in {
+        rule for rule, _ in found
+    }
