@@ -163,7 +163,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K141",
         "captured-misread",
         "error",
-        "SGLang reads the list in eagle_config as other layers than the head was trained on. It reads layer outputs "
+        "SGLang misreads the list in eagle_config. It takes it for other layers than the head was "
+        "trained on. It reads layer outputs "
         "if the list begins with 1 or if the target is not a DeepSeek or Kimi. Otherwise it reads layer inputs.",
         fix="Convert the head with kconv to-sglang --target, which writes the list as SGLang reads it for that target.",
         engines=(SGLANG,),
@@ -174,7 +175,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K142",
         "captured-not-found",
         "error",
-        "An engine finds no list of captured layers where it looks, and its default is wrong.",
+        "An engine finds no layer list; its default is wrong.",
         fix="Convert the head to the engine's layout, which puts the list where it is read.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
@@ -184,8 +185,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K143",
         "captured-by-default",
         "warning",
-        "An engine finds no list of captured layers where it looks. Only the target's depth shows whether its"
-        " default is right.",
+        "An engine finds no list of captured layers. Only the target's depth shows whether its default is right.",
         fix="Convert the head, which puts the list where the engine reads it, or check the default with --target.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
@@ -209,7 +209,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K145",
         "captured-no-list",
         "error",
-        "The captured layers are not a list of distinct, ascending layer ids. Engines capture in ascending"
+        "The captured layers are not distinct, ascending ids. Engines capture in ascending"
         " order whatever the list says, and fail on a duplicate.",
         fix="Correct the list. The columns of fc are in ascending order of the layers.",
         engines=READ_BY_CONFIG,
@@ -228,7 +228,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K147",
         "captured-embedding",
         "error",
-        "Layer input 0 is the embedding, which is no layer's output. vLLM fails on it for a DeepSeek or Kimi target.",
+        "Layer input 0 is the embedding. That is no layer's output. vLLM fails on it for a DeepSeek or Kimi target.",
         fix="Capture layers from the input of layer 1 on.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/deepseek_v2.py#L1561",
@@ -238,7 +238,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K148",
         "captured-outside-target",
         "error",
-        "The head reads a layer that the target does not have.",
+        "The target lacks a captured layer.",
         fix="Give the target that the head was trained on.",
         check=captured_outside_target,
     ),
@@ -246,7 +246,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K330",
         "sglang-captures-layer-0",
         "error",
-        "SGLang cannot capture the output of layer 0 of a DeepSeek or Kimi target. An unknown target counts as one.",
+        "SGLang cannot capture layer 0 of DeepSeek and Kimi targets. An unknown target counts as one.",
         fix="Give --target if the head drafts for another model. Otherwise serve it with vLLM or TensorRT-LLM.",
         engines=(SGLANG,),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/deepseek_v2.py#L3470-L3473",
@@ -256,7 +256,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K154",
         "captured-last-layer",
         "error",
-        "An engine cannot capture the output of the target's last layer. This is so in SGLang (except for gpt-oss), "
+        "An engine cannot capture the target's last layer. This is so in SGLang (except for gpt-oss), "
         "and in vLLM for DeepSeek-V3.2 and GLM-5, which capture a layer's input.",
         fix="Serve this head with another engine.",
         engines=(*VLLM, SGLANG),
@@ -267,8 +267,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K156",
         "target-captures-nothing",
         "warning",
-        "kconv knows no class of the engine that captures states from this target. Without one the engine"
-        " serves no Eagle3 head.",
+        "kconv knows no engine class that captures this target. Without one the engine serves no Eagle3 head.",
         fix="See docs/reference/support.md for the targets that kconv knows. For others vLLM has transformers' own"
         " class (--model-impl transformers).",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py#L19",
@@ -286,7 +285,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K150",
         "captured-count-unstated",
         "error",
-        "An engine builds fc for another number of captured states. It cannot load the head's.",
+        "An engine builds fc for another state count. It cannot load the head's.",
         fix="Write num_aux_hidden_states, and the list in eagle_config too. kconv's conversions do.",
         engines=READ_BY_CONFIG,
         seen_in="https://github.com/vllm-project/vllm/pull/54598",

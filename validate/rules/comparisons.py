@@ -39,12 +39,12 @@ RULES: tuple[Rule[Any], ...] = (
         "The output's config describes a different head than the source's.",
         "Convert the source again.",
     ),
-    Rule("K304", "bits-differ", "error", "A weight's bits differ from the source's, and no manifest says why.", AGAIN),
+    Rule("K304", "bits-differ", "error", "A weight's bits differ unexplained from the source's.", AGAIN),
     Rule(
         "K305",
         "rounded-too-far",
         "error",
-        "A quantized linear is further from its source than rounding allows. A scale, the nibble order, or"
+        "A quantized linear differs more than rounding allows. A scale, the nibble order, or"
         " the weight itself is wrong.",
         "Quantize the head again, and compare it with the head that it was made from.",
     ),
@@ -52,7 +52,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K306",
         "compared-by-noise",
         "note",
-        "Only the head's linears are quantized, so noise is compared instead of bits.",
+        "The comparison is of noise, not of bits. Only the head's linears are quantized.",
         "No action is needed.",
     ),
     Rule(
@@ -68,7 +68,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K312",
         "reading-beaten",
         "error",
-        "Measured on the target, another reading of the head accepts clearly more. The difference is more than three "
+        "Another reading accepts clearly more on the target. The difference is more than three "
         "paired standard errors. The head was not trained the way it is read: layer inputs or outputs, RoPE's base, "
         "or the"
         " residual.",
@@ -78,7 +78,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K313",
         "reading-measured",
         "note",
-        "Measured on the target, one reading of an open question accepts clearly more than all others. The "
+        "One reading accepts clearly more on the target. It was an open question. The "
         "difference is more than three paired standard errors.",
         "Use the option that the finding names.",
     ),
@@ -93,7 +93,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K315",
         "not-verified",
         "warning",
-        "The reading of the head rests on an unconfirmed option or default. This is a"
+        "An unconfirmed option or default decided the reading. This is a"
         " warning if the head's own files say otherwise, else a note.",
         "Measure it: give --target with --prompts or --states.",
     ),
@@ -109,14 +109,14 @@ RULES: tuple[Rule[Any], ...] = (
         "K361",
         "keeps-too-little",
         "error",
-        "An approximate head retains less sampled or greedy acceptance than required.",
+        "An approximate head retains too little acceptance. That is sampled or greedy acceptance.",
         "Convert the source with more text or more healing steps. A lower --min-retention accepts the loss.",
     ),
     Rule(
         "K362",
         "computes-otherwise",
         "error",
-        "An approximate head computes something else than its manifest records. A weight, its order, or a"
+        "An approximate head computes otherwise than its manifest records. A weight, its order, or a"
         " config key has changed.",
         AGAIN,
     ),
@@ -124,8 +124,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K363",
         "worse-than-no-head",
         "error",
-        "The head drafts worse than a bigram or prompt lookup on the same text. It is broken, or belongs to"
-        " another target.",
+        "The head drafts worse than a bigram or prompt lookup. It is broken, or belongs to another target.",
         "Check its captured layers, RoPE and lm_head, or give the target that it was trained for.",
     ),
     Rule(
@@ -140,7 +139,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K365",
         "norm-off-its-scale",
         "warning",
-        "The head's acceptance clearly rises when a norm is scaled. The norm was changed after training, or"
+        "Scaling a norm clearly raises the head's acceptance. The norm was changed after training, or"
         " the head is not fully trained.",
         "Compare the norm with the trainer's. If they are equal, train longer.",
     ),
@@ -157,7 +156,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K390",
         "too-noisy",
         "error",
-        "A quantized tensor is further from its source than rounding to NVFP4 allows. A scale, the nibble"
+        "A quantized tensor differs more than NVFP4 rounding allows. A scale, the nibble"
         " order, or the tensor itself is wrong.",
         QUANTIZE_AGAIN,
     ),
@@ -203,7 +202,7 @@ RULES: tuple[Rule[Any], ...] = (
         "K703",
         "parameter-unreached",
         "error",
-        "An engine served the head with a parameter that no tensor of the folder reached. kconv started this engine."
+        "No tensor reached a parameter of the engine. kconv started this engine."
         " The parameter holds uninitialized memory, and the engine reports nothing.",
         "Find the tensors that should fill it, and convert the head again.",
     ),

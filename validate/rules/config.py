@@ -157,7 +157,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K001",
         "not-a-checkpoint",
         "error",
-        "The folder has no config.json or no safetensors.",
+        "The folder lacks config.json or safetensors.",
         fix="Check the path, or fetch the missing files. A checkpoint is a folder with config.json and *.safetensors.",
         says_fix=True,
     ),
@@ -173,7 +173,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K003",
         "corrupt-index",
         "error",
-        "The index names missing files or tensors, or leaves tensors out, or two files hold the same ones.",
+        "The index does not match the files. It names missing files or tensors, or leaves tensors "
+        "out, or two files hold the same ones.",
         fix="Fetch the missing shard. If the files come from different runs, export again.",
         says_fix=True,
     ),
@@ -181,7 +182,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K004",
         "unknown-layout",
         "error",
-        "kconv recognizes no Eagle3 head in the config and the tensor names.",
+        "kconv recognizes no Eagle3 head. It looks at the config and the tensor names.",
         fix="If it is an Eagle3 head, name its layout with --from.",
         seen_in="https://github.com/vllm-project/speculators/issues/1114",
         says_fix=True,
@@ -190,7 +191,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K005",
         "twins-differ",
         "error",
-        "Two tensors hold one weight under two names, but with different values. Engines load different ones.",
+        "A weight under two names has different values. Engines load different ones.",
         fix="Find out which one the head was trained with, and remove the other.",
         says_fix=True,
     ),
@@ -198,7 +199,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K006",
         "captured-undecided",
         "error",
-        "The config does not say clearly which target layers the head reads. A wrong guess costs acceptance.",
+        "The config leaves the captured layers unclear. A wrong guess costs acceptance.",
         fix="Give --target, whose depth decides the default, or give --captured or --captured-are.",
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
         says_fix=True,
@@ -207,7 +208,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K007",
         "no-place-in-layout",
         "error",
-        "The head's layout, or that of --from, has no place for a part of it.",
+        "A part has no place in the source layout. That is the head's layout, or that of --from.",
         fix="Name the layout that the head is in with --from.",
         says_fix=True,
     ),
@@ -223,7 +224,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K009",
         "head-unproven",
         "error",
-        "kconv cannot read the head, so it cannot check it.",
+        "kconv cannot read the head. So it cannot check it.",
         fix="Follow the message, then validate again.",
         says_fix=True,
     ),
@@ -231,7 +232,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K010",
         "key-missing",
         "error",
-        "The config lacks a key that an engine needs to build the head.",
+        "The config lacks a key that engines need.",
         fix="Take it from the head's training config.",
     ),
     Rule(
@@ -253,7 +254,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K013",
         "key-unsupported",
         "error",
-        "A key asks for a computation that engines do not do for Eagle3 heads.",
+        "A key asks for an unsupported computation. Engines do not do it for Eagle3 heads.",
         fix="Serve the head with the engine it was made for. Remove the key only if it has no effect on this head.",
     ),
     Rule(
@@ -276,7 +277,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K016",
         "root-contradicts",
         "error",
-        "A nested config and the top level state different values for one key.",
+        "Nested config and top level contradict each other.",
         fix="Keep the value that the head was trained with, and remove the other.",
         seen_in="https://github.com/vllm-project/speculators/issues/610",
     ),
@@ -284,7 +285,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K017",
         "flag-of-another-meaning",
         "error",
-        "norm_output has SpecForge's meaning, the norm before lm_head. Engines read it as EAGLE-3.1's flag and feed"
+        "norm_output has SpecForge's meaning. That is the norm before lm_head. Engines read it as "
+        "EAGLE-3.1's flag and feed"
         " the normed state to the next step.",
         fix="Convert the head with kconv, which leaves the key out.",
         engines=ENGINES,
@@ -295,7 +297,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K018",
         "flag-not-read",
         "error",
-        "A flag has a name or a place where an engine does not look. Examples: norm_before_fc outside eagle_config, "
+        "An engine does not find a flag. It has a name or a place where the engine does not look. "
+        "Examples: norm_before_fc outside eagle_config, "
         "use_aux_norm, return_hidden_post_norm.",
         fix="Convert the head with kconv, which writes each flag where engines read it.",
         engines=ENGINES,
@@ -306,7 +309,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K019",
         "key-null",
         "error",
-        "A key is null, which an engine treats differently from an absent key. It fails or computes something else.",
+        "A key is null, not absent. An engine treats the two differently. It fails or computes something else.",
         fix="Remove the key, or state the value that the head was trained with. kconv's conversions write no"
         " nulls here.",
         engines=ENGINES,
@@ -329,8 +332,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K021",
         "heads-by-default",
         "error",
-        "An MLA head's config states its number of heads under only one of two names. An engine that reads"
-        " the other assumes DeepSeek-V3's 128.",
+        "An MLA head's config has only one head-count key. An engine that reads the other assumes DeepSeek-V3's 128.",
         fix="State num_attention_heads and num_key_value_heads with the same number. kconv's conversions write both.",
         engines=ENGINES,
         seen_in="https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/deepseek_v3/"
@@ -341,7 +343,8 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K022",
         "dtype-unknown",
         "error",
-        "torch has no dtype of this name, or a head cannot be computed in it. The config is refused, or the"
+        "The dtype is unknown or unusable. torch has none of this name, or a head cannot be "
+        "computed in it. The config is refused, or the"
         " weights are cast wrongly.",
         fix="Set torch_dtype (and dtype) to the dtype of the weights, e.g. bfloat16.",
         engines=ENGINES,
@@ -352,7 +355,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K023",
         "layers-of-the-target",
         "error",
-        "num_hidden_layers is probably the target's, because the head stores fewer layers. Engines would"
+        "num_hidden_layers is probably the target's. The head stores fewer layers. Engines would"
         " build that many and leave them uninitialized.",
         fix="Convert the head with --layers and the number of stored layers; kconv's layouts write it.",
     ),

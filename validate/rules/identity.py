@@ -50,7 +50,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K183",
         "model-type-rewritten",
         "error",
-        "vLLM rewrites this model_type to DeepSeek's MTP draft, which has no Eagle3 class. The head never loads.",
+        "vLLM rewrites this model_type to DeepSeek's MTP draft. That has no Eagle3 class. The head never loads.",
         fix="Set model_type to kimi_k2, as ModelOpt and kconv do.",
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L679",
@@ -92,7 +92,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K186",
         "architecture-unknown-to-vllm",
         "error",
-        "vLLM has no Eagle3 class of this name for the head's attention.",
+        "vLLM has no such Eagle3 class for this attention.",
         fix="Convert the head (kconv to-vllm), which names the class.",
         engines=VLLM,
         seen_in="https://github.com/sgl-project/SpecForge/pull/640",
@@ -103,7 +103,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K187",
         "architecture-unknown-to-sglang",
         "error",
-        "SGLang does not know this class name for this kind of head. It loads LlamaForCausalLM as a plain Llama, and"
+        "SGLang has no such class for this head. It loads LlamaForCausalLM as a plain Llama, and"
         " rewrites DeepseekV3ForCausalLM to NextN.",
         fix="Convert the head (kconv to-sglang), which names the class.",
         engines=(SGLANG,),
@@ -114,7 +114,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K188",
         "latent-by-class",
         "error",
-        "TensorRT-LLM builds MLA for this model_type, but the head's attention is not MLA. The model_type's config "
+        "TensorRT-LLM would build MLA for this other attention. The model_type decides it. The model_type's config "
         "class has a default kv_lora_rank.",
         fix="Set model_type to llama.",
         engines=(TRTLLM,),
@@ -189,7 +189,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K194",
         "backend-of-its-own",
         "note",
-        "The head is not MLA, but would inherit its MLA target's attention backend.",
+        "A non-MLA head would inherit its MLA target's backend.",
         fix="In SGLang, add --speculative-draft-attention-backend, e.g. fa3. In vLLM, set attention_backend and"
         " the draft's KV cache dtype in speculative_config if the target's do not fit.",
         engines=(SGLANG, *VLLM),
@@ -204,7 +204,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K195",
         "method-by-flag",
         "note",
-        "vLLM takes a head for a plain draft model unless the method or the path says eagle3.",
+        "vLLM needs the method eagle3, or a path that says it. Otherwise it takes a head for a plain draft model.",
         fix='Serve with "method": "eagle3" in --speculative-config.',
         engines=VLLM,
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py#L1327-L1337",
@@ -218,7 +218,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K196",
         "one-model",
         "note",
-        "TensorRT-LLM serves MLA heads as part of the target (eagle3_one_model, its default). NVIDIA's own"
+        "TensorRT-LLM serves MLA heads with eagle3_one_model, its default. NVIDIA's own"
         " deployment test serves its Kimi heads separately.",
         fix="Leave the flag out. Try eagle3_one_model: false if your release does not load the head.",
         engines=(TRTLLM,),

@@ -164,7 +164,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K420",
         "nvfp4-unstated",
         "error",
-        "Weights are NVFP4, but neither config.json nor hf_quant_config.json says so. Engines read packed"
+        "No config states the weights' NVFP4. Neither config.json nor hf_quant_config.json does. Engines read packed"
         " bytes as weights.",
         fix="Write quantization_config and hf_quant_config.json. kconv quantize writes both.",
         check=lambda s: (
@@ -196,7 +196,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K423",
         "algorithm-unknown",
         "error",
-        "The weights are NVFP4, but the config names another method, algorithm or group size.",
+        "The config contradicts the weights' NVFP4. It names another method, algorithm or group size.",
         fix='Write quant_method "modelopt", quant_algo "NVFP4" or "W4A16_NVFP4", and groups of 16.',
         seen_in=f"{MODELOPT}#L793-L824",
         check=algorithm_unknown,
@@ -235,7 +235,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K427",
         "kv-scales-unstated",
         "warning",
-        "The target has KV cache scales, but its config states no quantized cache. Engines ignore the scales.",
+        "The config does not state the scaled KV cache. Engines ignore the scales.",
         fix='State it (kv_cache_scheme, kv_cache_quant_algo "FP8"), or remove k_scale and v_scale.',
         check=kv_scales_unstated,
     ),
@@ -243,7 +243,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K428",
         "layers-miscounted",
         "error",
-        "The config's number of decoder layers is not that of the stored ones. A missing layer is served"
+        "The config miscounts the decoder layers. A missing layer is served"
         " as uninitialized memory: for a quantized model, vLLM does not check which weights arrived.",
         fix="Set num_hidden_layers to the number of stored layers, or fetch the missing ones.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/default_loader.py#L505-L509",
@@ -271,8 +271,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "K432",
         "exclude-collision",
         "error",
-        "An exclude that was meant for one layer covers others. For example, model.layers.1* also covers"
-        " layers 10 to 19.",
+        "An exclude of one layer covers others. For example, model.layers.1* also covers layers 10 to 19.",
         fix=IGNORE,
         seen_in=f"{MODELOPT}#L187-L222",
         check=exclude_collision,

@@ -70,7 +70,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K197",
         "quantization-unstated",
         "error",
-        "Weights have scales, but no config says how to read them. Engines read packed bytes as weights.",
+        "No config explains the weights' scales. Engines read packed bytes as weights.",
         fix="Export the head again, with quantization_config or hf_quant_config.json.",
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
     ),
@@ -78,8 +78,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K198",
         "quantization-stale",
         "error",
-        "The config says that the head is quantized, but no tensor has scales. Engines look for scales that"
-        " do not exist.",
+        "The config says quantized, but no tensor has scales. Engines look for scales that do not exist.",
         fix="Remove quantization_config. It belongs to the target or to another export.",
         seen_in="https://github.com/vllm-project/vllm/issues/45102",
     ),
@@ -94,14 +93,14 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K200",
         "quantized-otherwise",
         "error",
-        "kconv does not know a weight's quantized format, or the weight was fused before quantizing.",
+        "A weight's quantized format is unknown or fused. A weight must not be fused before quantizing.",
         fix="Give the unquantized head, or one whose linears were quantized separately.",
     ),
     Rule(
         "K208",
         "dtype-not-stated-one",
         "warning",
-        "The config states a different dtype than most weights have. TensorRT-LLM casts to the stated one;"
+        "Most weights have another dtype than stated. TensorRT-LLM casts to the stated one;"
         " from bfloat16 to float16, large values become Inf.",
         fix="Set torch_dtype (and dtype) to the dtype of the weights.",
         check=dtype_not_stated_one,
@@ -118,8 +117,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K211",
         "kv-cache-inherited",
         "note",
-        "The target's KV cache is quantized, and the draft inherits that. A GQA head's attention backend may"
-        " not support it.",
+        "The draft inherits the target's quantized KV cache. A GQA head's attention backend may not support it.",
         fix="In vLLM, set kv_cache_dtype in speculative_config. In TensorRT-LLM, check the log for the draft.",
         engines=(*VLLM, TRTLLM),
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/config/speculative.py",
@@ -129,8 +127,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K212",
         "quantized-but-excluded",
         "error",
-        "A linear has scales, but an exclude list covers it. Engines build it unquantized and read packed"
-        " bytes as weights.",
+        "An exclude list covers a linear with scales. Engines build it unquantized and read packed bytes as weights.",
         fix="Keep only unquantized modules, such as lm_head, in ignore (or exclude_modules).",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L187-L222",
         check=quantized_but_excluded,

@@ -125,7 +125,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K160",
         "rope-contradiction",
         "error",
-        "The config states a RoPE parameter twice with different values. Engines differ in which they read.",
+        "A RoPE parameter has two values. Engines differ in which they read.",
         fix="Keep the value that the head was trained with, and remove the other.",
         seen_in="https://github.com/wejoncy/sfllm/pull/32",
     ),
@@ -163,7 +163,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K164",
         "rope-injected",
         "warning",
-        "ModelOpt's exporter wrote a YaRN that the head was not trained with. Its default is factor 32 over 2,048 "
+        "ModelOpt's exporter, not training, set this YaRN. Its default is factor 32 over 2,048 "
         "positions. Engines then serve a different RoPE.",
         fix="If the head was trained with default RoPE, remove rope_scaling. The head may then read no further"
         " than it was trained.",
@@ -198,7 +198,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K167",
         "positions-short",
         "warning",
-        "The head's table of angles is shorter than its target's context. TensorRT-LLM reads past its end, and SGLang"
+        "The angle table is shorter than the target's context. TensorRT-LLM reads past its end, and SGLang"
         " does not start. With YaRN, vLLM 0.32 reads past it too; from 0.33 on, its V2 runner lowers max_model_len"
         " to the head's and says so only in its log.",
         fix="Serve no longer context than the head's, or raise max_position_embeddings to what its RoPE was trained"
@@ -212,7 +212,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K157",
         "positions-below-yarn",
         "warning",
-        "The config states at most half of the positions of the head's own YaRN. Beyond them TensorRT-LLM"
+        "The config states at most half of YaRN's positions. Beyond them TensorRT-LLM"
         " reads past the end of its table of angles. SGLang does not start.",
         fix="State the longest context that you will serve (kconv's conversions take --max-positions), or give"
         " --target.",
@@ -224,7 +224,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K169",
         "positions-past-yarn",
         "error",
-        "The config states more positions than YaRN reaches, which is factor x original_max_position_embeddings. "
+        "The config states more positions than YaRN reaches. YaRN reaches factor x original_max_position_embeddings. "
         "vLLM's table"
         " of angles ends where YaRN does, and vLLM reads past its end.",
         fix="State and serve only as many as YaRN reaches (kconv's conversions take --max-positions). If the head was"
@@ -249,7 +249,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K159",
         "rope-in-parts",
         "error",
-        "RoPE is in rope_scaling and in rope_parameters, and one of them is incomplete. Engines read only one"
+        "One of rope_scaling and rope_parameters is incomplete. Engines read only one"
         " of the two, and fail or use defaults for the rest.",
         fix="State every parameter in both, as kconv's conversions do, or remove the incomplete one.",
         engines=ENGINES,

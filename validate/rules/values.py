@@ -235,8 +235,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K213",
         "embedding-replaced",
         "error",
-        "The head's embedding differs from the target's, but an engine uses the target's. It would not serve"
-        " what was trained and measured.",
+        "An engine uses the target's embedding, which differs. It would not serve what was trained and measured.",
         fix="Serve this head with vLLM, or train one with the target's embedding.",
         engines=(SGLANG, TRTLLM),
         seen_in="https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/speculative/eagle_worker_v2.py#L353-L363",
@@ -247,7 +246,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         "K214",
         "embedding-not-compared",
         "note",
-        "The head has its own embedding, but an engine uses the target's. kconv could not compare the two,"
+        "An engine uses the target's embedding instead. kconv could not compare the two,"
         " because the target's is not here.",
         fix="Give --target: a folder with the target's embedding, or a Hub id, from which only that file is"
         " downloaded.",
