@@ -70,19 +70,19 @@ class Problem:
 
 
 class NotACheckpoint(KconvError):
-    """The path is missing, or holds no config.json and safetensors."""
+    """No config.json and safetensors there."""
 
 
 class HubRefused(KconvError):
-    """The Hub has no such file, or this account may not read it."""
+    """No such file, or no right to it."""
 
 
 class HubUnreachable(KconvError):
-    """The Hub cannot be reached, and its cache does not help."""
+    """The Hub cannot be reached."""
 
 
 class DownloadDamaged(KconvError):
-    """A downloaded file differs from the announced digest."""
+    """A download differs from its digest."""
 
 
 class CorruptHeader(KconvError):
@@ -90,35 +90,35 @@ class CorruptHeader(KconvError):
 
 
 class CorruptIndex(KconvError):
-    """An index names a missing file or tensor, or leads out of its folder."""
+    """An index does not match its folder."""
 
 
 class OutputExists(KconvError):
-    """The output already exists; kconv never overwrites."""
+    """kconv never overwrites."""
 
 
 class OutputFailed(KconvError):
-    """The output cannot be written, e.g. the disk is full."""
+    """The output cannot be written."""
 
 
 class UnknownLayout(KconvError):
-    """No layout that kconv knows fits this config and these tensor names."""
+    """No layout fits config and tensor names."""
 
 
 class EngineUnknown(KconvError):
-    """No engine that kconv knows has this name."""
+    """No engine has this name."""
 
 
 class PluginInvalid(KconvError):
-    """A plugin's engine or layout cannot be loaded, or its name is taken."""
+    """A plugin cannot be loaded, or its name is taken."""
 
 
 class ConfigInvalid(KconvError):
-    """A key of config.json is missing, of a wrong type, or contradicts another."""
+    """A key of config.json is missing or wrong."""
 
 
 class ConfigUnsupported(KconvError):
-    """config.json asks for what kconv or the engine does not support."""
+    """config.json asks for something unsupported."""
 
 
 class CapturedUndecided(KconvError):
@@ -138,7 +138,7 @@ class TensorShape(KconvError):
 
 
 class TensorValue(KconvError):
-    """A tensor has impossible values: NaN, Inf, an id out of range."""
+    """A tensor has impossible values."""
 
 
 class TensorTwins(KconvError):
@@ -146,7 +146,7 @@ class TensorTwins(KconvError):
 
 
 class LayoutCannot(KconvError):
-    """The layout to write has no place for a part of this head."""
+    """The layout has no place for a part."""
 
 
 class ManifestMismatch(KconvError):
@@ -154,23 +154,23 @@ class ManifestMismatch(KconvError):
 
 
 class TargetInvalid(KconvError):
-    """The target model cannot be read, or is not this head's target."""
+    """The target is unreadable, or not this head's."""
 
 
 class TargetTooLarge(KconvError):
-    """The target does not fit into this machine's memory."""
+    """The target does not fit into memory."""
 
 
 class PromptsInvalid(KconvError):
-    """Prompts cannot be read, or overlap with text that must stay held out."""
+    """Prompts are unreadable, or overlap with held-out text."""
 
 
 class RecipeInvalid(KconvError):
-    """A recipe has an unknown key or an invalid value."""
+    """A recipe has a wrong key or value."""
 
 
 class TrainingFailed(KconvError):
-    """The loss is not a number, or the training library failed."""
+    """The loss is no number, or a library failed."""
 
 
 class MissingExtra(KconvError):
@@ -178,27 +178,27 @@ class MissingExtra(KconvError):
 
 
 class ReportInvalid(KconvError):
-    """A report does not match its schema, or describes other files."""
+    """A report is invalid, or describes other files."""
 
 
 class EngineFailed(KconvError):
-    """An engine does not start, dies, or answers with an error."""
+    """An engine does not start, dies, or errs."""
 
 
 class CountersMissing(KconvError):
-    """A server does not speculate, hides its counters, or is unknown."""
+    """A server does not speculate or hides its counters."""
 
 
 class CountersReset(KconvError):
-    """Counters went backwards: the server was restarted."""
+    """The server was restarted."""
 
 
 class StatesInvalid(KconvError):
-    """Stored states are damaged, or come from another target, capture or prompts."""
+    """Stored states are damaged, or of another run."""
 
 
 class AcceptanceInvalid(KconvError):
-    """An acceptance.json is not of its schema, or has an impossible figure."""
+    """An acceptance.json is invalid."""
 
 
 class DefinitionsMixed(KconvError):
@@ -206,11 +206,11 @@ class DefinitionsMixed(KconvError):
 
 
 class SuiteInvalid(KconvError):
-    """A suite lacks a category, or its prompts are placeholders."""
+    """A suite lacks a category or real prompts."""
 
 
 class FactsInvalid(KconvError):
-    """A card's facts file has an unknown key or an invalid value."""
+    """A facts file has a wrong key or value."""
 
 
 class LicenseUnknown(KconvError):
@@ -218,7 +218,7 @@ class LicenseUnknown(KconvError):
 
 
 class SourceFormatUnknown(KconvError):
-    """kconv cannot read a target's quantized format."""
+    """A target's quantized format is unknown."""
 
 
 class WorkerFailed(KconvError):
@@ -226,7 +226,7 @@ class WorkerFailed(KconvError):
 
 
 class TrainingDataInvalid(KconvError):
-    """Training data is unreadable, or holds nothing to train on."""
+    """Training data is unreadable or empty."""
 
 
 class PublishRefused(KconvError):
@@ -238,7 +238,7 @@ class HubMoved(KconvError):
 
 
 class ReadBackFailed(KconvError):
-    """The Hub returns other bytes than were uploaded."""
+    """The Hub returns other bytes."""
 
 
 class CalibrationInvalid(KconvError):
@@ -246,27 +246,27 @@ class CalibrationInvalid(KconvError):
 
 
 class ConversionInaccurate(KconvError):
-    """A conversion loses more acceptance than allowed."""
+    """A conversion loses too much acceptance."""
 
 
 class ReadingBeaten(KconvError):
-    """On the target, another reading of the head is better."""
+    """Another reading of the head is better."""
 
 
 class UnknownRule(KconvError):
-    """No validation rule has this id or name."""
+    """No rule has this id or name."""
 
 
 class ReleaseBusy(KconvError):
-    """Another run is working in the release's folder."""
+    """Another run works in this folder."""
 
 
 class ReleaseStateInvalid(KconvError):
-    """The release's record is unreadable, or a step's input is missing."""
+    """The record or a step's input is missing or unreadable."""
 
 
 class InputScalesInvalid(KconvError):
-    """A calibration is damaged, incomplete, or of another target."""
+    """A calibration is damaged, or of another target."""
 
 
 class AcceptanceForged(KconvError):
@@ -278,15 +278,15 @@ class CountersDisturbed(KconvError):
 
 
 class ComparisonUnfit(KconvError):
-    """The comparison or the measurement does not apply."""
+    """The comparison does not apply."""
 
 
 class RequestInvalid(KconvError):
-    """An option is unknown, wrong, or conflicts with another."""
+    """An option is unknown, wrong, or conflicts."""
 
 
 class EngineInvalid(KconvError):
-    """A plugin's engine cannot be loaded, or its name is taken."""
+    """A plugin's engine cannot be loaded."""
 
 
 class StepFailed(KconvError):

@@ -59,7 +59,7 @@ class Reading(Operation):
     layers: Count | None = option(None, "Decoder layers of the head, if the config states the target's.", metavar="N")
     max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")
     norm_before_residual: YesOrNo | None = option(
-        None, "Its value, if the config omits it.",
+        None, "The flag, if the config omits it.",
         kind="yes-or-no",
     )  # fmt: skip
     target: Name | None = option(None, "The target; its depth decides the default captured layers.", kind="checkpoint")

@@ -25,12 +25,12 @@ class Recipe(BaseModel):
     """What is quantized, and how.
 
     Attributes:
-        name: its name in the manifest.
+        name: in the manifest.
         about: one line for people.
-        quantize: patterns of the modules that become NVFP4.
-        keep: patterns of modules that stay unquantized although `quantize` matches them.
-        weight_only: whether activations stay bf16 (W4A16), and no module has an input_scale.
-        kv_cache: the format of the engine's KV cache.
+        quantize: patterns of modules for NVFP4.
+        keep: exceptions to `quantize`.
+        weight_only: activations stay bf16 (W4A16), without input_scale.
+        kv_cache: the engine's KV cache.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

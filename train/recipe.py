@@ -27,29 +27,29 @@ class EagleRecipe:
     It counts steps, not seconds, so that a recipe gives the same head on a slow machine.
 
     Attributes:
-        attention: decides ModelOpt's decoder: `Mla` is its `kimik2`, `Gqa` (or MHA) its `llama`.
-        intermediate: width of the dense SwiGLU MLP.
-        captured: the captured layers, as 0-based outputs.
-        rope: rotary embedding of the head.
-        eps: epsilon of each RMSNorm.
-        draft_vocab: rows of the head's own `lm_head`, for the most frequent tokens; None for the target's `lm_head`.
+        attention: `Mla` is ModelOpt's `kimik2`, `Gqa` its `llama`.
+        intermediate: width of the MLP.
+        captured: as 0-based outputs.
+        rope: rotary embedding.
+        eps: of each RMSNorm.
+        draft_vocab: rows of the head's own `lm_head`; None for the target's.
         ttt_steps: draft steps trained at once.
-        loss_decay: weight of each draft step's loss relative to the step before.
-        batches: distinct batches of text.
-        steps: optimizer steps; those beyond `batches` are further passes.
+        loss_decay: weight of a draft step relative to the one before.
+        batches: distinct batches.
+        steps: those beyond `batches` are further passes.
         batch: sequences per batch.
         seq: tokens per sequence.
-        optimizer: "muon" for the matrices and AdamW for the rest, or "adamw" for all.
-        lr: peak learning rate of the matrices.
-        rest_lr: that of the norms and of the head's own `lm_head`.
-        schedule: how both decay after `warmup` steps, by transformers' name.
+        optimizer: "muon" (AdamW for all but matrices), or "adamw".
+        lr: peak rate of the matrices.
+        rest_lr: of the norms and `lm_head`.
+        schedule: decay after `warmup`, by transformers' name.
         warmup: steps.
-        accumulate: batches whose gradients are summed into one step.
+        accumulate: batches per step.
         seed: random seed.
-        dtype: of the trained weights. In BF16 a step below 1/256 of a weight is lost.
-        kernel: "eager" computes as ModelOpt does, "sdpa" the same sums in bounded memory.
-        pack: put several isolated documents into a row; needs kernel "sdpa".
-        compute: dtype of the matrix products and of the resulting head; None for `dtype`.
+        dtype: of the trained weights. BF16 loses steps below 1/256 of a weight.
+        kernel: "eager" as ModelOpt, "sdpa" in bounded memory.
+        pack: several isolated documents per row; needs "sdpa".
+        compute: of matrix products and the resulting head; None for `dtype`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

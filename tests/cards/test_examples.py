@@ -115,7 +115,7 @@ STATED = {
     "kimi-k2.6-eagle3-mla": [
         "- Tensor type: BF16\n", "2e-5, cosine schedule", "@misc{torchspec2026,",
         "which relieves the memory of a server",
-        "not yet supported there, and to be updated once it is", "| Initialized from | kimi-k2.5-eagle3-mla |",
+        "not yet supported there, and to be updated once it is", "- Initialized from: kimi-k2.5-eagle3-mla\n",
     ],
     "kimi-k2.5-eagle3-mla": [
         "points to the official vLLM recipes", "--tasks gsm8k", "about 14 hours per phase",
