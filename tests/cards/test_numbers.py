@@ -128,8 +128,8 @@ def test_every_number_of_a_card_has_its_origin(folder, style):
 def test_what_kconv_trained_and_approximated_is_told_without_facts(folder):
     known, _ = evidence(folder)
     text = make_card(known, "compact").text
-    assert "| Framework | nvidia-modelopt 0.47.0 |" in text and "| Initialized from | org/start |" in text
-    assert "| Learning rate | 0.00031, cosine |" in text
+    assert "- Framework: nvidia-modelopt 0.47.0\n" in text and "- Initialized from: org/start\n" in text
+    assert "- Learning rate: 0.00031, cosine\n" in text
     assert "**approximate**: MHA to MLA (calibrated on text, healed for 211 steps)" in text
     assert "before 2.4321, after 2.40987, kept 0.990859" in text
 
