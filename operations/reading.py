@@ -54,12 +54,12 @@ class Reading(Operation):
         "The captured layers, as 0-based outputs, e.g. 1,29,57.",
         kind="ids",
     )
-    captured_are: Literal["outputs", "inputs"] | None = option(None, "What the config's list counts.")
+    captured_are: Literal["outputs", "inputs"] | None = option(None, "What the config's list of layers counts.")
     rope_theta: Theta | None = option(None, "RoPE base, if the config omits it.", metavar="BASE")
     layers: Count | None = option(None, "Decoder layers of the head, if the config states the target's.", metavar="N")
     max_positions: Count | None = option(None, "Longest context that you will serve.", metavar="N")
     norm_before_residual: YesOrNo | None = option(
-        None, "Its value, if the config omits it.",
+        None, "norm_before_residual, if the config omits it.",
         kind="yes-or-no",
     )  # fmt: skip
     target: Name | None = option(None, "The target; its depth decides the default captured layers.", kind="checkpoint")

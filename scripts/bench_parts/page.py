@@ -46,7 +46,7 @@ def closing(program: str, load: float | None = None) -> str:
     """Return a section's last line: its script, the load average, and the machine, if the page's own is another one."""
     machine = f"{os.cpu_count()} cores of {processor()}"
     other = "" if machine in read_section("machine") else f", {machine}"
-    return f"`scripts/{program}`, load average {os.getloadavg()[0] if load is None else load:.1f}{other}."
+    return f"`scripts/{program}`, load {os.getloadavg()[0] if load is None else load:.1f}{other}."
 
 
 def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> str:

@@ -24,19 +24,19 @@ _REST: dict[str, Any] = {
     "norms": spec.Norms(True, True, True, True, True),
 }  # fmt: skip
 KINDS = {
-    "MHA, GQA": spec.HeadSpec(spec.Gqa(1, 1, 2, bias=True), **_REST),
+    "GQA": spec.HeadSpec(spec.Gqa(1, 1, 2, bias=True), **_REST),
     "MLA": spec.HeadSpec(spec.Mla(1, 1, 1, 1, 2, 1), **_REST),
 }
 
 
 def layouts() -> Iterator[str]:
-    yield "A layout is a table from tensor names to slots, and one of config keys. A slot is what a tensor means,"
-    yield "with one shape formula. `{i}` is the decoder layer, `{a}` the index of a captured state; `attn_in` is"
-    yield "2 x `hidden` in layer 0, then `hidden`; `attn_out` is heads times the value dim."
+    yield "A layout maps tensor names and config keys to slots, which have one meaning and one shape. `{i}` is the"
+    yield "decoder layer, `{a}` the index of a captured state; `attn_in` is 2 x `hidden` in layer 0, then `hidden`;"
+    yield "`attn_out` is heads times the value dim. GQA includes MHA."
     yield from ("", "## Layouts", "")
     yield from table(
-        ("layout", "who reads or writes it", "kconv"),
-        [(f"`{x.name}`", x.engine, "reads and writes" if x.write_config else "reads") for x in all_layouts()],
+        ("layout", "who reads or writes it"),
+        [(f"`{x.name}`", f"{x.engine}{'' if x.write_config else ' (kconv only reads it)'}") for x in all_layouts()],
     )
     yield from ("", "## Tensors", "")
     yield "`*` is the slot's own part. Each name lists the layouts that write it, and those that *also read* it."
@@ -82,8 +82,11 @@ def layouts() -> Iterator[str]:
     )
     for layout in all_layouts():
         ruled = [limit for limit in layout.limits if limit.id in all_rules()]
+        others = [x for x in all_layouts() if x != layout and x.limits and set(x.limits) < set(layout.limits)]
         if ruled:
-            yield f"- `{layout.name}`: {', '.join(limit.id for limit in ruled)}"
+            alike = {limit.id for x in others for limit in x.limits} == {limit.id for limit in ruled}
+            named = [f"as `{x.name}`" for x in others] if alike else [limit.id for limit in ruled]
+            yield f"- `{layout.name}`: {', '.join(named)}"
         for limit in layout.limits:
             if limit not in ruled:
                 source = limit.source.split(" ")[0]
@@ -124,7 +127,8 @@ def _all(heads: list[str]) -> str:
 
 def _key(key: Key) -> str:
     also = f", also read as {_code(key.also)}" if key.also else ""
-    return f"{_code(key.names)} (`{key.field}`{also})"
+    plain = key.names == (key.field.rpartition(".")[2],) and not also
+    return _code(key.names) if plain else f"{_code(key.names)} (`{key.field}`{also})"
 
 
 def _code(names: Iterable[str]) -> str:

@@ -17,24 +17,13 @@ from kconv.validate.report import Report
 
 
 def schemas() -> Iterator[str]:
-    yield "The JSON files that kconv writes, with the keys of the outermost object. The linked JSON schemas have"
-    yield "every key, with its type and meaning. Each file states its `schema`; a reader refuses any other."
-    for name, model in FILES.items():
-        yield from ("", f"## {name}", "")
-        yield from (f"{_about(model)} [JSON schema](../{schema_name(name)}).", "", *_keys(model))
+    yield "The JSON files that kconv writes, each with its JSON schema, which has every key with its type and meaning."
+    yield from ("Each file states its `schema`; a reader refuses any other.", "")
+    yield from (f"- [{name}](../{schema_name(name)}): {_about(model)}" for name, model in FILES.items())
 
 
 def _about(model: type[BaseModel]) -> str:
     return (inspect.getdoc(model) or "").partition("\n")[0].partition(";")[0].rstrip(".") + "."
-
-
-def _keys(model: type[BaseModel]) -> Iterator[str]:
-    """Yield a model's keys, those of one meaning together."""
-    meanings, together = attributes(model), dict[str, list[str]]()
-    for name, field in model.__pydantic_fields__.items():
-        if name in meanings:
-            together.setdefault(meanings[name], []).append(f"`{field.alias or name}`")
-    yield from (f"- {', '.join(names)}: {meaning}" for meaning, names in together.items())
 
 
 FILES: Mapping[str, type[BaseModel]] = {

@@ -18,22 +18,20 @@ from kconv.escape import link
 from kconv.operations.base import flag
 from kconv.operations.inspect import Inspected
 from kconv.operations.reading import Reading
-from kconv.validate.markdown import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
 from support.published import EAGLE3, OTHERS, Form
 
 
 def published() -> Iterator[str]:
-    yield "Forms with the config keys and tensor names that their makers publish. *Give*: options that decide what"
-    yield "the files leave open. *Refused*: conversions that kconv refuses, with the reason below; it makes all"
-    yield "others."
+    yield "Forms with the config keys and tensor names that their makers publish: the layout, options that decide"
+    yield "what the files leave open, and conversions that kconv refuses, with the reason's number below."
     reasons: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         rows = [_eagle3(title, form, Path(name) / str(i), reasons) for i, (title, form) in enumerate(EAGLE3.items())]
         others = [_other(title, form, Path(name) / f"other-{i}") for i, (title, form) in enumerate(OTHERS.items())]
     yield from ("", "## Eagle3 heads", "")
-    yield from table(("form", "layout", "give", "refused"), rows)
+    yield from (f"- {title}: {', '.join(part for part in parts if part)}" for title, *parts in rows)
     yield from ("", "Why:", "")
     yield from (f"{number}. {reason}." for reason, number in reasons.items())
     yield from ("", "## Other drafts and checkpoints", "")
@@ -60,8 +58,9 @@ def _eagle3(title: str, form: Form, folder: Path, reasons: dict[str, int]) -> tu
     said = " ".join(f"{flag(name)} {value}" for name, value in form.options.items())
     return (
         link(title, form.source), bare.to_json()["layout"], f"`{said}`" if said else "",
-        f"all {next(iter(set(numbers)))}" if len(numbers) == len(writable()) and len(set(numbers)) == 1
-        else ", ".join(f"{layout} {number}" for layout, number in zip(refused, numbers, strict=True)),
+        f"refused: all {next(iter(set(numbers)))}" if len(numbers) == len(writable()) and len(set(numbers)) == 1
+        else "refused: " * bool(refused)
+        + ", ".join(f"{layout} {number}" for layout, number in zip(refused, numbers, strict=True)),
     )  # fmt: skip
 
 

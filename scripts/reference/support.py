@@ -135,19 +135,21 @@ def cell(engine: Engine, name: str, model_type: str) -> str:
 
 def support() -> Iterator[str]:
     yield "`run`: a test serves this form of head for this target in the engine, whose drafts equal kconv's own"
-    yield "(`RUNS` in `scripts/reference/support.py` names the test). `code`: kconv writes it according to the"
-    yield f"engine's code. A rule: kconv refuses it, and [the rule](rules.md) says why. {UNKNOWN}: not known. Targets"
-    yield "are named by the `model_type` of their text model: Kimi-K2, K2.5, K2.6 and K2.7-Code are `kimi_k2`."
+    yield "(`RUNS` in `scripts/reference/support.py` names it). `code`: kconv follows the engine's code."
+    yield "[A rule](rules.md):"
+    yield f"kconv refuses it. {UNKNOWN}: not known. Targets are `model_type`s of text models; each Kimi-K2.x is"
+    yield "`kimi_k2`. [The table](#how-each-engine-captures-from-a-target) has each engine's targets. MLA targets:"
+    yield f"{_code(sorted(LATENT))}."
     for one in engines():
         kinds = [kind for kind in model_types() if one.capture(kind) is not None]
-        yield from ("", f"## {one.title} {one.release}", "", f"Targets: {_code(kinds)}.", "")
+        yield from ("", f"## {one.title} {one.release}", "")
         alike: dict[str, list[str]] = {}
         for name in FORMS:
             alike.setdefault(_in_words({kind: cell(one, name, kind) for kind in kinds}), []).append(name)
         yield from (f"- {'; '.join(names)}: {said}" for said, names in alike.items())
     yield from ("", "## How each engine captures from a target", "")
-    yield "What to add to the captured layers, as 0-based outputs, for the engine's list, with the code that decides"
-    yield f"it. {UNKNOWN}: kconv knows no class of the engine that captures. vLLM then has"
+    yield "What the engine's list adds to the captured layers (0-based outputs), with the code that decides it."
+    yield f"{UNKNOWN}: kconv knows no class that captures. vLLM then has"
     yield f"[transformers' own]({VLLM_SOURCE}/model_executor/models/transformers/base.py#L828-L845)"
     yield "(`--model-impl transformers`)."
     yield ""
@@ -167,7 +169,11 @@ def _in_words(cells: Mapping[str, str]) -> str:
     for kind, known in cells.items():
         of.setdefault(known, []).append(kind)
     *few, most = sorted(of, key=lambda known: len(of[known]))
-    return "; ".join([*(f"{known} for {_code(of[known])}" for known in few), f"{most} for the others" if few else most])
+    latent = [kind for kind in cells if kind in LATENT]
+    named = {known: "MLA targets" if kinds == latent else _code(kinds) for known, kinds in of.items()}
+    if len(few) == 2 and sorted(of[few[0]] + of[few[1]]) == sorted(latent):
+        named[few[1]] = "other MLA targets"
+    return "; ".join([*(f"{known} for {named[known]}" for known in few), f"{most} for the others" if few else most])
 
 
 def _listed(engine: Engine, kind: str) -> str:
