@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA
 from support.heads import TARGET
+from support.hub_head import offline
 from support.published import EAGLE3
 
 import kconv
@@ -261,7 +262,8 @@ MISTAKES: list[tuple[str, str, int, tuple[str, ...]]] = [
 @pytest.mark.parametrize("command, code, named", [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
 def test_a_mistake_is_named(folder, monkeypatch, command, code, named):
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Whatever other tests of this process made of the constant.
+    offline(monkeypatch)
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     done = CliRunner().invoke(main, shlex.split(command))
     assert (done.exit_code, isinstance(done.exception, SystemExit)) == (code, True), _said(done)
