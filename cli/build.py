@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from ..engines import registry
 from ..errors import RequestInvalid
 from ..operations.base import Operation, first_wrong, flag, marks
-from .group import Command, one_of
+from .group import Command, OneOf
 from .progress import Terminal
 from .terminal import VERBOSE
 
@@ -167,7 +167,7 @@ def _type(info: FieldInfo) -> tuple[Any, bool]:
     if inner is bool:
         return bool, False
     if get_origin(inner) is Literal:
-        return one_of([str(value) for value in get_args(inner)]), several
+        return OneOf([str(value) for value in get_args(inner)]), several
     if inner in (int, float):
         return _range(inner, bounds), several
     return (click.Path() if said.kind in PATHS else Words("TEXT")), several

@@ -121,11 +121,6 @@ class OneOf(click.Choice):
         return super().convert(close[0] if len(close) == 1 else value, param, ctx)
 
 
-def one_of(values: list[str]) -> OneOf:
-    """Return the type of an option with these values."""
-    return OneOf(values)
-
-
 class Kconv(click.Group):
     """The group, with the one place where an error becomes a message and exit code 1."""
 
