@@ -26,7 +26,7 @@ from typing import Any
 
 from modelopt.torch.speculative.plugins import hf_eagle
 from torch import Tensor, nn
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, PretrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -72,7 +72,8 @@ class ExactRotary(DeepseekV3RotaryEmbedding):
 class MlaLayer(_ServedOrder, DeepseekV3DecoderLayer):
     """DeepSeek-V3's decoder layer, for `eagle_decoder_type: kimik2`; its RoPE is DeepSeek's interleaved one."""
 
-    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+    def __init__(self, config: PretrainedConfig, layer_idx: int) -> None:
+        config = as_deepseek(config)
         super().__init__(config, layer_idx)
         self.rotary_emb = ExactRotary(config)
         attention: Any = self.self_attn
@@ -86,6 +87,26 @@ class MlaLayer(_ServedOrder, DeepseekV3DecoderLayer):
         # ModelOpt leaves RoPE to this decoder and passes None.
         kwargs["position_embeddings"] = self.rotary_emb(hidden_states, position_ids)
         return super().forward(hidden_states, position_ids=position_ids, **kwargs)
+
+
+# Others, like Llama's head_dim and gpt-oss's attention_bias, mean something else to DeepSeek's layer.
+OF_MLA = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+    "max_position_embeddings", "rope_parameters", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+
+
+def as_deepseek(config: PretrainedConfig) -> DeepseekV3Config:
+    """Return the config of a head as a DeepSeek one, from which transformers builds MLA.
+
+    ModelOpt makes a head's config of the target's class, which for a Llama target derives nothing from MLA's dims.
+    https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/speculative/plugins/hf_eagle.py#L371
+    """
+    if isinstance(config, DeepseekV3Config):
+        return config
+    given = config.to_dict()
+    return DeepseekV3Config(**{key: given[key] for key in OF_MLA}, attn_implementation=config._attn_implementation)
 
 
 @contextmanager

@@ -68,12 +68,12 @@ def rows():
 def make_job(tiny_target, rows):
     """Return a function that gives a job of a recipe, on random tokens."""
 
-    def make(recipe: EagleRecipe, **changes) -> TrainJob:
+    def make(recipe: EagleRecipe, target: Path = tiny_target, **changes) -> TrainJob:
         def states():
-            model = load_target(tiny_target, torch.float32)
+            model = load_target(target, torch.float32)
             return Kept(Online(model, recipe.captured)), Kept(Online(model, recipe.captured))
 
-        return TrainJob(tiny_target, recipe, *rows, states, **changes)
+        return TrainJob(target, recipe, *rows, states, **changes)
 
     return make
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from support.tiny_targets import write_target
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import ConversionRecord, verify
@@ -59,6 +60,17 @@ def test_what_comes_out_is_the_recipes_head_and_proven(make_job, tiny_target, tm
     assert training["recipe"]["steps"] == recipe.steps
     assert training["trained"]["loss"] < training["untrained"]["loss"]
     assert {path.name for path in tmp_path.iterdir()} == {"head"}
+
+
+# ModelOpt makes a head's config of its target's class, and theirs know nothing of MLA.
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_an_mla_head_is_trained_for_a_target_of_another_family(make_job, tiny_target, tmp_path, kind):
+    target = write_target(tmp_path / "target", kind, tiny_target, None)
+    out = train(make_job(MLA, target), tmp_path / "head")
+    head = read_head(open_checkpoint(out))
+    assert head.spec == spec_of(MLA, read_target_config(target))
+    report = json.loads((out / "modelopt" / "training.json").read_text())
+    assert report["trained"]["loss"] < report["untrained"]["loss"]
 
 
 def test_the_prompts_digests_stand_in_the_manifest_alone(make_job, tmp_path):
