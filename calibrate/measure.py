@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..head.attention import ChainContext, Context
-from ..head.chain import lengths, overlap, unroll
+from ..head.chain import lengths, overlap_at, served_shares, unroll
 from ..head.forward import DraftHead
 from .batches import STEPS, Batch, Calibration, in_pieces
 from .retention import Retention
@@ -128,22 +128,25 @@ def compare(
             whole += float(ran.original.double().square().sum())
         context = max(context, piece.tokens.shape[1])
         served = calibration.logits(piece)
-        likeliest = served.argmax(-1)
+        likeliest, shares = served.argmax(-1), served_shares(served, original.target_ids)
         ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
         our_hits, their_hits = list[Tensor](), list[Tensor]()
         drafts = (unroll(head, piece.tokens, piece.captured, STEPS) for head in (original, converted))
         # Step by step: over a large vocabulary one step's logits take gigabytes.
-        for k, (own, other) in enumerate(zip(*drafts, strict=True)):
-            ours.append(overlap(own.logits[None], served[:, k:], original.target_ids))
-            theirs.append(overlap(other.logits[None], served[:, k:], converted.target_ids))
-            apart.append(_divergence(own.logits, other.logits))
-            wanted = likeliest[:, k + 1 : k + 1 + own.logits.shape[1]]
+        for k, (own, other) in enumerate(zip(*drafts, strict=True), start=1):
+            p, q = own.logits.float().log_softmax(-1), other.logits.float().log_softmax(-1)
+            chance = p.exp()
+            ours.append(overlap_at(shares, k, chance))
+            theirs.append(overlap_at(shares, k, q.exp()))
+            # KL(original || converted), in place: each of these takes gigabytes over a large vocabulary.
+            apart.append(chance.mul_(p.sub_(q)).sum(-1))
+            wanted = likeliest[:, k : k + p.shape[1]]
             our_hits.append((original.target_ids[own.logits.argmax(-1)] == wanted).double())
             their_hits.append((converted.target_ids[other.logits.argmax(-1)] == wanted).double())
         greedy_one.extend(lengths(torch.stack(our_hits)))
         greedy_two.extend(lengths(torch.stack(their_hits)))
-        one.extend(lengths(torch.cat(ours)).double())
-        two.extend(lengths(torch.cat(theirs)).double())
+        one.extend(lengths(torch.stack(ours)).double())
+        two.extend(lengths(torch.stack(theirs)).double())
         kl += torch.stack(apart).double().sum((1, 2))
     places = sum(len(row) for row in one)
     before, after, error = _ratio(one, two)
@@ -174,9 +177,3 @@ def _ratio(one: list[Tensor], two: list[Tensor]) -> tuple[float, float, float]:
     off = torch.stack([(b - after / before * a).sum() for a, b in zip(one, two, strict=True)])
     error = float(off.std() * len(off) ** 0.5 / (places * before)) if len(off) > 1 else float("nan")
     return before, after, error
-
-
-def _divergence(original: Tensor, converted: Tensor) -> Tensor:
-    """Return KL(original || converted) at each position, `[B, T', draft_vocab]` twice to `[B, T']`."""
-    p = original.float().log_softmax(-1)
-    return (p - converted.float().log_softmax(-1)).mul_(p.exp()).sum(-1)

@@ -181,13 +181,24 @@ def overlap(draft_logits: Tensor, target_logits: Tensor, target_ids: Tensor) -> 
     Returns:
         `[K, B, T']` fp32, between 0 and 1.
     """
-    steps, _, chains, _ = draft_logits.shape
-    overlaps = []
-    for k in range(1, steps + 1):
-        p = target_logits[:, k : k + chains].float().softmax(-1)[..., target_ids]
-        q = draft_logits[k - 1].float().softmax(-1)
-        overlaps.append(torch.minimum(p, q).sum(-1))
-    return torch.stack(overlaps)
+    served = served_shares(target_logits, target_ids)
+    return torch.stack([overlap_at(served, k, q.float().softmax(-1)) for k, q in enumerate(draft_logits, start=1)])
+
+
+def served_shares(target_logits: Tensor, target_ids: Tensor) -> Tensor:
+    """Return the target's probability of each draft token, `[B, T, vocab]` to `[B, T, draft_vocab]` fp32."""
+    return target_logits.float().softmax(-1)[..., target_ids]
+
+
+def overlap_at(served: Tensor, k: int, drafted: Tensor) -> Tensor:
+    """Return the share of step k's drafts that is accepted, `[B, T']`.
+
+    Args:
+        served: see `served_shares`.
+        k: the draft step, from 1.
+        drafted: its distribution, `[B, T', draft_vocab]`.
+    """
+    return torch.minimum(served[:, k : k + drafted.shape[1]], drafted).sum(-1)
 
 
 def lengths(overlaps: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from real_parts import page, smollm  # noqa: E402
-from real_parts.attention import MLA  # noqa: E402
+from real_parts.attention import MLA, SERVED  # noqa: E402
 from real_parts.offline import answer_greedily, measure_lookup  # noqa: E402
 from real_parts.prompts import ask_target, draw_prompts  # noqa: E402
 
@@ -77,13 +77,15 @@ def test_its_tables_hold_the_lengths_by_drafter_and_by_category():
 def test_its_table_of_conversions_has_a_column_for_each_number_of_healing_steps(tmp_path):
     kept = {"kept": 0.953, "kept_error": 0.001, "greedy_kept": 0.96, "greedy_kept_error": 0.002}
     about = {"before": 1.5, "positions": 1000, "sequences": 4, "context": 192, "steps": 3}
-    figures = {MLA: {"0": about | kept, "200": about | kept | {"kept": 0.991}}, "mla-mha": {"0": about | kept}}
-    (tmp_path / "attention.json").write_text(json.dumps(figures))
+    figures = {MLA: {"0": about | kept, "200": about | kept | {"kept": 0.991}}, SERVED: {"0": about | kept}}
+    (tmp_path / "attention").mkdir()
+    for name, own in figures.items():
+        (tmp_path / "attention" / f"{name}.json").write_text(json.dumps(own))
     told = page.describe_attention(page.Found(tmp_path, None, {}, {}))
     assert "| conversion | original | 0 steps | 200 steps | greedy, in the end |" in told
     assert "| GQA → MLA, 1 : 4 | 1.500 | 95.3 ± 0.1 | 99.1 ± 0.1 | 96.0 ± 0.2 |" in told
     # One that was broken off has no figure for the rest, and the others no row.
-    assert told[-1] == "| MLA → MHA, of the head above | 1.500 | 95.3 ± 0.1 |  | 96.0 ± 0.2 |"
+    assert told[-1] == "| MLA → MHA | 1.500 | 95.3 ± 0.1 |  | 96.0 ± 0.2 |"
 
 
 class Served(BaseHTTPRequestHandler):
@@ -121,7 +123,7 @@ def test_its_recipes_can_be_read(monkeypatch):
     examples = SCRIPTS.parent / "examples"
     release, _ = read_release(examples / "smollm2-release.yaml")
     assert [step.do for step in release.steps.values()][-2:] == ["card", "publish"]
-    for kind in ("", "-mla"):
+    for kind in ("", "-mla", "-mha"):
         check_keys(read_recipe_file(str(examples / f"smollm2-eagle3{kind}.yaml")))
 
 

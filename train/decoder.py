@@ -106,7 +106,9 @@ def as_deepseek(config: PretrainedConfig) -> DeepseekV3Config:
     if isinstance(config, DeepseekV3Config):
         return config
     given = config.to_dict()
-    return DeepseekV3Config(**{key: given[key] for key in OF_MLA}, attn_implementation=config._attn_implementation)
+    made = DeepseekV3Config(**{key: given[key] for key in OF_MLA})
+    made._attn_implementation = config._attn_implementation
+    return made
 
 
 @contextmanager

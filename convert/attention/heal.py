@@ -1,20 +1,17 @@
-"""Healing: a few steps of gradient descent towards the original head.
+"""Healing: some steps of gradient descent towards the original head, and towards what the target accepts.
 
-The converted head drafts K steps on the calibration text, on its own hidden states, and is trained towards what the
-original drafts there (`distance_by_piece`). The target plays no part: the goal is the head that was trained.
+The converted head drafts K steps on the calibration text, on its own hidden states. Its loss (`loss_by_piece`) is its
+distance from the original's drafts, and how often the target would refuse its own. Where a latent is too small for what
+the original computes, another head accepts more than the nearest one does: the second term finds it, the first keeps
+all that the text does not ask for.
 
 Steps of equal size in every entry, like Adam's, add up along the directions that all tokens share, and ruin a good
 start within fifty steps. So matrices use Muon, whose steps have equal size in every direction, in coordinates where
 their inputs are white (`to_white`). Each tensor's learning rate is relative to the size of its output, so that the
 arbitrary gauge of a latent does not decide how fast it moves; and it is smaller for a nearer start.
 
-The result is the nearer of the two, start or healed, on texts that healing did not see: those that chose ridges and
+The result is the better of the two, start or healed, on texts that healing did not see: those that chose ridges and
 ladders, and gave no gradient.
-
-The distance between two heads' drafts.
-
-Both heads draft K steps on a text, each on its own hidden states. The distance is `KL(original || student)` of each
-step's tokens, plus a tenth of the relative squared error of the hidden state passed to the next step.
 
 Matrices in coordinates where their inputs are white.
 
@@ -38,40 +35,64 @@ from torch import Tensor
 from ...calibrate.batches import STEPS, Batch, Calibration, in_pieces
 from ...calibrate.measure import WatchedInputs
 from ...errors import TrainingFailed
-from ...head.chain import count_chains, unroll
+from ...head.chain import count_chains, overlap_at, served_shares, unroll
 from ...head.forward import DraftHead
 from .moments import Moments, factor
 from .swap import GQA_SLOTS, MLA_SLOTS
 
-HIDDEN = 0.1
+HIDDEN = 1.0
+"""Weight of the hidden state's relative squared error, in nats."""
 
 
-def distance_by_piece(original: DraftHead, student: DraftHead, batch: Batch) -> Iterator[Tensor]:
-    """Yield the terms that the pieces of a batch (`in_pieces`) add to a head's distance from the original.
+@dataclass(frozen=True)
+class Loss:
+    """What a head loses, in nats, mean over positions and draft steps.
 
-    Each is a scalar with a separate graph: if its backward is called before the next is requested, only one piece's
-    logits are in memory, and the gradients add up to those of the whole batch.
-
-    Returns:
-        Parts of the distance in nats, mean over positions and draft steps; their sum is that of the batch.
+    Attributes:
+        apart: its distance from the original: `KL(original || student)` of the drafted tokens, and `HIDDEN` times the
+            relative squared error of the hidden state that is passed on.
+        refused: minus the logarithm of the share of its drafts that the target accepts, the sum of min(p, q)
+            (`head.chain.overlap`). Its minimum over heads is what sampled acceptance asks for, which a divergence's
+            is not once a head is too small to reach zero (arXiv 2310.08461, 2602.23881).
     """
-    pieces = list(in_pieces([batch], original.spec.draft_vocab))
-    places = batch.tokens.shape[0] * count_chains(batch.tokens.shape[1], STEPS)
+
+    apart: Tensor
+    refused: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of both, which healing minimizes."""
+        return self.apart + self.refused
+
+
+def loss_by_piece(original: DraftHead, student: DraftHead, calibration: Calibration, batch: Batch) -> Iterator[Loss]:
+    """Yield the terms that the pieces of a batch (`in_pieces`) add to a head's loss; their sum is that of the batch.
+
+    Each has a separate graph: if its backward is called before the next is requested, only one piece's logits are in
+    memory, and the gradients add up to those of the whole batch.
+    """
+    pieces = list(in_pieces([batch], original.spec.vocab))
+    places = batch.tokens.shape[0] * count_chains(batch.tokens.shape[1], STEPS) * STEPS
     # The hidden state's error is relative to its size over the whole batch, which the first piece already needs.
     sizes = _sizes(original, pieces[1:])
     for index, piece in enumerate(pieces):
         with torch.no_grad():
             goals = list(unroll(original, piece.tokens, piece.captured, STEPS))
+            served = served_shares(calibration.logits(piece), original.target_ids)
         if index == 0:
             sizes = [size + goal.returned.square().sum() for size, goal in zip(sizes, goals, strict=True)]
-        total = torch.zeros((), device=piece.tokens.device)
+        apart, refused = served.new_zeros(()), served.new_zeros(())
         steps = unroll(student, piece.tokens, piece.captured, STEPS)
-        for goal, step, size in zip(goals, steps, sizes, strict=True):
+        for k, (goal, step, size) in enumerate(zip(goals, steps, sizes, strict=True), start=1):
             p, q = goal.logits.float().log_softmax(-1), step.logits.float().log_softmax(-1)
-            kl = (p.exp() * (p - q)).sum(-1).sum() / places
-            apart = (step.returned - goal.returned).square().sum() / size
-            total = total + kl + HIDDEN * apart
-        yield total / STEPS
+            apart = apart + (p.exp() * (p - q)).sum() / places
+            apart = apart + HIDDEN * (step.returned - goal.returned).square().sum() / size / STEPS
+            refused = refused - overlap_at(served, k, q.exp()).clamp(min=SMALLEST).log().sum() / places
+        yield Loss(apart, refused)
+
+
+# Of an accepted share: less than this counts as this, so that a token outside the draft vocabulary has a logarithm.
+SMALLEST = 1e-6
 
 
 @torch.no_grad()
@@ -136,10 +157,12 @@ def from_white(weight: Tensor, spread: Spread) -> Tensor:
     return torch.linalg.solve_triangular(spread.factor, weight, upper=False, left=False)
 
 
-RATE = 0.04
+RATE = 0.07
 """Peak learning rate, relative to the size of a tensor's output, for a start at a distance of 1. An error of e costs
 about e^2 nats, so the rate goes with the square root of the distance (docs/attention.md has results).
 """
+STEP_TOKENS = 1536
+"""A step reads batches until it has so many tokens: three or more of 512, and more of shorter texts."""
 MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
@@ -171,12 +194,12 @@ def heal(
     seed: int = 0,
     progress: Progress = lambda *_: None,
 ) -> DraftHead:
-    """Return a converted head after some steps towards the original, or the same head if they led away from it.
+    """Return a converted head after some steps of healing, or the same head if they made its loss greater.
 
     Args:
         original: the head before its conversion.
         converted: the same head with another attention.
-        calibration: training uses its fitted part, one batch per step, in a new order for each pass.
+        calibration: training uses its fitted part, `STEP_TOKENS` a step, in a new order for each pass.
         steps: number of steps.
         slots: what to train, if the head has it.
         rate: peak learning rate, as in `RATE`.
@@ -188,29 +211,34 @@ def heal(
     """
     if steps == 0:
         return converted
-    before = _mean_distance(original, converted, calibration)
-    healed = _descend(original, converted, calibration, steps, slots, rate * before**0.5, seed, progress)
-    return healed if _mean_distance(original, healed, calibration) < before else converted
+    before = mean_loss(original, converted, calibration)
+    rate *= float(before.apart) ** 0.5
+    healed = descend(original, converted, calibration, steps, slots, rate, seed, progress)
+    return healed if mean_loss(original, healed, calibration).total < before.total else converted
 
 
 @torch.no_grad()
-def _mean_distance(original: DraftHead, head: DraftHead, calibration: Calibration) -> float:
-    found = [
-        sum(float(part) for part in distance_by_piece(original, head, batch)) for batch in calibration.part("choose")
-    ]
-    return sum(found) / len(found)
+def mean_loss(original: DraftHead, head: DraftHead, calibration: Calibration) -> Loss:
+    """Return the mean over the batches that choose."""
+    count = len(calibration.indices("choose"))
+    apart, refused = torch.zeros(2, device=calibration.lm_head.device)
+    for batch in calibration.part("choose"):
+        for part in loss_by_piece(original, head, calibration, batch):
+            apart, refused = apart + part.apart / count, refused + part.refused / count
+    return Loss(apart, refused)
 
 
-def _descend(
+def descend(
     original: DraftHead,
     converted: DraftHead,
     calibration: Calibration,
     steps: int,
     slots: Sequence[str],
     rate: float,
-    seed: int,
-    progress: Progress,
+    seed: int = 0,
+    progress: Progress = lambda *_: None,
 ) -> DraftHead:
+    """Return a converted head after some steps at a peak rate, wherever they led; see `heal`."""
     names = [name for name in converted.weights if name in slots or (name.startswith("fc_norm") and "fc" in slots)]
     start = {name: converted.weights[name].detach() for name in names}
     names = [name for name, weight in start.items() if weight.ndim == 2]
@@ -228,10 +256,9 @@ def _descend(
     optimizers = _optimizers(matrices, gains)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _share(step, steps)) for one in optimizers]
     generator = torch.Generator().manual_seed(seed)
-    mine, order = calibration.indices("fit"), list[int]()
+    texts = in_order(calibration, generator)
     for step in range(steps):
-        order = order or torch.randperm(len(mine), generator=generator).tolist()
-        loss = _take_gradient(original, assemble(), calibration.batch(mine[order.pop()]), list(trained))
+        loss = _take_gradient(original, assemble(), calibration, take_tokens(texts), list(trained))
         if not math.isfinite(loss):
             raise TrainingFailed(
                 f"healing stopped: the loss is {loss} at step {step + 1} of {steps}",
@@ -245,17 +272,38 @@ def _descend(
     return DraftHead(converted.spec, {name: weight.detach() for name, weight in assemble().weights.items()})
 
 
-def _take_gradient(original: DraftHead, student: DraftHead, batch: Batch, names: Sequence[str]) -> float:
-    """Sum the distance's gradient piece by piece, propagate it to the student's parameters, and return the loss.
+def in_order(calibration: Calibration, generator: torch.Generator) -> Iterator[Batch]:
+    """Yield the fitted batches without end, in a new order for each pass."""
+    mine = calibration.indices("fit")
+    while True:
+        for place in torch.randperm(len(mine), generator=generator).tolist():
+            yield calibration.batch(mine[place])
+
+
+def take_tokens(texts: Iterator[Batch]) -> list[Batch]:
+    """Return batches of `STEP_TOKENS` tokens or more."""
+    taken = [next(texts)]
+    while sum(batch.tokens.numel() for batch in taken) < STEP_TOKENS:
+        taken.append(next(texts))
+    return taken
+
+
+def _take_gradient(
+    original: DraftHead, student: DraftHead, calibration: Calibration, batches: Sequence[Batch], names: Sequence[str]
+) -> float:
+    """Sum the loss's gradient piece by piece, propagate it to the student's parameters, and return the loss.
 
     The way back from a head's weights to the trained coordinates is a triangular solve per matrix, done once after all
-    pieces.
+    pieces. Each batch counts by its tokens.
     """
     leaves = {name: student.weights[name].detach().requires_grad_() for name in names}
     cut, loss = DraftHead(student.spec, {**student.weights, **leaves}), 0.0
-    for part in distance_by_piece(original, cut, batch):
-        part.backward()
-        loss += part.item()
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    for batch in batches:
+        for part in loss_by_piece(original, cut, calibration, batch):
+            share = part.total * (batch.tokens.numel() / tokens)
+            share.backward()
+            loss += share.item()
     torch.autograd.backward([student.weights[name] for name in names], [leaf.grad for leaf in leaves.values()])
     return loss
 
@@ -276,5 +324,5 @@ def _size(gain: Tensor) -> float:
 
 
 def _share(step: int, steps: int) -> float:
-    warm = min(1.0, (step + 1) / max(1.0, WARMUP * steps))
-    return warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+    """Return the share of the rate at a step: a warm-up, and a straight way to zero."""
+    return min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 - step / steps)

@@ -17,7 +17,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from kconv.calibrate.batches import Calibration
 from kconv.calibrate.measure import compare
-from kconv.convert.attention.heal import ATTENTION, RATE, REST, _descend, _optimizers, _share, _size, distance_by_piece
+from kconv.convert.attention.heal import (
+    ATTENTION,
+    RATE,
+    REST,
+    _optimizers,
+    _share,
+    _size,
+    descend,
+    in_order,
+    loss_by_piece,
+    mean_loss,
+    take_tokens,
+)
 from kconv.head.forward import DraftHead
 
 from .attention_beds import open_bed
@@ -53,7 +65,7 @@ def descend_in_white(
     original: DraftHead, start: DraftHead, calibration: Calibration, steps: int, rate: float
 ) -> DraftHead:
     """Heal as kconv does, but at a given rate."""
-    return _descend(original, start, calibration, steps, SLOTS, rate, 0, lambda *_: None)
+    return descend(original, start, calibration, steps, SLOTS, rate)
 
 
 def _descend_plainly(
@@ -68,12 +80,12 @@ def _descend_plainly(
     student = DraftHead(start.spec, {**start.weights, **trained})
     optimizers = make([{"params": [weight], "lr": rate * _size(weight)} for weight in trained.values()])
     schedules = [LambdaLR(one, lambda step: _share(step, steps)) for one in optimizers]
-    generator = torch.Generator().manual_seed(0)
-    mine, order = calibration.indices("fit"), list[int]()
+    texts = in_order(calibration, torch.Generator().manual_seed(0))
     for _ in range(steps):
-        order = order or torch.randperm(len(mine), generator=generator).tolist()
-        for part in distance_by_piece(original, student, calibration.batch(mine[order.pop()])):
-            part.backward()
+        batches = take_tokens(texts)
+        for batch in batches:
+            for part in loss_by_piece(original, student, calibration, batch):
+                (part.total / len(batches)).backward()
         for one in (*optimizers, *schedules):
             one.step()
         for one in optimizers:
@@ -111,7 +123,7 @@ def measure_healing(only: str, seconds: float) -> None:
             continue
         bench, (original, converted) = open_bed(BED), start_of(BED, start)
         if start not in found:
-            found[start] = {"distance": mean_distance(original, converted, bench.fitted)}
+            found[start] = {"distance": float(mean_loss(original, converted, bench.fitted).apart)}
         healed = FORMS[form].descend(original, converted, bench.fitted, steps, rate)
         figures = compare(original, healed, bench.fitted, bench.held_out)
         found[name] = dataclasses.asdict(figures)
@@ -122,13 +134,6 @@ def measure_healing(only: str, seconds: float) -> None:
 def key(start: str, form: str, steps: int, rate: float) -> str:
     """Return the name of a trial in the store."""
     return f"{start} {form} {steps} {rate}"
-
-
-@torch.no_grad()
-def mean_distance(original: DraftHead, head: DraftHead, calibration: Calibration) -> float:
-    """Return a head's distance from the original on the texts that choose, which kconv's rate goes with."""
-    found = [sum(map(float, distance_by_piece(original, head, batch))) for batch in calibration.part("choose")]
-    return sum(found) / len(found)
 
 
 def describe_healing() -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kconv.calibrate.batches import PIECE_BYTES, ROWS_PER_DIM, STEPS, Batch, Calibration
 from kconv.calibrate.measure import compare
-from kconv.convert.attention.heal import ATTENTION, REST, distance_by_piece
+from kconv.convert.attention.heal import ATTENTION, REST, loss_by_piece
 from kconv.convert.attention.latents import measure_sensitivity
 from kconv.head.chain import count_chains
 from kconv.head.forward import DraftHead
@@ -33,8 +33,8 @@ SPEC = replace(
 def _heal(original: DraftHead, converted: DraftHead, calibration: Calibration) -> None:
     for name in ("fc", "0.q_proj"):
         converted.weights[name].requires_grad_()
-    for part in distance_by_piece(original, converted, calibration.batch(0)):
-        part.backward()
+    for part in loss_by_piece(original, converted, calibration, calibration.batch(0)):
+        part.total.backward()
 
 
 PASSES: dict[str, Callable[[DraftHead, DraftHead, Calibration], object]] = {

@@ -13,7 +13,7 @@ import torch
 
 from kconv.calibrate.measure import compare
 from kconv.calibrate.retention import Retention
-from kconv.convert.attention.heal import ATTENTION, REST, heal
+from kconv.convert.attention.heal import ATTENTION, RATE, REST, descend, heal, mean_loss
 from kconv.convert.attention.rotary import Options
 from kconv.convert.attention.swap import with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
@@ -28,7 +28,11 @@ HEALED = (0, 50, 200, 1000)
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion, measured after some numbers of healing steps."""
+    """One conversion, measured after some numbers of healing steps; or the original, trained on as one is healed.
+
+    Attributes:
+        alike: the row at whose rate the original is trained on.
+    """
 
     head: str
     says: str
@@ -36,6 +40,7 @@ class Row:
     choices: dict = field(default_factory=dict)
     steps: tuple[int, ...] = (0,)
     slots: str = "all"
+    alike: str = ""
 
 
 REAL_ONLY = Options(is_complex=False, by_queries=False, phases=False)
@@ -55,6 +60,7 @@ ROWS_OF_TABLE = {
     "gqa-mla-transmla": Row("gqa", "TransMLA-like", 4, LIKE_TRANSMLA, steps=(0, 200)),
     "gqa-mla-random": Row("gqa", "random start", 4, {"random": True}, steps=(0, 200)),
     "mha-mla": Row("mha", "MHA → MLA, 1 : 16", 16, steps=(0, 50, 200)),
+    "mha-alike": Row("mha", "MHA, trained on as that row is healed", steps=(0, 200), alike="mha-mla"),
     "mha-mla-64": Row("mha", "MHA → MLA, 1 : 8", 8, steps=(0, 200)),
     "mha-1-32": Row("mha", "MHA → MLA, 1 : 32", 32, steps=HEALED),
     "mha-1-32-attention": Row("mha", "attention alone healed", 32, steps=HEALED, slots="attention"),
@@ -67,6 +73,8 @@ ROWS_OF_TABLE = {
 def convert(bench: Bench, row: Row) -> DraftHead:
     """Return a row's head as it is before healing."""
     head, choices = bench.head(row.head), dict(row.choices)
+    if row.alike:
+        return head
     if not row.ratio:
         return with_attention(head, convert_to_mha(head, bench.fitted, **choices)[0])
     is_random = choices.pop("random", False)
@@ -100,11 +108,18 @@ def measure(bench: Bench, row: Row, done: dict) -> Iterator[tuple[str, dict]]:
     for steps in wanted:
         slots = ATTENTION if row.slots == "attention" else (*ATTENTION, *REST)
         begun = time.perf_counter()
-        healed = heal(head, start, bench.fitted, steps, slots=slots)
+        healed = _train_on(bench, row, steps) if row.alike else heal(head, start, bench.fitted, steps, slots=slots)
         spent = time.perf_counter() - begun if steps else seconds
         texts = bench.unseen if 0 < steps == row.steps[-1] else {"held-out": bench.held_out}
         figures = {name: dataclasses.asdict(compare(head, healed, bench.fitted, b)) for name, b in texts.items()}
         yield str(steps), {"figures": figures, "seconds": round(spent, 1)}
+
+
+def _train_on(bench: Bench, row: Row, steps: int) -> DraftHead:
+    """Take the steps that heal another row from its original instead, at the same rate."""
+    head = bench.head(row.head)
+    rate = RATE * float(mean_loss(head, convert(bench, ROWS_OF_TABLE[row.alike]), bench.fitted).apart) ** 0.5
+    return descend(head, head, bench.fitted, steps, (*ATTENTION, *REST), rate) if steps else head
 
 
 def measure_rows(bed: str, only: str, seconds: float) -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kconv.calibrate.batches import Batch, Calibration, Part, part_of
 from kconv.calibrate.measure import compare
+from kconv.calibrate.retention import Retention
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.convert.attention.convert import as_stored
-from kconv.convert.attention.heal import heal
+from kconv.checkpoint.source import Folder
+from kconv.convert.attention.convert import HEAL_STEPS, FittedAttention, as_stored, change_attention, changed_slots
+from kconv.convert.attention.heal import ATTENTION, RATE, REST, descend, heal, mean_loss
 from kconv.convert.attention.swap import Shape, with_attention
 from kconv.convert.attention.to_mha import convert_to_mha
 from kconv.convert.attention.to_mla import convert_to_mla
-from kconv.convert.read import read_head
+from kconv.convert.execute import execute
+from kconv.convert.plan import WriteOptions, plan
+from kconv.convert.read import Head, read_head
+from kconv.convert.shared import SLOTS, find_shared
+from kconv.engines import by_name
 from kconv.head.forward import DraftHead
 from kconv.head.spec import Gqa
 from kconv.targets.config import read_target_config
@@ -26,8 +34,8 @@ from kconv.targets.states import open_states
 from kconv.validate.parity import load_head
 
 # A text is the beginning of a dialogue; so many of them side by side.
-TOKENS, ROWS = 192, 4
-MLA = "gqa-mla-4"
+TOKENS, ROWS = 192, 8
+MLA, SERVED = "gqa-mla-4", "mla-mha"
 
 
 @dataclass(frozen=True)
@@ -36,21 +44,38 @@ class Conversion:
 
     Attributes:
         says: what of what.
-        source: the name of the conversion whose last head it starts from; empty for the trained head.
+        source: the head that is converted.
         ratio: latent entries to those of all keys and values, 1 : ratio; 0 for MHA.
     """
 
     says: str
-    source: str = ""
+    source: str
     ratio: int = 0
 
 
 CONVERSIONS: Mapping[str, Conversion] = {
-    MLA: Conversion("GQA → MLA, 1 : 4", ratio=4),
-    "mla-mha": Conversion("MLA → MHA, of the head above", source=MLA),
-    "gqa-mla-16": Conversion("GQA → MLA, 1 : 16", ratio=16),
-    "gqa-mla-8": Conversion("GQA → MLA, 1 : 8", ratio=8),
+    MLA: Conversion("GQA → MLA, 1 : 4", "gqa", 4),
+    SERVED: Conversion("MLA → MHA", "mla"),
+    "mha-mla-8": Conversion("MHA → MLA, 1 : 8", "mha", 8),
+    "mha-mla-16": Conversion("MHA → MLA, 1 : 16", "mha", 16),
 }
+# An original takes the steps that heal the last of these.
+ALIKE, LAST = "mha-alike", "mha-mla-16"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Dialogues at most: the attention is fitted to the first, healed on the second, and so on."""
+
+    fit: int
+    heal: int
+    choose: int
+    held_out: int
+
+    @property
+    def of_parts(self) -> Mapping[Part, int]:
+        """Of each part, those that are read."""
+        return {"fit": max(self.fit, self.heal), "choose": self.choose, "held-out": self.held_out}
 
 
 def calibration_of(target: Path, states: Path, captured: Sequence[int], counts: Mapping[Part, int]) -> Calibration:
@@ -85,40 +110,100 @@ def calibration_of(target: Path, states: Path, captured: Sequence[int], counts: 
 
 
 def measure_conversions(
-    target: Path, folder: Path, states: Path, steps: Sequence[int], counts: Mapping[Part, int], out: Path
+    target: Path, heads: Mapping[str, Path], states: Path, steps: Sequence[int], counts: Counts, out: Path
 ) -> None:
-    """Convert a GQA head, and measure what is kept after each number of healing steps; what `out` holds is kept.
+    """Convert heads, and measure what is kept after each number of healing steps; what `out` holds is kept.
 
     Args:
         target: its folder.
-        folder: the head's.
+        heads: their folders.
         states: of the target, over dialogues.
-        steps: of healing, the most last.
-        counts: of each part, how many dialogues are taken at most.
-        out: JSON; beside it the converted heads' weights.
+        steps: of healing.
+        counts: of dialogues.
+        out: a folder of figures and of the converted heads' weights.
     """
-    found = json.loads(out.read_text()) if out.exists() else {}
-    head = load_head(
-        read_head(open_checkpoint(folder)), open_checkpoint(target), read_target_config(target), torch.float32
-    )
-    calibration = calibration_of(target, states, head.spec.captured, counts)
+    out.mkdir(exist_ok=True)
     for name, conversion in CONVERSIONS.items():
-        done = found.setdefault(name, {})
-        left = [count for count in steps if str(count) not in done]
-        if not left:
+        file = out / f"{name}.json"
+        left = [count for count in steps if str(count) not in _read(file)]
+        if not left or conversion.source not in heads:
             continue
-        original = torch.load(_beside(out, conversion.source), weights_only=False) if conversion.source else head
-        start = _convert(original, calibration, conversion.ratio)
+        head = read_head(open_checkpoint(heads[conversion.source]))
+        original = _load(head, target)
+        calibration = calibration_of(target, states, original.spec.captured, counts.of_parts)
+        begun = out / f"{name}-0.pt"
+        if not begun.exists():
+            torch.save(_convert(original, of_fewer(calibration, counts.fit // ROWS), conversion.ratio), begun)
+        start = torch.load(begun, weights_only=False)
         for count in left:
-            healed = as_stored(_heal(original, start, calibration, count), head.spec.dtype)
-            done[str(count)] = asdict(compare(original, healed, calibration))
-            print(f"{name}, {count} steps: {done[str(count)]['kept']:.4f}", flush=True)
-            torch.save(healed, _beside(out, name))
-            out.write_text(json.dumps(found, indent=1) + "\n")
+            with products_in_bf16():
+                healed = as_stored(heal(original, start, calibration, count), original.spec.dtype)
+            figures = compare(original, healed, calibration)
+            print(f"{name}, {count} steps: {figures.kept:.4f}", flush=True)
+            torch.save(healed, out / f"{name}-{count}.pt")
+            file.write_text(json.dumps(_read(file) | {str(count): asdict(figures)}, indent=1) + "\n")
 
 
-def _beside(out: Path, name: str) -> Path:
-    return out.with_name(f"{out.stem}-{name}.pt")
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def write_served(target: Path, folder: Path, states: Path, counts: Counts, out: Path) -> None:
+    """Write a converted head (`SERVED`) for vLLM, as `kconv to-vllm --attention` does.
+
+    Args:
+        target: its folder.
+        folder: the original's.
+        states: of the target, over dialogues.
+        counts: of dialogues.
+        out: the folder of `measure_conversions`.
+    """
+    weights = out / f"{SERVED}-{HEAL_STEPS}.pt"
+    if (out / SERVED).exists() or not weights.exists():
+        return
+    head, healed = read_head(open_checkpoint(folder)), torch.load(weights, weights_only=False)
+    calibration = calibration_of(target, states, head.spec.captured, counts.of_parts)
+    changed = changed_slots(as_stored(_load(head, target), head.spec.dtype), healed)
+    figures = Retention(**_read(out / f"{SERVED}.json")[str(HEAL_STEPS)])
+    fitted = FittedAttention(healed, changed, CONVERSIONS[SERVED].says, counts.fit, HEAL_STEPS, figures, {})
+    options = WriteOptions(find_shared(Folder(target), SLOTS))
+    execute(plan(head, by_name("vllm"), options, change_attention(head, fitted, calibration)), out / SERVED)
+
+
+def measure_alike(target: Path, folder: Path, states: Path, counts: Counts, out: Path) -> None:
+    """Measure what an original gains by the steps that heal a conversion of it (`LAST`), at the same rate.
+
+    Args:
+        target: its folder.
+        folder: the original's.
+        states: of the target, over dialogues.
+        counts: of dialogues.
+        out: the folder of `measure_conversions`.
+    """
+    file = out / f"{ALIKE}.json"
+    if file.exists() or not (out / f"{LAST}-0.pt").exists():
+        return
+    original = _load(read_head(open_checkpoint(folder)), target)
+    calibration = calibration_of(target, states, original.spec.captured, counts.of_parts)
+    start = torch.load(out / f"{LAST}-0.pt", weights_only=False)
+    with products_in_bf16():
+        rate = RATE * float(mean_loss(original, start, calibration).apart) ** 0.5
+        trained = descend(original, original, calibration, HEAL_STEPS, (*ATTENTION, *REST), rate)
+    figures = asdict(compare(original, as_stored(trained, original.spec.dtype), calibration))
+    file.write_text(json.dumps({str(HEAL_STEPS): figures}, indent=1) + "\n")
+
+
+def _load(head: Head, target: Path) -> DraftHead:
+    return load_head(head, open_checkpoint(target), read_target_config(target), torch.float32)
+
+
+def of_fewer(calibration: Calibration, fitted: int) -> Calibration:
+    """Return a calibration with only so many of its fitted batches."""
+    kept = sorted(
+        [*calibration.indices("fit")[:fitted], *calibration.indices("choose"), *calibration.indices("held-out")]
+    )
+    parts = calibration.part_of_each()
+    return replace(calibration, batches=[calibration.batches[i] for i in kept], parts=[parts[i] for i in kept])
 
 
 def _convert(head: DraftHead, calibration: Calibration, ratio: int) -> DraftHead:
@@ -131,11 +216,12 @@ def _convert(head: DraftHead, calibration: Calibration, ratio: int) -> DraftHead
     return with_attention(head, convert_to_mla(head, calibration, shape)[0])
 
 
-def _heal(head: DraftHead, start: DraftHead, calibration: Calibration, steps: int) -> DraftHead:
-    """Heal with products in bf16, which take a fourth of the time here."""
+@contextmanager
+def products_in_bf16() -> Iterator[None]:
+    """Compute products in bf16, which takes a fourth of the time here."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        return heal(head, start, calibration, steps)
+        yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -15,7 +15,7 @@ from kconv.checkpoint.bytes import digest
 from kconv.checkpoint.folder import open_checkpoint, read_json
 from kconv.targets.states import open_states
 
-from .attention import CONVERSIONS
+from .attention import ALIKE, CONVERSIONS, SERVED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 NGRAM, LOOKUP, BIGRAM = "n-gram", "prompt lookup", "bigram"
@@ -65,7 +65,7 @@ class Found:
     @classmethod
     def read(cls, work: Path, form: Any) -> Found:
         """Read the folder; what was not measured is left out."""
-        names = (*form.heads, NGRAM, LOOKUP, BIGRAM)
+        names = (*form.heads, SERVED, NGRAM, LOOKUP, BIGRAM)
         served = {
             (engine, name, k): read_acceptance(file)
             for engine in ENGINES
@@ -150,7 +150,8 @@ def over_all_steps(found: Found, file: AcceptanceFile) -> float:
 
 def describe_categories(found: Found) -> list[str]:
     """Return the lengths by category, drafter and K."""
-    columns = [(name, k) for name in found.offline for k in found.form.draft_tokens]
+    drafters = [name for name in (found.form.heads[0], LOOKUP, BIGRAM) if name in found.offline]
+    columns = [(name, k) for name in drafters for k in found.form.draft_tokens]
     lines = [
         "Counted by kconv:",
         "",
@@ -170,9 +171,10 @@ def _shown(found: Found) -> int:
 
 def describe_attention(found: Found) -> list[str]:
     """Return what heads with the other attention keep, by healing steps."""
-    if not (file := found.work / "attention.json").exists():
+    files = {name: found.work / "attention" / f"{name}.json" for name in (*CONVERSIONS, ALIKE)}
+    figures = {name: read_json(file) for name, file in files.items() if file.exists()}
+    if not figures:
         return ["Not measured yet: `scripts/real --only attention --markdown`."]
-    figures = read_json(file)
     steps = sorted({int(count) for row in figures.values() for count in row})
     one = next(iter(next(iter(figures.values())).values()))
     lines = [
@@ -182,14 +184,16 @@ def describe_attention(found: Found) -> list[str]:
         f"| conversion | original | {' | '.join(f'{count:,} steps' for count in steps)} | greedy, in the end |",
         f"|---|---|{'|'.join('---' for _ in steps)}|---|",
     ]
-    for name, conversion in CONVERSIONS.items():
+    for name, says in SAYS.items():
         if row := figures.get(name):
             last = row[str(max(map(int, row)))]
             cells = [_share(row[str(count)]) if str(count) in row else "" for count in steps]
-            lines.append(
-                f"| {conversion.says} | {last['before']:.3f} | {' | '.join(cells)} | {_share(last, 'greedy_')} |"
-            )
+            lines.append(f"| {says} | {last['before']:.3f} | {' | '.join(cells)} | {_share(last, 'greedy_')} |")
     return lines
+
+
+SAYS = {name: conversion.says for name, conversion in CONVERSIONS.items()}
+SAYS[ALIKE] = "MHA, trained on as the row above is healed"
 
 
 def _share(figures: Mapping[str, Any], kind: str = "") -> str:

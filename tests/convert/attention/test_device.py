@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kconv.calibrate.measure import run_both, trace
-from kconv.convert.attention.heal import distance_by_piece
+from kconv.convert.attention.heal import loss_by_piece
 from kconv.convert.attention.latents import factorize
 from kconv.convert.attention.moments import Moments, factor, root
 from kconv.convert.attention.rotary import find_ladders, split_rotary
@@ -40,8 +40,8 @@ def test_the_passes_over_the_texts(gqa, mla, texts):
     for pair in run_both(one, other, texts.part("choose")):
         assert {pair.original.device, pair.output.device, pair.heads.device} == {META}
     leaves = {name: weight.requires_grad_() for name, weight in other.weights.items()}
-    for part in distance_by_piece(one, DraftHead(mla.spec, leaves), texts.batch(0)):
-        part.backward()
+    for part in loss_by_piece(one, DraftHead(mla.spec, leaves), texts, texts.batch(0)):
+        part.total.backward()
     assert all(leaf.grad is not None and leaf.grad.device == META for name, leaf in leaves.items())
 
 

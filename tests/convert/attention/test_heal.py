@@ -1,10 +1,11 @@
-"""Healing: it comes nearer, or gives the start back; the coordinates it moves in, and the zeros it leaves."""
+"""Healing: it makes the loss smaller, or gives the start back; the coordinates it moves in, and the zeros it leaves."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from kconv.calibrate.batches import Calibration
 from kconv.calibrate.measure import trace
 from kconv.convert.attention.convert import as_stored, fit_attention
 from kconv.convert.attention.heal import (
@@ -12,11 +13,13 @@ from kconv.convert.attention.heal import (
     FLOOR,
     RATE,
     REST,
-    _descend,
-    distance_by_piece,
+    descend,
     from_white,
     heal,
+    in_order,
+    loss_by_piece,
     measure_spread,
+    take_tokens,
     to_white,
 )
 from kconv.convert.attention.swap import Shape, with_attention
@@ -29,12 +32,15 @@ WIDE = Shape(latent=32, rotary=8, q_lora_rank=32, kv_lora_rank=40, qk_rope_head_
 
 
 @torch.no_grad()
-def mean_distance(original, head, calibration, part) -> float:
-    found = [sum(map(float, distance_by_piece(original, head, batch))) for batch in calibration.part(part)]
+def loss_on(original, head, calibration, part, kind="total") -> float:
+    found = [
+        sum(float(getattr(one, kind)) for one in loss_by_piece(original, head, calibration, batch))
+        for batch in calibration.part(part)
+    ]
     return sum(found) / len(found)
 
 
-def test_healing_comes_nearer_and_moves_only_what_it_is_told(gqa, states):
+def test_healing_makes_the_loss_smaller_and_moves_only_what_it_is_told(gqa, states):
     attention, _ = convert_to_mla(gqa, states, replace(WIDE, latent=4))
     start = with_attention(gqa, attention)
     losses = []
@@ -47,19 +53,40 @@ def test_healing_comes_nearer_and_moves_only_what_it_is_told(gqa, states):
         <= {name for name in start.weights if not torch.equal(more.weights[name], start.weights[name])}
         <= {*ATTENTION, *REST}
     )
-    off = [mean_distance(gqa, head, states, "held-out") for head in (start, alone, more)]
+    off = [loss_on(gqa, head, states, "held-out") for head in (start, alone, more)]
     assert off[0] > off[1] > off[2]
+    assert loss_on(gqa, more, states, "held-out", "apart") < loss_on(gqa, start, states, "held-out", "apart")
     assert len(losses) == 30
     assert heal(gqa, start, states, 0) is start
 
 
 def test_healing_does_not_undo_a_start_that_is_whole(gqa, states):
-    assert mean_distance(gqa, gqa, states, "fit") == pytest.approx(0.0, abs=1e-12)
+    assert loss_on(gqa, gqa, states, "fit", "apart") == pytest.approx(0.0, abs=1e-12)
     assert heal(gqa, gqa, states, 5) is gqa
     # At the full rate, which is for a start at a distance of 1, it stays near; at ten times that it would not.
-    ended = [_descend(gqa, gqa, states, 5, (*ATTENTION, *REST), rate, 0, lambda *_: None) for rate in (RATE, 10 * RATE)]
-    near, far = (mean_distance(gqa, head, states, "choose") for head in ended)
-    assert 0 < near < 0.01 < far
+    ended = [descend(gqa, gqa, states, 5, (*ATTENTION, *REST), rate) for rate in (RATE, 10 * RATE)]
+    near, far = (loss_on(gqa, head, states, "choose", "apart") for head in ended)
+    assert 0 < near < 0.1 < far
+
+
+def test_a_step_reads_as_many_batches_as_make_enough_tokens(gqa, states, monkeypatch):
+    read = []
+    batch = Calibration.batch
+    monkeypatch.setattr(Calibration, "batch", lambda self, index: read.append(index) or batch(self, index))
+    tokens = states.batches[0].tokens.numel()
+    for wanted, batches in ((1, 1), (tokens, 1), (tokens + 1, 2), (3 * tokens, 3)):
+        monkeypatch.setattr("kconv.convert.attention.heal.STEP_TOKENS", wanted)
+        texts = in_order(states, torch.Generator().manual_seed(0))
+        assert len(take_tokens(texts)) == batches
+    # Each pass reads every fitted batch once, in an order of its own.
+    read.clear()
+    fitted = states.indices("fit")
+    texts = in_order(states, torch.Generator().manual_seed(0))
+    for _ in range(2 * len(fitted)):
+        next(texts)
+    first, second = read[: len(fitted)], read[len(fitted) :]
+    assert sorted(first) == sorted(second) == fitted
+    assert first != second
 
 
 def test_healing_that_leads_away_gives_the_start_back_and_is_not_recorded(gqa, states, monkeypatch):
@@ -98,7 +125,7 @@ def test_the_spread_of_a_matrixs_inputs_is_that_of_what_the_head_puts_into_it(gq
 def test_zeros_that_fill_up_a_head_stay_zeros_under_healing(mla, states):
     attention, _ = convert_to_mha(mla, states, head_dim=20)
     start = with_attention(mla, attention)
-    healed = _descend(mla, start, states, 3, ATTENTION, RATE, 0, lambda *_: None)
+    healed = descend(mla, start, states, 3, ATTENTION, RATE)
     value, output = healed.weights["0.v_proj"].unflatten(0, (4, 20)), healed.weights["0.o_proj"].unflatten(1, (4, 20))
     moved = [
         (healed.weights[name] - start.weights[name]).unflatten(dim, (4, 20)).narrow(dim + 1, 0, 7)

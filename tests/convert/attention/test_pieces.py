@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from kconv.calibrate.batches import STEPS, in_pieces
 from kconv.calibrate.measure import compare
 from kconv.convert.attention.convert import fit_attention
-from kconv.convert.attention.heal import HIDDEN, distance_by_piece, heal
+from kconv.convert.attention.heal import HIDDEN, heal, loss_by_piece
 from kconv.convert.attention.swap import Shape
-from kconv.head.chain import unroll
+from kconv.head.chain import overlap, unroll
 from kconv.head.forward import DraftHead
 
 pytestmark = pytest.mark.usefixtures("short_gauges")
@@ -41,39 +41,43 @@ def test_a_piece_is_of_whole_texts_within_the_size(states, monkeypatch, size, te
         assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces]), getattr(batch, name))
 
 
-def gradients(original, student, batch) -> tuple[float, dict]:
+def gradients(original, student, states, batch) -> tuple[float, dict]:
     leaves = {name: weight.clone().requires_grad_() for name, weight in student.weights.items()}
     total = 0.0
-    for part in distance_by_piece(original, DraftHead(student.spec, leaves), batch):
-        part.backward()
-        total += part.item()
+    for part in loss_by_piece(original, DraftHead(student.spec, leaves), states, batch):
+        part.total.backward()
+        total += part.total.item()
     return total, {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def test_the_gradient_of_the_pieces_is_that_of_the_whole(gqa, student, states, monkeypatch):
     batch = states.batches[0]
-    whole, wanted = gradients(gqa, student, batch)
+    whole, wanted = gradients(gqa, student, states, batch)
     monkeypatch.setattr("kconv.calibrate.batches.PIECE_BYTES", 1)
-    total, found = gradients(gqa, student, batch)
+    total, found = gradients(gqa, student, states, batch)
     assert total == pytest.approx(whole, rel=1e-6)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("one_text_at_a_time")
-def test_the_distance_is_the_mean_over_the_whole_batch(gqa, student, states):
-    """By torch's own KL divergence, and the hidden state's error relative to its size over all texts."""
+def test_the_loss_is_the_mean_over_the_whole_batch(gqa, student, states):
+    """By torch's own KL divergence, the hidden state's error relative to its size over all texts, and the acceptance
+    that is measured."""
     batch = states.batches[0]
     with torch.no_grad():
         ran = [list(unroll(head, batch.tokens, batch.captured, STEPS)) for head in (gqa, student)]
-        expected = 0.0
+        apart = 0.0
         for goal, step in zip(*ran, strict=True):
             p, q = goal.logits.float().log_softmax(-1), step.logits.float().log_softmax(-1)
-            expected += F.kl_div(q.flatten(0, 1), p.flatten(0, 1), log_target=True, reduction="batchmean").item()
-            expected += HIDDEN * float((step.returned - goal.returned).norm() / goal.returned.norm()) ** 2
-        found = list(distance_by_piece(gqa, student, batch))
+            apart += F.kl_div(q.flatten(0, 1), p.flatten(0, 1), log_target=True, reduction="batchmean").item()
+            apart += HIDDEN * float((step.returned - goal.returned).norm() / goal.returned.norm()) ** 2
+        drafted = torch.stack([step.logits for step in ran[1]])
+        accepted = overlap(drafted, states.logits(batch), student.target_ids)
+        found = list(loss_by_piece(gqa, student, states, batch))
     assert len(found) == 4
-    assert float(sum(found)) == pytest.approx(expected / STEPS, rel=1e-5)
+    assert sum(float(one.apart) for one in found) == pytest.approx(apart / STEPS, rel=1e-5)
+    assert sum(float(one.refused) for one in found) == pytest.approx(-float(accepted.log().mean()), rel=1e-5)
 
 
 def test_healing_and_measuring_give_the_same_in_pieces(gqa, student, states, monkeypatch):
