@@ -25,7 +25,7 @@ STEPS = 3
 # Chains required per input dim of the attention. Least squares through fewer fits their noise: at 7 rows per dim
 # held-out acceptance was 0.5 points below that at 80 (experiments on small heads).
 ROWS_PER_DIM = 4
-# Bytes of one draft step's logits over one piece of a batch; a healing step holds 14 tensors of this size at once.
+# Bytes of one draft step's logits over one piece of a batch; a healing step holds 16 tensors of this size at once.
 PIECE_BYTES = 2**28
 Part = Literal["fit", "choose", "held-out"]
 # Of each 10 batches or prompts, which one only chooses (a ridge, a ladder), and which one only measures.

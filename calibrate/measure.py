@@ -127,8 +127,7 @@ def compare(
             lost += float((ran.output - ran.original).double().square().sum())
             whole += float(ran.original.double().square().sum())
         context = max(context, piece.tokens.shape[1])
-        served = calibration.logits(piece)
-        likeliest, shares = served.argmax(-1), served_shares(served, original.target_ids)
+        likeliest, shares = _served(calibration.logits(piece), original.target_ids)
         ours, theirs, apart = list[Tensor](), list[Tensor](), list[Tensor]()
         our_hits, their_hits = list[Tensor](), list[Tensor]()
         drafts = (unroll(head, piece.tokens, piece.captured, STEPS) for head in (original, converted))
@@ -167,6 +166,11 @@ def compare(
         greedy_kept=greedy_after / greedy_before,
         greedy_kept_error=greedy_error,
     )
+
+
+def _served(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the target's likeliest tokens, and its probabilities of the draft tokens; nothing keeps its logits."""
+    return logits.argmax(-1), served_shares(logits, ids)
 
 
 def _ratio(one: list[Tensor], two: list[Tensor]) -> tuple[float, float, float]:

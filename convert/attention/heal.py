@@ -27,10 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ...calibrate.batches import STEPS, Batch, Calibration, in_pieces
 from ...calibrate.measure import WatchedInputs
@@ -51,9 +53,9 @@ class Loss:
     Attributes:
         apart: its distance from the original: `KL(original || student)` of the drafted tokens, and `HIDDEN` times the
             relative squared error of the hidden state that is passed on.
-        refused: minus the logarithm of the share of its drafts that the target accepts, the sum of min(p, q)
-            (`head.chain.overlap`). Its minimum over heads is what sampled acceptance asks for, which a divergence's
-            is not once a head is too small to reach zero (arXiv 2310.08461, 2602.23881).
+        refused: minus the logarithm of the share of its drafts that the target accepts (`head.chain.overlap`), as in
+            LK losses (https://arxiv.org/abs/2602.23881): of all heads that a small latent allows, the nearest one is
+            not the one that the target accepts most.
     """
 
     apart: Tensor
@@ -87,8 +89,14 @@ def loss_by_piece(original: DraftHead, student: DraftHead, calibration: Calibrat
             p, q = goal.logits.float().log_softmax(-1), step.logits.float().log_softmax(-1)
             apart = apart + (p.exp() * (p - q)).sum() / places
             apart = apart + HIDDEN * (step.returned - goal.returned).square().sum() / size / STEPS
-            refused = refused - overlap_at(served, k, q.exp()).clamp(min=SMALLEST).log().sum() / places
+            # Computed again for the gradient: what it would keep is as large as the logits.
+            accepted = checkpoint(partial(_accepted, served, k), q, use_reentrant=False)
+            refused = refused - accepted.clamp(min=SMALLEST).log().sum() / places
         yield Loss(apart, refused)
+
+
+def _accepted(served: Tensor, k: int, q: Tensor) -> Tensor:
+    return overlap_at(served, k, q.exp())
 
 
 # Of an accepted share: less than this counts as this, so that a token outside the draft vocabulary has a logarithm.
