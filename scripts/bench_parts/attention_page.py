@@ -50,8 +50,8 @@ def describe_bed(bed: str) -> list[str]:
     lines = [
         f"### On {BEDS[bed].says}",
         "",
-        f"Heads of {min(sizes):.1f} to {max(sizes):.1f} million parameters; {errors(every)}. Measured on "
-        f"{measured_on(bed)}.",
+        f"Heads of {min(sizes):.1f} to {max(sizes):.1f} million parameters; {errors(every)}.",
+        f"Measured on {measured_on(bed)}.",
         "",
         "| conversion | original | " + " | ".join(f"{s:,} steps" for s in steps) + " | longer | code |",
         "| --- | --- | " + " | ".join("---" for _ in steps) + " | --- | --- |",
@@ -71,7 +71,7 @@ def describe_bed(bed: str) -> list[str]:
         away = [_cell(last, text) for text in ("1,024 tokens", "source code")]
         lines.append(f"| {row.says} | {before:.3f} | " + " | ".join([*cells, *away]) + " |")
     others = [f"- {says}: {'; '.join(tried)}." for says, tried in instead.items()]
-    return [*lines, "", *(["What was tried instead:", "", *others, ""] if others else [])]
+    return [*lines, *(["", "What was tried instead:", "", *others] if others else [])]
 
 
 def _cell(figures: dict | None, text: str) -> str:

@@ -60,7 +60,7 @@ ROWS_OF_TABLE = {
     "gqa-mla-transmla": Row("gqa", "TransMLA-like", 4, LIKE_TRANSMLA, steps=(0, 200)),
     "gqa-mla-random": Row("gqa", "random start", 4, {"random": True}, steps=(0, 200)),
     "mha-mla": Row("mha", "MHA → MLA, 1 : 16", 16, steps=(0, 50, 200)),
-    "mha-alike": Row("mha", "MHA, trained on as that row is healed", steps=(0, 200), alike="mha-mla"),
+    "mha-alike": Row("mha", "MHA itself, by the same 200 steps", steps=(0, 200), alike="mha-mla"),
     "mha-mla-64": Row("mha", "MHA → MLA, 1 : 8", 8, steps=(0, 200)),
     "mha-1-32": Row("mha", "MHA → MLA, 1 : 32", 32, steps=HEALED),
     "mha-1-32-attention": Row("mha", "attention alone healed", 32, steps=HEALED, slots="attention"),

@@ -193,7 +193,7 @@ def describe_attention(found: Found) -> list[str]:
 
 
 SAYS = {name: conversion.says for name, conversion in CONVERSIONS.items()}
-SAYS[ALIKE] = "MHA, trained on as the row above is healed"
+SAYS[ALIKE] = "MHA itself, by the same steps"
 
 
 def _share(figures: Mapping[str, Any], kind: str = "") -> str:
