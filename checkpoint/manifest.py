@@ -128,7 +128,7 @@ class ConversionRecord(Record):
         prompts: the digest of each prompt in the texts, so that none is later used as held out.
         sequences, context: how many texts, and tokens of the longest.
         rows: states used in the fit: chains times draft steps.
-        heal_steps: gradient descent steps towards the original.
+        heal_steps: gradient descent steps towards the original and what the target accepts.
         held_out: figures on text that neither the fit nor healing used; lengths include the bonus token.
         details: choices that the fit made.
         fingerprint: outputs of the measured head on fixed inputs; see `head.fingerprint`. Empty if not computed.

@@ -212,7 +212,7 @@ def fit_attention(
         dtype: safetensors name of the stored dtype; figures are computed with weights rounded to it.
         head_dim: of MHA, padded with zeros; None for the smallest possible.
         shape: dims of MLA; Kimi-K2's own by default.
-        steps: healing steps; the record says 0 if they came no nearer, and the output then omits them.
+        steps: healing steps; the record says 0 if they gained nothing, and the output then omits them.
         slots: the slots to heal.
         min_retention: refuse a head that retains less of the sampled acceptance length on held-out text.
         say: called with progress messages.
@@ -236,7 +236,7 @@ def fit_attention(
         say("healing")
         healed = heal(head, converted, calibration, steps, slots=slots, progress=progress)
         if healed is converted:
-            say("healing came no nearer to the original; keeping the head as fitted")
+            say("healing gained nothing on the texts that choose; keeping the head as fitted")
             steps, tried = 0, None
         converted = healed
     if kind == "mla":
