@@ -134,6 +134,14 @@ def test_what_kconv_trained_and_approximated_is_told_without_facts(folder):
     assert "before 2.4321, after 2.40987, kept 0.990859" in text
 
 
+def test_answers_that_are_the_same_at_every_k_are_told_once(folder):
+    known, _ = evidence(folder)
+    [file] = known.acceptance
+    shorter = file.model_copy(update={"rows": tuple(row.model_copy(update={"draft_tokens": 3}) for row in file.rows)})
+    text = make_card(replace(known, acceptance=(file, shorter)), "compact").text
+    assert "draft tokens 3" in text and text.count("Answers: 513 tokens on average") == 1
+
+
 def test_the_search_finds_a_number_that_was_made_up(folder):
     known, facts = evidence(folder)
     card = make_card(known, "short").text + "\nUp to 2.35x faster on 171 GPUs.\n"

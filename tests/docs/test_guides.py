@@ -137,7 +137,7 @@ class Server:
 def desk(tiny_target, tmp_path, monkeypatch, hub) -> Path:
     """Return a folder to work in, with the targets that the guides name in it."""
     monkeypatch.chdir(tmp_path)
-    # A rougher fit of another attention, and shorter steps of healing, take seconds; what it keeps is not looked at here.
+    # A rougher fit of another attention and shorter steps of healing take seconds; what is kept is not looked at here.
     monkeypatch.setattr("kconv.convert.attention.latents.GAUGE_STEPS", 20)
     monkeypatch.setattr("kconv.convert.attention.heal.STEP_TOKENS", 1)
     shutil.copytree(tiny_target, "my-target", ignore=shutil.ignore_patterns("training.json"))
