@@ -61,7 +61,8 @@ def judge_retention(measured: Iterable[Measured], claim: Claim | None, least: fl
         kept, error = parity.kept, parity.kept_se
         said = f"on {one.text.kind} text the head retains {kept:.2%} ± {error:.2%} of its source's acceptance length"
         if claim is not None and one.text.kind in OPEN_TEXTS:
-            short, apart = claim.kept - kept, SIGMAS * (error**2 + claim.error**2) ** 0.5
+            # What healing gained beyond the source is training, and other text need not show it.
+            short, apart = min(claim.kept, 1.0) - kept, SIGMAS * (error**2 + claim.error**2) ** 0.5
             # NaN does not agree.
             if not short <= max(apart, OTHER_TEXT):
                 stated = f"{MANIFEST} states {claim.kept:.2%} ± {claim.error:.2%}"

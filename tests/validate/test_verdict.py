@@ -50,6 +50,12 @@ def test_a_claim_that_the_standard_error_or_another_text_explains_stands(kept, e
     assert rules(parity("sampled", kept, error)) == []
 
 
+def test_what_healing_gained_need_not_show_on_another_text():
+    gained = Claim(1.10, 0.003)
+    assert rules(parity("sampled", 1.01, 0.005), claim=gained) == []
+    assert rules(parity("sampled", 0.97, 0.005), claim=gained) == ["K360"]
+
+
 def test_no_claim_no_error_and_one_sequence_judge_nothing():
     assert rules(parity("sampled", 0.5, 0.01), claim=None) == []
     assert rules(parity("sampled", 0.5, None), least=0.97) == []
