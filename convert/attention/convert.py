@@ -43,7 +43,7 @@ from .to_mha import convert_to_mha, fit_head_dim
 from .to_mla import convert_to_mla, pad_mla
 
 HEAL_STEPS = 200
-"""Enough to keep the acceptance of every head measured, 98 % at the least; more gain more (docs/attention.md)."""
+"""Of every head measured, 98 % of the acceptance or more is kept after these (docs/attention.md)."""
 
 
 @dataclass(frozen=True)

@@ -173,12 +173,7 @@ def write_served(target: Path, folder: Path, states: Path, counts: Counts, out: 
 def measure_alike(target: Path, folder: Path, states: Path, counts: Counts, out: Path) -> None:
     """Measure what an original gains by the steps that heal a conversion of it (`LAST`), at the same rate.
 
-    Args:
-        target: its folder.
-        folder: the original's.
-        states: of the target, over dialogues.
-        counts: of dialogues.
-        out: the folder of `measure_conversions`.
+    Its arguments are those of `write_served`.
     """
     file = out / f"{ALIKE}.json"
     if file.exists() or not (out / f"{LAST}-0.pt").exists():
