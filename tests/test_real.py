@@ -57,7 +57,7 @@ def found_of(rates: tuple[float, ...]) -> page.Found:
         {"prompt": "a", "category": "math", "tokens": 20, "k2": [10, 6, 3]},
         {"prompt": "b", "category": "math", "tokens": 20, "k2": [9, 7, 4]},
     ]
-    form = SimpleNamespace(heads=("gqa",), served=1, draft_tokens=(2,))
+    form = SimpleNamespace(trained=("gqa",), released="gqa", served=1, draft_tokens=(2,))
     return page.Found(Path(), form, {page.LOOKUP: own, "gqa": own}, {("vllm", "gqa", 2): counted(10, rates)})
 
 

@@ -42,6 +42,8 @@ KERNELS = [
 LOGIT_BYTES, FEWEST_TOKENS = 256 << 20, 16
 
 
+# Of an accepted share: less than this counts as this, and has a logarithm.
+SMALLEST = 1e-6
 # Queries per block: smaller blocks get fewer keys that they may not see, larger ones need fewer calls.
 QUERIES = 256
 
@@ -150,16 +152,17 @@ def _attend_lot(scaling: float, seen: Tensor, query: Tensor, *parts: Tensor) -> 
 ALL_ATTENTION_FUNCTIONS.register(SDPA, attend)
 
 
-def make_lean(model: Any) -> None:
+def make_lean(model: Any, lk_loss: float) -> None:
     """Change ModelOpt's Eagle model in place so that it computes its loss as described in this module.
 
     Args:
         model: from `build_module`, with a recipe whose `kernel` is "sdpa".
+        lk_loss: its weight, the recipe's.
     """
     for name, method in METHODS.items():
         # Only on this object: ModelOpt's class is shared by all Eagle models.
         setattr(model, name, partial(method, model, getattr(model, name)))
-    model.kconv_documents = None
+    model.kconv_documents, model.kconv_lk_loss = None, lk_loss
     for layer in model.eagle_module.layers:
         layer.mlp.forward = partial(_again, layer.mlp.forward)
 
@@ -220,7 +223,10 @@ def _draft(model: Any, original: Any, hidden: Tensor, embeds: Tensor, mask: Any,
 
 
 def _loss(model: Any, original: Any, target: Tensor, _: Tensor, head: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace `_eagle_loss`: the mean soft cross-entropy over the tokens that count, and the share of equal tops."""
+    """Replace `_eagle_loss`: the mean loss over the tokens that count, and the share of equal tops.
+
+    The loss is the soft cross-entropy and, with the recipe's weight, the LK loss.
+    """
     documents: Documents = model.kconv_documents
     step = documents.numbers.shape[1] - 1 - mask.shape[1]
     # The position predicted from and the chain's start must be in one document.
@@ -246,7 +252,11 @@ def _part(model: Any, target: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
             rows = torch.arange(len(d2t), device=d2t.device) + d2t
         logits = F.linear(target, known.weight[rows], None if known.bias is None else known.bias[rows])
     own = getattr(model.eagle_module, "lm_head", model._base_model_lm_head)(head)
-    loss = -(logits.softmax(-1) * own.log_softmax(-1)).sum()
+    wanted, drafted = logits.softmax(-1), own.log_softmax(-1)
+    loss = -(wanted * drafted).sum()
+    if model.kconv_lk_loss:
+        accepted = torch.minimum(wanted, drafted.exp()).sum(-1)
+        loss = loss - model.kconv_lk_loss * accepted.clamp(min=SMALLEST).log().sum()
     return loss, (logits.argmax(-1) == own.argmax(-1)).sum().float().detach()
 
 

@@ -64,7 +64,7 @@ def build_module(target: CausalLM, recipe: EagleRecipe) -> EagleModel:
                 f"ModelOpt refuses this recipe: {fault}", fix="Correct the dims that the message names."
             ) from fault
     if recipe.kernel == "sdpa":
-        make_lean(model)
+        make_lean(model, recipe.lk_loss)
     return model
 
 

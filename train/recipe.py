@@ -35,6 +35,8 @@ class EagleRecipe:
         draft_vocab: rows of the head's own `lm_head`, for the most frequent tokens; None for the target's `lm_head`.
         ttt_steps: draft steps trained at once.
         loss_decay: weight of each draft step's loss relative to the step before.
+        lk_loss: weight of the LK loss, which is added to ModelOpt's in each draft step: minus the logarithm of the
+            share of drafts that the target accepts (https://arxiv.org/abs/2602.23881). Needs kernel "sdpa".
         batches: distinct batches of text.
         steps: optimizer steps; those beyond `batches` are further passes.
         batch: sequences per batch.
@@ -62,6 +64,7 @@ class EagleRecipe:
     draft_vocab: int | None = None
     ttt_steps: int = 3
     loss_decay: float = 0.9
+    lk_loss: float = 0.0
     batches: int = 300
     steps: int = 1000
     batch: int = 4
@@ -175,6 +178,10 @@ def check_recipe(recipe: EagleRecipe, where: Where = lambda _: "") -> None:
         wrong.append(("warmup", f"warmup is {recipe.warmup}"))
     if not 0 <= recipe.seed < 2**32:  # the bounds of numpy, which the Trainer also seeds
         wrong.append(("seed", f"seed is {recipe.seed}"))
+    if not recipe.lk_loss >= 0:
+        wrong.append(("lk_loss", f"lk_loss is {recipe.lk_loss}"))
+    if recipe.lk_loss and recipe.kernel != "sdpa":
+        wrong.append(("lk_loss", "lk_loss is not 0, but it needs kernel sdpa: eager computes ModelOpt's own loss"))
     if recipe.seq < recipe.ttt_steps + 2:
         wrong.append(("seq", f"{recipe.seq} tokens are too few for {recipe.ttt_steps} draft steps"))
     if not recipe.captured or list(recipe.captured) != sorted(set(recipe.captured)) or recipe.captured[0] < 0:

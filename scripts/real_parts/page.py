@@ -65,7 +65,7 @@ class Found:
     @classmethod
     def read(cls, work: Path, form: Any) -> Found:
         """Read the folder; what was not measured is left out."""
-        names = (*form.heads, SERVED, NGRAM, LOOKUP, BIGRAM)
+        names = (*form.trained, SERVED, NGRAM, LOOKUP, BIGRAM)
         served = {
             (engine, name, k): read_acceptance(file)
             for engine in ENGINES
@@ -97,17 +97,15 @@ def describe_heads(found: Found) -> list[str]:
     lines = [
         f"{len(sequences):,} dialogues.",
         "",
-        "| head | parameters | draft vocabulary | covers | tokens | steps x tokens | loss | acceptance |",
-        "|---|---|---|---|---|---|---|---|",
+        "| head | parameters | draft vocabulary | covers | tokens | steps (draft steps) | acceptance |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name in found.form.heads:
+    form = found.form
+    for name in form.trained:
         if (found.work / name).exists():
-            lines.append(
-                _head(
-                    name,
-                    *(read_json(found.work / own / "modelopt" / "training.json") for own in (f"{name}-begun", name)),
-                )
-            )
+            first = form.heads[0] if name == form.released else name
+            folders = dict.fromkeys((f"{first}-begun", first, name))
+            lines.append(_head(name, [read_json(found.work / own / "modelopt" / "training.json") for own in folders]))
     return lines
 
 
@@ -150,7 +148,7 @@ def over_all_steps(found: Found, file: AcceptanceFile) -> float:
 
 def describe_categories(found: Found) -> list[str]:
     """Return the lengths by category, drafter and K."""
-    drafters = [name for name in (found.form.heads[0], LOOKUP, BIGRAM) if name in found.offline]
+    drafters = [name for name in (found.form.released, LOOKUP, BIGRAM) if name in found.offline]
     columns = [(name, k) for name in drafters for k in found.form.draft_tokens]
     lines = [
         "Counted by kconv:",
@@ -217,8 +215,8 @@ def describe_nvfp4(found: Found) -> list[str]:
 
 
 def _kept_on_nvfp4(found: Found) -> list[str]:
-    """Return what the first head drafts of the quantized target's answers, and of the target's to the same prompts."""
-    name, k = found.form.heads[0], _shown(found)
+    """Return what the released head drafts of the quantized target's answers, and of the target's to the same prompts."""
+    name, k = found.form.released, _shown(found)
     if not (file := found.work / f"nvfp4-{name}.json").exists() or name not in found.offline:
         return []
     lengths = [
@@ -257,15 +255,15 @@ PARTS: dict[str, Callable[[Found], list[str]]] = {
 }  # fmt: skip
 
 
-def _head(name: str, begun: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+def _head(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    report, recipes = reports[-1], [report["recipe"] for report in reports]
     vocab, before, after = report["draft_vocab"], report["untrained"], report["trained"]
-    trained = " and then ".join(
-        f"{r['steps']:,} x {r['batch'] * r['seq']:,} (draft steps: {r['ttt_steps']})"
-        for r in (begun["recipe"], report["recipe"])
+    trained = ", then ".join(
+        f"{r['steps']:,} ({r['ttt_steps']}{', LK loss' if r.get('lk_loss') else ''})" for r in recipes
     )
     return (
         f"| {name} | {report['parameters']:,} | {report['recipe']['draft_vocab']:,} | {vocab['share']:.1%} | "
-        f"{report['tokens']['counted']:,} | {trained} | {before['loss']:.2f} to {after['loss']:.2f} | "
+        f"{report['tokens']['counted']:,} | {trained} | "
         f"{before['acceptance']:.3f} to {after['acceptance']:.3f} |"
     )
 

@@ -146,6 +146,35 @@ def learn_by_step(ends, recipe: EagleRecipe, batches: list[dict]):
     return torch.stack(losses).view(len(batches), -1) * decay, model
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_lk_loss_is_that_of_modelopts_own_probabilities(ends, kind, monkeypatch):
+    monkeypatch.setattr(lean, "LOGIT_BYTES", 4 * 512 * 20)
+    eager, weight = KINDS[kind], 0.7
+    model = build_module(load_ends(ends, torch.float32), eager)
+    if eager.draft_vocab:
+        reduce_vocab(model, torch.arange(eager.draft_vocab) * 3)
+    model.train()
+    expected, plain = [], model._eagle_loss
+
+    def with_lk_loss(wanted, tops, logits, mask):
+        loss, accuracy = plain(wanted, tops, logits, mask)
+        counts = mask[:, : logits.shape[1]].bool()
+        accepted = torch.minimum(wanted, logits.softmax(-1)).sum(-1)
+        expected.append(-accepted[counts].log().mean())
+        return loss + weight * expected[-1], accuracy
+
+    model._eagle_loss = with_lk_loss
+    run_eagle(model, batch(3, 24), eager).loss.backward()
+    assert len(expected) == eager.ttt_steps and all(0.01 < one < 10 for one in expected)
+
+    [output], own = learn(ends, dataclasses.replace(eager, kernel="sdpa", lk_loss=weight), [batch(3, 24)])
+    output.loss.backward()
+    [without], _ = learn(ends, dataclasses.replace(eager, kernel="sdpa"), [batch(3, 24)])
+    decayed = sum(one * eager.loss_decay**k for k, one in enumerate(expected))
+    assert float(output.loss - without.loss) == pytest.approx(weight * float(decayed), rel=1e-4)
+    assert_alike(gradients(model), gradients(own))
+
+
 def test_what_stands_in_another_document_changes_nothing(ends):
     recipe = dataclasses.replace(TEST_MLA, kernel="sdpa", pack=True)
     one, other = batch(1, 20), batch(1, 20, seed=1)

@@ -62,6 +62,9 @@ def test_a_missing_key_is_refused(key):
         ("schedule", "sawtooth"),
         ("dtype", "F16"),
         ("lr", float("nan")),
+        ("lk_loss", -1.0),
+        ("lk_loss", float("nan")),
+        ("lk_loss", 1.0),  # with kernel eager
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key, value):
