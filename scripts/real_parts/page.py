@@ -215,7 +215,7 @@ def describe_nvfp4(found: Found) -> list[str]:
 
 
 def _kept_on_nvfp4(found: Found) -> list[str]:
-    """Return what the released head drafts of the quantized target's answers, and of the target's to the same prompts."""
+    """Return what the released head drafts of the quantized target's answers, and of the target's own."""
     name, k = found.form.released, _shown(found)
     if not (file := found.work / f"nvfp4-{name}.json").exists() or name not in found.offline:
         return []
