@@ -132,7 +132,6 @@ import json, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
-from transformers import AutoModelForCausalLM
 file, ids = Path(sys.argv[1]), torch.tensor([json.loads(sys.argv[2])])
 model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16).float()
 with torch.no_grad():

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socket import SHUT_RDWR
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -23,6 +23,7 @@ from support.hub_datasets import DATASETS
 from support.hub_read import READ
 from support.hub_repos import Call, Refused, Reply, Repo
 from support.hub_write import WRITE
+from support.loopback import PatientServer
 
 # HEAD is answered as GET, without its body.
 ROUTES: list[tuple[str, str, Callable[..., Reply]]] = [*WRITE, *READ, *DATASETS]
@@ -74,7 +75,7 @@ class Hub:
         self.faults: list[Fault] = []
         self.serves_ranges = True
         self.before: Callable[[Call], None] = lambda call: None
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = PatientServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 

@@ -16,6 +16,12 @@ Answer = Callable[[str, Any], tuple[int, str]]
 """From a path and a body, parsed, None of a GET, to a status and a text."""
 
 
+class PatientServer(ThreadingHTTPServer):
+    """A server that keeps as many callers waiting as a real one; the library's own resets a call where five wait."""
+
+    request_queue_size = 1024
+
+
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
     """Answer calls until the block ends; the yielded string is the server's address."""
@@ -38,7 +44,7 @@ def serving(answer: Answer) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = PatientServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -15,7 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from .loopback import PatientServer
 
 K = 3
 LABELS = {
@@ -247,7 +249,7 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
             self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
             self.wfile.flush()
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening = PatientServer(("127.0.0.1", 0), Handler)
     server.port = listening.server_address[1]
     thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
