@@ -136,6 +136,30 @@ class Release(BaseModel):
             seen.add(name)
         return self
 
+    @model_validator(mode="after")
+    def _measures_whole_suites(self) -> Self:
+        """Refuse now what P109 would refuse after hours: figures that are all of a part of a suite."""
+        steps = self.steps.values()
+        allowed = any("P109" in step.request.allow for step in steps if step.do == "publish")  # pyright: ignore
+        if self.min_acceptance is None or self.min_acceptance.of_text or allowed:
+            return self
+        named = [value for step in steps if step.do == "card" for value in step.request.acceptance]  # pyright: ignore
+        partial = [found for value in named if (found := self._partial(value))]
+        if named and len(partial) == len(named):
+            name, key = partial[0]
+            said = f"{name} measures only a part of the suite ({key}), which does not count for min_acceptance"
+            raise WrongValue(said, ("steps", name, key))
+        return self
+
+    def _partial(self, value: str) -> tuple[str, str] | None:
+        """Return the bench step that a value refers to and its key that leaves prompts out; None if there is none."""
+        name, _ = reference(value) or ("", "")
+        if name and self.steps[name].do == "bench":
+            for key in ("limit", "categories"):
+                if getattr(self.steps[name].request, key):
+                    return name, key
+        return None
+
 
 def reference(value: str) -> tuple[str, str] | None:
     """Return the step that an input refers to, and the "/rest" of the path inside its output; None without a step."""

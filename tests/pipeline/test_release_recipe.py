@@ -51,6 +51,27 @@ BAD = {
 }  # fmt: skip
 
 
+FLOOR = {
+    "metric": "al_incl_bonus", "suite": "mt-bench", "target": "o/t", "temperature": 0, "draft_tokens": 3,
+    "prompts": 8, "at_least": 2, "max_loss": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [{"limit": 1}, {"categories": ["math"]}])
+def test_a_floor_that_only_parts_of_a_suite_are_measured_for_is_refused_before_it_runs(part):
+    bench = {"do": "bench", "head": "x", "suite": "mt-bench", "url": "http://x", "precision": "BF16"}
+    card = {"do": "card", "head": "x", "acceptance": ["$part/acceptance.json"], "license_file": ["LICENSE"]}
+    steps = {"part": bench | part, "card": card}
+    with pytest.raises(RecipeInvalid, match=f"part measures only a part of the suite .{next(iter(part))}."):
+        parse_release(yaml.safe_dump({"name": "x", "min_acceptance": FLOOR, "steps": steps}, sort_keys=False))
+    # A whole one beside it counts; so does what was measured before, and what is allowed.
+    publish = {"do": "publish", "folder": "$card", "repo": "o/r", "allow": {"P109": "a first try"}}
+    both = steps | {"whole": bench, "card": card | {"acceptance": ["$part/acceptance.json", "$whole/acceptance.json"]}}
+    both = {name: both[name] for name in ("part", "whole", "card")}
+    for fine in (both, steps | {"card": card | {"acceptance": ["a.json"]}}, steps | {"publish": publish}):
+        parse_release(yaml.safe_dump({"name": "x", "min_acceptance": FLOOR, "steps": fine}, sort_keys=False))
+
+
 @pytest.mark.parametrize("values", BAD.values(), ids=BAD)
 def test_a_recipe_that_cannot_be_is_refused(values):
     with pytest.raises(RecipeInvalid):
