@@ -74,6 +74,24 @@ def test_its_tables_hold_the_lengths_by_drafter_and_by_category():
     assert page.describe_categories(found)[-1].startswith("| math | 2.053")
 
 
+@pytest.mark.parametrize(
+    ("size", "vocab", "cells"), [(None, None, "all | 100.0%"), (8192, {"share": 0.998}, "8,192 | 99.8%")]
+)
+def test_its_table_of_heads_tells_how_each_was_trained(tmp_path, monkeypatch, size, vocab, cells):
+    monkeypatch.setattr(page, "open_states", lambda folder: SimpleNamespace(sequences=[1, 2, 3]))
+    for name, steps in (("gqa-begun", 240), ("gqa", 110)):
+        report = {
+            "parameters": 5000, "draft_vocab": vocab, "recipe": {"draft_vocab": size, "steps": steps, "ttt_steps": 3},
+            "untrained": {"acceptance": 1.0}, "trained": {"acceptance": 1.5}, "tokens": {"counted": 1000},
+        }  # fmt: skip
+        (tmp_path / name / "modelopt").mkdir(parents=True)
+        (tmp_path / name / "modelopt" / "training.json").write_text(json.dumps(report))
+    form = SimpleNamespace(trained=("gqa", "mla"), released="gqa-lk", heads=("gqa", "mla"))
+    told = page.describe_heads(page.Found(tmp_path, form, {}, {}))
+    assert told[0] == "3 dialogues."
+    assert told[-1] == f"| gqa | 5,000 | {cells} | 1,000 | 240 (3), then 110 (3) | 1.000 to 1.500 |"
+
+
 def test_its_table_of_conversions_has_a_column_for_each_number_of_healing_steps(tmp_path):
     kept = {"kept": 0.953, "kept_error": 0.001, "greedy_kept": 0.96, "greedy_kept_error": 0.002}
     about = {"before": 1.5, "positions": 1000, "sequences": 4, "context": 192, "steps": 3}

@@ -46,6 +46,13 @@ def write_page(work: Path, form: Any) -> None:
             shutil.copy(release / name, CARD)
 
 
+def summarize(work: Path, form: Any) -> str:
+    """Return what a whole run found, and where its card lies."""
+    found = Found.read(work, form)
+    lines = ["", *describe_lengths(found), "", *describe_nvfp4(found)]
+    return "\n".join([*lines, "", f"the card: {work / 'release' / 'README.md'}"])
+
+
 @dataclass(frozen=True)
 class Found:
     """What scripts/real left.
@@ -104,8 +111,9 @@ def describe_heads(found: Found) -> list[str]:
     for name in form.trained:
         if (found.work / name).exists():
             first = form.heads[0] if name == form.released else name
-            folders = dict.fromkeys((f"{first}-begun", first, name))
-            lines.append(_head(name, [read_json(found.work / own / "modelopt" / "training.json") for own in folders]))
+            folders = [found.work / own for own in dict.fromkeys((f"{first}-begun", first, name))]
+            reports = [folder / "modelopt" / "training.json" for folder in folders if folder.exists()]
+            lines.append(_head(name, [read_json(report) for report in reports]))
     return lines
 
 
@@ -257,12 +265,15 @@ PARTS: dict[str, Callable[[Found], list[str]]] = {
 
 def _head(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
     report, recipes = reports[-1], [report["recipe"] for report in reports]
-    vocab, before, after = report["draft_vocab"], report["untrained"], report["trained"]
+    # A head that drafts every token has no draft vocabulary.
+    size = f"{report['recipe']['draft_vocab']:,}" if report["draft_vocab"] else "all"
+    share = report["draft_vocab"]["share"] if report["draft_vocab"] else 1.0
+    before, after = report["untrained"], report["trained"]
     trained = ", then ".join(
         f"{r['steps']:,} ({r['ttt_steps']}{', LK loss' if r.get('lk_loss') else ''})" for r in recipes
     )
     return (
-        f"| {name} | {report['parameters']:,} | {report['recipe']['draft_vocab']:,} | {vocab['share']:.1%} | "
+        f"| {name} | {report['parameters']:,} | {size} | {share:.1%} | "
         f"{report['tokens']['counted']:,} | {trained} | "
         f"{before['acceptance']:.3f} to {after['acceptance']:.3f} |"
     )
