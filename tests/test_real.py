@@ -42,13 +42,13 @@ def test_its_prompts_are_the_same_each_time_and_none_comes_twice():
     assert not any("{" in turn for prompt in some for turn in prompt.turns)
 
 
-def counted(drafts: float, rates: tuple[float, ...]) -> AcceptanceFile:
+def counted(drafts: float, rates: tuple[float, ...], math: tuple[float, ...] = ()) -> AcceptanceFile:
     row = AcceptanceRow(
         metric="al_incl_bonus", value=1 + sum(rates), draft_tokens=len(rates), tree="chain", averaging="micro_steps",
         engine="vllm", engine_version="0.32.0", target="t", precision="float32", temperature=0.0, dataset="d",
         category="", prompts=1, date="2026-01-01", drafts=drafts, rates=rates, measured_by="self",
     )  # fmt: skip
-    return AcceptanceFile(head="h", rows=(row,))
+    return AcceptanceFile(head="h", rows=(row.model_copy(update={"category": "math", "rates": math or rates}), row))
 
 
 def found_of(rates: tuple[float, ...]) -> page.Found:
@@ -64,6 +64,9 @@ def found_of(rates: tuple[float, ...]) -> page.Found:
 def test_the_page_says_where_an_engine_counts_otherwise_than_the_chain():
     assert "In each run of a head (1)" in page.equal(found_of((0.6, 0.3)))
     assert "10 steps and [6, 2], and here 10 and [6, 3]" in page.equal(found_of((0.6, 0.2)))
+    found = found_of((0.6, 0.3))
+    found.served["vllm", "gqa", 2] = counted(10, (0.6, 0.3), math=(0.6, 0.2))  # pyright: ignore[reportIndexIssue]
+    assert "In 1 runs, 1 counts" in page.equal(found) and "math: 10 steps and [6, 2]" in page.equal(found)
 
 
 def test_its_tables_hold_the_lengths_by_drafter_and_by_category():

@@ -312,19 +312,24 @@ def equal(found: Found) -> str:
         if name not in found.offline:
             continue
         compared += 1
-        row, own = row_of(file), list(counts_of(found.of_prompts(name, found.both), k).values())
-        drafts = sum(c.drafts for c in own)
-        places = [sum(c.per_position[place] for c in own if c.per_position) for place in range(k)]
-        theirs = [round(rate * (row.drafts or 0)) for rate in row.rates or ()]
-        if (drafts, places) != (row.drafts, theirs):
-            apart.append(
-                f"{ENGINES[engine]}, {name} at K = {k}: {row.drafts:g} steps and {theirs}, "
-                f"and here {drafts} and {places}"
-            )
+        for row in file.rows:
+            if row.averaging != "micro_steps":
+                continue
+            asked = [own for own in found.of_prompts(name, found.both) if row.category in ("", own["category"])]
+            own = list(counts_of(asked, k).values())
+            drafts = sum(c.drafts for c in own)
+            places = [sum(c.per_position[place] for c in own if c.per_position) for place in range(k)]
+            theirs = [round(rate * (row.drafts or 0)) for rate in row.rates or ()]
+            if (drafts, places) != (row.drafts, theirs):
+                apart.append(
+                    f"{ENGINES[engine]}, {name} at K = {k}, {row.category or 'all'}: {row.drafts:g} steps and "
+                    f"{theirs}, and here {drafts} and {places}"
+                )
     if not compared:
         return "No engine has served the head on these prompts yet."
     if apart:
-        return f"Of {compared} runs, {len(apart)} were counted otherwise than by kconv's chain: {'; '.join(apart)}."
+        return f"In {compared} runs, {len(apart)} counts are not those of kconv's chain: {'; '.join(apart)}."
     return (
-        f"In each run of a head ({compared}) the engine's counts, at each place, are kconv's chain's to the last token."
+        f"In each run of a head ({compared}) the engine's counts, in each category and at each place, are kconv's "
+        "chain's to the last token."
     )
