@@ -185,6 +185,10 @@ class EngineFailed(KconvError):
     """An engine does not start, dies, or answers with an error."""
 
 
+class ConnectionBroken(EngineFailed):
+    """A server that was reached ended a connection before its answer; it may answer the same request again."""
+
+
 class CountersMissing(KconvError):
     """A server does not speculate, hides its counters, or is unknown."""
 

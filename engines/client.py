@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ..checkpoint.schema import parse_json
-from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
+from ..errors import ConnectionBroken, CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
 from .base import Engine
 from .counters import Counters, Counts, PerRequest, Totals
 from .registry import engines, recognize
@@ -39,6 +39,8 @@ OPENAI = "Pass the address of an OpenAI-compatible server."
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 # More than any engine counts or uses as a token id.
 MOST = 1 << 48
+# A connection that was made, and ended before the answer: by a server whose queue of callers is full, or by a proxy.
+BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 One = TypeVar("One")
 Found = TypeVar("Found")
 
@@ -352,7 +354,7 @@ class Client:
             ):
                 data = _read(answer, time.monotonic() + seconds, url)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as fault:
-            raise EngineFailed(
+            raise (ConnectionBroken if isinstance(fault, BROKEN) else EngineFailed)(
                 f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
                 where=url,
                 fix="Check the address, and that the server is running.",

@@ -26,11 +26,13 @@ import torch.nn.functional as F
 
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import NAMES, read_tensor
-from ..errors import EngineFailed, KconvError, StatesInvalid
+from ..errors import ConnectionBroken, EngineFailed, KconvError, StatesInvalid
 from .client import SHOWN, Client, ask_all
 from .keys import IDS
 
 WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01
+# One broken connection must not end days of training, and another prefill of a sequence costs seconds.
+ATTEMPTS, PAUSE_SECONDS = 5, 1.0
 ROWS = 8192  # of the output matrix, processed at a time
 CONNECTOR = "ExampleHiddenStatesConnector"
 # Allowed difference from the server's logprob: it sums in another order and rounds to its dtype in between.
@@ -141,8 +143,7 @@ class ServedRunner:
 
     def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
         """Return new tokens, the file to which the prompt's states are being written, and the first token's logprob."""
-        name = f"{self.name}-{secrets.token_hex(8)}"
-        tokens, answer = self.client.complete_whole(prompt, new_tokens, logprobs=0, request_id=name)
+        tokens, answer = self._complete(prompt, new_tokens)
         try:
             path = answer["kv_transfer_params"]["hidden_states_path"]
             said = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
@@ -153,6 +154,18 @@ class ServedRunner:
                 fix="Start vLLM with --speculative-config and --kv-transfer-config as kconv states --help shows.",
             ) from fault
         return tokens, self.shared / Path(str(path)).name, said
+
+    def _complete(self, prompt: list[int], new_tokens: int) -> tuple[list[int], dict[str, Any]]:
+        """Return a completion of a request with a name of its own; ask again if the connection broke."""
+        for attempt in range(1, ATTEMPTS + 1):
+            name = f"{self.name}-{secrets.token_hex(8)}"
+            try:
+                return self.client.complete_whole(prompt, new_tokens, logprobs=0, request_id=name)
+            except ConnectionBroken:
+                if attempt == ATTEMPTS:
+                    raise
+                time.sleep(PAUSE_SECONDS * attempt)
+        raise AssertionError  # the last attempt returns or raises
 
     def _read(self, file: Path, ids: list[int], count: int, captured: Sequence[int]) -> torch.Tensor:
         """Return the states of a file, `[T, count, H]`, and remove it."""

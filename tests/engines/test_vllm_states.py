@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kconv.engines import vllm_states
 from kconv.engines.client import Client
 from kconv.engines.vllm_states import ServedRunner, states_options
-from kconv.errors import EngineFailed, StatesInvalid
+from kconv.errors import ConnectionBroken, EngineFailed, StatesInvalid
 from kconv.targets.config import read_target_config
 from kconv.targets.forward import capture, generate_greedy
 from kconv.targets.model import load_target
@@ -144,6 +144,37 @@ def test_a_server_that_dies_before_it_writes_is_told(runner, stand_in, monkeypat
     stand_in.answers["/health"] = (503, "")
     with pytest.raises(EngineFailed, match="the server died"):
         runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def breaks(stand_in, times):
+    """Have the stand-in end so many connections without an answer, before it answers as it did."""
+    answers, left = stand_in.answers["/v1/completions"], iter(range(times))
+
+    def complete(body):
+        if next(left, None) is not None:
+            raise ConnectionAbortedError
+        return answers(body)
+
+    stand_in.answers["/v1/completions"] = complete
+
+
+def test_a_connection_that_breaks_is_tried_again(runner, hand_out, stand_in, model, monkeypatch):
+    monkeypatch.setattr(vllm_states, "PAUSE_SECONDS", 0.0)
+    hand_out()
+    breaks(stand_in, 2)
+    captured, _ = runner.capture(torch.tensor([IDS]), CAPTURED)
+    assert torch.equal(captured, capture(model, torch.tensor([IDS]), CAPTURED)[0])
+    # Two requests of one name would be two of one file.
+    assert len({body["request_id"] for _, body in stand_in.asked}) == 3
+
+
+def test_a_connection_that_breaks_each_time_is_told(runner, hand_out, stand_in, monkeypatch):
+    monkeypatch.setattr(vllm_states, "PAUSE_SECONDS", 0.0)
+    hand_out()
+    breaks(stand_in, vllm_states.ATTEMPTS)
+    with pytest.raises(ConnectionBroken, match="the server does not answer"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+    assert len(stand_in.asked) == vllm_states.ATTEMPTS
 
 
 def test_a_folder_that_is_not_the_servers_is_told(runner, stand_in):
