@@ -170,22 +170,25 @@ def write_served(target: Path, folder: Path, states: Path, counts: Counts, out: 
     execute(plan(head, by_name("vllm"), options, change_attention(head, fitted, calibration)), out / SERVED)
 
 
-def measure_alike(target: Path, folder: Path, states: Path, counts: Counts, out: Path) -> None:
+def measure_alike(target: Path, folder: Path, states: Path, steps: Sequence[int], counts: Counts, out: Path) -> None:
     """Measure what an original gains by the steps that heal a conversion of it (`LAST`), at the same rate.
 
-    Its arguments are those of `write_served`.
+    Its arguments are those of `measure_conversions`, and the original's folder.
     """
     file = out / f"{ALIKE}.json"
-    if file.exists() or not (out / f"{LAST}-0.pt").exists():
+    left = [count for count in steps if count >= HEAL_STEPS and str(count) not in _read(file)]
+    if not left or not (out / f"{LAST}-0.pt").exists():
         return
     original = _load(read_head(open_checkpoint(folder)), target)
     calibration = calibration_of(target, states, original.spec.captured, counts.of_parts)
     start = torch.load(out / f"{LAST}-0.pt", weights_only=False)
-    with products_in_bf16():
-        rate = RATE * float(mean_loss(original, start, calibration).apart) ** 0.5
-        trained = descend(original, original, calibration, HEAL_STEPS, (*ATTENTION, *REST), rate)
-    figures = asdict(compare(original, as_stored(trained, original.spec.dtype), calibration))
-    file.write_text(json.dumps({str(HEAL_STEPS): figures}, indent=1) + "\n")
+    for count in left:
+        with products_in_bf16():
+            rate = RATE * float(mean_loss(original, start, calibration).apart) ** 0.5
+            trained = descend(original, original, calibration, count, (*ATTENTION, *REST), rate)
+        figures = compare(original, as_stored(trained, original.spec.dtype), calibration)
+        print(f"{ALIKE}, {count} steps: {figures.kept:.4f}", flush=True)
+        file.write_text(json.dumps(_read(file) | {str(count): asdict(figures)}, indent=1) + "\n")
 
 
 def _load(head: Head, target: Path) -> DraftHead:
