@@ -13,13 +13,11 @@ arbitrary gauge of a latent does not decide how fast it moves; and it is smaller
 The result is the better of the two, start or healed, on texts that healing did not see: those that chose ridges and
 ladders, and gave no gradient.
 
-Matrices in coordinates where their inputs are white.
-
-A head's inputs are far from isotropic: all tokens share a mean, and a few directions hold most of the rest. A step with
-equal size in every direction of a matrix then changes the output mostly along those directions, which were right
-before. With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the same from white inputs
-`L^-1 x`, and steps of V affect the output evenly. (Natural gradient with K-FAC's factor of the inputs, arXiv
-1503.05671, is the same change of coordinates.)
+Why white coordinates: a head's inputs are far from isotropic. All tokens share a mean, and a few directions hold most
+of the rest. A step with equal size in every direction of a matrix then changes the output mostly along those
+directions, which were right before. With `L L^T = E[x x^T]` over the inputs x of a matrix W, `V = W L` computes the
+same from white inputs `L^-1 x`, and steps of V affect the output evenly. (Natural gradient with K-FAC's factor of the
+inputs, arXiv 1503.05671, is the same change of coordinates.)
 """
 
 from __future__ import annotations
