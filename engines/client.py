@@ -353,8 +353,14 @@ class Client:
                 http.stream("GET" if body is None else "POST", url, json=body) as answer,
             ):
                 data = _read(answer, time.monotonic() + seconds, url)
+        except BROKEN as fault:
+            raise ConnectionBroken(
+                f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
+                where=url,
+                fix="The server's log may say why it ended the connection. Then run the command again.",
+            ) from fault
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as fault:
-            raise (ConnectionBroken if isinstance(fault, BROKEN) else EngineFailed)(
+            raise EngineFailed(
                 f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
                 where=url,
                 fix="Check the address, and that the server is running.",

@@ -157,15 +157,16 @@ class ServedRunner:
 
     def _complete(self, prompt: list[int], new_tokens: int) -> tuple[list[int], dict[str, Any]]:
         """Return a completion of a request with a name of its own; ask again if the connection broke."""
-        for attempt in range(1, ATTEMPTS + 1):
+        pauses = iter([PAUSE_SECONDS * turn for turn in range(1, ATTEMPTS)])
+        while True:
             name = f"{self.name}-{secrets.token_hex(8)}"
             try:
                 return self.client.complete_whole(prompt, new_tokens, logprobs=0, request_id=name)
             except ConnectionBroken:
-                if attempt == ATTEMPTS:
+                pause = next(pauses, None)
+                if pause is None:
                     raise
-                time.sleep(PAUSE_SECONDS * attempt)
-        raise AssertionError  # the last attempt returns or raises
+                time.sleep(pause)
 
     def _read(self, file: Path, ids: list[int], count: int, captured: Sequence[int]) -> torch.Tensor:
         """Return the states of a file, `[T, count, H]`, and remove it."""
