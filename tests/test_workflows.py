@@ -16,6 +16,7 @@ import yaml
 from support.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
+PINS = ROOT / "constraints"
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTION, EXAMPLES = ROOT / "action.yml", sorted((ROOT / "examples" / "workflows").glob("*.yml"))
 # Workflow and job: what it may do beside reading the repository.
@@ -187,14 +188,13 @@ def test_a_release_takes_only_what_has_the_known_digests():
     assert len(runs) == 4 and all(setup.fullmatch(text.strip()) for text in runs)
 
 
-@pytest.mark.parametrize("name", ["constraints-hashed.txt", "constraints-publish.txt"])
+@pytest.mark.parametrize("name", ["hashed", "publish"])
 def test_each_pin_has_digests_and_is_the_one_that_was_tested(name):
-    entries = re.findall(
-        r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", (ROOT / name).read_text(), re.M
-    )
-    lines = [line for line in (ROOT / name).read_text().splitlines() if line and line[0] not in "# "]
+    text = (PINS / f"{name}.txt").read_text()
+    entries = re.findall(r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.M)
+    lines = [line for line in text.splitlines() if line and line[0] not in "# "]
     assert len(entries) == len(lines) > 20
-    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    tested = dict(line.split("==") for line in (PINS / "dev.txt").read_text().splitlines() if "==" in line)
     normal = {re.sub(r"[-_.]+", "-", key).lower(): version for key, version in tested.items()}
     hashed = {re.sub(r"[-_.]+", "-", key).lower(): version for key, version, _ in entries}
     assert {key: version for key, version in hashed.items() if key in normal} == {
