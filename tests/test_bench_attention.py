@@ -1,9 +1,8 @@
-"""The parts of scripts/bench-attention: what they compute, and that the page has what they found."""
+"""The parts of scripts/bench attention: what they compute, and that the page has what they found."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from kconv.head.attention import CausalContext
 from kconv.head.forward import DraftHead
 
 ROOT = Path(__file__).parent.parent
-# As it is for a program in that folder.
-sys.path.insert(0, str(ROOT / "scripts"))
 
 healing, heads, memory, page, rounding, size, store = (
     importlib.import_module(f"bench_parts.{name}")

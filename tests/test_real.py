@@ -13,25 +13,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from real_parts import page, smollm
+from real_parts.attention import MLA, SERVED
+from real_parts.offline import answer_greedily, measure_lookup
+from real_parts.prompts import ask_target, draw_prompts
 from transformers import AutoModelForCausalLM
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-# As it is for a program in that folder.
-sys.path.insert(0, str(SCRIPTS))
-
-from real_parts import page, smollm  # noqa: E402
-from real_parts.attention import MLA, SERVED  # noqa: E402
-from real_parts.offline import answer_greedily, measure_lookup  # noqa: E402
-from real_parts.prompts import ask_target, draw_prompts  # noqa: E402
-
-from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow  # noqa: E402
-from kconv.pipeline.recipe import read_release  # noqa: E402
-from kconv.targets.forward import run_target  # noqa: E402
-from kconv.targets.model import load_target  # noqa: E402
-from kconv.targets.prompts import Prompt  # noqa: E402
-from kconv.targets.suites import SUITES, Suite  # noqa: E402
-from kconv.targets.tokenizer import load_tokenizer  # noqa: E402
-from kconv.train.recipe import check_keys, read_recipe_file  # noqa: E402
+from kconv.bench.acceptance import AcceptanceFile, AcceptanceRow
+from kconv.pipeline.recipe import read_release
+from kconv.targets.forward import run_target
+from kconv.targets.model import load_target
+from kconv.targets.prompts import Prompt
+from kconv.targets.suites import SUITES, Suite
+from kconv.targets.tokenizer import load_tokenizer
+from kconv.train.recipe import check_keys, read_recipe_file
 
 
 def test_its_prompts_are_the_same_each_time_and_none_comes_twice():
@@ -141,7 +136,7 @@ def test_the_target_is_asked_for_questions_of_its_own_until_there_are_enough():
 
 def test_its_recipes_can_be_read(monkeypatch):
     monkeypatch.setenv("KCONV_ENGINE_PYTHON", sys.executable)
-    examples = SCRIPTS.parent / "examples"
+    examples = Path(__file__).parent.parent / "examples"
     release, _ = read_release(examples / "smollm2-release.yaml")
     assert [step.do for step in release.steps.values()][-2:] == ["card", "publish"]
     for kind in ("", "-mla", "-mha"):

@@ -14,14 +14,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from bench_parts import page
+from bench_parts.quantize_head import report
+from gpu_check_parts.bench import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-# As it is for a program in that folder.
-sys.path.insert(0, str(SCRIPTS))
-BENCHES = sorted(file.name for file in SCRIPTS.glob("bench*") if file.is_file())
 PAGE = ROOT / "docs" / "benchmarks.md"
 MARKER = re.compile(r"^<!-- bench-([a-z-]+): (begin|end) -->$", re.MULTILINE)
 
@@ -36,8 +36,8 @@ def load(name: str) -> ModuleType:
     return module
 
 
-bench, gpu_check, page = load("bench"), load("gpu-check"), importlib.import_module("bench_parts.page")
-Bench = importlib.import_module("gpu_checks.bench").Bench
+bench, gpu_check = load("bench"), load("gpu-check")
+PROGRAMS = [["bench"], ["gpu-check"], *(["bench", part] for part in sorted(bench.PARTS))]
 
 
 def run(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -50,22 +50,21 @@ def run(name: str, *arguments: str, **variables: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*BENCHES, "gpu-check"])
-def test_it_says_what_it_does(name):
-    ran = run(name, "--help")
+@pytest.mark.parametrize("program", PROGRAMS, ids=" ".join)
+def test_it_says_what_it_does(program):
+    ran = run(*program, "--help")
     assert ran.returncode == 0, ran.stderr
-    assert f"scripts/{name}" in ran.stdout
+    assert f"scripts/{' '.join(program).replace('_', '-')}" in ran.stdout
 
 
-@pytest.mark.parametrize("name", [*BENCHES, "gpu-check"])
+@pytest.mark.parametrize("name", ["bench", "gpu-check"])
 def test_it_can_be_started(name):
     assert os.access(SCRIPTS / name, os.X_OK)
 
 
 def test_each_benchmark_of_its_own_is_run_by_the_one_command():
     # Of a conversion's losses another page is made; of another checkout only whoever has one knows.
-    apart = {"bench", "bench-attention", "bench-before"}
-    assert {f"bench-{name}" for name in bench.PROGRAMS} == set(BENCHES) - apart
+    assert {name.replace("-", "_") for name in bench.PROGRAMS} == bench.PARTS - {"attention", "before"}
     assert set(page.ORDER) == set(bench.PROGRAMS) | set(bench.OWN)
 
 
@@ -161,7 +160,6 @@ def test_what_quantized_heads_keep_is_laid_out_and_what_is_refused_of_it_named()
         about = {"hidden": 128, "parameters": 279040, "rows": 44160, "steps": 3, "context": 96}
         return about | {"positions": 8832, "sequences": 96, "before": 2.8164, "kept": kept, "kept_error": 0.0009}
 
-    report = load("bench-quantize-head").report
     found = {"GQA, demo": {"fp8": figures(0.99651), "nvfp4": figures(0.94542)}}
     text = "\n".join(report(found))
     assert "\n| GQA, demo | 128 | 279,040 | 2.816 | 99.65 ± 0.09 | 94.54 ± 0.09 |\n" in text

@@ -11,7 +11,7 @@ Kimi-K2's dims tens of gigabytes for a row of 4,096 tokens. The replacements her
 * masks that keep attention, draft chains and loss inside a document, so that a packed row has the same loss as its
   documents separately.
 
-`plan` counts what is kept per token; scripts/bench-train-memory measures the peak. The layout of draft steps is
+`plan` counts what is kept per token; scripts/bench train-memory measures the peak. The layout of draft steps is
 ModelOpt's own; `module` describes it.
 """
 

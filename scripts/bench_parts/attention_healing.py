@@ -140,7 +140,7 @@ def describe_healing() -> list[str]:
     """Return the trials as Markdown: the best of each form, and how each goes with the rate from either start."""
     found = load(NAME)
     if not all(start in found for start in (FAR, NEAR)):
-        return ["Not measured yet: `scripts/bench-attention --healing` takes half an hour."]
+        return ["Not measured yet: `scripts/bench attention --healing` takes half an hour."]
     rows, own = load(BED), {start: RATE * found[start]["distance"] ** 0.5 for start in (FAR, NEAR)}
     kconv = [rows[FAR][str(steps)]["figures"]["held-out"] for steps in (50, 200)]
     every = [*kconv, *(one for one in found.values() if "kept" in one)]

@@ -104,7 +104,7 @@ def describe_rounding() -> list[str]:
     """Return what was measured as Markdown."""
     found = load(NAME)
     if not found:
-        return ["Not measured yet: `scripts/bench-attention --bf16` takes ten minutes."]
+        return ["Not measured yet: `scripts/bench attention --bf16` takes ten minutes."]
     every = [one for bases in found.values() for basis in bases.values() for one in basis.values()]
     return [
         f'Kept acceptance in %, unhealed, on the "{BED}" bed: {", ".join(list(ROUNDED)[1:])}; {errors(every)}:',

@@ -87,7 +87,7 @@ def describe_size() -> list[str]:
     """Return the times as Markdown."""
     found = load("size")
     if not found:
-        return ["Not measured yet: `scripts/bench-attention --real` takes a quarter of an hour, and 12 GiB."]
+        return ["Not measured yet: `scripts/bench attention --real` takes a quarter of an hour, and 12 GiB."]
     seconds, rows, wanted = found["seconds"], found["rows"], ROWS_PER_DIM * WIDTH
     each = seconds["moments"][0] / rows
     sums = [sum(column) for column in zip(*seconds.values(), strict=True)]

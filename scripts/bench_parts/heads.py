@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.kimi import KIMI_MLA as KIMI_MLA
+from support.kimi import small
+
 from kconv.head.spec import HeadSpec
 
 from .machine import BLOCK
-
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-
-from support.kimi import KIMI_MLA as KIMI_MLA
-from support.kimi import small
 
 SIZES = {
     "full": KIMI_MLA,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def read(name: str) -> str:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("docs")
-    subprocess.run([sys.executable, ROOT / "scripts" / "card-examples", out], check=True, cwd=ROOT)
+    subprocess.run([ROOT / "scripts" / "docs", "cards", out], check=True, cwd=ROOT)
     return out
 
 

@@ -1,23 +1,7 @@
 """How the tutorial's outputs are compared: measured numbers roughly, everything else exactly."""
 
-import importlib.machinery
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "docs-tutorial"
-
-
-@pytest.fixture(scope="module")
-def tutorial():
-    loader = importlib.machinery.SourceFileLoader("docs_tutorial", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
+from docs_parts import tutorial
 
 ALIKE = {
     "rounding": ("logits 1e-07, top-1 100.0%", "logits 3e-08, top-1 99.9%"),
@@ -38,16 +22,16 @@ APART = {
 
 
 @pytest.mark.parametrize("old, new", ALIKE.values(), ids=ALIKE)
-def test_alike(tutorial, old, new):
+def test_alike(old, new):
     assert tutorial.differences([old], [new]) == []
 
 
 @pytest.mark.parametrize("old, new", APART.values(), ids=APART)
-def test_apart(tutorial, old, new):
+def test_apart(old, new):
     assert tutorial.differences([old], [new])
 
 
-def test_a_page_is_played(tutorial, tmp_path):
+def test_a_page_is_played(tmp_path):
     page = "text\n```console\n$ echo a > file\n$ cat file\nold\n$ cat gone\n[exit code 1]\n```\n```sh\n$ exit 3\n```\n"
     assert tutorial.played(page, tmp_path) == (
         "text\n```console\n$ echo a > file\n$ cat file\na\n$ cat gone\n"
@@ -56,6 +40,6 @@ def test_a_page_is_played(tutorial, tmp_path):
 
 
 @pytest.mark.parametrize("block", ["$ false\n", "$ true\n[exit code 1]\n", "$ exit 3\n[exit code 1]\n"])
-def test_a_page_does_not_learn_what_is_broken(tutorial, tmp_path, block):
+def test_a_page_does_not_learn_what_is_broken(tmp_path, block):
     with pytest.raises(SystemExit, match="did not end as the page says"):
         tutorial.played(f"```console\n{block}```\n", tmp_path)

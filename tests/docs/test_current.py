@@ -21,24 +21,24 @@ LINK = re.compile(r"(?<!\\)\]\(<?([^)#\s>]*)(?:#([^)\s>]*))?>?\)")
 
 
 def test_the_reference_is_current():
-    script = [sys.executable, ROOT / "scripts" / "docs-reference", "--check"]
+    script = [ROOT / "scripts" / "docs", "reference", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
 def test_the_page_of_witnesses_says_what_was_measured():
-    script = [sys.executable, ROOT / "scripts" / "docs-witnesses", "--check"]
+    script = [ROOT / "scripts" / "docs", "witnesses", "--check"]
     assert subprocess.run(script, check=False).returncode == 0, "run scripts/docs"
 
 
 def test_the_readmes_figures_are_those_of_the_benchmarks():
-    script = [sys.executable, ROOT / "scripts" / "docs-figures", "--check"]
+    script = [ROOT / "scripts" / "docs", "figures", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
 def test_the_page_of_the_cluster_follows_from_the_benchmarks():
-    script = [sys.executable, ROOT / "scripts" / "docs-cluster", "--check"]
+    script = [ROOT / "scripts" / "docs", "cluster", "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
@@ -50,23 +50,25 @@ def test_the_benchmarks_repeat_other_pages_as_they_are():
 
 
 def test_the_page_of_training_says_what_its_script_writes_around_its_figures():
-    [written] = re.findall(r'PAGE_TEXT = """(.*?)"""', (ROOT / "scripts" / "train-figures").read_text(), re.DOTALL)
+    [written] = re.findall(
+        r'PAGE_TEXT = """(.*?)"""', (ROOT / "scripts" / "docs_parts" / "train.py").read_text(), re.DOTALL
+    )
     around = [re.escape(part) for part in re.split(r"\{[^}]*\}", written)]
-    assert re.fullmatch(".*".join(around), (DOCS / "train.md").read_text(), re.DOTALL), "run scripts/train-figures"
+    assert re.fullmatch(".*".join(around), (DOCS / "train.md").read_text(), re.DOTALL), "run scripts/docs train"
 
 
 @pytest.mark.slow
 @pytest.mark.demo
 def test_the_tutorial_prints_what_it_says(demo_lock):
-    script = [sys.executable, ROOT / "scripts" / "docs-tutorial", "--check"]
+    script = [ROOT / "scripts" / "docs", "tutorial", "--check"]
     with demo_lock:
         ran = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, f"run scripts/docs-tutorial: {ran.stdout}{ran.stderr}"
+    assert ran.returncode == 0, f"run scripts/docs tutorial: {ran.stdout}{ran.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_command_prints_is_printed_in_the_tutorial(page):
-    # There scripts/docs-tutorial runs it.
+    # There scripts/docs tutorial runs it.
     made = (DOCS / "tutorial.md").read_text()
     assert [block for block in CONSOLE.findall(page.read_text()) if block not in made] == []
 

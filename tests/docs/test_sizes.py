@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import importlib.util
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from bench_parts import sizes
+from docs_parts.sizes import HEADS
 from support.configs import KIMI_MHA, KIMI_MLA
 from support.good_heads import LATENT_QUANTIZABLE, QUANTIZABLE
 
 from kconv.quantize.head.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "scripts" / "docs-sizes"
-
-
-@pytest.fixture(scope="module")
-def docs_sizes() -> ModuleType:
-    sys.path.insert(0, str(SCRIPT.parent))
-    loader = importlib.machinery.SourceFileLoader("docs_sizes", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def sizes(docs_sizes) -> ModuleType:
-    return importlib.import_module("bench_parts.sizes")
 
 
 def test_the_table_is_current():
-    ran = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, check=False)
+    ran = subprocess.run([ROOT / "scripts" / "docs", "sizes", "--check"], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
 
-def test_the_heads_are_those_of_the_published_ones(docs_sizes):
+def test_the_heads_are_those_of_the_published_ones():
     for kimi, name in ((KIMI_MLA, "MLA"), (KIMI_MHA, "MHA")):
-        spec = docs_sizes.HEADS[name]
+        spec = HEADS[name]
         assert (spec.attention, spec.hidden, spec.intermediate) == (kimi.attention, kimi.hidden, kimi.intermediate)
 
 
-def test_a_step_reads_all_of_a_published_head_but_fc(sizes):
+def test_a_step_reads_all_of_a_published_head_but_fc():
     # NVIDIA's head without the embedding, as in tests/convert/test_published_sizes.py.
     assert sizes.step_bytes(KIMI_MLA) == 2 * (1_841_199_104 - 7168 * 3 * 7168)
 
 
 @pytest.mark.parametrize("spec", [QUANTIZABLE, LATENT_QUANTIZABLE], ids=["gqa", "mla"])
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
-def test_a_linear_takes_the_bytes_that_are_packed(sizes, spec, format_):
+def test_a_linear_takes_the_bytes_that_are_packed(spec, format_):
     packed = 0
     for rows, columns in sizes.linears(spec).values():
         tensors = format_.pack(torch.ones(rows, columns), format_.scale(1.0)) | {"input_scale": format_.scale(1.0)}

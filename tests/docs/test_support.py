@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from docs_parts.support import CODE, FORMS, RUN, RUNS, UNKNOWN, cell, model_types
 
 from kconv.engines.registry import engines
 from kconv.validate.rules.table import all_rules
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-from reference.support import CODE, FORMS, RUN, RUNS, UNKNOWN, cell, model_types  # noqa: E402
 
 PINNED = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/(v[\d.]+|[0-9a-f]{40})/\S+\.py(#L\d+(-L\d+)?)?")
 

@@ -224,9 +224,8 @@ def test_its_counters_are_read_by_bench():
 
 
 @installed
-def test_the_page_of_layouts_has_it(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    from reference.layouts import layouts
+def test_the_page_of_layouts_has_it():
+    from docs_parts.layouts import layouts
 
     page = "\n".join(layouts())
     assert "| `otter` | Otter 1.0 |" in page and "`decoder.{i}.hidden_norm.weight`" in page

@@ -1,6 +1,6 @@
 """Heads that were really trained keep their acceptance: in bytes, where a latent of 32 holds what 128 KV dims say.
 
-The same target and heads as scripts/bench-attention makes; trained once, then found in the cache.
+The same target and heads as scripts/bench attention makes; trained once, then found in the cache.
 """
 
 from dataclasses import replace

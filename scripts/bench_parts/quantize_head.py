@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Measure how much acceptance length draft heads retain in FP8 and NVFP4, and write it into docs/benchmarks.md.
 
-    .venv/bin/python scripts/bench-quantize-head [--markdown]
+    .venv/bin/python scripts/bench quantize-head [--markdown]
 
 Small heads, trained once for tiny targets and cached, are quantized as by `kconv quantize-head`, with
 scales from text that they were trained on, and measured on documents outside all training. Each figure is also
@@ -97,7 +96,7 @@ def report(found: dict[str, dict[str, Figures]]) -> list[str]:
         f"`kconv quantize-head` refuses less than {MIN_RETENTION:.0%} (`--min-retention`); of these: "
         f"{'; '.join(refused) or 'none'}.",
         "",
-        "`scripts/bench-quantize-head`.",
+        "`scripts/bench quantize-head`.",
     ]
 
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Time `kconv to-vllm` on a synthetic Kimi-K2 MLA head against `cp` of the same file, both flushed to the disk.
 
 Run it with the interpreter in which kconv is installed:
 
-    .venv/bin/python scripts/bench-convert [--size small] [--pairs 5] [--cold 3] [--markdown]
+    .venv/bin/python scripts/bench convert [--size small] [--pairs 5] [--cold 3] [--markdown]
 
 Both sides alternate in one run, after a warm-up of each. Before each side of a cold pair the head is dropped from the
 page cache, so that both read it from disk. The head and the copies are in a temporary folder, which is removed at
@@ -105,7 +104,7 @@ def report(head: Head, tables: dict[str, list[tuple[Run, Run]]]) -> list[str]:
         "|---|---|---|---|---|---|---|",
         *(row(title, pairs) for title, pairs in tables.items()),
         "",
-        closing("bench-convert"),
+        closing("bench convert"),
     ]
 
 

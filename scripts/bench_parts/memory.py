@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Measure the memory of `kconv to-vllm` as the checkpoint grows, next to the checkpoint's own size.
 
-    .venv/bin/python scripts/bench-memory [--size small] [--markdown]
+    .venv/bin/python scripts/bench memory [--size small] [--markdown]
 
 Synthetic MLA heads of Kimi-K2's shape, from 0.2 to 6 GB, are written one after the other and removed again.
 """
@@ -60,7 +59,7 @@ def report(points: list[tuple[float, float]]) -> list[str]:
         "",
         "![Peak memory against the size of the head](memory.png)",
         "",
-        closing("bench-memory"),
+        closing("bench memory"),
     ]
 
 

@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Measure memory and time of one training step at Kimi-K2's head dims, as the row of tokens grows.
 
 The attention is Kimi-K2's (64 heads of 192 and 128 dims, its latent ranks); the stream and the vocabulary are narrow,
 so that a CPU can hold it. A step is the loss of three draft steps and its gradients, fp32, one thread. Each runs in its
 own process; the figure is the peak resident memory minus the memory before the step.
 
-    .venv/bin/python scripts/bench-train-memory [--size small] [--markdown]
+    .venv/bin/python scripts/bench train-memory [--size small] [--markdown]
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def report(cells: dict[tuple[int, str], tuple[float, float, float, float]], wors
         ),
         "",
         *slope(cells),
-        closing("bench-train-memory"),
+        closing("bench train-memory"),
     ]
 
 

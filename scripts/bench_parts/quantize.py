@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Time `kconv quantize` on a synthetic INT4 checkpoint with Kimi-K2's expert shapes, and measure its memory.
 
 Run it with the interpreter in which kconv is installed:
 
-    .venv/bin/python scripts/bench-quantize [--gb 20] [--pairs 3] [--dir /big/disk] [--markdown] [--save figures.json]
+    .venv/bin/python scripts/bench quantize [--gb 20] [--pairs 3] [--dir /big/disk] [--markdown] [--save figures.json]
 
 It makes a checkpoint of the whole size, and reads and writes as many bytes for comparison; quantizes it with two ranks
 from a cold cache; and again with all ranks killed at random moments and restarted, comparing the bytes. Then it
@@ -225,7 +224,7 @@ def report(
         f"{KIMI_BYTES / 1e9:.0f} GB of Kimi-K2.5 take {hours[2]:.2f} h with 2 ranks and "
         f"{hours[16]:.2f} h with 16, on this disk {floor:.2f} h or more; {peak / 1024:.1f} GiB a rank.",
         "",
-        closing(f"bench-quantize --gb {cold.gb:.1f}", load),
+        closing(f"bench quantize --gb {cold.gb:.1f}", load),
     ]
 
 

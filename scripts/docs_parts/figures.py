@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Write the figures of README.md from docs/benchmarks.md, whose sections the benchmarks write.
 
-    .venv/bin/python scripts/docs-figures            write them
-    .venv/bin/python scripts/docs-figures --check    exit 1 where README.md says something else
+    scripts/docs figures            write them
+    scripts/docs figures --check    exit 1 where README.md says something else
 
 A figure whose section is missing or has another form is an error.
 """
@@ -12,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 # A section's name, what is taken from it, and the sentence it makes.

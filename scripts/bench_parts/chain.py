@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """The whole chain through a real vLLM: prompts to a converted head by one recipe, killed within each of its steps.
 
 The recipe is run whole, and then twice more: in one of them SIGKILL ends it within each step, in the other SIGTERM, and
 the same command goes on. Every file that comes out is compared with the whole run's. The target is
 SmolLM2-135M-Instruct of the package index, unless --target names its folder; vLLM serves it in fp32 on a CPU.
 
-    .venv/bin/python scripts/bench-chain [--target FOLDER] [--work FOLDER] [--markdown]
+    .venv/bin/python scripts/bench chain [--target FOLDER] [--work FOLDER] [--markdown]
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         "",
         "The server answers one request at a time (`--max-num-seqs 1`), because side by side it sums in another order.",
         "",
-        "`scripts/bench-chain`.",
+        "`scripts/bench chain`.",
     ]
 
 

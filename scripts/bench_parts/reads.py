@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """What each of two processes reads that train from stored states, as the kernel counts it, page cache or not.
 
 The tiny target gets another shard that training has no use for, small and large, and its states are of few and of many
 dialogues. What is read should be the target's ends and a process's own rows, whatever lies beside.
 
-    .venv/bin/python scripts/bench-reads [--quick] [--markdown]
+    .venv/bin/python scripts/bench reads [--quick] [--markdown]
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kconv.tiny.target import make_target
 from kconv.tiny.text import read_corpus
 from kconv.train.run import EVAL_BATCHES
 
-COUNT = Path(__file__).resolve().parent.parent / "tests" / "support" / "count_reads.py"
+COUNT = Path(__file__).resolve().parents[2] / "tests" / "support" / "count_reads.py"
 CAPTURED, HIDDEN = (1, 3, 5), 64
 ROWS, SEQ, STEPS = 4, 96, 24
 VALUES = {
@@ -152,7 +151,7 @@ def report(rows: list[dict[str, Any]], ends: int) -> list[str]:
         "its evaluation rows. At another row length than that of `kconv states --seq` each process first reads the "
         "whole index.",
         "",
-        "`scripts/bench-reads`.",
+        "`scripts/bench reads`.",
     ]
 
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Write the cards in docs/cards from the facts and the quoted figures next to them, and the schema of acceptance.json.
 
-    .venv/bin/python scripts/card-examples [OUT]
+    scripts/docs cards [OUT]
 
 With OUT, writes there and leaves docs/ alone.
 """
@@ -16,7 +15,7 @@ from kconv.bench.acceptance import AcceptanceFile, read_acceptance
 from kconv.cards.card import gather, make_card, write
 from kconv.cards.facts import read_facts
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 STYLES = {
     "kimi-k2.6-eagle3": "nvidia",
     "kimi-k2-thinking-eagle3": "nvidia",

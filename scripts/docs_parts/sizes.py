@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Write into docs/guides/quantize.md how much quantizing a head's linear layers saves per draft step, from the shapes.
 
-.venv/bin/python scripts/docs-sizes            write it
-.venv/bin/python scripts/docs-sizes --check    exit 1 where the page says something else
+scripts/docs sizes            write it
+scripts/docs sizes --check    exit 1 where the page says something else
 """
 
 import argparse
@@ -16,7 +15,7 @@ from bench_parts.sizes import linear_bytes, quantized_bytes, step_bytes
 from kconv.head.spec import Gqa
 from kconv.quantize.head.formats import FORMATS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "quantize.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "quantize.md"
 BEGIN, END = "<!-- sizes: begin -->", "<!-- sizes: end -->"
 MHA = replace(KIMI_MLA, attention=Gqa(heads=64, kv_heads=64, head_dim=128), intermediate=12288)
 HEADS = {

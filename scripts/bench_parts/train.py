@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Compare training with kconv with a plain loop over ModelOpt's convert and forward, in pairs, in one run.
 
 Both train the same head on the same batches with the same adapter, optimizer, dtype and threads. The plain loop runs
 the target in each step, as ModelOpt's own online mode does; kconv keeps its states for the next pass, and uses
 transformers' Trainer. Only steps are timed: no startup, no checkpoint, no evaluation.
 
-    .venv/bin/python scripts/bench-train [--pairs 3] [--markdown]
+    .venv/bin/python scripts/bench train [--pairs 3] [--markdown]
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ def write(rows: list[str]) -> None:
             "|---|---|---|---|---|",
             *sorted([*kept, *rows], reverse=True, key=lambda row: row.split(" | ")[0]),
             "",
-            closing("bench-train"),
+            closing("bench train"),
         ],
     )
 

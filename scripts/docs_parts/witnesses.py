@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
 """Write what vLLM and SGLang themselves do with right heads, and with silent faults.
 
 The page is docs/witnesses.md; parts of it are in README.md and docs/engines/.
 
-    .venv/bin/python scripts/docs-witnesses                       write the page from what is recorded
-    .venv/bin/python scripts/docs-witnesses --check               exit 1 where the page says something else
-    .venv/bin/python scripts/docs-witnesses --measure sglang      serve each head first, right or not
-    .venv/bin/python scripts/docs-witnesses --validate sglang     first call kconv validate --engine on each right head
-    .venv/bin/python scripts/docs-witnesses --sweep sglang        first call kconv bench --draft-tokens 1-8
+    scripts/docs witnesses                       write the page from what is recorded
+    scripts/docs witnesses --check               exit 1 where the page says something else
+    scripts/docs witnesses --measure sglang      serve each head first, right or not
+    scripts/docs witnesses --validate sglang     first call kconv validate --engine on each right head
+    scripts/docs witnesses --sweep sglang        first call kconv bench --draft-tokens 1-8
 
 Each of the three also accepts vllm, and takes minutes: validate starts two servers per head, bench one per
 K. Results are recorded head by head, in docs/witnesses.json and docs/sweep.json. The environments that they
@@ -24,7 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE, RECORD = ROOT / "docs" / "witnesses.md", ROOT / "docs" / "witnesses.json"
 SWEEP, SWEPT = ROOT / "docs" / "sweep.json", 12  # prompts
 README, ENGINES = ROOT / "README.md", ROOT / "docs" / "engines"
@@ -39,7 +38,6 @@ SHORT = (
     "each captured layer listed one too early, GQA",
     "no captured layers listed",
 )
-sys.path.insert(0, str(ROOT / "tests"))
 
 
 def main() -> int:

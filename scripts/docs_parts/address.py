@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Write the address of kconv's repository into every place that needs it. Run it once, when the repository has one.
 
-.venv/bin/python scripts/project-url https://github.com/ORG/NAME
+scripts/docs address https://github.com/ORG/NAME
 """
 
 import argparse
@@ -42,7 +41,7 @@ PLACES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="https://github.com/ORG/NAME")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the repository")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="the repository")
     given = parser.parse_args()
     if not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", given.url):
         sys.exit(f"error: {given.url} is not of the form https://github.com/ORG/NAME")

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Compare `kconv states` through a vLLM that returns hidden states with vLLM's own prefill benchmark on that server.
 
 Both send the same number of sequences of the same length, 16 at a time, and generate one token each. It runs on a CPU
 with the demo's target, so it shows the overhead around the prefill, which is largest for a small target.
 
-    .venv/bin/python scripts/bench-capture [--pairs 3] [--quick] [--markdown]
+    .venv/bin/python scripts/bench capture [--pairs 3] [--quick] [--markdown]
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def report(pairs: list[tuple[float, float]], count: int, length: int) -> list[st
         f"{statistics.median(theirs for theirs, _ in pairs):,.0f}. Ratio, median of {len(pairs)} pairs: "
         f"{spread(ratios)}.",
         "",
-        closing("bench-capture"),
+        closing("bench capture"),
     ]
 
 

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Run every command of docs/tutorial.md in an empty folder, and write its output below it.
 
-    .venv/bin/python scripts/docs-tutorial            run, and write the page
-    .venv/bin/python scripts/docs-tutorial --check    run, and exit 1 where the page says something else
+    scripts/docs tutorial            run, and write the page
+    scripts/docs tutorial --check    run, and exit 1 where the page says something else
 
 A command is a line of a `console` block that begins with `$ `, followed by its output; for a command that fails,
 also its stderr and exit code. Numbers with a decimal point or an exponent come from training, and differ from
@@ -20,7 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 FENCE, PROMPT = "```", "$ "
 MEASURED = re.compile(r"[-+]?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+|(?= ?%))")

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Times `kconv validate --source` and `kconv verify` of a head and its source against bare digests of both.
 
-    .venv/bin/python scripts/bench-verify [--size small] [--pairs 5] [--markdown]
+    .venv/bin/python scripts/bench verify [--size small] [--pairs 5] [--markdown]
 
 The three alternate in one run, after a warm-up of each, with both folders in the page cache as far as there is room.
 The bare digests are those that the manifest records: the blake3 of both weight files, by the library that b3sum is made
@@ -108,7 +107,7 @@ def report(head: Head, turns: list[dict[str, Run]]) -> list[str]:
         f"**{ratio(VERIFY, DIGESTS):.2f}** times as long as the digests, **{ratio(VERIFY, FASTEST):.2f}** times with "
         "OpenSSL's sha256 (medians of the turns' ratios). The peak of the digests counts the mapped file.",
         "",
-        closing("bench-verify"),
+        closing("bench verify"),
     ]
 
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Measure `kconv validate --headers-only` on a synthetic NVFP4 target of Kimi-K2's real size.
 
 Run it with the interpreter in which kconv is installed:
 
-    .venv/bin/python scripts/bench-validate [--size small] [--runs 3] [--markdown] [--json]
+    .venv/bin/python scripts/bench validate [--size small] [--runs 3] [--markdown] [--json]
 
 61 layers, 384 experts, more than 200,000 tensors over a hundred shards. Their headers are real; the data is
 a hole in the file. They are in a temporary folder, which is removed at the end.
@@ -203,7 +202,7 @@ def report(target: Target, runs: list[Run]) -> list[str]:
         f"{spread([run.wall for run in runs], unit=' s')}, {spread([run.cpu for run in runs], unit=' s')} of processor "
         f"time, {max(run.peak for run in runs):.0f} MiB at most.",
         "",
-        closing("bench-validate"),
+        closing("bench validate"),
     ]
 
 

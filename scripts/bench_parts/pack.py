@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time kconv's NVFP4 packer against ModelOpt's NVFP4QTensor on one core, on a weight of Kimi-K2's expert shape.
 
-    .venv/bin/python scripts/bench-pack [--pairs 5] [--markdown]
+    .venv/bin/python scripts/bench pack [--pairs 5] [--markdown]
 
 Both sides alternate in one run, after a warm-up of each, and their bits are compared.
 """
@@ -89,7 +88,7 @@ def report(rows: list[tuple[str, list[float], list[float], list[float]]]) -> lis
             f"| {dtype} | {figures[0]:.0f} | {figures[1]:.0f} | **{statistics.median(ratios):.0f}** "
             f"| {min(ratios):.0f} | {figures[2]:.0f} |"
         )
-    return [*lines, "", closing("bench-pack")]
+    return [*lines, "", closing("bench pack")]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Write docs/cluster.md: what states, training and quantizing of a 1T target would take on many machines.
 
-    .venv/bin/python scripts/docs-cluster            write it
-    .venv/bin/python scripts/docs-cluster --check    exit 1 where the page says something else
+    scripts/docs cluster            write it
+    scripts/docs cluster --check    exit 1 where the page says something else
 
 Every figure is computed from docs/benchmarks.md, which is measured, from the dims of Kimi-K2, and from NVIDIA's
 published rates. None was measured on a cluster.
@@ -15,8 +14,6 @@ import sys
 from math import prod
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
 from bench_parts.page import read_section
 from support.kimi import KIMI_MLA
 
@@ -25,7 +22,7 @@ from kconv.targets.config import TargetConfig
 from kconv.train.plan import NOT_TRAINED, plan_training
 from kconv.train.recipe import EagleRecipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "cluster.md"
 TOKENS, SEQ, STEPS_AHEAD, BATCH = 100_000_000, 4096, 3, 64
 # Kimi-K2's own figures: https://github.com/MoonshotAI/Kimi-K2/blob/main/README.md#2-model-summary
@@ -76,7 +73,7 @@ def opening() -> list[str]:
     return [
         "# Toward a cluster, on paper",
         "",
-        "<!-- scripts/docs-cluster writes this page. -->",
+        "<!-- scripts/docs cluster writes this page. -->",
         "",
         "Nothing here was measured on a cluster. Each figure is computed from [Benchmarks](benchmarks.md), Kimi-K2's"
         f" dims, and an H200's published rates ({PEAK / 1e12:.0f} TFLOP/s in bf16, {MEMORY / 1e9:.0f} GB,"

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Write docs/reference/, parts of docs/engines/ and README.md, and the schemas of kconv.json and states.json.
 
-.venv/bin/python scripts/docs-reference            write them
-.venv/bin/python scripts/docs-reference --check    exit 1 if any of them is not current
+scripts/docs reference            write them
+scripts/docs reference --check    exit 1 if any of them is not current
 """
 
 import argparse
@@ -21,11 +20,11 @@ from pathlib import Path
 import click
 import yaml
 from click.testing import CliRunner
+from docs_parts.layouts import layouts
+from docs_parts.models import FILES, attributes, default_of, schema_name, schemas
+from docs_parts.published import published
+from docs_parts.support import in_short, support
 from pydantic_core import PydanticUndefined
-from reference.layouts import layouts
-from reference.models import FILES, attributes, default_of, schema_name, schemas
-from reference.published import published
-from reference.support import in_short, support
 
 from kconv import errors
 from kconv.cli import main as kconv
@@ -41,9 +40,9 @@ from kconv.train.recipe import EagleRecipe
 from kconv.validate.rules.rule import ENGINES
 from kconv.validate.rules.table import HEAD_RULES, TARGET_RULES, all_rules
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 README = DOCS.parent / "README.md"
-MADE = "<!-- Made by scripts/docs-reference; change the code, and run it again. -->"
+MADE = "<!-- Made by scripts/docs reference; change the code, and run it again. -->"
 WIDTH = 80
 # Options that so many commands have, in the same words, are listed once.
 SHARED = 2

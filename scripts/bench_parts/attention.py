@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Measure how much acceptance a head retains after an attention conversion, and write docs/attention.md's figures.
 
-    .venv/bin/python scripts/bench-attention [--bed words|bytes|large] [--only PATTERN] [--seconds 540]
-    .venv/bin/python scripts/bench-attention --healing|--bf16 [--only PATTERN] [--seconds 540]
-    .venv/bin/python scripts/bench-attention --memory
-    .venv/bin/python scripts/bench-attention --real [--rows 2048]
-    .venv/bin/python scripts/bench-attention --markdown
+    .venv/bin/python scripts/bench attention [--bed words|bytes|large] [--only PATTERN] [--seconds 540]
+    .venv/bin/python scripts/bench attention --healing|--bf16 [--only PATTERN] [--seconds 540]
+    .venv/bin/python scripts/bench attention --memory
+    .venv/bin/python scripts/bench attention --real [--rows 2048]
+    .venv/bin/python scripts/bench attention --markdown
 
 Heads are trained once for a tiny target and cached, and so is each figure, so that an interrupted run
 resumes. `--seconds` limits its time, `--markdown` writes the page from the figures so far.

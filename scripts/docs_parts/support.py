@@ -135,7 +135,7 @@ def cell(engine: Engine, name: str, model_type: str) -> str:
 
 def support() -> Iterator[str]:
     yield "`run`: a test serves this form of head for this target in the engine, whose drafts equal kconv's own"
-    yield "(`RUNS` in `scripts/reference/support.py` names it). `code`: kconv follows the engine's code."
+    yield "(`RUNS` in `scripts/docs_parts/support.py` names it). `code`: kconv follows the engine's code."
     yield "[A rule](rules.md):"
     yield f"kconv refuses it. {UNKNOWN}: not known. Targets are `model_type`s of text models; each Kimi-K2.x is"
     yield "`kimi_k2`. [The table](#how-each-engine-captures-from-a-target) has each engine's targets. MLA targets:"

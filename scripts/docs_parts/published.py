@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from support.published import EAGLE3, OTHERS, Form
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.convert.captured import Hints
@@ -18,9 +19,6 @@ from kconv.escape import link
 from kconv.operations.base import flag
 from kconv.operations.inspect import Inspected
 from kconv.operations.reading import Reading
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
-from support.published import EAGLE3, OTHERS, Form
 
 
 def published() -> Iterator[str]:

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Time kconv's commands against those of another checkout, e.g. a worktree of an older commit, in pairs.
 
     git worktree add /tmp/before b7451f2
-    .venv/bin/python scripts/bench-before /tmp/before [--size small] [--pairs 5]
+    .venv/bin/python scripts/bench before /tmp/before [--size small] [--pairs 5]
 
 Both sides run in this interpreter, in turn, after a warm-up of each, over the same head of `bench-convert`. For each
 command it prints the median of the pairs' ratios, now over before, of wall clock and processor time.
@@ -21,7 +20,7 @@ from pathlib import Path
 from bench_parts.heads import SIZES, make_head
 from bench_parts.machine import KCONV, Run, apart, timed, warm
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:

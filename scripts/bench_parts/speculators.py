@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time `kconv to-vllm` against `speculators convert` on the same head, and count what each of them copied.
 
-    .venv/bin/python scripts/bench-speculators [--size small] [--pairs 3] [--markdown]
+    .venv/bin/python scripts/bench speculators [--size small] [--pairs 3] [--markdown]
 
 speculators is installed into a temporary folder and uses kconv's torch and transformers; torchvision and
 torchaudio, which its convert does not load, are omitted. Both sides alternate in one run, after a warm-up of each, and
@@ -108,7 +107,7 @@ def compare(folder: Path, spec: HeadSpec, pairs: int) -> list[str]:
         "",
         f"kconv is **{ratio:.1f}** times as fast (median of the pairs), hashes and checks included.",
         "",
-        closing("bench-speculators"),
+        closing("bench speculators"),
     ]
 
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Train heads of each kind with `kconv train` for the demo's target, measure them, and write docs/train.md.
 
-    .venv/bin/python scripts/train-figures [--work build/train-figures] [--only NAME ...] [--markdown]
+    scripts/docs train [--work build/train-figures] [--only NAME ...] [--markdown]
 
 Two are trained for up to 10 minutes on one core, the others for half a minute each. Results already in --work are not
 made again; a stopped run resumes, and its seconds are the sum of its parts.
@@ -38,7 +37,7 @@ from kconv.train.run import head_key, train_head
 from kconv.validate.measure import influences, standard_errors
 from kconv.validate.parity import load_head
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE, CURVES = ROOT / "docs" / "train.md", ROOT / "docs" / "train.png"
 K = 3
 DEMO_HEADS = {"demo gqa": TINY_GQA, "demo mla": TINY_MLA}
@@ -126,7 +125,7 @@ to another row, with its standard error. Seconds are of the whole command, and o
 
 ![Loss and acceptance of the mla row over its steps](train.png)
 
-`scripts/train-figures --markdown`, on {machine}, load average {load:.1f}.
+`scripts/docs train --markdown`, on {machine}, load average {load:.1f}.
 """  # noqa: E501  (its lines are those of the page)
 
 

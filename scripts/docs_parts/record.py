@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Runs the demo and a few commands on what it made, and records the terminal as docs/demo.svg.
 
-    .venv/bin/python scripts/record
+    scripts/docs record
 
 Commands appear one after the other, each with all of its output; how long it took is left out. Nothing in the file is
 loaded from elsewhere, and who asks for no motion sees all of it at once.
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "demo.svg"
 # So few columns that a phone shows the text in a size to read.
 TITLE, COLUMNS = "kconv", 64

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Write the number of rules in docs/validate.md, and docs/report.schema.json.
 
-    .venv/bin/python scripts/docs-validate            write both
-    .venv/bin/python scripts/docs-validate --check    exit 1 if either is not current
+    scripts/docs validate            write both
+    scripts/docs validate --check    exit 1 if either is not current
 
 The text of docs/validate.md outside its markers is written by hand and stays unchanged.
 """
@@ -13,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE, SCHEMA = ROOT / "docs" / "validate.md", ROOT / "docs" / "report.schema.json"
 
 
@@ -21,7 +20,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something would change")
     check = parser.parse_args().check
-    sys.path.insert(0, str(ROOT / "tests"))
     page = PAGE.read_text()
     page = put(page, "rules", rules())
     stale = [file for file, text in {PAGE: page, SCHEMA: schema()}.items() if not is_current(file, text, check)]
