@@ -17,32 +17,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import KconvError, Problem
 
 __all__ = ["KconvError", "Problem"]
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    bench: Callable[..., Any]
-    calibrate: Callable[..., Any]
-    card: Callable[..., Any]
-    compare: Callable[..., Any]
-    convert: Callable[..., Any]
-    env: Callable[..., Any]
-    generate: Callable[..., Any]
-    inspect: Callable[..., Any]
-    publish: Callable[..., Any]
-    quantize: Callable[..., Any]
-    quantize_head: Callable[..., Any]
-    states: Callable[..., Any]
-    tiny: Callable[..., Any]
-    train: Callable[..., Any]
-    validate: Callable[..., Any]
-    verify: Callable[..., Any]
-    vocab: Callable[..., Any]
 
 
 class _OperationPackage(ModuleType):
@@ -54,6 +33,13 @@ class _OperationPackage(ModuleType):
     @property
     def __signature__(self) -> Any:
         return _function(self.__name__.rpartition(".")[2]).__signature__
+
+    @property
+    def __doc__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The function's own help, which `help(kconv.convert)` shows first."""
+        name = self.__name__.rpartition(".")[2]
+        function = _function(name)
+        return f"{_operations().OPERATIONS[name].summary}\n\nkconv.{name}{function.__signature__}\n\n{function.__doc__}"
 
 
 def _callable(name: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -14,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from ..engines import registry
 from ..errors import RequestInvalid
-from ..operations.base import Operation, first_wrong, flag, marks
+from ..operations.base import Operation, first_wrong, flag, marks, unwrap
 from .group import Command, OneOf
 from .progress import Terminal
 from .terminal import VERBOSE
@@ -156,14 +155,14 @@ def _parameter(name: str, info: FieldInfo) -> click.Parameter:
 def _type(info: FieldInfo) -> tuple[Any, bool]:
     """Return click's type for a field, and whether the option is repeatable."""
     said = marks(info)
-    inner, bounds = _unwrap(info.annotation, list(info.metadata))
+    inner, bounds = unwrap(info.annotation, list(info.metadata))
     if said.kind in ("ids", "list", "json", "yes-or-no"):
         return Words({"ids": "IDS", "list": "LIST", "json": "JSON", "yes-or-no": "YES_OR_NO"}[said.kind]), False
     if said.kind == "settings":
         return Words("KEY=VALUE"), True
     several = get_origin(inner) is tuple
     if several:
-        inner, bounds = _unwrap(get_args(inner)[0], [])
+        inner, bounds = unwrap(get_args(inner)[0], [])
     if inner is bool:
         return bool, False
     if get_origin(inner) is Literal:
@@ -171,19 +170,6 @@ def _type(info: FieldInfo) -> tuple[Any, bool]:
     if inner in (int, float):
         return _range(inner, bounds), several
     return (click.Path() if said.kind in PATHS else Words("TEXT")), several
-
-
-def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the type inside `X | None` and `Annotated[X, ...]`, and its annotations."""
-    while True:
-        if get_origin(annotation) is Annotated:
-            annotation, *beside = get_args(annotation)
-            for one in beside:
-                metadata += one.metadata if isinstance(one, FieldInfo) else [one]
-        elif get_origin(annotation) in (Union, types.UnionType):
-            (annotation,) = (one for one in get_args(annotation) if one is not type(None))
-        else:
-            return annotation, metadata
 
 
 def _range(number: type, bounds: list[Any]) -> click.ParamType:

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
@@ -331,6 +332,51 @@ EXTRAS = {
 }
 
 
+def unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    """Return the type inside `X | None` and `Annotated[X, ...]`, and its annotations."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *beside = get_args(annotation)
+            for one in beside:
+                metadata += one.metadata if isinstance(one, FieldInfo) else [one]
+        elif get_origin(annotation) in (Union, UnionType):
+            (annotation,) = (one for one in get_args(annotation) if one is not type(None))
+        else:
+            return annotation, metadata
+
+
+def parameter_type(info: FieldInfo) -> str:
+    """Return what a Python caller may pass for a field, as an annotation of `kconv/__init__.pyi`."""
+    inner, metadata = unwrap(info.annotation, list(info.metadata))
+    several = get_origin(inner) is tuple
+    one = unwrap(get_args(inner)[0], metadata)[0] if several else inner
+    if one is str and marks(info).kind in ("checkpoint", "file", "output"):
+        found = "_Path"
+    elif get_origin(one) is Literal:
+        found = f"Literal[{', '.join(map(repr, get_args(one)))}]"
+    elif get_origin(one) is dict:
+        found = "Mapping[str, Any]"
+    else:
+        found = one.__name__
+    if several:
+        found = f"Sequence[{found}]"
+        if any(isinstance(beside, BeforeValidator) for beside in metadata):
+            found += " | int | str" if marks(info).kind == "list" and one is int else " | str"
+    return found if info.is_required() or info.default is not None else f"{found} | None"
+
+
+def describe(cls: type[Operation]) -> str:
+    """Return an operation's docstring for Python: what it does, and a line for each option."""
+    fields = sorted(cls.model_fields.items(), key=lambda field: not marks(field[1]).argument)
+    return "\n".join([f"{inspect.getdoc(cls)}\n\nArgs:", *(f"    {name}: {info.description}" for name, info in fields)])
+
+
+class _Shown(str):
+    """An annotation that `help` shows without quotes."""
+
+    __repr__ = str.__str__
+
+
 def function(cls: type[Operation], name: str) -> Callable[..., Any]:
     """Return an operation as a Python function; see `Operation.request` for its arguments."""
 
@@ -344,12 +390,14 @@ def function(cls: type[Operation], name: str) -> Callable[..., Any]:
         by_place = marks(info).argument
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if by_place else inspect.Parameter.KEYWORD_ONLY
         (required if by_place else keyword).append(
-            inspect.Parameter(field_name, kind, default=default, annotation=info.annotation)
+            inspect.Parameter(field_name, kind, default=default, annotation=_Shown(parameter_type(info)))
         )
     call.__name__ = call.__qualname__ = name
     call.__module__ = "kconv"
-    call.__doc__ = inspect.getdoc(cls)
-    call.__signature__ = inspect.Signature([*required, *keyword])  # pyright: ignore[reportFunctionMemberAccess]
+    call.__doc__ = describe(cls)
+    returns = _Shown(inspect.signature(cls.run).return_annotation)
+    signature = inspect.Signature([*required, *keyword], return_annotation=returns)
+    call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 

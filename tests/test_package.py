@@ -1,5 +1,8 @@
 """The package as a whole: its folders, the names in its root, and what starting it loads and costs."""
 
+import json
+import pydoc
+import re
 import resource
 import subprocess
 import sys
@@ -7,6 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+import kconv
+from kconv.operations import load
 
 ROOT = Path(__file__).parent.parent
 NOT_PRODUCT = {"tests", "scripts", "docs", "examples", "build", "dist", "demo", "__pycache__"}
@@ -64,3 +70,35 @@ def test_help_costs_no_more_than_five_times_the_import_of_click():
 def test_measuring_a_server_needs_no_transformers():
     # A plain installation has none (pip install without the extra), and its server does the tokenizing.
     assert "transformers" not in _loads("import kconv.bench.measure, kconv.operations.bench")
+
+
+CALLS = """\
+import kconv
+
+kconv.validate("head", source="other", for_="vllm")
+kconv.convert("head", "out", to="vllm", captured=[1, 29, 57])
+reveal_type(kconv.inspect("head"))
+kconv.validate("head", sourc="other")
+kconv.convert("head", "out", to="vllm", target_layers="61")
+"""
+
+
+def test_a_type_checker_knows_each_function(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "kconv").symlink_to(ROOT)
+    (tmp_path / "calls.py").write_text(CALLS)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard", "extraPaths": ["site"]}')
+    checker = [Path(sys.executable).parent / "basedpyright", "--pythonpath", sys.executable, "--outputjson"]
+    ran = subprocess.run([*checker, "calls.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = json.loads(ran.stdout)["generalDiagnostics"]
+    said = {one["range"]["start"]["line"] + 1: one["message"] for one in found if one["severity"] != "warning"}
+    assert list(said) == [5, 6, 7]
+    assert 'is "Inspected"' in said[5] and '"sourc"' in said[6] and '"target_layers"' in said[7]
+
+
+def test_help_shows_the_function_and_each_option():
+    """Also of an operation that shares its name with a package."""
+    for name in ("convert", "verify"):
+        text = pydoc.render_doc(getattr(kconv, name), renderer=pydoc.plaintext)
+        assert re.search(rf"\b{name}\(head: \S+, .*\) -> \w+$", text, re.MULTILINE)
+        assert all(re.search(rf"^ +{option}: \S.*\.$", text, re.MULTILINE) for option in load(name).model_fields)

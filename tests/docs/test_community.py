@@ -37,9 +37,7 @@ def test_hooks_run_what_scripts_test_runs():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     tools = {hook["entry"].split()[0] for hook in hooks}
     test = (ROOT / "scripts" / "test").read_text()
-    assert tools - {"scripts/docs"} == set(
-        re.findall(r"\.venv/bin/(?:ruff|basedpyright)", test)
-    )
+    assert tools - {"scripts/docs"} == set(re.findall(r"\.venv/bin/(?:ruff|basedpyright)", test))
 
 
 def recorded() -> list[str]:

@@ -20,8 +20,9 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\\)\]\(<?([^)#\s>]*)(?:#([^)\s>]*))?>?\)")
 
 
-def test_the_reference_is_current():
-    script = [ROOT / "scripts" / "docs", "reference", "--check"]
+@pytest.mark.parametrize("part", ["reference", "stub"])
+def test_what_is_made_of_the_operations_is_current(part):
+    script = [ROOT / "scripts" / "docs", part, "--check"]
     ran = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), f"run scripts/docs: {ran.stdout}{ran.stderr}"
 
