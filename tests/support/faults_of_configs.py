@@ -117,6 +117,7 @@ OF_CONFIGS = (
           put(rope_theta=..., rope_scaling=...)),
     Fault("YaRN in transformers 5's spelling alone", "K163", good("sglang", YARN_GQA.spec, (SGLANG,)),
           put(rope_scaling=...)),
+    Fault("YaRN in transformers 5's spelling alone, for TensorRT-LLM", "K158", MLA_TRT, put(rope_scaling=...)),
     Fault("YaRN's factor in rope_parameters alone, beside a rope_scaling", "K159", MLA_VLLM,
           rope("rope_scaling", factor=...)),
     Fault("YaRN's factor in rope_scaling alone, beside rope_parameters, for TensorRT-LLM", "K159", MLA_TRT,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.changes import Change, also, put, rope
 from support.fault import FACTOR, Fault
 from support.good_heads import Good
-from support.heads import MLA
+from support.heads import GQA, MLA
 
 from kconv.checkpoint.source import Folder
 from kconv.convert.rope import read_rope
-from kconv.head.spec import HeadSpec
+from kconv.head.spec import HeadSpec, Rope
 from kconv.validate.rules.head import ENGINE_LAYOUT
 from kconv.validate.rules.rule import ENGINES, SGLANG, TRTLLM, VLLM
+from kconv.validate.rules.table import all_rules
 from kconv.validate.run import validate
 
 SCALING, PARAMETERS = "rope_scaling", "rope_parameters"
@@ -93,5 +95,12 @@ def test_a_class_that_takes_rope_scaling_as_an_argument_ends_with_rope_parameter
 
 @pytest.mark.parametrize("spec", [MLA, FACTOR], ids=["mla", "gqa"])
 def test_a_scaling_in_transformers_5s_spelling_alone_is_said_to_those_with_older_releases(spec, tmp_path: Path):
-    assert find("K163", spec, put(rope_scaling=...), tmp_path) == {SGLANG, TRTLLM}
-    assert find("K163", spec, put(rope_parameters=...), tmp_path / "old") == set()
+    """TensorRT-LLM's releases for transformers 4 silently turn such a head without its scaling."""
+    for rule, engine, severity in (("K163", SGLANG, "warning"), ("K158", TRTLLM, "error")):
+        assert all_rules()[rule].severity == severity
+        assert find(rule, spec, put(rope_scaling=...), tmp_path / rule) == {engine}
+        assert find(rule, spec, put(rope_parameters=...), tmp_path / f"{rule} old") == set()
+
+
+def test_a_head_without_scaling_may_have_it_in_transformers_5s_spelling_alone(tmp_path: Path):
+    assert find("K158", replace(GQA, rope=Rope(1e4)), put(rope_scaling=...), tmp_path) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...convert.rope import PLACES, read_rope, stated_places
@@ -21,10 +22,16 @@ INJECTED = (32.0, 2048)
 
 
 def rope_one_spelling(subject: HeadSubject) -> Iterator[Found]:
-    stated = stated_places(subject.flat)
-    theta, kind = stated.get("rope_theta", {}), stated.get("rope_type", {})
+    theta = stated_places(subject.flat).get("rope_theta", {})
     if theta and "rope_theta" not in theta:
         yield Found("config.json: rope_theta", f"rope_theta is only in {', '.join(theta)}")
+    # For TensorRT-LLM, that is K158.
+    if SGLANG in subject.engines:
+        yield from (replace(found, engines=(SGLANG,)) for found in scaling_one_spelling(subject))
+
+
+def scaling_one_spelling(subject: HeadSubject) -> Iterator[Found]:
+    kind = stated_places(subject.flat).get("rope_type", {})
     if not subject.flat.get("rope_scaling") and any(value != "default" for value in kind.values()):
         yield Found("config.json: rope_scaling", f"{next(iter(kind.values()))} is only in {', '.join(kind)}")
 
@@ -158,6 +165,21 @@ RULES: tuple[Rule[HeadSubject], ...] = (
         engines=(SGLANG, TRTLLM),
         seen_in=LOST,
         check=rope_one_spelling,
+    ),
+    Rule(
+        "K158",
+        "rope-scaling-lost",
+        "error",
+        "RoPE's scaling is only in rope_parameters. TensorRT-LLM up to 1.3.0rc14 looks for rope_scaling and uses"
+        " none, without a message.",
+        fix="Convert the head with kconv, which writes both, or copy rope_parameters to rope_scaling.",
+        engines=(TRTLLM,),
+        # These releases pin transformers 4.57, whose configs keep the two apart. 1.3.0rc15 pins 5.5.3, in which they
+        # are one attribute (https://github.com/NVIDIA/TensorRT-LLM/pull/13994). Newer code also falls back to
+        # rope_parameters itself (RopeParams.from_config, lines 714 to 716 of engines.trtllm's `ROPE`).
+        seen_in="https://github.com/ai-dynamo/dynamo/pull/10025",
+        check=scaling_one_spelling,
+        versions="TensorRT-LLM before 1.3.0rc15",
     ),
     Rule(
         "K164",
