@@ -30,7 +30,7 @@ from ..head.spec import HeadSpec
 from .captured import Captured, Hints
 from .config import ReadConfig, find_config
 from .identify import Kind, Undecided, find_undecided, identify, not_a_head
-from .quantized import add_scales, find_scales, has_scales
+from .quantized import SUFFIXES, add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:
     import torch
@@ -345,8 +345,9 @@ def weight_dtype(checkpoint: Checkpoint) -> str:
         UnknownLayout: it has no floating-point weights.
     """
     sizes: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        if info.dtype in FLOATS:
+    for name, info in checkpoint.tensors.items():
+        # In a quantized head without lm_head, the scales may outweigh the norms.
+        if info.dtype in FLOATS and name.rpartition(".")[2] not in SUFFIXES:
             sizes[info.dtype] += info.size
     if not sizes:
         raise UnknownLayout(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.heads import GQA, MLA, random_slots, read_bytes, write_head
+from support.kimi import ATTENTION
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import MANIFEST, verify
@@ -68,6 +69,22 @@ def quantize(folder, spec, make, layout="modelopt", linears=MLP, config=CONFIG, 
 
 
 FORMATS = {"NVFP4": nvfp4, "FP8": fp8, "FP8, a scale per row": fp8_rows, "FP8 in blocks": fp8_blocks}
+
+
+def test_scales_that_outweigh_the_norms_are_not_the_heads_dtype(tmp_path):
+    """As in a quantized head that shares the target's lm_head; TensorRT-LLM runs MLA in bfloat16 alone."""
+    linears = [*MLP, "fc", *(f"layers.0.self_attn.{part}" for part in ATTENTION)]
+
+    def share(tensors):
+        del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
+
+    source = quantize(tmp_path / "head", MLA, fp8_rows, linears=linears, edit=share)
+    scales, norms = (
+        sum(info.size for info in source.tensors.values() if info.dtype == dtype) for dtype in ("F32", "BF16")
+    )
+    assert scales > norms
+    head = read_head(source)
+    assert head.spec.dtype == "BF16" and plan(head, BY_NAME["trtllm"]).steps
 
 
 @pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
