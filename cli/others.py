@@ -125,7 +125,7 @@ def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
     if as_json:
         heads = [
             {"name": head.name, "folder": str(head.folder), "report": head.report.model_dump(mode="json"),
-             "round_trip": head.round_trip}
+             "rounded": head.rounded}
             for head in made
         ]  # fmt: skip
         print_json({"out": str(out), "heads": heads})
@@ -133,7 +133,7 @@ def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
     console = make_console()
     for head in made:
         console.print(acceptance_table(head.report, title=f"{head.name} head"), "")
-    table = Table(f"in {out}", "size", "parity with ModelOpt's module", "weights", "there and back", box=None)
+    table = Table(f"in {out}", "size", "parity with ModelOpt's module", "weights", "trtllm's weights", box=None)
     table.add_row("target", _size(out / "target"), "", "", "")
     for head in made:
         parity = head.report.figures.parity
@@ -144,7 +144,7 @@ def _show_demo(out: Path, made: Sequence[Made], *, as_json: bool) -> None:
             _size(out / head.name / "vllm"),
             f"logits {apart:.0e}, top-1 {agreed:.1%}",
             "identical" if head.report.figures.identical else "[red]NOT identical",
-            "identical" if head.round_trip else "[red]NOT identical",
+            "in bfloat16" if head.rounded else "[red]NOT in bfloat16",
         )
     console.print(table)
     echo()

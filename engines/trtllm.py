@@ -34,7 +34,7 @@ from .keys import CONVENTION, IDS, OUTPUTS
 from .layout import Layout, Limit
 from .vllm import FC_WIDTH
 
-# Two files, each at one commit between 1.3 and 1.4; comments name the lines.
+# Files at one commit each, between 1.3 and 1.4; comments name the lines.
 MODEL = (
     "https://github.com/NVIDIA/TensorRT-LLM/blob/00679c66c3e38f6d2651ad0a5bef0f94d862e36c/"
     "tensorrt_llm/_torch/models/modeling_speculative.py"
@@ -42,6 +42,10 @@ MODEL = (
 ROPE = (
     "https://github.com/NVIDIA/TensorRT-LLM/blob/b386a7fff981548964f58eb5f7e2a8e015c661bb/"
     "tensorrt_llm/_torch/attention/backends/interface.py"
+)
+MLA_MODULE = (
+    "https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/"
+    "tensorrt_llm/_torch/attention/mla.py"
 )
 # The keys that TensorRT-LLM reads in eagle_config, with the values that ModelOpt's exporter writes.
 FLAGS = {
@@ -61,15 +65,16 @@ def _captured_in(commit: str, file: str, *model_types: str) -> Capture:
 
 
 # Targets whose class is derived from SpecDecOneEngineForCausalLM and whose decoder layers capture; each file at a
-# commit between 1.3 and 1.4. Those of Qwen2 and MiniMax-M2 were not derived from it then.
+# commit between 1.3 and 1.4, except those of Qwen3 and gpt-oss, which are older. Those of Qwen2 and MiniMax-M2 were
+# not derived from it then.
 CAPTURES = (
-    _captured_in("3a5901cd0d77bed18baaf402d1d12fab468d44a9", "modeling_llama.py", "llama", "llama4_text"),
+    _captured_in("047098b74c51f488abcfcd72f7d4a988a56442f6", "modeling_llama.py", "llama", "llama4_text"),
     _captured_in("010bb95fbad3c678792a9edf659970299a1a320b", "modeling_qwen3.py", "qwen3"),
     _captured_in("03441af14b6675ec38275167cfd514595defb505", "modeling_qwen3_moe.py", "qwen3_moe"),
     _captured_in("050b6cb92871a4ed73486c5e5a573d4198d1a6d9", "modeling_gpt_oss.py", "gpt_oss"),
     # modeling_kimi_k25.py wraps it.
     _captured_in(
-        "a43cf9e363d5657061b5ce0e12f3d993a08d8158", "modeling_deepseekv3.py", "deepseek_v3", "deepseek_v32", "kimi_k2"
+        "047098b74c51f488abcfcd72f7d4a988a56442f6", "modeling_deepseekv3.py", "deepseek_v3", "deepseek_v32", "kimi_k2"
     ),
 )
 EMBEDDING = {"embed_tokens": f"TensorRT-LLM uses the target's embedding instead of the head's own ({MODEL}#L793-L811)"}
@@ -155,6 +160,16 @@ TRTLLM = Layout(
             # With d2t on the model itself (#L773-L778), the loader looks for the layer under names that no exporter
             # writes.
             f"{MODEL}#L971-L979",
+        ),
+        Limit(
+            "K347",
+            "trtllm-mla-dtype",
+            lambda s: is_mla(s) and s.dtype != "BF16",
+            "TensorRT-LLM loads an MLA head that is not in bfloat16, and fails at its second draft step",
+            "Convert it with --dtype bfloat16 (before --attention, if you use both), or for vLLM or SGLang.",
+            # In forward_absorption_generation. The parts of kv_b_proj have the config's dtype, unless they are FP8 in
+            # blocks, for which create_weights asserts bfloat16 on Blackwell.
+            f"{MLA_MODULE}#L1465-L1520",
         ),
         Limit(
             "K343",
@@ -276,9 +291,8 @@ ENGINE = Engine(
     counters=replace(_ITERATIONS, read=_read, count=_count, otherwise=_ITERATIONS),
     # Configs whose class has a kv_lora_rank by default.
     latent_by_default=("kimi_k2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
-    # It sizes o_proj, and the attention over a prompt, by the second key (MLA.__init__), and its own config class has a
-    # default for both:
-    # https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/tensorrt_llm/_torch/attention/mla.py
+    # It sizes o_proj, and the attention over a prompt, by the second key (__init__ in `MLA_MODULE`), and its own config
+    # class has a default for both:
     # https://github.com/NVIDIA/TensorRT-LLM/blob/65b31db1b401d3752b8ebe7c29093cbfb6af04b7/tensorrt_llm/_torch/configs/deepseek_v3.py#L24-L25
     head_counts=("num_attention_heads", "num_key_value_heads"),
     # It reads rope_scaling. With transformers 5 its own class for kimi_k2 overwrites that with rope_parameters, since

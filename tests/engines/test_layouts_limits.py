@@ -55,6 +55,8 @@ REFUSED = {
         "skips fc",
     ),
     "the output of layer 0": (replace(MLA, captured=(0, 3, 5)), ("sglang", "portable"), "output of layer 0"),
+    "MLA in float32": (replace(MLA, dtype="F32"), ("trtllm", "portable"), "bfloat16"),
+    "MLA in float16": (replace(MLA, dtype="F16"), ("trtllm", "portable"), "bfloat16"),
     "MLA, a reduced vocabulary": (replace(MLA, draft_vocab=40), ("trtllm", "portable"), "reduced vocabulary"),
     "MLA, two layers": (replace(MLA, layers=2), ("sglang", "portable"), "one layer"),
     "MLA, a norm before fc": (
@@ -123,6 +125,8 @@ TAKEN = {
         ALL,
     ),
     "GQA, two layers": (replace(GQA, layers=2), ALL),
+    "GQA in float32": (replace(GQA, dtype="F32"), ALL),
+    "GQA in float16": (replace(GQA, dtype="F16"), ALL),
     "GQA, reduced": (replace(GQA, draft_vocab=40), ALL),
     "MLA, other layers": (replace(MLA, captured=(7, 23, 51)), ALL),
 }
@@ -133,6 +137,18 @@ def test_taken(tmp_path, spec, engines):
     head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
     for name in engines:
         assert plan(head, BY_NAME[name]).steps
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+@pytest.mark.parametrize("engine", ["trtllm", "portable"])
+def test_rounding_is_the_cure_that_is_named_for_an_mla_head_in_another_dtype(tmp_path, engine, dtype):
+    spec = replace(MLA, dtype=dtype)
+    head = read_head(open_checkpoint(write_head(tmp_path / "head", BY_NAME["vllm"], spec, random_slots(spec))))
+    with pytest.raises(LayoutCannot) as caught:
+        plan(head, BY_NAME[engine])
+    assert "--dtype bfloat16" in caught.value.fix
+    planned = plan(head, BY_NAME[engine], WriteOptions(dtype="BF16"))
+    assert {step.dtype for step in planned.steps} == {"BF16"} and planned.config["torch_dtype"] == "bfloat16"
 
 
 def test_every_limit_is_met_above():

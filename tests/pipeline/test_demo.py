@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from kconv.checkpoint.folder import open_checkpoint
 from kconv.checkpoint.manifest import verify
@@ -39,7 +41,7 @@ def proven(made: list[Made]) -> None:
     for head in made:
         assert head.report.clean
         assert head.report.figures.identical
-        assert head.round_trip
+        assert head.rounded
         for parity in head.report.figures.parity:
             # Two programs that order their sums differently: fp32 rounding (2 ** -23 is 1.2e-7) on the whole.
             # The worst of a million logits is further off; each program alone is 1e-5 from the same in float64.
@@ -60,6 +62,9 @@ def test_there_is_everything_it_speaks_of(small):
         manifest = verify(head.folder / "vllm", open_checkpoint(head.folder / "trained"))
         assert manifest.source == f"{head.name}/trained"
         assert (head.folder / "vllm" / "README.md").exists()
+        for folder, dtype in (("trained", torch.float32), ("vllm", torch.float32), ("trtllm", torch.bfloat16)):
+            weights = load_file(head.folder / folder / "model.safetensors").values()
+            assert {tensor.dtype for tensor in weights if tensor.is_floating_point()} == {dtype}
     prompts = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
     assert len(prompts) == (ONE if len(made) == 1 else SMALL).prompts
     assert str(out.parent) not in "".join(p.read_text() for p in out.rglob("*.json"))
