@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.changes import P, drop, nest, put
-from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
+from support.fault import GQA_TRT, GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.faults import FAULTS
 from support.good_heads import GOOD, Good
 from support.heads import GQA, MLA, TARGET
@@ -104,6 +104,27 @@ def test_every_missing_tensor_is_named(tmp_path: Path):
     names = ["fc.weight", f"{P}hidden_norm.weight", f"{P}mlp.up_proj.weight", "norm.weight"]
     report = check(write(tmp_path / "head", MLA_VLLM, drop(*names)), Checks())
     assert sorted(f.where for f in report.findings if f.severity == "error") == sorted(names)
+
+
+# Its loader skips a module of a GQA head for which it finds no tensors:
+# https://github.com/NVIDIA/TensorRT-LLM/blob/047098b74c51f488abcfcd72f7d4a988a56442f6/tensorrt_llm/_torch/models/modeling_utils.py
+LOST_IN_SILENCE = {
+    "fc.weight": "K104",
+    "norm.weight": "K106",
+    f"{P}hidden_norm.weight": "K106",
+    f"{P}input_layernorm.weight": "K106",
+    f"{P}post_attention_layernorm.weight": "K106",
+    f"{P}self_attn.o_proj.weight": "K108",
+    f"{P}mlp.down_proj.weight": "K108",
+}
+
+
+@pytest.mark.parametrize("name, rule", LOST_IN_SILENCE.items(), ids=LOST_IN_SILENCE)
+def test_a_tensor_that_tensorrt_llm_leaves_uninitialized_in_silence_fails_for_it(name: str, rule: str, tmp_path: Path):
+    report = check(write(tmp_path / "head", GQA_TRT, drop(name)), Checks((TRTLLM,)))
+    (error,) = (finding for finding in report.findings if finding.severity == "error")
+    assert (error.rule, error.where) == (rule, name)
+    assert error.engines in ((), (TRTLLM,)) and not report.clean
 
 
 def test_a_rule_speaks_to_those_who_asked(tmp_path: Path):
