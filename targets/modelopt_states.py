@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..errors import StatesInvalid
+from ..checkpoint.pickles import read_pickle
+from ..errors import KconvError, StatesInvalid
 from .config import TargetConfig
 from .states import MODELOPT, SequenceRecord, StoredSequence
 
@@ -95,6 +96,11 @@ def open_modelopt_states(
 
 
 def _read(file: Path, config: TargetConfig, layers: int) -> StoredSequence:
+    try:
+        # torch's own reader also calls bytearray and the like, and allocates as much as the file says.
+        read_pickle(file)
+    except KconvError as fault:
+        raise StatesInvalid(fault.what, where=file, fix="Dump it again.") from fault
     try:
         # Memory-mapped, so that asking for a file's length does not read its states.
         values: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -17,6 +17,7 @@ METHODS = ("read_text", "read_bytes", "model_validate_json")
 ELSEWHERE = {
     "checkpoint/header.py": {"open": "a header stands at the start of a file of weights"},
     "checkpoint/bytes.py": {"open": "weights, in a stream; and what is written is read back"},
+    "checkpoint/pickles.py": {"open": "where a member of an archive of weights begins"},
     "checkpoint/tensors.py": {"open": "weights"},
     "quantize/recipe.py": {"read_text": "the package's own recipes"},
     "train/recipe.py": {"read_bytes": "the package's own recipes"},

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ TENSORS = {
     "part": torch.arange(10.0)[3:6],
     "marks": torch.tensor([True, False]),
     "none": torch.empty(0, 4),
+    "of a dtype without a storage class": torch.arange(6.0).reshape(2, 3).to(torch.float8_e4m3fn),
+    "a parameter": torch.nn.Parameter(torch.arange(4.0)),
+    "one row": torch.arange(6.0).reshape(3, 2).T[:1, :1],
 }
 
 
@@ -45,6 +49,12 @@ def test_safetensors_win(tmp_path):
     assert open_checkpoint(folder).tensors.keys() == {"other"}
 
 
+def test_a_modules_own_weights_are_read(tmp_path):
+    module = torch.nn.Linear(3, 2)
+    opened = open_checkpoint(save(tmp_path / "head", module.state_dict()))
+    assert torch.equal(read_tensor(opened.tensors["weight"]), module.weight)
+
+
 class Runs:
     def __reduce__(self):
         return (print, ("run",))
@@ -65,6 +75,70 @@ def test_what_holds_no_plain_tensors_is_refused(write, tmp_path, capsys):
         open_checkpoint(write(tmp_path / "head"))
     assert "pytorch_model.bin" in caught.value.what and "weights_only=True" in caught.value.fix
     assert capsys.readouterr().out == ""
+
+
+class Calls:
+    """Pickled as a call, whatever torch's own reader lets through."""
+
+    def __init__(self, called, *given):
+        self.call = called, given
+
+    def __reduce__(self):
+        return self.call
+
+
+PAIRS = [(str(number), number) for number in range(20_000)]
+GROWS = {
+    "a bytearray of a stated size": lambda: {"a": Calls(bytearray, 1 << 29)},
+    "a list copied into many dicts": lambda: {str(number): Calls(OrderedDict, PAIRS) for number in range(300)},
+    "a storage of a stated size": lambda: {"a": Calls(torch.UntypedStorage, 1 << 29)},
+}
+
+
+@pytest.mark.parametrize("value", GROWS.values(), ids=GROWS)
+def test_a_few_bytes_allocate_no_more_than_they_are(tmp_path, value):
+    folder = save(tmp_path / "head", value())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(NotACheckpoint, match="cannot be read as plain tensors"):
+        open_checkpoint(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "in KiB"
+
+
+# Pickles that no Python object stands for, each after the protocol's mark.
+BY_HAND = {
+    "tuples that double": b"}X\1\0\0\0a" + b")" + b"q\0h\0\x86" * 200 + b"s.",
+    "a deep key": b"}" + b")" + b"\x85" * 100_000 + b"Ns.",
+    "a storage of a doubling name": b"X\7\0\0\0storageN)" + b"q\0h\0\x86" * 60 + b"NNtQ.",
+    "a shape of no numbers": b"ctorch._utils\n_rebuild_tensor_v2\n(NNNNNNtR.",
+    "a list in a list's place": b"]]s.",
+    "a call of text": b"X\1\0\0\0a)R.",
+    "an opcode of another protocol": b"\x8c\1a\x8c\1b\x93.",
+    "no end": b"}",
+    "nothing on the stack": b"R.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", BY_HAND.values(), ids=BY_HAND)
+def test_a_pickle_of_other_steps_is_refused(tmp_path, steps):
+    folder = save(tmp_path / "head", TENSORS)
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as new:
+        new.writestr("archive/data.pkl", b"\x80\2" + steps)
+    with pytest.raises(NotACheckpoint):
+        open_checkpoint(folder)
+
+
+def test_a_tensor_outside_its_storage_is_refused(tmp_path):
+    folder = save(tmp_path / "head", {"a": torch.zeros(1000), "b": torch.zeros(1000)})
+    with zipfile.ZipFile(folder / "pytorch_model.bin") as old:
+        members = {member.filename: old.read(member) for member in old.infolist()}
+    [pickled] = [name for name in members if name.endswith("/data.pkl")]
+    # 1,001 in place of 1,000: as a storage's own length, as a shape, and as what a tensor begins at.
+    members[pickled] = members[pickled].replace(b"M\xe8\x03", b"M\xe9\x03")
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as new:
+        for name, data in members.items():
+            new.writestr(name, data)
+    with pytest.raises(CorruptHeader, match="lies outside"):
+        open_checkpoint(folder)
 
 
 def test_a_compressed_archive_is_refused(tmp_path):

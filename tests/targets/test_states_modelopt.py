@@ -61,11 +61,17 @@ class Evil:
         return (print, ("run",))
 
 
+class Grows:
+    def __reduce__(self):
+        return (bytearray, (1,))
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
         ({"input_ids": None}, "holds no input_ids"),
         ({"hidden_states": Evil()}, "cannot be read"),
+        ({"more": Grows()}, "it names .*bytearray"),
         ({"hidden_states_prenorm": True}, "before the final norm"),
         ({"hidden_states": torch.zeros(7, 3)}, "has shapes"),
         ({"aux_hidden_states": torch.zeros(7, 2 * 64)}, "has shapes"),
