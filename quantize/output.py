@@ -13,8 +13,6 @@ from typing import Any
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
-from ..checkpoint.schema import MAX_JSON, parse_json, read_bounded
-from ..errors import WorkerFailed
 from ..targets.weights import SIDE_CONFIG
 from .formats import hf_quant_config, quantization_config
 from .plan import QuantizePlan, exclude_modules
@@ -41,7 +39,7 @@ def finish(plan: QuantizePlan, place: Workplace) -> Path:
     weight_map = {name: unit.file for unit in plan.units for name, _, _ in unit.outputs()}
     files = write_beside(plan, place.files, weight_map, plan.bytes_out)
     # One file's tensors at a time: a large target has half a million of them.
-    records = [FileRecord.model_validate(_head(place, unit.file)["file"]) for unit in plan.units]
+    records = [place.reread(unit.file).file for unit in plan.units]
     return write_manifest(
         plan, place.files, [*records, *files], _tensor_texts(plan, place), made_by={"backend": "stream"}
     )
@@ -156,14 +154,10 @@ def write_manifest(
     return file
 
 
-def _head(place: Workplace, file: str) -> dict[str, Any]:
-    return parse_json(read_bounded(place.record(file), WorkerFailed, limit=MAX_JSON, fix="Run the same command again."))
-
-
 def _tensor_texts(plan: QuantizePlan, place: Workplace) -> Iterator[str]:
     for unit in plan.units:
-        for step in _head(place, unit.file)["tensors"]:
-            yield json.dumps(step, ensure_ascii=False)
+        for step in place.reread(unit.file).tensors:
+            yield step.model_dump_json(by_alias=True)
 
 
 def _logical_shapes(plan: QuantizePlan) -> Iterator[tuple[int, ...]]:

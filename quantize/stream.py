@@ -73,12 +73,19 @@ class Workplace:
         `kconv verify` hashes them again.
         """
         try:
-            note = self.record(file)
-            record = load_json(UnitRecord, note, WorkerFailed, what="file record", fix="Delete it.")
+            record = self.reread(file)
             whole = (self.files / file).stat().st_size == record.file.size
         except (OSError, WorkerFailed):
             return None
         return record if whole else None
+
+    def reread(self, file: str) -> UnitRecord:
+        """Return the record of a finished file.
+
+        Raises:
+            WorkerFailed: there is none, or it cannot be read.
+        """
+        return load_json(UnitRecord, self.record(file), WorkerFailed, what="file record", fix="Delete it.")
 
     def is_done(self, file: str) -> bool:
         """Return whether a file exists with a record, without reading the whole record."""

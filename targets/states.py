@@ -553,7 +553,7 @@ class StoredStates:
         # The list of shards is checked when it is read.
         for file in [*self.shards, *([self.record.index] if self.record.index else [])]:
             try:
-                whole = file_digest(self.folder / file.file) == file.sha256
+                whole = file_digest(_sized(self.folder, file)) == file.sha256
             except OSError as fault:
                 raise _missing(self.folder / file.file, fault) from fault
             if not whole:

@@ -100,7 +100,7 @@ def check_manifest(checkpoint: Checkpoint, weights: Mapping[str, str], *, whole:
         elif not (folder / name).is_file():
             if whole or name in weights:
                 yield _broken(name, f"{MANIFEST} records it, but it is missing")
-        elif (weights.get(name) or _sha256(folder / name)) != record.sha256:
+        elif not record.fits(folder / name) or (weights.get(name) or _sha256(folder / name)) != record.sha256:
             yield _broken(name, f"its bytes differ from those that {MANIFEST} records")
 
 

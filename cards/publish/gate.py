@@ -112,8 +112,8 @@ def _not_the_sources(candidate: Candidate, name: str) -> str:
     if source["repo"] not in read_front_matter(candidate.card).base_models:
         return f"it is code from {source['repo']}, which the card does not name as base_model"
     upstream = resolve(manifest.source).fetch_tokenizer() / name
-    recorded = {file.name: file.sha256 for file in manifest.files}
-    if not upstream.is_file() or file_digest(upstream) != recorded.get(name):
+    recorded = {file.name: file for file in manifest.files}.get(name)
+    if recorded is None or not recorded.fits(upstream) or file_digest(upstream) != recorded.sha256:
         return f"it is code that differs from {manifest.source}"
     return ""
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from support.growth import LINEAR, growth
 from support.heads import MLA, random_slots, write_head
 
+from kconv.checkpoint.bytes import Look, Wanted
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
+from kconv.checkpoint.manifest import MANIFEST, hold, read_manifest, verify, write_manifest
 from kconv.cli import main
 from kconv.convert.execute import execute
 from kconv.convert.plan import plan
@@ -228,6 +230,36 @@ def test_what_a_manifest_says_is_held_against_itself_and_the_head(root, lie):
     rewrite(root, LIES[lie])
     ended = CliRunner().invoke(main, ["verify", str(root / "out")])
     assert ended.exit_code == 1 and MANIFEST in ended.output, ended.output
+
+
+def test_a_tensor_that_is_recorded_twice_is_found_in_linear_time(root):
+    manifest, output = read_manifest(root / "out"), open_checkpoint(root / "out")
+    [step, *_] = manifest.tensors
+
+    def make(count):
+        names = [str(number) for number in [*range(count), count - 1]]
+        steps = [step.model_copy(update={"output": step.output.model_copy(update={"name": name})}) for name in names]
+        return manifest.model_copy(update={"tensors": tuple(steps)})
+
+    with Look([Wanted(file, whole=True) for file in output.files]) as look:
+
+        def run(doubled):
+            with pytest.raises(ManifestMismatch, match="twice"):
+                hold(doubled, output, None, look)
+
+        assert growth(run, make, 2000) < LINEAR
+
+
+def test_every_size_is_compared_before_a_file_is_hashed(root, monkeypatch):
+    def hashed(file):
+        raise AssertionError(f"{file} was hashed")
+
+    monkeypatch.setattr("kconv.checkpoint.bytes.file_digest", hashed)
+    last = json.loads((root / "out" / MANIFEST).read_text())["files"][-1]["name"]
+    with (root / "out" / last).open("ab") as file:
+        file.truncate(10 << 40)
+    with pytest.raises(ManifestMismatch, match="its bytes differ"):
+        verify(root / "out")
 
 
 def test_how_the_source_was_read_is_held_against_the_source(root):

@@ -93,6 +93,15 @@ def test_a_wrapped_target_keeps_its_vision_tower_and_loses_its_stale_block(forms
     assert not any(name.endswith((".weight_packed", ".weight_shape")) for name in ours)
 
 
+def test_what_was_written_of_many_tensors_is_read_again(forms, plan, tmp_path, monkeypatch):
+    """A record of a file with 250,000 tensors has more values than a config may have."""
+    decided = plan(forms("bf16"))
+    with monkeypatch.context() as patch:
+        patch.setattr("kconv.checkpoint.schema.MAX_JSON_VALUES", 100)
+        quantize(decided, tmp_path / "out")
+    verify(tmp_path / "out")
+
+
 def test_weight_only_has_no_input_scale_and_says_so(forms, quantized):
     out = quantized("bf16", "nvfp4-weight-only")
     assert not any(name.endswith("input_scale") for name in tensors_of(out))

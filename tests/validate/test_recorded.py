@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.fuzzing import bounded
 from support.heads import MLA, random_slots, write_head
 from support.quantized_targets import make_form
 
@@ -81,6 +82,14 @@ def test_a_recorded_file_that_is_gone_is_found_in_a_folder_and_not_in_a_download
     assert broken(converted) == ["serve-vllm.sh"]
     checkpoint = open_checkpoint(converted)
     assert list(check_manifest(checkpoint, digests(checkpoint), whole=False)) == []
+
+
+def test_a_file_of_another_size_is_not_hashed(converted):
+    """10 TB of zeros, which take no room on the disk, would be hashed for hours."""
+    with (converted / "serve-vllm.sh").open("ab") as file:
+        file.truncate(10 << 40)
+    with bounded(cpu=10):
+        assert broken(converted) == ["serve-vllm.sh"]
 
 
 @pytest.mark.parametrize("text", ["{}", "not JSON"])
