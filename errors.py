@@ -189,6 +189,10 @@ class ConnectionBroken(EngineFailed):
     """A server that was reached ended a connection before its answer; it may answer the same request again."""
 
 
+class ServerUnreachable(EngineFailed):
+    """No server can be reached at an address, or it is no address."""
+
+
 class CountersMissing(KconvError):
     """A server does not speculate, hides its counters, or is unknown."""
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.source import Source
+from ..engines.ask import again
 from ..engines.client import Answer, Client, check_told, connect
 from ..engines.counters import Counters, Counts, PerRequest, Totals, check_possible
-from ..errors import CountersDisturbed, CountersMissing, DefinitionsMixed
+from ..errors import ConnectionBroken, CountersDisturbed, CountersMissing, DefinitionsMixed
 from ..targets.prompts import Prompt, digest_prompts
 from ..targets.suites import Suite
 from ..validate.held_out import refuse_overlap
@@ -275,7 +276,19 @@ def _ask(
     prompts: Sequence[Prompt],
     run: ServerRun,
 ) -> tuple[PromptGroup, Totals]:
-    answers, seconds = _timed(server, prompts, run, asking)
+    def ask() -> tuple[tuple[Answer, ...], float]:
+        nonlocal before
+        try:
+            return _timed(server, prompts, run, asking)
+        except ConnectionBroken:
+            # Whether the server counted these requests, in part or at all, is unknown. So the whole group is asked
+            # again, and counted from where the counters stay at rest for as long as an engine may count late.
+            rest = server.rest(counters, lambda _: False)
+            rest.since(before, server.url)
+            before = rest
+            raise
+
+    answers, seconds = again(ask)
     where = f"{prompts[0].category} {prompts[0].id}".strip()
     asked, received = len(answers), sum(answer.tokens for answer in answers)
     told = [answer.histogram for answer in answers if answer.tokens > 1]
@@ -322,7 +335,7 @@ def _with_baseline(
 ) -> PromptGroup:
     if baseline is None:
         return group
-    answers, seconds = _timed(baseline, prompts, run)
+    answers, seconds = again(lambda: _timed(baseline, prompts, run))
     return replace(group, baseline=answers, baseline_seconds=seconds)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..engines.client import Client, ask_all
+from ..engines.ask import again, ask_each
+from ..engines.client import Client
 from ..errors import EngineFailed
 from ..targets.prompts import Prompt
 from .acceptance import Interval, SpeedFigure, SpeedRow
@@ -48,6 +49,7 @@ def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_to
     """Run all dialogues, `concurrency` of them in parallel.
 
     Raises:
+        ConnectionBroken: see `ask_each`.
         EngineFailed: the server cannot be reached, answers with an error, or does not stream.
     """
 
@@ -64,9 +66,8 @@ def put_load(server: Client, prompts: Sequence[Prompt], concurrency: int, max_to
         return Dialogue(tuple(texts), tokens, seconds, tuple(firsts))
 
     begin = time.monotonic()
-    found = dict(ask_all(hold, prompts, concurrency))
-    seconds = time.monotonic() - begin
-    return Load(tuple(found[place] for place in range(len(prompts))), seconds)
+    found = ask_each(hold, prompts, concurrency)
+    return Load(tuple(found), time.monotonic() - begin)
 
 
 def measure_loads(
@@ -83,8 +84,13 @@ def measure_loads(
             where=server.url,
             fix="Use a suite with more prompts, or lower concurrencies.",
         )
-    put_load(server, prompts, max(concurrencies), max_tokens, temperature)
-    return {each: put_load(server, prompts, each, max_tokens, temperature) for each in concurrencies}
+
+    def put(concurrency: int) -> Load:
+        # A load with a broken connection is no full load, so the whole of it is put again.
+        return again(lambda: put_load(server, prompts, concurrency, max_tokens, temperature))
+
+    put(max(concurrencies))
+    return {each: put(each) for each in concurrencies}
 
 
 def speed_rows(

@@ -6,26 +6,32 @@ import functools
 import re
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
 
 from ..checkpoint.schema import parse_json
-from ..errors import ConnectionBroken, CountersDisturbed, CountersMissing, DefinitionsMixed, EngineFailed
+from ..errors import (
+    ConnectionBroken,
+    CountersDisturbed,
+    CountersMissing,
+    DefinitionsMixed,
+    EngineFailed,
+    ServerUnreachable,
+)
+from .ask import again, ask_each
 from .base import Engine
-from .counters import Counters, Counts, PerRequest, Totals
+from .counters import MOST, Counters, Counts, PerRequest, Totals
 from .registry import engines, recognize
 
 SHOWN = 500  # characters of an answer to show in a message
 ERRNO = re.compile(r"^\[Errno -?\d+\] ")
-HEALTH_SECONDS = 5.0
-LARGEST = 256 << 20  # bytes of one answer; a page of metrics or a completion has a few MiB at most
+HEALTH_SECONDS, CONNECT_SECONDS = 5.0, 30.0
+LARGEST = 64 << 20  # bytes of one answer; a page of metrics or a completion has a few MiB at most
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Engines count in a separate loop, slightly behind their answers.
 POLL_SECONDS, REST_SECONDS, LATE_SECONDS = 0.05, 0.1, 2.0
@@ -34,15 +40,14 @@ ONE_TOKEN = {"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}
 
 
 NO_SUCH_PAGE = (404, 405)
+# The same request may be answered later.
+BUSY = (408, 429, 500, 502, 503, 504)
 OPENAI = "Pass the address of an OpenAI-compatible server."
 # What parsing an answer of an unexpected shape raises: a list instead of text, a missing key, an infinite count.
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-# More than any engine counts or uses as a token id.
-MOST = 1 << 48
 # A connection that was made, and ended before the answer: by a server whose queue of callers is full, or by a proxy.
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-One = TypeVar("One")
-Found = TypeVar("Found")
+UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL, httpx.UnsupportedProtocol)
 
 
 class Dialogue(Protocol):
@@ -77,6 +82,25 @@ class TimedAnswer:
     tokens: int
     first: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's reply, whatever its status; of an error, only as many bytes as are shown."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it is no error."""
+        return httpx.codes.is_success(self.status)
+
+    @property
+    def complaint(self) -> str:
+        """An error in words."""
+        return f"the server answered {self.status}: {self.data.decode(errors='replace')[:SHOWN].strip()}"
 
 
 @dataclass(frozen=True)
@@ -173,9 +197,10 @@ class Client:
             # If an answer is cut off, a reasoning parser moves all of it into another field and sets content to null.
             text = _text(choice["message"]["content"])
             histogram = asking.read_chat(value) if asking else None
+            [tokens] = _counts([value["usage"]["completion_tokens"]])
             return Answer(
                 text,
-                int(value["usage"]["completion_tokens"]),
+                tokens,
                 choice["finish_reason"] == "length",
                 None if histogram is None else tuple(_counts(histogram)),
             )
@@ -210,13 +235,15 @@ class Client:
                             f"the server stopped its answer: {str(wrong)[:SHOWN]}", where=url,
                             fix="Check the server's log.",
                         )  # fmt: skip
-                    tokens = int((chunk.get("usage") or {}).get("completion_tokens") or tokens)
+                    [tokens] = _counts([(chunk.get("usage") or {}).get("completion_tokens") or tokens])
                     for choice in chunk.get("choices") or ():
                         delta = choice.get("delta") or {}
                         # A reasoning parser streams reasoning into another field.
                         said = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
                         first = first or (time.monotonic() - begin if said else 0.0)
                         text += _text(delta.get("content"))
+        except BROKEN as fault:
+            raise _broken(fault, url) from fault
         except (httpx.HTTPError, OSError, *WRONG) as fault:
             raise EngineFailed(
                 f"the server does not stream an answer: {fault or type(fault).__name__}", where=url,
@@ -232,7 +259,7 @@ class Client:
     def converse(
         self, prompts: Sequence[Dialogue], max_tokens: int, temperature: float, asking: PerRequest | None = None
     ) -> list[list[Answer]]:
-        """Run several dialogues in parallel; the turns of each follow one another. See `chat`."""
+        """Run several dialogues in parallel; the turns of each follow one another. See `chat` and `ask_each`."""
 
         def dialogue(prompt: Dialogue) -> list[Answer]:
             messages: list[dict[str, str]] = []
@@ -243,8 +270,7 @@ class Client:
                 messages.append({"role": "assistant", "content": answers[-1].text})
             return answers
 
-        found = dict(ask_all(dialogue, prompts, len(prompts)))
-        return [found[place] for place in range(len(prompts))]
+        return ask_each(dialogue, prompts, len(prompts))
 
     def is_healthy(self) -> bool:
         """Whether the server is up and ready to serve."""
@@ -255,11 +281,15 @@ class Client:
         return True
 
     def page(self, path: str) -> str:
-        """Return the text at a path, "" if there is none."""
-        try:
-            return self._request(path)
-        except EngineFailed:
-            return ""
+        """Return the text at a path, "" if the server says that there is none.
+
+        Raises:
+            EngineFailed: the server cannot be reached, or fails.
+        """
+        reply = again(lambda: self.send(path))
+        if reply.status in BUSY:
+            raise EngineFailed(reply.complaint, where=self.url + path, fix="Check the server's log.")
+        return reply.data.decode(errors="replace") if reply.succeeded else ""
 
     def recognize(self) -> tuple[Engine, Counters]:
         """Return the server's engine, and how to read its counters.
@@ -288,7 +318,7 @@ class Client:
         return recognize(engines(), {path: self.page(path) for path in paths}, self.url)
 
     def _ask_one_token(self) -> None:
-        self._request("/v1/completions", ONE_TOKEN | {"model": self.model})
+        again(lambda: self._request("/v1/completions", ONE_TOKEN | {"model": self.model}))
 
     def version(self, counters: Counters) -> str:
         """Return the engine's version.
@@ -296,8 +326,9 @@ class Client:
         Raises:
             EngineFailed: the server does not report it.
         """
+        page = self.page(counters.version)
         with self._reading(f"the server does not report its version at {counters.version}", "Give --engine-version."):
-            return str(parse_json(self.page(counters.version))["version"])
+            return str(parse_json(page)["version"])
 
     def read_counters(self, counters: Counters) -> Totals:
         """Return what the server has counted since it started.
@@ -306,7 +337,7 @@ class Client:
             EngineFailed: the server cannot be reached or answers with an error.
             CountersMissing: it does not count drafts.
         """
-        return counters.read(self._request(counters.metrics))
+        return counters.read(again(lambda: self._request(counters.metrics)))
 
     def rest(self, counters: Counters, enough: Callable[[Totals], bool] = lambda _: True) -> Totals:
         """Read the counters once they stop moving.
@@ -345,75 +376,39 @@ class Client:
         body = {"model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         return self._request("/v1/completions", body | more)
 
-    def _request(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> str:
+    def send(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Reply:
+        """Return the reply to a request, whatever its status.
+
+        Raises:
+            ConnectionBroken, ServerUnreachable: see there.
+            EngineFailed: the reply takes too long, is too large, or is not HTTP.
+        """
         url, seconds = self.url + path, timeout or self.timeout
+        deadline = time.monotonic() + seconds
         try:
             with (
                 _http(self.url, seconds) as http,
                 http.stream("GET" if body is None else "POST", url, json=body) as answer,
             ):
-                data = _read(answer, time.monotonic() + seconds, url)
+                return Reply(answer.status_code, answer.headers, _read(answer, deadline, url))
         except BROKEN as fault:
-            raise ConnectionBroken(
-                f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
-                where=url,
-                fix="The server's log may say why it ended the connection. Then run the command again.",
-            ) from fault
+            raise _broken(fault, url) from fault
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as fault:
-            raise EngineFailed(
-                f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}",
-                where=url,
-                fix="Check the address, and that the server is running.",
+            # ValueError: an address that Python cannot take apart.
+            unreachable = isinstance(fault, (*UNREACHABLE, ValueError))
+            raise (ServerUnreachable if unreachable else EngineFailed)(
+                _no_answer(fault), where=url, fix="Check the address, and that the server is running."
             ) from fault
-        if not answer.is_success:
-            what = f"the server answered {answer.status_code}: {data.decode(errors='replace')[:SHOWN]}"
-            fix = OPENAI if answer.status_code in NO_SUCH_PAGE else "Check the server's log."
-            raise EngineFailed(what, where=url, fix=fix)
+
+    def _request(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> str:
+        reply, url = self.send(path, body, timeout), self.url + path
+        if not reply.succeeded:
+            fix = OPENAI if reply.status in NO_SUCH_PAGE else "Check the server's log."
+            raise EngineFailed(reply.complaint, where=url, fix=fix)
         try:
-            return data.decode()
+            return reply.data.decode()
         except UnicodeDecodeError as fault:
             raise EngineFailed("the server's answer is not UTF-8 text", where=url, fix="Check the address.") from fault
-
-
-def ask_all(
-    ask: Callable[[One], Found], asked: Sequence[One], at_once: int
-) -> Generator[tuple[int, Found], None, None]:
-    """Call `ask` on each of `asked`, `at_once` in parallel; yield the place and result of each as it finishes.
-
-    A caller that stops or fails does not wait for requests in flight. Python joins an executor's threads before it
-    exits, and one answer of a large target takes minutes, so these threads are daemons. Their requests end with the
-    process, and the server drops requests without a client.
-
-    Raises:
-        BaseException: the first one that `ask` raised.
-    """
-    waiting: SimpleQueue[tuple[int, One]] = SimpleQueue()
-    ended: SimpleQueue[tuple[int, Found] | BaseException] = SimpleQueue()
-    for pair in enumerate(asked):
-        waiting.put(pair)
-
-    def work() -> None:
-        with suppress(Empty):
-            while True:
-                place, one = waiting.get_nowait()
-                try:
-                    ended.put((place, ask(one)))
-                except BaseException as fault:
-                    ended.put(fault)
-                    return
-
-    try:
-        for _ in range(min(at_once, len(asked))):
-            Thread(target=work, daemon=True).start()
-        for _ in asked:
-            found = ended.get()
-            if isinstance(found, BaseException):
-                raise found
-            yield found
-    finally:
-        with suppress(Empty):
-            while True:
-                waiting.get_nowait()
 
 
 def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: float) -> Client:
@@ -425,7 +420,7 @@ def connect(url: str, model: str | None, extra: Mapping[str, Any], timeout: floa
     server = Client(url.rstrip("/").removesuffix("/v1"), model or "", timeout, dict(extra))
     if model:
         return server
-    answer = server._request("/v1/models")
+    answer = again(lambda: server._request("/v1/models"))
     fix = "Name the model (bench: --model), or pass the address of a server with one model."
     with server._reading(f"the server does not name exactly one model: {answer[:SHOWN]}", fix):
         [found] = parse_json(answer)["data"]
@@ -441,12 +436,21 @@ def _tls() -> ssl.SSLContext:
 def _http(url: str, seconds: float) -> httpx.Client:
     return httpx.Client(
         verify=_tls(),
-        timeout=seconds,
+        timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
         follow_redirects=True,
         # A proxy from the environment cannot reach this machine's own ports.
         trust_env=urlsplit(url).hostname not in LOOPBACK,
         headers={"Accept-Encoding": "identity"},
     )
+
+
+def _no_answer(fault: Exception) -> str:
+    return f"the server does not answer: {ERRNO.sub('', str(fault)) or type(fault).__name__}"
+
+
+def _broken(fault: Exception, url: str) -> ConnectionBroken:
+    fix = "The server's log may say why it ended the connection. Then run the command again."
+    return ConnectionBroken(_no_answer(fault), where=url, fix=fix)
 
 
 def _counts(value: Any) -> list[int]:

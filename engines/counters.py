@@ -5,7 +5,6 @@ Each engine's own file lists its counters; the common part is here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +13,8 @@ from typing import Any
 from ..errors import AcceptanceInvalid, CountersMissing, CountersReset, DefinitionsMixed
 
 SAY_K = "Pass the K that the server was started with (bench: --draft-tokens, validate: --steps)"
+# More than any engine counts or uses as a token id, and exact as a float.
+MOST = 1 << 48
 MOST_PLACES = 1000  # a page may claim any number of positions
 
 
@@ -170,7 +171,8 @@ def totals(metrics: str, names: Iterable[str], by_place: Iterable[str] = (), pla
             for sample in samples:
                 if sample.name not in wanted | placed:
                     continue
-                if not math.isfinite(sample.value):
+                # The parser returns a number without a point as an int, of any length.
+                if not 0 <= sample.value < MOST:
                     raise ValueError(sample.value)
                 at = int(sample.labels[place]) if sample.name in placed else None
                 if at is not None and not 0 <= at < MOST_PLACES:

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import NAMES, read_tensor
 from ..errors import ConnectionBroken, EngineFailed, KconvError, StatesInvalid
-from .client import SHOWN, Client, ask_all
+from .ask import ask_all
+from .client import SHOWN, Client
 from .keys import IDS
 
 WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01

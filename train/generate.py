@@ -21,7 +21,8 @@ from typing import Any, TextIO
 import httpx
 
 from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
-from ..engines.client import ERRNO, SHOWN, ask_all
+from ..engines.ask import ask_all
+from ..engines.client import ERRNO, SHOWN
 from ..errors import EngineFailed, OutputFailed, PromptsInvalid
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt

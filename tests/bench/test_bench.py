@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from support.spec_server import K, serving, steps_of
 
 from kconv.bench.measure import ServerRun, measure_server
 from kconv.cli import main
+from kconv.engines import ask
 from kconv.engines import client as client
 from kconv.engines.trtllm import ACCEPTED, ANSWERED, DRAFTED
 from kconv.engines.trtllm import ENGINE as TRTLLM
 from kconv.errors import (
+    AcceptanceForged,
     AcceptanceInvalid,
+    ConnectionBroken,
     CountersDisturbed,
     CountersMissing,
     CountersReset,
@@ -39,6 +43,7 @@ def _impatient(monkeypatch):
     """The stand-in counts before it answers."""
     for name, seconds in {"POLL_SECONDS": 0.001, "REST_SECONDS": 0.002, "LATE_SECONDS": 0.02}.items():
         monkeypatch.setattr(client, name, seconds)
+    monkeypatch.setattr(ask, "PAUSE_SECONDS", 0.0)
 
 
 def steps(prompt: Prompt) -> list[int]:
@@ -307,3 +312,68 @@ def test_an_engine_that_is_started_is_asked_rightly(tmp_path, monkeypatch, words
     done = CliRunner().invoke(main, [*given, *words])
     assert done.exit_code == 2
     assert fault in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("engine", NAMES)
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_asked_again_after_a_reset_is_counted_once(engine, concurrency, when):
+    run = ServerRun(draft_tokens=K, head="my-head", concurrency=concurrency)
+    with serving(engine) as server:
+        whole = measure_server(server.url, SUITE, run)
+    # The first request, a second turn, and one that is asked for again already.
+    with serving(engine, breaks=dict.fromkeys((2, 6, 7), when)) as server:
+        found = measure_server(server.url, SUITE, run)
+        assert server.sent > sum(len(prompt.turns) for prompt in SUITE.prompts) + 2
+    drop = {"date", "tokens_per_second"}
+    assert [row.model_dump(exclude=drop) for row in found.rows] == [row.model_dump(exclude=drop) for row in whole.rows]
+
+
+def test_a_connection_that_breaks_each_time_ends_the_measurement():
+    with serving("vllm", breaks=dict.fromkeys(range(3, 99), "before")) as server:
+        with pytest.raises(ConnectionBroken, match="does not answer"):
+            measure_server(server.url, SUITE, WISH)
+        assert server.sent == 2 + ask.ATTEMPTS
+
+
+def test_a_server_that_still_works_for_a_broken_connection_is_not_measured(monkeypatch):
+    """Its drafts would be counted with the prompts that follow."""
+    monkeypatch.setattr(client, "RESTLESS_SECONDS", 0.2)
+    monkeypatch.setattr(client, "LATE_SECONDS", 0.1)
+    with serving("vllm", breaks={2: "after"}) as server:
+
+        def work():
+            while not done.wait(0.02):
+                with server.lock:
+                    server.steps += [1] if server.sent >= 2 else []
+
+        done = threading.Event()
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            with pytest.raises(CountersDisturbed):
+                measure_server(server.url, SUITE, WISH)
+        finally:
+            done.set()
+            worker.join()
+
+
+def test_a_server_that_restarts_with_a_reset_is_named():
+    with serving("vllm", breaks={4: "after"}, restart_after=3) as server, pytest.raises(CountersReset):
+        measure_server(server.url, SUITE, WISH)
+
+
+def test_settings_whose_page_breaks_off_are_read_all_the_same():
+    """They were taken for absent, and a server that forges its acceptance for an honest one."""
+    path = "/server_info?config_format=json"
+    hides = {path: 1, "/server_info": 1}
+    with serving("sglang", info={"simulate_acc_len": 3}, hides=hides) as server, pytest.raises(AcceptanceForged):
+        measure_server(server.url, SUITE, WISH)
+    with serving("vllm", hides={path: 99}) as server, pytest.raises(ConnectionBroken) as broken:
+        measure_server(server.url, SUITE, WISH)
+    assert broken.value.where.endswith(path)
+
+
+def test_a_version_that_cannot_be_read_is_not_one_that_is_not_told():
+    with serving("vllm", hides={"/version": 99}) as server, pytest.raises(ConnectionBroken, match="does not answer"):
+        measure_server(server.url, SUITE, WISH)

@@ -8,7 +8,8 @@ from support.spec_server import K, serving
 
 from kconv.bench.measure import ServerRun, measure_server
 from kconv.bench.speed import Dialogue, Load, measure_loads, speed_rows
-from kconv.engines import client
+from kconv.engines import ask, client
+from kconv.engines.client import Client
 from kconv.errors import EngineFailed
 from kconv.targets.prompts import Prompt
 from kconv.targets.suites import Suite
@@ -25,6 +26,7 @@ SHARED = {
 def _impatient(monkeypatch):
     for name, seconds in {"POLL_SECONDS": 0.001, "REST_SECONDS": 0.002, "LATE_SECONDS": 0.02}.items():
         monkeypatch.setattr(client, name, seconds)
+    monkeypatch.setattr(ask, "PAUSE_SECONDS", 0.0)
 
 
 def load(*dialogues: tuple[int, float, float], seconds: float) -> Load:
@@ -77,3 +79,11 @@ def test_a_server_that_fails_within_its_answer_is_quoted():
 def test_fewer_prompts_than_the_concurrency_are_no_load():
     with serving("vllm") as server, pytest.raises(EngineFailed, match="6 prompts are too few for a concurrency of 8"):
         measure_loads(client.connect(server.url, None, {}, 5.0), PROMPTS, (8,), 4, 0.0)
+
+
+def test_a_load_with_a_broken_connection_is_put_again():
+    with serving("vllm", breaks={2: "before", 15: "after"}) as server:
+        loads = measure_loads(Client(server.url, "tiny"), PROMPTS, [2], 8, 0.0)
+        # One load to warm up and one to measure, each of them twice.
+        assert server.sent == 4 * len(PROMPTS)
+    assert [len(load.dialogues) for load in loads.values()] == [len(PROMPTS)]

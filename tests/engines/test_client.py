@@ -1,4 +1,3 @@
-import contextlib
 import json
 import signal
 import socket
@@ -8,9 +7,11 @@ import threading
 import time
 
 import pytest
+from support.loopback import trickling
 
 from kconv.engines import client as http
-from kconv.engines.client import Client, ask_all
+from kconv.engines.ask import ask_all
+from kconv.engines.client import Client
 from kconv.engines.counters import Counts
 from kconv.engines.vllm import ACCEPTED, ACCEPTED_AT, DRAFTED, DRAFTS, ENGINE
 from kconv.errors import CountersMissing, EngineFailed
@@ -48,7 +49,7 @@ def test_asks_for_a_greedy_completion_that_no_end_of_text_cuts_short(client, sta
 WAITS = """
 import time
 from kconv.checkpoint.staging import heed_sigterm
-from kconv.engines.client import ask_all
+from kconv.engines.ask import ask_all
 with heed_sigterm():
     for place, _ in ask_all(lambda one: time.sleep(one), [0, 3600, 3600], 2):
         print(place, flush=True)
@@ -136,25 +137,12 @@ def test_an_answer_without_end_is_not_read(client, stand_in, monkeypatch):
         client.read_counters(ENGINE.counters)
 
 
-def test_an_answer_that_trickles_is_given_up(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def trickle():
-            connection, _ = listening.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.recv(4096)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
-                for _ in range(100):
-                    connection.sendall(b"x")
-                    time.sleep(0.05)
-
-        thread = threading.Thread(target=trickle)
-        thread.start()
+def test_an_answer_that_trickles_is_given_up():
+    with trickling() as url:
         start = time.monotonic()
         with pytest.raises(EngineFailed, match="too long"):
-            Client(f"http://127.0.0.1:{listening.getsockname()[1]}", "tiny", timeout=0.3).read_counters(ENGINE.counters)
+            Client(url, "tiny", timeout=0.3).read_counters(ENGINE.counters)
         assert time.monotonic() - start < 3
-        thread.join()
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "no address", "http://[::1", "ftp://127.0.0.1"])

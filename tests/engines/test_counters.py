@@ -151,6 +151,9 @@ def test_places_are_counted_with_vllms_own_numbers():
         f'{ACCEPTED_AT}{{position="999999999999"}} 1.0',
         f'{ACCEPTED_AT}{{position="-1"}} 1.0',
         f'{ACCEPTED_AT}{{position="first"}} 1.0',
+        # Beyond any float, and below any count.
+        f"{DRAFTS} {'9' * 400}",
+        f"{DRAFTS} -1.0",
     ],
 )
 def test_a_sample_that_no_counter_can_have_is_a_fault(line):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-Answer = Callable[[str, Any], tuple[int, str]]
-"""From a path and a body, parsed, None of a GET, to a status and a text."""
+Answer = Callable[[str, Any], tuple[int, str | bytes] | tuple[int, str | bytes, Mapping[str, str]]]
+"""From a path and a body, parsed, None of a GET, to a status, a text, and headers."""
 
 
 class PatientServer(ThreadingHTTPServer):
@@ -34,9 +36,11 @@ def serving(answer: Answer) -> Iterator[str]:
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _answer(self, body: Any) -> None:
-            status, text = answer(self.path, body)
-            data = text.encode()
+            status, text, *headers = answer(self.path, body)
+            data = text.encode() if isinstance(text, str) else text
             self.send_response(status)
+            for pair in (pair for more in headers for pair in more.items()):
+                self.send_header(*pair)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -53,6 +57,27 @@ def serving(answer: Answer) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def trickling(calls: int = 1) -> Iterator[str]:
+    """Answer so many calls, one after the other, byte by byte; the yielded string is the server's address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            for _ in range(calls):
+                connection, _ = listening.accept()
+                with connection, suppress(OSError):
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+                    for _ in range(100):
+                        connection.sendall(b"x")
+                        time.sleep(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
 
 
 @dataclass

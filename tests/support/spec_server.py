@@ -59,6 +59,8 @@ class SpecServer:
         info: what SGLang's /server_info says beside the version.
         pause: seconds before each streamed token; four times that before the first.
         dies: what a stream ends with instead of the count of its tokens.
+        breaks: numbers of the requests whose connection ends without an answer, "before" or "after" the work.
+        hides: how often the connection of whoever asks for a page ends without an answer, by path.
         forged: the acceptance length that it is set to, as engines do it: its whole part always, the rest by chance.
     """
 
@@ -78,6 +80,9 @@ class SpecServer:
     forged: float | None = None
     pause: float = 0.0
     dies: dict[str, object] = field(default_factory=dict)
+    breaks: dict[int, str] = field(default_factory=dict)
+    hides: dict[str, int] = field(default_factory=dict)
+    sent: int = 0
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -210,6 +215,10 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
             self.wfile.write(text.encode())
 
         def do_GET(self) -> None:
+            if server.hides.get(self.path, 0) > 0:
+                server.hides[self.path] -= 1
+                self.close_connection = True
+                return
             page = server.metrics(self.path)
             if page:
                 self._send(200, page)
@@ -225,11 +234,17 @@ def serving(engine: str | None, **faults) -> Iterator[SpecServer]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = server.chat if self.path.endswith("/chat/completions") else server.complete
-            if body.get("stream"):
-                self._stream(answer(body))
+            with server.lock:
+                server.sent += 1
+                broken = server.breaks.get(server.sent)
+            if broken != "before":
+                answer = (server.chat if self.path.endswith("/chat/completions") else server.complete)(body)
+            if broken:
+                self.close_connection = True
+            elif body.get("stream"):
+                self._stream(answer)
             else:
-                self._send(200, json.dumps(answer(body)))
+                self._send(200, json.dumps(answer))
 
         def _stream(self, answer: dict) -> None:
             """Send a chunk for each word, after a pause for the first and a shorter one for each further."""
