@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -26,18 +27,21 @@ import torch.nn.functional as F
 
 from ..checkpoint.header import read_header
 from ..checkpoint.tensors import NAMES, read_tensor
-from ..errors import ConnectionBroken, EngineFailed, KconvError, StatesInvalid
-from .ask import ask_all
+from ..errors import EngineFailed, KconvError, StatesInvalid
+from .ask import again, ask_each
 from .client import SHOWN, Client
 from .keys import IDS
 
 WRITTEN_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 120.0, 10.0, 0.01
-# One broken connection must not end days of training, and another prefill of a sequence costs seconds.
-ATTEMPTS, PAUSE_SECONDS = 5, 1.0
+# Tokens of the beginning that is compared too: what they cost is little of a prefill.
+EARLY = 32
 ROWS = 8192  # of the output matrix, processed at a time
 CONNECTOR = "ExampleHiddenStatesConnector"
 # Allowed difference from the server's logprob: it sums in another order and rounds to its dtype in between.
 NEAR = {"F32": 1e-3, "F16": 0.05, "BF16": 0.2}
+# From a logprob that another request computed: another batch rounds otherwise, and may choose other experts. States of
+# something else give the server's own choice some 10 less.
+APART = {"F32": 1e-2, "F16": 1.0, "BF16": 3.0}
 
 
 class TargetShape(Protocol):
@@ -108,14 +112,23 @@ class ServedRunner:
             StatesInvalid: the states do not match these tokens, layers and dtype.
         """
         ids = tokens[0].tolist()
+        early = ids[: min(EARLY, len(ids) // 2)]
+        compared = []
         # The whole sequence is a prompt: the server prefills it and generates one token, which serves to check its
-        # states.
+        # last state. So does its beginning, since a server that loses what it computed first keeps the end. The
+        # logprobs of all tokens of a prompt, in one request, would take gigabytes of an unprepared GPU:
+        # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py#L5374-L5375
+        if early:
+            [token], file, said = self._ask(early, 1)
+            self._drop(file)
+            compared.append((len(early) - 1, token, said, APART))
         [token], file, said = self._ask(ids, 1)
+        compared.append((len(ids) - 1, token, said, NEAR))
         count = len(captured) + (captured[-1] + 1 < self.config.layers)
         states = self._read(file, ids, count, captured)
         normed = F.rms_norm(states[:, -1].float(), (self.config.hidden,), None, float(self.config.text["rms_norm_eps"]))
         hidden = normed.to(states.dtype) * self.norm.to(states.dtype)
-        self._hold(hidden[-1], token, said)
+        self._hold(hidden, compared)
         return states[:, : len(captured)].flatten(1).unsqueeze(0), hidden.unsqueeze(0)
 
     def extend(self, kind: str, prompts: Sequence[Sequence[int]], length: int, seed: int) -> list[list[int]]:
@@ -134,40 +147,43 @@ class ServedRunner:
 
         def continue_one(prompt: Sequence[int]) -> list[int]:
             tokens, file, _ = self._ask(list(prompt), length)
-            # Each request leaves a file; this one is not needed.
-            self._wait(file)
-            _remove(file)
+            self._drop(file)
             return tokens
 
-        found = dict(ask_all(continue_one, prompts, self.at_once))
-        return [found[place] for place in range(len(prompts))]
+        return ask_each(continue_one, prompts, self.at_once)
 
     def _ask(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Path, float]:
         """Return new tokens, the file to which the prompt's states are being written, and the first token's logprob."""
-        tokens, answer = self._complete(prompt, new_tokens)
+        # A name of its own for each attempt, since two requests of one name would write one file.
+        tokens, answer = again(
+            lambda: self.client.complete_whole(
+                prompt, new_tokens, logprobs=0, request_id=f"{self.name}-{secrets.token_hex(8)}"
+            )
+        )
+        if len(tokens) != new_tokens or max(tokens) >= len(self.lm_head):
+            raise EngineFailed(
+                f"the server answered with the tokens {str(tokens)[:SHOWN]} instead of {new_tokens} of a vocabulary of "
+                f"{len(self.lm_head)}",
+                where=self.client.url,
+                fix="Check that it serves this target, with a --max-model-len above the longest sequence.",
+            )
         try:
-            path = answer["kv_transfer_params"]["hidden_states_path"]
+            name = Path(answer["kv_transfer_params"]["hidden_states_path"]).name
+            if not name or "\0" in name:
+                raise ValueError(name)
             said = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
-        except (KeyError, TypeError, IndexError, ValueError) as fault:
+        except (KeyError, TypeError, IndexError, ValueError, OverflowError) as fault:
             raise EngineFailed(
                 f"the server returns no hidden states or no logprobs: {str(answer)[:SHOWN]}",
                 where=self.client.url,
                 fix="Start vLLM with --speculative-config and --kv-transfer-config as kconv states --help shows.",
             ) from fault
-        return tokens, self.shared / Path(str(path)).name, said
+        return tokens, self.shared / name, said
 
-    def _complete(self, prompt: list[int], new_tokens: int) -> tuple[list[int], dict[str, Any]]:
-        """Return a completion of a request with a name of its own; ask again if the connection broke."""
-        pauses = iter([PAUSE_SECONDS * turn for turn in range(1, ATTEMPTS)])
-        while True:
-            name = f"{self.name}-{secrets.token_hex(8)}"
-            try:
-                return self.client.complete_whole(prompt, new_tokens, logprobs=0, request_id=name)
-            except ConnectionBroken:
-                pause = next(pauses, None)
-                if pause is None:
-                    raise
-                time.sleep(pause)
+    def _drop(self, file: Path) -> None:
+        """Remove the file of a request whose states are not needed, once it is written."""
+        self._wait(file)
+        _remove(file)
 
     def _read(self, file: Path, ids: list[int], count: int, captured: Sequence[int]) -> torch.Tensor:
         """Return the states of a file, `[T, count, H]`, and remove it."""
@@ -183,7 +199,8 @@ class ServedRunner:
         if tokens.tolist() != ids or states.shape != wanted:
             options = states_options(captured, self.config.layers, self.shared)
             raise StatesInvalid(
-                f"the server returned {list(states.shape)} states for {len(tokens)} tokens instead of {list(wanted)}",
+                f"the server returned {list(states.shape)} states for {tokens.numel()} tokens instead of "
+                f"{list(wanted)}",
                 where=self.client.url,
                 fix="Start vLLM with " + " ".join(f"{name} '{value}'" for name, value in options.items()),
             )
@@ -193,6 +210,18 @@ class ServedRunner:
                 where=self.client.url,
                 fix=f"Add --dtype {NAMES[states.dtype]}.",
             )
+        # A NaN is both the least and the greatest of its row.
+        low, high = states.amin(-1), states.amax(-1)
+        for what, broken in (
+            ("NaN or Inf", ~(low.isfinite() & high.isfinite())),
+            ("nothing but zeros", (low == 0) & (high == 0)),
+        ):
+            if rows := int(broken.any(1).sum()):
+                raise StatesInvalid(
+                    f"the server's states of {rows} of {len(ids)} tokens hold {what}",
+                    where=self.client.url,
+                    fix="Check its log and the target's weights, or run the target in another dtype.",
+                )
         _remove(file)
         return states
 
@@ -202,9 +231,10 @@ class ServedRunner:
         asked = began
         while True:
             try:
-                with lock.open() as held:
+                # Nonblocking, since the other end of a pipe may never come.
+                with open(lock, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as held:
                     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if file.exists():
+                if file.is_file():
                     return
             except OSError:  # not there yet, or still locked
                 pass
@@ -225,17 +255,26 @@ class ServedRunner:
                 )
             time.sleep(POLL_SECONDS)
 
-    def _hold(self, hidden: torch.Tensor, token: int, said: float) -> None:
-        """Refuse final states that do not give the server's own next token the logprob that it reported."""
+    def _hold(self, hidden: torch.Tensor, compared: Sequence[tuple[int, int, float, Mapping[str, float]]]) -> None:
+        """Refuse final states `[T, H]` that do not give the server's own next tokens the logprobs that it reported.
+
+        Args:
+            hidden: the states.
+            compared: rows, with the token that follows, its logprob, and the allowed difference by dtype.
+        """
+        states = hidden[[row for row, *_ in compared]].float()
         # A few rows at a time: Kimi-K2's whole matrix takes 4.7 GB in float32, in each of the threads.
-        parts = [F.linear(hidden.float(), rows.float()) for rows in self.lm_head.split(ROWS)]
-        logprob = float(torch.cat(parts).log_softmax(-1)[token])
-        if not abs(logprob - said) <= NEAR[self.dtype]:
-            raise StatesInvalid(
-                f"the server's next token {token} has logprob {said:.4f}, but its last states give {logprob:.4f}",
-                where=self.client.url,
-                fix="Check that it serves this target, and that its last layer id is the number of layers.",
-            )
+        parts = [F.linear(states, rows.float()) for rows in self.lm_head.split(ROWS)]
+        found = torch.cat(parts, -1).log_softmax(-1)
+        for (row, token, said, allowed), logprobs in zip(compared, found, strict=True):
+            logprob = float(logprobs[token])
+            if not abs(logprob - said) <= allowed[self.dtype]:
+                raise StatesInvalid(
+                    f"after {row + 1} of {len(hidden)} tokens, the server's next token {token} has logprob {said:.4f}, "
+                    f"but its states give {logprob:.4f}",
+                    where=self.client.url,
+                    fix="Check that it serves this target, and that its last layer id is the number of layers.",
+                )
 
 
 # Runs in its own process, which outlives the one that it waits for.
@@ -269,8 +308,10 @@ def swept(shared: Path) -> Iterator[str]:
     """
     name = f"kconv-{secrets.token_hex(8)}"
     words = [sys.executable, "-I", "-c", SWEEP, str(shared), f"*{name}*", str(LATE_SECONDS)]
-    # In its own session, so that a signal to this process and its group does not end it.
-    guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    # In its own session, so that a signal to this process and its group does not end it. It holds none of this
+    # process's streams, whose readers would wait for it.
+    quiet = subprocess.DEVNULL
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
     assert guard.stdin is not None
     try:
         yield name

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kconv.engines import vllm_states
+from kconv.engines import ask, vllm_states
 from kconv.engines.client import Client
 from kconv.engines.vllm_states import ServedRunner, states_options
 from kconv.errors import ConnectionBroken, EngineFailed, StatesInvalid
@@ -110,7 +113,7 @@ def test_greedy_continuations_come_from_the_server_and_leave_no_file(runner, han
         ({"token_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7])}, "the server returned"),
         ({"hidden_states": torch.zeros(7, 4, 64, dtype=torch.bfloat16)}, "computes in BF16, but F32"),
         # Started with another layer as its last.
-        ({"layers": (2, 4, 5, 6)}, "has logprob .* its last states give"),
+        ({"layers": (2, 4, 5, 6)}, "has logprob .* its states give"),
         ({"off": 0.01}, "has logprob"),
         ({"off": float("nan")}, "has logprob nan"),
     ],
@@ -119,6 +122,105 @@ def test_states_of_something_else_are_refused(runner, hand_out, how, what):
     hand_out(**how)
     with pytest.raises(StatesInvalid, match=what):
         runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def streams(model, layers=(2, 4, 6, 7)) -> torch.Tensor:
+    """What enters the given layers, [T, layers, H]."""
+    captured, _ = capture(model, torch.tensor([IDS]), [layer - 1 for layer in layers])
+    return captured[0].unflatten(1, (len(layers), -1)).contiguous()
+
+
+def test_states_of_another_row_than_the_last_are_compared_too(runner, hand_out, model):
+    """The last row is right, and the one before it stands in place of all others."""
+    states = streams(model)
+    hand_out(hidden_states=torch.cat([states[-2:-1].expand(len(IDS) - 1, -1, -1), states[-1:]]).contiguous())
+    with pytest.raises(StatesInvalid, match=r"after 3 of 7 tokens, .* has logprob"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def broken(states: torch.Tensor, row: int, layer: int, value: float) -> torch.Tensor:
+    states[row, layer] = value
+    return states
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(0.0, "nothing but zeros"), (float("nan"), "NaN or Inf"), (float("-inf"), "NaN or Inf")]
+)
+@pytest.mark.parametrize(("row", "layer"), [(4, 3), (1, 0)])
+def test_a_row_that_no_target_has_is_named(runner, hand_out, model, row, layer, value, what):
+    """In no row that is compared, and in a captured layer, which no logprob depends on."""
+    hand_out(hidden_states=broken(streams(model), row, layer, value))
+    with pytest.raises(StatesInvalid, match=f"of 1 of 7 tokens hold {what}"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def answer(path="/there/x.safetensors", tokens=(3,), logprob=-1.0) -> tuple[int, str]:
+    choice = {"token_ids": list(tokens), "logprobs": {"token_logprobs": [logprob]}}
+    return 200, json.dumps({"choices": [choice], "kv_transfer_params": {"hidden_states_path": path}})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tokens": ()},
+        {"tokens": (3, 4)},
+        {"tokens": (10**6,)},
+        {"path": "a\0b"},
+        {"path": "/"},
+        {"path": 5},
+        {"logprob": 10**400},
+    ],
+    ids=str,
+)
+def test_an_answer_that_no_target_gives_is_told(runner, stand_in, how):
+    stand_in.answers["/v1/completions"] = answer(**how)
+    with pytest.raises(EngineFailed, match=r"returns no hidden states|instead of 1 of a vocabulary of"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+@pytest.mark.parametrize("where", ["x.safetensors", "x.safetensors.lock"])
+def test_a_folder_in_place_of_the_states_is_told(runner, stand_in, tmp_path, where):
+    (tmp_path / "x.safetensors.lock").touch()
+    (tmp_path / where).unlink(missing_ok=True)
+    (tmp_path / where).mkdir()
+    stand_in.answers["/v1/completions"] = answer()
+    with pytest.raises(StatesInvalid, match=r"x\.safetensors was not written in 1 s"):
+        runner.capture(torch.tensor([IDS]), CAPTURED)
+
+
+def test_a_pipe_in_place_of_a_lock_is_not_waited_for(runner, stand_in, tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors.lock")
+    stand_in.answers["/v1/completions"] = answer()
+    ended = []
+
+    def capture_one():
+        try:
+            runner.capture(torch.tensor([IDS]), CAPTURED)
+        except StatesInvalid as fault:
+            ended.append(fault)
+
+    thread = threading.Thread(target=capture_one, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert len(ended) == 1
+
+
+FAILS = """
+import sys
+from pathlib import Path
+from kconv.engines.vllm_states import swept
+with swept(Path(sys.argv[1])):
+    sys.exit("failed")
+"""
+
+
+def test_whoever_reads_what_a_failed_run_says_does_not_wait_for_its_guard(tmp_path):
+    """A pipe is at its end once nobody has it open for writing; before that, nothing can be read of it yet."""
+    with subprocess.Popen([sys.executable, "-c", FAILS, str(tmp_path)], stderr=subprocess.PIPE) as process:
+        process.wait()
+        assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        assert [os.read(process.stderr.fileno(), 100) for _ in range(2)] == [b"failed\n", b""]
 
 
 def test_how_to_start_the_server_is_told(runner, hand_out):
@@ -136,11 +238,7 @@ def test_a_server_that_hands_out_nothing_is_told(runner, stand_in):
 
 def test_a_server_that_dies_before_it_writes_is_told(runner, stand_in, monkeypatch):
     monkeypatch.setattr(vllm_states, "HEALTH_SECONDS", 0.1)
-    answer = {
-        "choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}}],
-        "kv_transfer_params": {"hidden_states_path": "/there/x.safetensors"},
-    }
-    stand_in.answers["/v1/completions"] = (200, json.dumps(answer))
+    stand_in.answers["/v1/completions"] = answer()
     stand_in.answers["/health"] = (503, "")
     with pytest.raises(EngineFailed, match="the server died"):
         runner.capture(torch.tensor([IDS]), CAPTURED)
@@ -159,30 +257,26 @@ def breaks(stand_in, times):
 
 
 def test_a_connection_that_breaks_is_tried_again(runner, hand_out, stand_in, model, monkeypatch):
-    monkeypatch.setattr(vllm_states, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(ask, "PAUSE_SECONDS", 0.0)
     hand_out()
     breaks(stand_in, 2)
     captured, _ = runner.capture(torch.tensor([IDS]), CAPTURED)
     assert torch.equal(captured, capture(model, torch.tensor([IDS]), CAPTURED)[0])
     # Two requests of one name would be two of one file.
-    assert len({body["request_id"] for _, body in stand_in.asked}) == 3
+    assert len({body["request_id"] for _, body in stand_in.asked}) == len(stand_in.asked) == 2 + 2
 
 
 def test_a_connection_that_breaks_each_time_is_told(runner, hand_out, stand_in, monkeypatch):
-    monkeypatch.setattr(vllm_states, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(ask, "PAUSE_SECONDS", 0.0)
     hand_out()
-    breaks(stand_in, vllm_states.ATTEMPTS)
+    breaks(stand_in, ask.ATTEMPTS)
     with pytest.raises(ConnectionBroken, match="the server does not answer"):
         runner.capture(torch.tensor([IDS]), CAPTURED)
-    assert len(stand_in.asked) == vllm_states.ATTEMPTS
+    assert len(stand_in.asked) == ask.ATTEMPTS
 
 
 def test_a_folder_that_is_not_the_servers_is_told(runner, stand_in):
-    answer = {
-        "choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}}],
-        "kv_transfer_params": {"hidden_states_path": "/there/x.safetensors"},
-    }
-    stand_in.answers["/v1/completions"] = (200, json.dumps(answer))
+    stand_in.answers["/v1/completions"] = answer()
     with pytest.raises(StatesInvalid, match=r"x\.safetensors was not written in 1 s"):
         runner.capture(torch.tensor([IDS]), CAPTURED)
 
