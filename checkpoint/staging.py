@@ -98,20 +98,20 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int | None]:
         temporary = parent / f"{prefix}{secrets.token_hex(4)}"
         temporary.mkdir()
         try:
-            held = _lock(temporary)
-            if temporary.exists():
-                return temporary, held
-            os.close(held)
+            return temporary, _lock(temporary)
         except (BlockingIOError, FileNotFoundError):  # another process took it for an abandoned one
             continue
         except OSError:  # a disk without locks, where nothing is removed either
             return temporary, None
 
 
-def _lock(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def _lock(path: Path) -> int:
+    # Nonblocking, since the other end of a pipe may never come.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise BlockingIOError(f"{path} was replaced by the process that held its lock")
     except OSError:
         os.close(descriptor)
         raise
@@ -209,14 +209,14 @@ def _failed(out: Path, fault: OSError) -> OutputFailed:
 
 
 @contextmanager
-def alone(folder: Path, busy: KconvError) -> Iterator[None]:
-    """Lock a folder that outlives a run; on a disk without locks it stays unlocked.
+def alone(path: Path, busy: KconvError) -> Iterator[None]:
+    """Lock a folder or file that outlives a run; on a disk without locks it stays unlocked.
 
     Raises:
         KconvError: `busy`, if another process holds the lock.
     """
     try:
-        held = _lock(folder)
+        held = _lock(path)
     except BlockingIOError as fault:
         raise busy from fault
     except OSError:

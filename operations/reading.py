@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -27,6 +28,14 @@ def _url(value: object) -> object:
     if isinstance(value, str):
         if not value.startswith(("http://", "https://")):
             raise ValueError(f"{value!r} does not begin with http:// or https://; write http://{value}")
+        try:
+            parts = urlsplit(value)
+            # Reading the port checks it. A line break is taken out of an address before it is taken apart.
+            valid = bool(parts.hostname) and (parts.port or 1) and value.isprintable() and " " not in value
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError(f"{value!r} is not the address of a server")
         return value.rstrip("/").removesuffix("/v1")
     return value
 

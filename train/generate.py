@@ -9,26 +9,26 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import httpx
-
-from ..checkpoint.schema import MAX_LINES, parse_json, read_bounded
+from ..checkpoint.schema import MAX_LINES, no_json, parse_json, read_bounded
+from ..checkpoint.staging import alone, writing
 from ..engines.ask import ask_all
-from ..engines.client import ERRNO, SHOWN
-from ..errors import EngineFailed, OutputFailed, PromptsInvalid
+from ..engines.client import BUSY, CONNECT_SECONDS, SHOWN, WRONG, Client, Reply
+from ..errors import ConnectionBroken, EngineFailed, OutputExists, PromptsInvalid, ServerUnreachable
 from ..targets.dialogues import read_reasoning
 from ..targets.prompts import Prompt
 
 ANSWERED, FAILED, SKIPPED = "answered", "failed", "skipped"
-RETRIED = (408, 429, 500, 502, 503, 504)
 LONGEST_PAUSE = 60.0  # seconds
 
 
@@ -82,35 +82,38 @@ def generate(
         How many prompts were answered, failed, or skipped; they add up to all of them.
 
     Raises:
+        OutputExists: another run is writing `out`.
         OutputFailed: `out` cannot be written.
         PromptsInvalid: `out` holds something other than answers.
-        EngineFailed: no prompt was answered, or the server cannot be reached after some attempts.
+        ServerUnreachable: nothing listens at the address, or no longer does after some attempts.
+        EngineFailed: no prompt was answered.
     """
-    done = _answered(out)
-    left = [prompt for prompt in prompts if prompt.digest not in done]
-    counts: Counter[str] = Counter({SKIPPED: len(prompts) - len(left)})
+    client = Client(request.url, request.model, request.timeout)
+    busy = OutputExists(f"another run is writing {out}", fix="Wait for it, or choose another name.")
     why = ""
-    if left:
-        _refuse_nobody(request)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            out.open("a", encoding="utf-8") as file,
-            httpx.Client(base_url=request.url, timeout=request.timeout) as client,
-            closing(ask_all(partial(_ask, client, request), left, request.concurrency)) as lines,
-        ):
-            try:
-                for _, line in lines:
-                    why = line.get("failed", why)
-                    counts[FAILED if "failed" in line else ANSWERED] += 1
-                    _write(file, line)
-                    progress(counts)
-            finally:
-                _put_in_order(out, prompts)
-    except OSError as fault:
-        raise OutputFailed(
-            f"{out} could not be written: {fault.strerror}", where=out, fix="Free some space."
-        ) from fault
+    with writing(out):
+        if not os.path.lexists(out):
+            _refuse_nobody(client)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.touch()
+        with alone(out, busy):
+            done = _answered(out)
+            left = [prompt for prompt in prompts if prompt.digest not in done]
+            counts: Counter[str] = Counter({SKIPPED: len(prompts) - len(left)})
+            if left:
+                _refuse_nobody(client)
+            with (
+                out.open("a", encoding="utf-8") as file,
+                closing(ask_all(partial(_ask, client, request), left, request.concurrency)) as lines,
+            ):
+                try:
+                    for _, line in lines:
+                        why = line.get("failed", why)
+                        counts[FAILED if "failed" in line else ANSWERED] += 1
+                        _write(file, line)
+                        progress(counts)
+                finally:
+                    _put_in_order(out, prompts)
     if left and not counts[ANSWERED]:
         raise EngineFailed(
             f"none of {len(left)} prompts was answered; the last one failed with: {why}",
@@ -120,22 +123,14 @@ def generate(
     return counts
 
 
-def _refuse_nobody(request: GenerateRequest) -> None:
-    """Raise EngineFailed if nothing listens at the address, before anything is written or tried again."""
+def _refuse_nobody(client: Client) -> None:
+    """Raise ServerUnreachable if nothing listens at the address, before anything is written or tried again."""
     try:
-        httpx.get(f"{request.url}/v1/models", timeout=request.timeout)
-    except httpx.ConnectError as fault:
-        raise _not_there(request, fault) from fault
-    except httpx.HTTPError:
+        client.send("/v1/models", timeout=CONNECT_SECONDS)
+    except ServerUnreachable:
+        raise
+    except EngineFailed:
         pass  # a server is there, and the prompts show whether it answers
-
-
-def _not_there(request: GenerateRequest, fault: Exception) -> EngineFailed:
-    return EngineFailed(
-        f"the server does not answer: {ERRNO.sub('', str(fault))}",
-        where=request.url,
-        fix="Start the server, or check the address; the same command resumes.",
-    )
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:
@@ -146,8 +141,11 @@ def _write(file: TextIO, line: dict[str, Any]) -> None:
 def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
     """Rewrite a file's lines: the last one of each prompt, in the order of the prompts."""
     places: dict[str, tuple[int, int]] = {}
+    out = out.resolve()
     ordered = out.with_name(f".{out.name}.ordered")
-    with out.open("rb") as file, ordered.open("wb") as other:
+    ordered.unlink(missing_ok=True)
+    # A new file, so that no link is followed, and never readable by more people than the one that it replaces.
+    with out.open("rb") as file, open(ordered, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as other:
         begin = 0
         for line in file:
             places[parse_json(line)["digest"]] = (begin, len(line))
@@ -157,27 +155,54 @@ def _put_in_order(out: Path, prompts: Sequence[Prompt]) -> None:
             begin, size = places[digest]
             file.seek(begin)
             other.write(file.read(size))
+        os.fchmod(other.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     ordered.replace(out)
 
 
 def _answered(out: Path) -> set[str]:
-    """Return the digests of the prompts with an answer in a file; a line that a kill cut short is removed."""
+    """Return the digests of the prompts with an answer in a file; the beginning of an answer at its end is removed.
+
+    Raises:
+        PromptsInvalid: the file holds something else; it stays as it is.
+    """
     fix = "Choose another file."
-    if not os.path.lexists(out):
-        return set()
-    data = read_bounded(out, PromptsInvalid, limit=MAX_LINES, fix=fix)
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(out, len(whole))
+    *lines, last = read_bounded(out, PromptsInvalid, limit=MAX_LINES, fix=fix).split(b"\n")
     try:
-        lines = [parse_json(line) for line in whole.splitlines()]
-        asked = [(line["digest"], "messages" in line) for line in lines]
-        return {digest for digest, answered in asked if answered}
-    except (ValueError, KeyError, TypeError) as fault:
-        raise PromptsInvalid(f"{out.name} holds something other than answers: {fault}", where=out, fix=fix) from fault
+        answers = dict(map(_parse_answer, lines))
+        begun = _begins_answer(last)
+        if last and not begun:
+            answers |= [_parse_answer(last)]
+    except ValueError as fault:
+        raise PromptsInvalid(
+            f"{out.name} holds something other than answers: {no_json(fault)}", where=out, fix=fix
+        ) from fault
+    if last:
+        with out.open("r+b") as file:
+            file.seek(-len(last) if begun else 0, os.SEEK_END)
+            file.write(b"" if begun else b"\n")
+            file.truncate()
+    return {digest for digest, answered in answers.items() if answered}
 
 
-def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:
+def _parse_answer(line: bytes) -> tuple[str, bool]:
+    """Return a line's digest, and whether it holds an answer, or only why there is none."""
+    value = parse_json(line)
+    if not isinstance(value, dict) or not isinstance(value.get("digest"), str) or not {"messages", "failed"} & {*value}:
+        raise ValueError(f"{line[:SHOWN].decode(errors='replace')} has no digest with messages")
+    return value["digest"], "messages" in value
+
+
+def _begins_answer(cut: bytes) -> bool:
+    """Return whether a kill may have left this of an answer."""
+    with suppress(ValueError):
+        parse_json(cut)
+        return False
+    held = re.match(rb'\{"id": "(?:[^"\\]|\\.?)*', cut, re.DOTALL)
+    begin, rest = (b'", "digest": "', cut[held.end() :]) if held else (b'{"id": "', cut)
+    return rest.startswith(begin) or begin.startswith(rest)
+
+
+def _ask(client: Client, request: GenerateRequest, prompt: Prompt) -> dict[str, Any]:
     line: dict[str, Any] = {"id": prompt.id, "digest": prompt.digest, "category": prompt.category}
     messages: list[dict[str, str]] = []
     reasons: list[str] = []
@@ -185,26 +210,39 @@ def _ask(client: httpx.Client, request: GenerateRequest, prompt: Prompt) -> dict
         messages.append({"role": "user", "content": turn})
         try:
             # As a chat client sends them: without the reasoning of earlier answers.
-            choice = _complete(client, request, [{key: said[key] for key in ("role", "content")} for said in messages])
-            answer, reason = choice["message"], choice["finish_reason"]
-            content = answer["content"]
-        except httpx.ConnectError as fault:
-            # Not this prompt's error: every other prompt would run into the same one.
-            raise _not_there(request, fault) from fault
-        except httpx.HTTPStatusError as fault:
-            said = fault.response
-            return line | {"failed": f"the server answered {said.status_code}: {said.text[:SHOWN].strip()}"}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as fault:
-            return line | {"failed": f"{type(fault).__name__}: {fault}"}
-        if not content:
+            reply = _complete(client, request, [{key: said[key] for key in ("role", "content")} for said in messages])
+            answer, reason = _read_answer(reply)
+        except ServerUnreachable:  # not this prompt's error: every other prompt would run into the same one
+            raise
+        except EngineFailed as fault:
+            return line | {"failed": fault.what}
+        if not answer["content"]:
             return line | {"failed": f"an empty answer ({reason})"}
-        messages.append({"role": "assistant", "content": content} | read_reasoning(answer))
+        messages.append({"role": "assistant"} | answer)
         reasons.append(reason)
     return line | {"messages": messages, "finish_reasons": reasons}
 
 
-def _complete(client: httpx.Client, request: GenerateRequest, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the server's choice; retry if it is busy or the connection broke."""
+def _read_answer(reply: Reply) -> tuple[dict[str, str], str]:
+    """Return content and reasoning of a reply, and why it ended.
+
+    Raises:
+        EngineFailed: it is not a chat completion.
+    """
+    try:
+        choice = parse_json(reply.data)["choices"][0]
+        message, reason = choice["message"], choice["finish_reason"]
+        answer = {"content": message["content"] or ""} | read_reasoning(message)
+        if not all(isinstance(value, str) for value in (*answer.values(), reason)):
+            raise TypeError("it is not text")
+    except WRONG as fault:
+        shown = reply.data[:SHOWN].decode(errors="replace")
+        raise EngineFailed(f"the server's answer is not a chat completion: {shown}") from fault
+    return answer, reason
+
+
+def _complete(client: Client, request: GenerateRequest, messages: list[dict[str, str]]) -> Reply:
+    """Return the server's reply; ask again if it is busy or the connection broke."""
     body = {
         "model": request.model,
         "messages": messages,
@@ -213,20 +251,21 @@ def _complete(client: httpx.Client, request: GenerateRequest, messages: list[dic
         "seed": request.seed,
     }
     for attempt in itertools.count(1):
-        last = attempt >= request.attempts
+        last, asked_for = attempt >= request.attempts, None
         try:
-            answer = client.post("/v1/chat/completions", json=body)
-            if answer.status_code not in RETRIED or last:
-                return answer.raise_for_status().json()["choices"][0]
-            pause = _pause(answer.headers.get("Retry-After"), attempt)
-        except httpx.TransportError:
+            reply = client.send("/v1/chat/completions", body)
+            if reply.succeeded:
+                return reply
+            if reply.status not in BUSY or last:
+                raise EngineFailed(reply.complaint, where=client.url)
+            asked_for = reply.headers.get("Retry-After")
+        except (ConnectionBroken, ServerUnreachable):
             if last:
                 raise
-            pause = _pause(None, attempt)
-        time.sleep(pause)
+        time.sleep(_pause(asked_for, attempt))
     raise AssertionError  # the count above has no end
 
 
 def _pause(asked_for: str | None, attempt: int) -> float:
-    stated = float(asked_for) if asked_for and asked_for.isdigit() else 0.5 * 2**attempt
+    stated = float(asked_for) if asked_for and asked_for.isdecimal() else 0.5 * 2**attempt
     return min(stated, LONGEST_PAUSE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -15,10 +18,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.loopback import serving
+from support.loopback import serving, trickling
 
+from kconv.checkpoint import staging
 from kconv.cli import main
-from kconv.errors import EngineFailed, PromptsInvalid
+from kconv.engines import client as http
+from kconv.errors import EngineFailed, OutputExists, PromptsInvalid, ServerUnreachable
 from kconv.targets.dialogues import read_rows
 from kconv.targets.prompts import Prompt, read_prompts
 from kconv.train import generate as generating
@@ -29,24 +34,34 @@ Answer = tuple[int, Any]
 
 @dataclass
 class Server:
-    """What the server says to the messages it is asked, how often each last turn was asked, and the requests."""
+    """What the server says to the messages it is asked, how often each last turn was asked, and the requests.
+
+    Attributes:
+        raw: whole answers, by last turn, in place of what it says.
+    """
 
     url: str = ""
     say: Callable[[list[dict[str, str]], int], Answer] = lambda messages, _: (200, messages[-1]["content"].upper())
     asked: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     said = Server()
 
-    def answer(_: str, body: Any) -> tuple[int, str]:
+    def answer(_: str, body: Any) -> Any:
+        if body is None:
+            return 404, "there are prompts to ask"
         last = body["messages"][-1]["content"]
         said.asked[last] += 1
         status, text = said.say(body["messages"], said.asked[last])
         message = {"role": "assistant"} | (text if isinstance(text, dict) else {"content": text})
         said.bodies.append(body)
+        if last in said.raw:
+            found = said.raw[last]
+            return found() if callable(found) else found
         choice = {"message": message, "finish_reason": "stop"}
         return status, json.dumps({"choices": [choice]} if status == 200 else {"error": text})
 
@@ -194,3 +209,162 @@ def test_a_recipes_step_asks_only_what_got_no_answer(server, tmp_path):
     file.write_text(json.dumps({"name": "chain", "steps": {"dialogues": step | {"temperature": 0}}}))
     assert CliRunner().invoke(main, words).exit_code == 0
     assert server.asked == {"four": 2, "three": 1, "five": 1}
+
+
+def test_two_runs_with_one_output_lose_no_answer(server, tmp_path):
+    out, going, go_on = tmp_path / "out.jsonl", threading.Event(), threading.Event()
+    server.say = lambda *_: going.set() or (go_on.wait(60) and (200, "yes"))
+    first = threading.Thread(target=generate, args=(PROMPTS, GenerateRequest(server.url, "m"), out))
+    first.start()
+    try:
+        assert going.wait(60)
+        with pytest.raises(OutputExists, match=r"another run is writing .*out\.jsonl"):
+            generate(PROMPTS, GenerateRequest(server.url, "m"), out)
+    finally:
+        go_on.set()
+        first.join()
+    assert lines(out).keys() == {"a", "b", "c"}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"skipped": 3}
+
+
+def test_a_file_that_was_replaced_while_its_lock_was_waited_for_is_not_taken(tmp_path, monkeypatch):
+    """The lock would be on the file before, which a run that ends renames its ordered answers over."""
+    out, flock = tmp_path / "out.jsonl", staging.fcntl.flock
+    out.touch()
+
+    def late(*how):
+        (tmp_path / "ordered").touch()
+        (tmp_path / "ordered").replace(out)
+        flock(*how)
+
+    monkeypatch.setattr(staging.fcntl, "flock", late)
+    with pytest.raises(OutputExists, match="busy"), staging.alone(out, OutputExists("busy")):
+        pass
+
+
+NOT_ANSWERS = {
+    "settings": b'{"my": "settings"}',
+    "notes": b"first\nlast line",
+    "a value with an id": b'{"id": "a", "digest": "b", "mine": 1}',
+    "beside answers": b'{"id": "a", "digest": "b", "failed": "c"}\n{"my": "settings"}',
+    "an object over lines": b'{"id": "a",\n "digest": "b"',
+    "another digest": b'{"digest": 5, "messages": []}\n',
+    "bytes": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("content", NOT_ANSWERS.values(), ids=NOT_ANSWERS)
+def test_a_file_of_something_else_is_left_as_it_is(server, tmp_path, content):
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(content)
+    with pytest.raises(PromptsInvalid, match="other than answers"):
+        generate(PROMPTS, GenerateRequest(server.url, "m"), out)
+    assert out.read_bytes() == content and not server.asked
+
+
+def test_an_answer_that_was_cut_anywhere_is_asked_for_again(server, tmp_path):
+    out, prompts = tmp_path / "out.jsonl", [Prompt("b", "", ("three",)), Prompt('"ä\\', "", ("four",))]
+    generate(prompts, GenerateRequest(server.url, "m"), out)
+    whole = out.read_bytes()
+    first, second = whole.splitlines(keepends=True)
+    for size in (*range(40), len(second) - 9, len(second) - 2):
+        out.write_bytes(first + second[:size])
+        assert generate(prompts, GenerateRequest(server.url, "m"), out) == {"answered": 1, "skipped": 1}
+        assert out.read_bytes() == whole
+    # Only the line break is missing.
+    out.write_bytes(whole[:-1])
+    assert generate(prompts, GenerateRequest(server.url, "m"), out) == {"skipped": 2}
+    assert out.read_bytes() == whole
+
+
+def choice(content: Any = "yes", reason: Any = "stop", **message: Any) -> str:
+    said = {"message": {"content": content} | message, "finish_reason": reason}
+    return json.dumps({"choices": [said]})
+
+
+ODD = {
+    "deep": "[" * 200_000,
+    "half a pair": choice("a\ud800b"),
+    "half a pair of reasoning": choice(reasoning="\udfff"),
+    "a number": choice(5),
+    "a list": choice(["yes"]),
+    "an object": choice({"text": "yes"}),
+    "reasoning in a list": choice(reasoning_content=["yes"]),
+    "no reason": choice(reason=float("nan")),
+    "an object of a reason": choice(reason={}),
+    "a text of a message": json.dumps({"choices": [{"message": "yes", "finish_reason": "stop"}]}),
+    "no choice": json.dumps({"choices": []}),
+    "a list of choices": "[]",
+    "no text": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("answer", ODD.values(), ids=ODD)
+def test_an_odd_answer_is_one_failed_prompt(server, tmp_path, answer):
+    out = tmp_path / "out.jsonl"
+    server.raw = {"three": (200, answer)}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"answered": 2, "failed": 1, "skipped": 0}
+    assert "not a chat completion" in lines(out)["b"]["failed"]
+    with pytest.raises(EngineFailed, match=r"none of 1 prompts was answered.+not a chat completion"):
+        generate(PROMPTS, GenerateRequest(server.url, "m"), out)
+    server.raw.clear()
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), out) == {"answered": 1, "skipped": 2}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_answer_without_end_is_one_failed_prompt(server, tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(http, "LARGEST", 1 << 20)
+    body = b" " * (2 << 20)
+    server.raw = {"three": (200, gzip.compress(body), {"Content-Encoding": "gzip"}) if packed else (200, body)}
+    counts = generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
+    assert counts == {"answered": 2, "failed": 1, "skipped": 0}
+    assert "larger than" in lines(tmp_path / "out.jsonl")["b"]["failed"]
+
+
+def test_an_answer_that_trickles_is_one_failed_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr(generating, "CONNECT_SECONDS", 0.3)
+    (tmp_path / "out.jsonl").touch()
+    # The first is asked whether it is there.
+    with trickling(2) as url, pytest.raises(EngineFailed, match=r"none of 1 prompts was answered.*takes too long"):
+        generate(PROMPTS[1:2], GenerateRequest(url, "m", timeout=0.3), tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:9\r", "http://127.0.0.1:99999", "http:///v1"])
+def test_what_is_no_address_is_named(tmp_path, url):
+    with pytest.raises(ServerUnreachable):
+        generate(PROMPTS, GenerateRequest(url, "m"), tmp_path / "out.jsonl")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "three"}\n')
+    words = ["generate", "--url", url, "--model", "m", "--prompts", prompts, "--out", tmp_path / "out.jsonl"]
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert done.exit_code == 2 and "is not the address of a server" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_pause_that_is_no_number_is_not_taken_for_one(server, tmp_path):
+    answers = iter([(503, "busy", {"Retry-After": "\u00b2"}), (200, choice())])
+    server.raw = {"three": lambda: next(answers)}
+    assert generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl") == {"answered": 3, "skipped": 0}
+
+
+def test_a_file_keeps_its_mode_and_no_link_beside_it_is_followed(server, tmp_path):
+    out, other = tmp_path / "out.jsonl", tmp_path / "other"
+    other.write_text("of somebody else")
+    (tmp_path / ".out.jsonl.ordered").symlink_to(other)
+    out.touch(0o600)
+    generate(PROMPTS, GenerateRequest(server.url, "m"), out)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert other.read_text() == "of somebody else" and lines(out).keys() == {"a", "b", "c"}
+
+
+def test_a_link_to_the_answers_stays_one(server, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    (tmp_path / "out.jsonl").touch()
+    generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "link.jsonl")
+    assert (tmp_path / "link.jsonl").is_symlink() and lines(tmp_path / "out.jsonl").keys() == {"a", "b", "c"}
+
+
+def test_a_pipe_is_no_output(server, tmp_path):
+    os.mkfifo(tmp_path / "out.jsonl")
+    with pytest.raises(PromptsInvalid, match="not a regular file"):
+        generate(PROMPTS, GenerateRequest(server.url, "m"), tmp_path / "out.jsonl")
