@@ -229,6 +229,10 @@ class SourceFormatUnknown(KconvError):
     """kconv cannot read a target's quantized format."""
 
 
+class QuantizedWeightInvalid(KconvError):
+    """A quantized weight lacks a tensor, or one has a dtype, a shape or a content that its format does not have."""
+
+
 class WorkerFailed(KconvError):
     """A worker process ended early."""
 

@@ -1,21 +1,29 @@
-"""How quantized weights are stored: the one description of NVFP4, FP8 and INT4.
+"""How quantized weights are stored: one class for each format, and all that kconv knows of it.
 
 A module's weight `[rows, columns]` is stored as several tensors, `<module>.<suffix>`: its values and its scales.
 Each scale is a multiplier. ModelOpt's names and numbers:
 https://github.com/NVIDIA/Model-Optimizer/blob/0.47.0/modelopt/torch/export/quant_utils.py
-compressed-tensors' INT4:
-https://github.com/vllm-project/compressed-tensors/blob/0.17.0/src/compressed_tensors/compressors/pack_quantized/base.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from ..errors import QuantizedWeightInvalid, SourceFormatUnknown
+from .header import TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
+# The suffix of what engines divide a module's input by.
+INPUT_SCALE = "input_scale"
 # Where a config describes the quantization; ModelOpt's exporter also writes the second one, as a file.
 CONFIG_KEY, SIDE_FILE = "quantization_config", "hf_quant_config.json"
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -23,8 +31,32 @@ KV_CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 # The largest magnitude of each float type.
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-GROUP_SIZE = 16  # columns of an NVFP4 group
-BLOCK = 128  # rows and columns of DeepSeek's FP8 block
+
+# Engines take the reciprocal of an input_scale in float32; for a denormal number it may be infinite:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py#L2097
+SMALLEST_SCALE = 2.0**-126
+# The next norm squares a product of an activation in float32; beyond this a square is infinite.
+LARGEST_AMAX = 2.0**64
+
+
+def is_scale(value: float) -> bool:
+    """Return whether float32 can calculate with a scale of a whole module: weight_scale_2, or input_scale."""
+    return SMALLEST_SCALE <= value < LARGEST_AMAX / (E2M1_MAX * E4M3_MAX)
+
+
+# Modules that engines fuse and for which only one scale of a whole module survives, by the last part of their names.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
+_FIRST = {member: members[0] for members in FUSED for member in members}
+
+
+def fused_group(module: str) -> str:
+    """Return a name that only the modules fused with this one share."""
+    parent, _, last = module.rpartition(".")
+    return f"{parent}.{_FIRST.get(last, last)}"
 
 
 @dataclass(frozen=True)
@@ -35,11 +67,13 @@ class FormatTensor:
         dtypes: the safetensors dtypes it may have; the first is what kconv writes.
         shapes: the shapes it may have, from the weight's rows and columns; the first is what kconv writes.
         is_needed: whether reading the weight requires it.
+        rows: how many of the weight's rows one row of it covers; 0 if it is read whole.
     """
 
     dtypes: tuple[str, ...]
     shapes: Callable[[int, int], tuple[Shape, ...]]
     is_needed: bool = True
+    rows: int = 0
 
     @property
     def dtype(self) -> str:
@@ -47,140 +81,467 @@ class FormatTensor:
         return self.dtypes[0]
 
 
+class PartFault(NamedTuple):
+    """What keeps a tensor from being a part of a quantized weight.
+
+    Attributes:
+        kind: what is wrong.
+        name: the tensor's.
+        what: a phrase that follows a name, e.g. "is F32, not F8_E4M3".
+    """
+
+    kind: Literal["missing", "dtype", "shape"]
+    name: str
+    what: str
+
+
 @dataclass(frozen=True)
-class StoredFormat:
+class StoredFormat(ABC):
     """How a quantized weight is stored.
 
     Attributes:
         name: ModelOpt's `quant_algo`, if it has one.
-        tensors: by suffix; values first.
+        title: what a user reads of it.
+        form: what manifests and messages call a target in it; empty if no target is read in it.
+        values, scale: the suffixes of the values, and of the scales with a dim.
+        mark: the suffix of the tensor that tells this format from the others.
         columns: how many columns one stored element holds.
         group: how many columns share a scale; 1 if rows are not split into groups.
         largest: the largest magnitude with scales of 1.
         numbers: the description of weights and inputs in config.json's `config_groups`.
+        weight_only_name: ModelOpt's `quant_algo` if engines leave the inputs unquantized.
+        beside: suffixes of tensors that a target stores for engines alone: no weight's value depends on them.
     """
 
-    name: str
-    tensors: Mapping[str, FormatTensor]
-    columns: int = 1
-    group: int = 1
-    largest: float = 0.0
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    name: ClassVar[str]
+    title: ClassVar[str]
+    form: ClassVar[str] = ""
+    values: ClassVar[str] = "weight"
+    scale: ClassVar[str] = "weight_scale"
+    mark: ClassVar[str] = scale
+    columns: ClassVar[int] = 1
+    group: ClassVar[int] = 1
+    largest: ClassVar[float] = 0.0
+    numbers: ClassVar[Mapping[str, Any]] = {}
+    weight_only_name: ClassVar[str] = ""
+    beside: ClassVar[tuple[str, ...]] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To a worker process: the functions in `tensors` cannot be sent.
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+
+    @cached_property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        """The tensors by suffix; values first."""
 
     @property
-    def values(self) -> FormatTensor:
-        """The values."""
-        return next(iter(self.tensors.values()))
+    def split(self) -> str:
+        """How a weight's columns share scales, as a phrase."""
+        return f"in groups of {self.group}"
+
+    @abstractmethod
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the numbers `[rows, columns]` of stored tensors, by suffix, bit for bit like the format's maker."""
 
     @property
     def scales(self) -> dict[str, FormatTensor]:
         """The tensors other than the values, by suffix."""
-        return dict(list(self.tensors.items())[1:])
+        return {suffix: tensor for suffix, tensor in self.tensors.items() if suffix != self.values}
+
+    def dtype(self, parts: Mapping[str, TensorInfo]) -> str:
+        """Return the safetensors dtype that a target's weight is read as."""
+        return "BF16"
+
+    def shape(self, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        """Return a weight's rows and columns."""
+        rows, stored = parts[self.values].shape
+        return rows, stored * self.columns
+
+    def fits(self, columns: int) -> bool:
+        """Return whether so many columns form whole groups."""
+        return columns % self.group == 0
+
+    def written(self, module: str, shape: Sequence[int]) -> dict[str, tuple[str, Shape]]:
+        """Return dtype and shape of each tensor that kconv writes for a module's weight of this shape, by name."""
+        rows, columns = shape
+        return {
+            f"{module}.{suffix}": (tensor.dtype, tensor.shapes(rows, columns)[0])
+            for suffix, tensor in self.tensors.items()
+        }
+
+    def parts(self, module: str, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Return the tensors from which a module's weight is read, by suffix.
+
+        Raises:
+            QuantizedWeightInvalid: one is missing, or has a dtype or a shape that the format does not have.
+        """
+        named = {suffix: f"{module}.{suffix}" for suffix, tensor in self.tensors.items() if tensor.is_needed}
+        found = {suffix: tensors[name] for suffix, name in named.items() if name in tensors}
+        for fault in self.faults(module, found):
+            raise QuantizedWeightInvalid(
+                f"{fault.name} {fault.what}, so {module} cannot be read as {self.name}",
+                where=next(iter(found.values())).file if found else module,
+                fix="Fetch the shard again, and check that config.json and the weights belong to the same model.",
+            )
+        return found
+
+    def faults(self, module: str, parts: Mapping[str, TensorInfo]) -> Iterator[PartFault]:
+        """Yield what is wrong with the tensors of a module's weight, by suffix."""
+        for suffix, tensor in self.tensors.items():
+            info = parts.get(suffix)
+            if info is None:
+                if tensor.is_needed:
+                    yield PartFault("missing", f"{module}.{suffix}", "is missing")
+            elif info.dtype not in tensor.dtypes:
+                yield PartFault("dtype", info.name, f"is {info.dtype}, not {' or '.join(tensor.dtypes)}")
+        values = parts.get(self.values)
+        if values is None or values.dtype not in self.tensors[self.values].dtypes:
+            return
+        if len(values.shape) != 2:
+            yield PartFault("shape", values.name, f"is {list(values.shape)}, not a matrix")
+            return
+        rows, columns = self.shape(parts)
+        if not self.fits(columns):
+            yield PartFault("shape", values.name, f"has {columns} columns, which cannot be split {self.split}")
+        for suffix, info in parts.items():
+            shapes = self.tensors[suffix].shapes(rows, columns)
+            if info.shape not in shapes:
+                yield PartFault(
+                    "shape",
+                    info.name,
+                    f"is {list(info.shape)}, but {[rows, columns]} {self.split} needs {list(shapes[0])}",
+                )
+
+    def check_values(self, parts: Mapping[str, TensorInfo], whole: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Raise QuantizedWeightInvalid if the tensors that are read whole contradict the others."""
+
+    def quantization_config(
+        self, exclude: Sequence[str], *, weight_only: bool = False, kv_cache: str = ""
+    ) -> dict[str, Any]:
+        """Return config.json's `quantization_config` as ModelOpt writes it, which vLLM and SGLang read.
+
+        Args:
+            exclude: names or name patterns of modules that stay unquantized.
+            weight_only: whether engines leave the inputs unquantized.
+            kv_cache: "fp8" for an FP8 KV cache.
+        """
+        numbers = dict(self.numbers)
+        group = {"input_activations": None if weight_only else numbers, "weights": numbers, "targets": ["Linear"]}
+        return {
+            "config_groups": {"group_0": group},
+            "ignore": list(exclude),
+            "quant_algo": self.weight_only_name if weight_only else self.name,
+            **({"kv_cache_scheme": KV_CACHE_SCHEME} if kv_cache == "fp8" else {}),
+            "producer": PRODUCER,
+            "quant_method": "modelopt",
+        }
+
+    def hf_quant_config(
+        self, exclude: Sequence[str], *, weight_only: bool = False, kv_cache: str = ""
+    ) -> dict[str, Any]:
+        """Return hf_quant_config.json, which TensorRT-LLM reads; options as for `quantization_config`."""
+        return {
+            "producer": PRODUCER,
+            "quantization": {
+                "quant_algo": self.weight_only_name if weight_only else self.name,
+                "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,
+                **({"group_size": self.group} if self.group > 1 else {}),
+                "exclude_modules": list(exclude),
+            },
+        }
 
 
+# A module has one such scale. Engines load it with and without a dim:
+# https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/parameter.py#L294-L296
 def _scalar(rows: int, columns: int) -> tuple[Shape, ...]:
     return (), (1,)
 
 
 _INPUT_SCALE = FormatTensor(("F32",), _scalar, is_needed=False)
 
-NVFP4 = StoredFormat(
-    "NVFP4",
-    {
-        # The low nibble of a byte holds the even column.
-        "weight": FormatTensor(("U8",), lambda rows, columns: ((rows, columns // 2),)),
-        "weight_scale": FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, columns // GROUP_SIZE),)),
-        "weight_scale_2": FormatTensor(("F32",), _scalar),
-        "input_scale": _INPUT_SCALE,
-    },
-    columns=2,
-    group=GROUP_SIZE,
-    largest=E2M1_MAX * E4M3_MAX,
-    numbers={"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE},
-)
-FP8 = StoredFormat(
-    "FP8",
-    {
-        "weight": FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, columns),)),
-        "weight_scale": FormatTensor(("F32",), lambda rows, columns: ((), (1,), (rows, 1), (rows,))),
-        "input_scale": _INPUT_SCALE,
-    },
-    largest=E4M3_MAX,
-    numbers={"dynamic": False, "num_bits": 8, "type": "float"},
-)
+
+class Nvfp4(StoredFormat):
+    """Groups of sixteen e2m1 values that share an e4m3 scale; a value is e2m1 * (weight_scale * weight_scale_2)."""
+
+    name = "NVFP4"
+    title = "ModelOpt's NVFP4"
+    form = "nvfp4"
+    scale_2 = "weight_scale_2"
+    mark = scale_2
+    columns = 2
+    group = 16
+    largest = E2M1_MAX * E4M3_MAX
+    numbers: ClassVar = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
+    weight_only_name = "W4A16_NVFP4"
+    # What `quant_algo` may say.
+    algorithms = (name, weight_only_name)
+    beside = (INPUT_SCALE, "k_scale", "v_scale")
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        return {
+            # The low nibble of a byte holds the even column.
+            self.values: FormatTensor(("U8",), lambda rows, columns: ((rows, columns // 2),), rows=1),
+            self.scale: FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, ceil(columns / self.group)),), rows=1),
+            self.scale_2: FormatTensor(("F32",), _scalar),
+            INPUT_SCALE: _INPUT_SCALE,
+        }
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `StoredFormat.unpack`; float32."""
+        packed, scale = stored[self.values], stored[self.scale]
+        values = _pairs().to(packed.device)[packed.int()].view(*scale.shape, self.group)
+        return values.mul_((scale.float() * stored[self.scale_2]).unsqueeze(-1)).view(packed.shape[0], -1)
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
+        """See `stated_format`."""
+        if not str(block.get("quant_method")).startswith("modelopt"):
+            return None
+        algorithm = block.get("quant_algo")
+        if algorithm not in cls.algorithms:
+            raise SourceFormatUnknown(
+                f"this ModelOpt checkpoint has the quant_algo {algorithm!r}",
+                where=where,
+                fix=f"kconv reads {' and '.join(cls.algorithms)}.",
+            )
+        return NVFP4
 
 
-def fp8_blocks(height: int = BLOCK, width: int = BLOCK) -> StoredFormat:
-    """Return DeepSeek's FP8; one block of this many rows and columns shares a scale."""
-    return StoredFormat(
-        "FP8, in blocks",
-        {
-            "weight": FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, columns),)),
-            "weight_scale_inv": FormatTensor(
-                ("F32", "BF16"), lambda rows, columns: ((ceil(rows / height), ceil(columns / width)),)
-            ),
-        },
-        group=width,
-        largest=E4M3_MAX,
-    )
+@cache
+def _pairs() -> Tensor:
+    """Return both e2m1 values of each byte: [256, 2]."""
+    import torch
+
+    sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    # As in ModelOpt, no zero is negative. Dtype and device are not the defaults of a model that is being loaded.
+    e2m1 = torch.tensor([*sizes, 0.0, *(-size for size in sizes[1:])], dtype=torch.float32, device="cpu")
+    return torch.stack([e2m1.repeat(16), e2m1.repeat_interleave(16)], dim=-1)
 
 
-def int4(group: int) -> StoredFormat:
-    """Return compressed-tensors' INT4; one group of this many columns shares a scale."""
-    return StoredFormat(
-        "INT4",
-        {
+class Fp8(StoredFormat):
+    """e4m3 values with one scale for the whole weight, or one for each row."""
+
+    name = "FP8"
+    title = "ModelOpt's FP8"
+    largest = E4M3_MAX
+    numbers: ClassVar = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        return {
+            self.values: FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, columns),), rows=1),
+            self.scale: FormatTensor(("F32",), lambda rows, columns: ((), (1,), (rows, 1), (rows,))),
+            INPUT_SCALE: _INPUT_SCALE,
+        }
+
+    @property
+    def split(self) -> str:
+        return "with one scale, or one for each row,"
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `StoredFormat.unpack`; float32."""
+        return stored[self.values].float() * stored[self.scale].float().reshape(-1, 1)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(StoredFormat):
+    """DeepSeek's FP8: e4m3 values of which a block of rows and columns shares a scale, as in DeepSeek-V3.
+
+    https://github.com/deepseek-ai/DeepSeek-V3/blob/06231633430c449a1f6a8c0b5a1d6f99860b8eb2/inference/kernel.py#L78-L81
+    """
+
+    height: int = 128
+    width: int = 128
+
+    name = title = "FP8 in blocks"
+    form = "fp8"
+    scale = "weight_scale_inv"
+    mark = scale
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        def blocks(rows: int, columns: int) -> tuple[Shape, ...]:
+            return ((ceil(rows / self.height), ceil(columns / self.width)),)
+
+        return {
+            self.values: FormatTensor(("F8_E4M3",), lambda rows, columns: ((rows, columns),), rows=1),
+            # Engines copy it into a float32 parameter, whatever its dtype.
+            self.scale: FormatTensor(("F32", "BF16"), blocks, rows=self.height),
+        }
+
+    @property
+    def split(self) -> str:
+        return f"in blocks of {[self.height, self.width]}"
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `StoredFormat.unpack`; the product in float32, rounded to bf16."""
+        rows, columns = stored[self.values].shape
+        tall = stored[self.scale].float().repeat_interleave(self.height, 0)[:rows]
+        return stored[self.values].float().mul_(tall.repeat_interleave(self.width, 1)[:, :columns]).bfloat16()
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
+        """See `stated_format`."""
+        if block.get("quant_method") != "fp8":
+            return None
+        match block:
+            case {"weight_block_size": [int(rows), int(columns)]} if rows > 0 and columns > 0:
+                pass
+            case _:
+                raise SourceFormatUnknown(
+                    f"this FP8 checkpoint has the weight_block_size {block.get('weight_block_size')!r}",
+                    where=where,
+                    fix="kconv reads FP8 in blocks, as used by Kimi-K2-Instruct and DeepSeek-V3.",
+                )
+        if block.get("fmt", "e4m3") != "e4m3":
+            raise SourceFormatUnknown(f"this FP8 checkpoint is {block['fmt']!r}", where=where, fix="kconv reads e4m3.")
+        return cls(rows, columns)
+
+
+@dataclass(frozen=True)
+class Int4(StoredFormat):
+    """compressed-tensors' pack-quantized INT4, as in Kimi-K2-Thinking: a value is (nibble - 8) * scale.
+
+    https://github.com/vllm-project/compressed-tensors/blob/0.17.0/src/compressed_tensors/compressors/pack_quantized/base.py
+
+    Attributes:
+        groups: how many columns may share a scale: the group_size of each of the config's groups.
+    """
+
+    groups: tuple[int, ...] = (32,)
+
+    name = "INT4"
+    title = "compressed-tensors pack-quantized INT4 in groups"
+    form = "int4"
+    values = "weight_packed"
+    mark = values
+    extent = "weight_shape"
+    columns = 8
+    # What a config group's `weights` must state; an absent key has compressed-tensors' default.
+    demands: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "num_bits": (4,),
+        "type": ("int",),
+        "symmetric": (True,),
+        "strategy": ("group",),
+        "dynamic": (False,),
+        "actorder": (None, False),
+        "block_structure": (None,),
+    }
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FormatTensor]:
+        def scales(rows: int, columns: int) -> tuple[Shape, ...]:
+            sizes = [size for size in self.groups if columns % size == 0] or self.groups
+            return tuple((rows, ceil(columns / size)) for size in sizes)
+
+        return {
             # The lowest four bits hold the first of eight columns; each is stored as its value plus 8.
-            "weight_packed": FormatTensor(("I32",), lambda rows, columns: ((rows, ceil(columns / 8)),)),
-            "weight_scale": FormatTensor(
-                ("BF16", "F16", "F32"), lambda rows, columns: ((rows, ceil(columns / group)),)
-            ),
-            "weight_shape": FormatTensor(("I64", "I32"), lambda rows, columns: ((2,),)),
-        },
-        columns=8,
-        group=group,
-        largest=8.0,
-    )
+            self.values: FormatTensor(("I32",), lambda rows, columns: ((rows, ceil(columns / self.columns)),), rows=1),
+            self.scale: FormatTensor(("BF16", "F16", "F32"), scales, rows=1),
+            self.extent: FormatTensor(("I64", "I32"), lambda rows, columns: ((2,),)),
+        }
+
+    @property
+    def split(self) -> str:
+        return f"in groups of {' or '.join(map(str, self.groups))}"
+
+    def fits(self, columns: int) -> bool:
+        return any(columns % size == 0 for size in self.groups)
+
+    def dtype(self, parts: Mapping[str, TensorInfo]) -> str:
+        """Return the scales' dtype, to which the product is rounded."""
+        return parts[self.scale].dtype
+
+    def group_of(self, parts: Mapping[str, TensorInfo]) -> int:
+        """Return how many columns of a weight share a scale."""
+        return self.shape(parts)[1] // parts[self.scale].shape[1]
+
+    def check_values(self, parts: Mapping[str, TensorInfo], whole: Mapping[str, Tensor]) -> None:
+        stated, shape = tuple(whole[self.extent].flatten().tolist()), self.shape(parts)
+        if stated != shape:
+            raise QuantizedWeightInvalid(
+                f"{parts[self.extent].name} says {list(stated)}, but the packed values are {list(shape)}",
+                where=parts[self.extent].file,
+                fix="Fetch the shard again; compare its sha256 with the publisher's.",
+            )
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `StoredFormat.unpack`; in the scale's dtype, to which the product is rounded once."""
+        import torch
+
+        # Little-endian: the low nibble of each byte holds the even column.
+        halves, scale = stored[self.values].view(torch.uint8), stored[self.scale]
+        values = torch.empty(halves.shape[0], halves.shape[1], 2, dtype=torch.int8)
+        torch.bitwise_and(halves, 15, out=values[:, :, 0].view(torch.uint8))
+        torch.bitwise_right_shift(halves, 4, out=values[:, :, 1].view(torch.uint8))
+        grouped = values.sub_(8).to(scale.dtype).view(*scale.shape, -1)
+        return grouped.mul_(scale.unsqueeze(-1)).view(halves.shape[0], -1)
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any], where: object) -> StoredFormat | None:
+        """See `stated_format`."""
+        if (block.get("quant_method"), block.get("format")) != ("compressed-tensors", "pack-quantized"):
+            return None
+
+        def unknown(what: str) -> SourceFormatUnknown:
+            return SourceFormatUnknown(
+                f"this compressed-tensors checkpoint cannot be read: {what}",
+                where=where,
+                fix="kconv reads pack-quantized symmetric INT4 in groups, as used by Kimi-K2-Thinking, K2.5 and K2.6.",
+            )
+
+        groups = block.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise unknown("its config_groups are missing")
+        sizes: dict[int, None] = {}
+        for name, group in groups.items():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            if not isinstance(weights, dict):
+                raise unknown(f"{name} has no weights")
+            for key, allowed in cls.demands.items():
+                if key in weights and weights[key] not in allowed:
+                    raise unknown(f"{name} has {key} {weights[key]!r}, but kconv reads {allowed[0]!r}")
+            if weights.get("num_bits") != 4 or weights.get("strategy") != "group":
+                raise unknown(f"{name} does not state 4 bits in groups")
+            size = weights.get("group_size")
+            # compressed-tensors refuses groups without a size; vLLM sizes the scales' parameter by it:
+            # https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py#L147-L159
+            if not isinstance(size, int) or size < 1:
+                raise unknown(f"{name} has the group_size {size!r}")
+            sizes[size] = None
+        return cls(tuple(sizes))
 
 
-def quantization_config(
-    format_: StoredFormat, exclude: Sequence[str], *, weight_only: bool = False, kv_cache: str = ""
-) -> dict[str, Any]:
-    """Return config.json's `quantization_config` as ModelOpt writes it, which vLLM and SGLang read.
+NVFP4, FP8, FP8_BLOCKS = Nvfp4(), Fp8(), Fp8Blocks()
+# The formats in which a head's linear layer is read; one that lacks another's mark comes after it.
+OF_HEADS: tuple[StoredFormat, ...] = (NVFP4, FP8_BLOCKS, FP8)
+# Suffixes of the scales that a head's linear layer may have.
+HEAD_SCALES = tuple(dict.fromkeys(suffix for format_ in OF_HEADS for suffix in format_.scales))
+# The formats in which a target is read.
+OF_TARGETS = (Int4, Fp8Blocks, Nvfp4)
+# Suffixes of the tensors that belong to a quantized weight and determine its numbers, but are not a module's "weight";
+# those of asymmetric and of reordered INT4 too, which kconv does not read.
+ONLY_QUANTIZED = (
+    {suffix for format_ in (*OF_HEADS, Int4()) for suffix, tensor in format_.tensors.items() if tensor.is_needed}
+    | {"weight_zero_point", "weight_g_idx"}
+) - {StoredFormat.values}
+
+
+def marked_format(suffixes: Collection[str]) -> StoredFormat:
+    """Return the format of a head's linear layer, from the suffixes of its scales."""
+    return next(format_ for format_ in OF_HEADS if format_.mark in suffixes)
+
+
+def stated_format(block: Mapping[str, Any], where: object) -> StoredFormat | None:
+    """Return the format that a target's config states; None if kconv reads no format of its `quant_method`.
 
     Args:
-        format_: NVFP4 or FP8.
-        exclude: names or name patterns of modules that stay unquantized.
-        weight_only: whether engines leave the inputs unquantized.
-        kv_cache: "fp8" for an FP8 KV cache.
+        block: the config's `quantization_config`.
+        where: its file.
+
+    Raises:
+        SourceFormatUnknown: kconv reads formats of that method, but not this one.
     """
-    numbers = dict(format_.numbers)
-    group = {"input_activations": None if weight_only else numbers, "weights": numbers, "targets": ["Linear"]}
-    return {
-        "config_groups": {"group_0": group},
-        "ignore": list(exclude),
-        "quant_algo": _algorithm(format_, weight_only),
-        **({"kv_cache_scheme": KV_CACHE_SCHEME} if kv_cache == "fp8" else {}),
-        "producer": PRODUCER,
-        "quant_method": "modelopt",
-    }
-
-
-def hf_quant_config(
-    format_: StoredFormat, exclude: Sequence[str], *, weight_only: bool = False, kv_cache: str = ""
-) -> dict[str, Any]:
-    """Return hf_quant_config.json, which TensorRT-LLM reads; options as for `quantization_config`."""
-    group = {"group_size": format_.group} if format_.group > 1 else {}
-    return {
-        "producer": PRODUCER,
-        "quantization": {
-            "quant_algo": _algorithm(format_, weight_only),
-            "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,
-            **group,
-            "exclude_modules": list(exclude),
-        },
-    }
-
-
-def _algorithm(format_: StoredFormat, weight_only: bool) -> str:
-    return f"W4A16_{format_.name}" if weight_only else format_.name
+    return next(filter(None, (format_.from_config(block, where) for format_ in OF_TARGETS)), None)

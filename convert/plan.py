@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import read_json
-from ..checkpoint.formats import CONFIG_KEY
+from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import Action, ConversionRecord
 from ..engines.layout import Layout, Stored, stored
@@ -24,7 +24,7 @@ from ..head.slots import needs
 from ..head.spec import HeadSpec
 from .computed import Computed, from_target, rounded
 from .config import carry, refuse_unstated
-from .quantized import SUFFIXES, add_scales, names_beside, refuse_renaming
+from .quantized import add_scales, names_beside, refuse_renaming
 from .read import Head, read_slot, rows_of
 from .shared import SharedTensors, omitted_slots, refuse_target
 
@@ -286,7 +286,7 @@ def _computed(name: str, row: Stored, head: Head, change: Change) -> list[Step]:
         computed, sources = first.computed, first.sources
         expected = replace(row.expected, shape=computed.shape, dtypes=(computed.dtype,))
         steps = [Step(name, sources, replace(row, expected=expected), first.action, computed)]
-        for suffix in SUFFIXES:
+        for suffix in HEAD_SCALES:
             slot, scale = f"{row.slots[0]}.{suffix}", f"{name.removesuffix('.weight')}.{suffix}"
             if slot in change.replaced:
                 one = change.replaced[slot]

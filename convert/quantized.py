@@ -10,20 +10,17 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..checkpoint.formats import CONFIG_KEY, FP8, NVFP4, fp8_blocks
+from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, OF_HEADS
 from ..checkpoint.header import TensorInfo
 from ..engines.layout import Stored
 from ..engines.moves import Same
 from ..errors import LayoutCannot, TensorMissing
 from ..head.contract import Expected, Problems
 
-FORMATS = (NVFP4, fp8_blocks(), FP8)
-SUFFIXES = tuple(dict.fromkeys(suffix for format_ in FORMATS for suffix in format_.scales))
-
 
 def has_scales(names: Iterable[str]) -> bool:
     """Return whether tensor names or slots are those of a quantized head."""
-    return any(name.rpartition(".")[2] in SUFFIXES for name in names)
+    return any(name.rpartition(".")[2] in HEAD_SCALES for name in names)
 
 
 def add_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) -> dict[str, Stored]:
@@ -48,7 +45,7 @@ def find_scales(rows: Mapping[str, Stored], tensors: Mapping[str, TensorInfo], p
     found: dict[str, Stored] = {}
     for name, row in rows.items():
         base = name.removesuffix(".weight")
-        suffixes = [suffix for suffix in SUFFIXES if f"{base}.{suffix}" in tensors]
+        suffixes = [suffix for suffix in HEAD_SCALES if f"{base}.{suffix}" in tensors]
         if base == name or not suffixes or name not in tensors or len(row.expected.shape) != 2:
             found[name] = row
             continue
@@ -60,7 +57,9 @@ def _quantized(
     base: str, row: Stored, tensors: Mapping[str, TensorInfo], suffixes: list[str], problems: Problems
 ) -> dict[str, Stored]:
     weight = tensors[row.name]
-    format_ = next((f for f in FORMATS if f.values.dtype == weight.dtype and set(suffixes) <= f.scales.keys()), None)
+    format_ = next(
+        (f for f in OF_HEADS if weight.dtype in f.tensors[f.values].dtypes and f.scales.keys() >= set(suffixes)), None
+    )
     if format_ is None or not isinstance(row.move, Same):
         error = LayoutCannot(
             f"{row.name} is {weight.dtype} with {', '.join(suffixes)}, "
@@ -79,7 +78,8 @@ def _quantized(
         stored = replace(row.expected, shape=weight.shape, dtypes=(weight.dtype,))
         return {row.name: replace(row, expected=stored), **scales}
     rows, columns = row.expected.shape
-    packed = replace(row.expected, shape=(rows, columns // format_.columns), dtypes=(format_.values.dtype,))
+    values = format_.tensors[format_.values]
+    packed = replace(row.expected, shape=values.shapes(rows, columns)[0], dtypes=values.dtypes)
     found = {row.name: replace(row, expected=packed)}
     for suffix, scale in format_.scales.items():
         name, shapes = f"{base}.{suffix}", scale.shapes(rows, columns)
@@ -93,7 +93,7 @@ def _quantized(
                 problems.append(error.problem("K199"))
             continue
         shape = next((s for s in shapes if s == tensors[name].shape), shapes[0])
-        expected = Expected(name, shape, (scale.dtype,), may_be_absent=True)
+        expected = Expected(name, shape, scale.dtypes, may_be_absent=True)
         found[name] = Stored(expected, (f"{row.slots[0]}.{suffix}",), Same())
     return found
 
@@ -101,7 +101,7 @@ def _quantized(
 def names_beside(base_slot: str, name: str, slots: Iterable[str]) -> dict[str, str]:
     """Return the names of a linear layer's scales, by slot, for a weight of this name."""
     held = set(slots)
-    found = {f"{base_slot}.{suffix}": f"{name.removesuffix('.weight')}.{suffix}" for suffix in SUFFIXES}
+    found = {f"{base_slot}.{suffix}": f"{name.removesuffix('.weight')}.{suffix}" for suffix in HEAD_SCALES}
     return {slot: scale for slot, scale in found.items() if slot in held}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Checkpoint
-from ..checkpoint.formats import CONFIG_KEY, SIDE_FILE
+from ..checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
 from ..checkpoint.header import TensorInfo
 from ..engines import detect
 from ..engines.layout import Layout, Stored, ignorable, readable, unclaimed
@@ -30,7 +30,7 @@ from ..head.spec import HeadSpec
 from .captured import Captured, Hints
 from .config import ReadConfig, find_config
 from .identify import Kind, Undecided, find_undecided, identify, not_a_head
-from .quantized import SUFFIXES, add_scales, find_scales, has_scales
+from .quantized import add_scales, find_scales, has_scales
 
 if TYPE_CHECKING:
     import torch
@@ -347,7 +347,7 @@ def weight_dtype(checkpoint: Checkpoint) -> str:
     sizes: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
         # In a quantized head without lm_head, the scales may outweigh the norms.
-        if info.dtype in FLOATS and name.rpartition(".")[2] not in SUFFIXES:
+        if info.dtype in FLOATS and name.rpartition(".")[2] not in HEAD_SCALES:
             sizes[info.dtype] += info.size
     if not sizes:
         raise UnknownLayout(

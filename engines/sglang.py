@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.formats import NVFP4
 from ..errors import CountersDisturbed, CountersMissing
 from ..head.spec import Gqa, HeadSpec, Mla
 from ..head.yarn import cos_sin_factor, m
@@ -304,7 +305,7 @@ SGLANG = Layout(
             "SGLang ignores an MLA head's NVFP4 config, and would read its packed bytes as weights",
             "Serve the unquantized head, or serve this one with vLLM or TensorRT-LLM.",
             f"{MLA_LOADER}#L335-L340",
-            holds="*.weight_scale_2",
+            holds=f"*.{NVFP4.mark}",
         ),
     ),
 )

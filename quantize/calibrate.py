@@ -70,8 +70,8 @@ def calibrate_target(
 
     Raises:
         OutputExists, OutputFailed: something exists at `out`, or it cannot be written.
-        PromptsInvalid, TargetInvalid, SourceFormatUnknown, TensorShape, InputScalesInvalid: see `read_sequences` and
-            `calibrate`.
+        PromptsInvalid, TargetInvalid, SourceFormatUnknown, QuantizedWeightInvalid, InputScalesInvalid: see
+            `read_sequences` and `calibrate`.
     """
     refuse_existing(out)
     sequences, used = read_sequences(target, prompts, tokens=tokens, chat=chat, trust_remote_code=trust_remote_code)
@@ -156,7 +156,7 @@ def calibrate(
         say: called with a message about a layer's memory.
 
     Raises:
-        TargetInvalid, TargetTooLarge, SourceFormatUnknown, TensorShape: see `Layers`.
+        TargetInvalid, TargetTooLarge, SourceFormatUnknown, QuantizedWeightInvalid: see `Layers`.
         InputScalesInvalid: there are no tokens, or a module was never run.
     """
     if not sum(map(len, sequences)):
@@ -191,7 +191,7 @@ class Layers:
     Raises:
         TargetInvalid: the target is of another class, or a tensor is missing, unknown or of a wrong shape.
         TargetTooLarge: a layer does not fit into memory even then.
-        SourceFormatUnknown, TensorShape: it is quantized in a way that kconv does not read.
+        SourceFormatUnknown, QuantizedWeightInvalid: it is quantized in a way that kconv does not read.
     """
 
     def __init__(self, target: Checkpoint, config: TargetConfig, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.formats import fused_group, is_scale
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Record
 from ..checkpoint.schema import load_json
@@ -21,7 +22,6 @@ from ..checkpoint.staging import write_new
 from ..checkpoint.tensors import read_tensor
 from ..errors import InputScalesInvalid
 from ..targets.config import TargetConfig
-from .formats import fused_group, is_scale
 from .pack import scale_2
 
 

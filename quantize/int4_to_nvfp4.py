@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, reduce
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
 
-from ..targets.weights import Int4
-from .formats import GROUP_SIZE
+from ..checkpoint.formats import NVFP4, Int4
+from ..targets.weights import Quantized, StoredWeight
 from .pack import Packed, load_native, pack
 
 # The magnitude of each nibble's value, nibble - 8, and the larger of the two in a byte.
@@ -67,7 +67,7 @@ class Tables:
         # For each scale and level the sixteen values, without those above the level: [scales, levels, 16].
         values = torch.arange(16).sub(8).repeat(LEVELS, 1)
         values[values.abs() > torch.arange(LEVELS).unsqueeze(-1)] = 0
-        rows = (values.bfloat16() * scales[:, None, None]).reshape(-1, GROUP_SIZE)
+        rows = (values.bfloat16() * scales[:, None, None]).reshape(-1, NVFP4.group)
         made = pack(rows, self._weight_scale_2)
         halves = made.weight.numpy()
         self.codes = np.concatenate([self.codes, np.stack([halves & 15, halves >> 4], axis=-1).reshape(-1, 16)])
@@ -94,7 +94,7 @@ class Int4Packer:
             scale: bf16 [rows, in/group], all finite; the group is a multiple of sixteen.
         """
         rows = packed.shape[0]
-        halves = packed.contiguous().view(torch.uint8).numpy().reshape(-1, GROUP_SIZE // 2)
+        halves = packed.contiguous().view(torch.uint8).numpy().reshape(-1, NVFP4.group // 2)
         bits = scale.contiguous().view(torch.uint16).numpy().reshape(-1)
         self._tables.learn(bits)
         nibbles, scales = self._loops.pack(halves, bits, self._tables)
@@ -104,14 +104,13 @@ class Int4Packer:
         )
 
 
-def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
+def amax_int4(weight: Quantized, loops: Loops | None = None) -> float:
     """Return the largest magnitude of an INT4 weight's dequantized values; NaN for NaN scales."""
-    weight.check()
     loops = loops or fastest()
     tops = np.zeros(LEVELS, np.uint16)
-    for packed, scale in weight.packed_blocks():
-        halves = packed.view(torch.uint8).numpy().reshape(-1, GROUP_SIZE // 2)
-        tops = np.maximum(tops, loops.tops(halves, scale.view(torch.uint16).numpy().reshape(-1)))
+    for stored in weight.stored():
+        halves = stored[Int4.values].view(torch.uint8).numpy().reshape(-1, NVFP4.group // 2)
+        tops = np.maximum(tops, loops.tops(halves, stored[Int4.scale].view(torch.uint16).numpy().reshape(-1)))
     largest = torch.from_numpy(tops).view(torch.bfloat16)
     if not torch.isfinite(largest).all():
         return float("nan")
@@ -119,9 +118,11 @@ def amax_int4(weight: Int4, loops: Loops | None = None) -> float:
     return float((torch.arange(LEVELS).bfloat16() * largest).max())
 
 
-def fits(weight: Int4) -> bool:
+def fits(weight: StoredWeight) -> TypeGuard[Quantized]:
     """Return whether a weight can be packed this way."""
-    return weight.dtype == "BF16" and weight.group % GROUP_SIZE == 0
+    if not isinstance(weight, Quantized) or not isinstance(weight.format, Int4):
+        return False
+    return weight.dtype == "BF16" and weight.format.group_of(weight.parts) % NVFP4.group == 0
 
 
 class NumpyLoops:

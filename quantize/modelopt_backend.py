@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from ..checkpoint.bytes import digest, file_digest, stream
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.formats import INPUT_SCALE, NVFP4, is_scale
 from ..checkpoint.header import TensorInfo, read_header
 from ..checkpoint.manifest import FileRecord
 from ..checkpoint.staging import check_disk, staged
@@ -27,7 +28,6 @@ from ..targets.config import TargetConfig
 from ..targets.model import load_target, refuse_other_family
 from ..targets.weights import StoredWeight
 from .calibration import CalibrationPrompts, InputScales
-from .formats import is_scale
 from .output import bytes_needed, write_beside, write_manifest
 from .plan import QuantizePlan, plan_quantize
 from .recipe import NEVER, Recipe
@@ -39,7 +39,7 @@ NOTHING = "no weight quantizer is enabled"
 # What to do about a target that is larger than memory.
 INSTEAD = "Use --backend stream with a file from kconv calibrate; both need memory for at most one layer."
 # ModelOpt's own numbers of an NVFP4 quantizer.
-NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+NUMBERS = {"num_bits": (2, 1), "block_sizes": {-1: NVFP4.group, "type": "dynamic", "scale_bits": (4, 3)}}
 
 
 def plan_in_memory(
@@ -55,7 +55,7 @@ def plan_in_memory(
 
     Raises:
         RecipeInvalid: the target is wrapped or already NVFP4, or a pattern matches no module.
-        SourceFormatUnknown, TensorShape: the target cannot be read.
+        SourceFormatUnknown, QuantizedWeightInvalid, TensorShape: the target cannot be read.
     """
     if config.prefix:
         raise RecipeInvalid(
@@ -137,7 +137,7 @@ def quant_cfg(recipe: Recipe) -> dict[str, Any]:
 WEIGHTS = "*.safetensors"
 ANOTHER_BACKEND = "Use the streaming backend."
 # Numbers that a kernel multiplies by, one per module.
-SCALARS = ("weight_scale_2", "input_scale")
+SCALARS = (NVFP4.scale_2, INPUT_SCALE)
 
 
 def take_export(plan: QuantizePlan, folder: Path) -> None:

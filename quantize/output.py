@@ -12,17 +12,16 @@ from typing import Any
 
 from ..checkpoint.bytes import file_digest
 from ..checkpoint.folder import INDEX
+from ..checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE
 from ..checkpoint.manifest import MANIFEST, FileRecord, Manifest, Parameters
-from ..targets.weights import SIDE_CONFIG
-from .formats import hf_quant_config, quantization_config
 from .plan import QuantizePlan, exclude_modules
 from .stream import Workplace
 
 # Files that are written again, or describe only the source's weights.
-NOT_COPIED = ("config.json", INDEX, SIDE_CONFIG, MANIFEST, "README.md", ".gitattributes")
+NOT_COPIED = ("config.json", INDEX, SIDE_FILE, MANIFEST, "README.md", ".gitattributes")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Config blocks of another quantization, which a reader would believe.
-STALE = ("quantization_config", "compression_config")
+STALE = (CONFIG_KEY, "compression_config")
 # The published NVFP4 targets' prefix for a wrapped text model, which every engine builds under it.
 TEXT_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
@@ -61,7 +60,7 @@ def write_beside(plan: QuantizePlan, folder: Path, weight_map: dict[str, str], s
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     return [
         *(_copy(file, folder) for file in copied_files(plan.source.folder)),
-        _write(folder / SIDE_CONFIG, side),
+        _write(folder / SIDE_FILE, side),
         _write(folder / INDEX, index),
         _write(folder / "config.json", config),
     ]
@@ -94,8 +93,8 @@ def quantized_config(plan: QuantizePlan) -> tuple[dict[str, Any], dict[str, Any]
         text["model_type"] = TEXT_MODEL_TYPES[text["model_type"]]
     excludes = exclude_modules(plan.linear, {module.name for module in plan.modules})
     said = {"weight_only": plan.recipe.weight_only, "kv_cache": plan.recipe.kv_cache, "exclude": excludes}
-    config["quantization_config"] = quantization_config(**said)
-    return config, hf_quant_config(**said)
+    config[CONFIG_KEY] = NVFP4.quantization_config(**said)
+    return config, NVFP4.hf_quant_config(**said)
 
 
 def _copy(file: Path, folder: Path) -> FileRecord:

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.formats import E2M1_MAX, E4M3_MAX, NVFP4
 from ..checkpoint.staging import cache_root
-from ..targets.weights import dequantize_nvfp4
-from .formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE
 
 
 def amax(weight: torch.Tensor) -> float:
@@ -36,7 +35,7 @@ def amax(weight: torch.Tensor) -> float:
 
 def scale_2(largest: float) -> torch.Tensor:
     """Return the weight_scale_2, float32 [], for a largest magnitude."""
-    return torch.tensor(largest, dtype=torch.float32) / (E2M1_MAX * E4M3_MAX)
+    return torch.tensor(largest, dtype=torch.float32) / NVFP4.largest
 
 
 def pack(weight: torch.Tensor, weight_scale_2: float) -> Packed:
@@ -56,15 +55,14 @@ def pack(weight: torch.Tensor, weight_scale_2: float) -> Packed:
 
 def unpack(packed: Packed, weight_scale_2: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a packed weight, [out, in], computed in float32 and rounded once."""
-    shared = torch.tensor(weight_scale_2, dtype=torch.float32)
-    return dequantize_nvfp4(packed.weight, packed.weight_scale, shared).to(dtype)
+    return NVFP4.unpack(packed.stored(torch.tensor(weight_scale_2, dtype=torch.float32))).to(dtype)
 
 
 def _pack_with_modelopt(weight: torch.Tensor, weight_scale_2: float) -> Packed:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     shared = torch.tensor(weight_scale_2, dtype=torch.float32, device=weight.device)
-    made: Any = NVFP4QTensor.quantize(weight, GROUP_SIZE, None, shared, try_tensorrt=False)
+    made: Any = NVFP4QTensor.quantize(weight, NVFP4.group, None, shared, try_tensorrt=False)
     return Packed(made[0]._quantized_data, made[1])
 
 
@@ -81,18 +79,22 @@ class Packed:
     weight: torch.Tensor
     weight_scale: torch.Tensor
 
+    def stored(self, scale_2: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors from which the weight is read, by suffix."""
+        return {NVFP4.values: self.weight, NVFP4.scale: self.weight_scale, NVFP4.scale_2: scale_2}
+
 
 def pack_plain(weight: torch.Tensor, weight_scale_2: float) -> Packed:
     """Pack a weight in torch; see `pack.pack` for the arguments."""
     rows, columns = weight.shape
     nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
-    scales = torch.empty(rows, columns // GROUP_SIZE, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, columns // NVFP4.group, dtype=torch.float8_e4m3fn)
     shared = torch.tensor(weight_scale_2, dtype=torch.float32)
     step = max(PART // columns, 1)
     for first in range(0, rows, step):
         part = slice(first, first + step)
         # In float32, whatever the weight's dtype.
-        blocks = weight[part].float().unflatten(-1, (-1, GROUP_SIZE))
+        blocks = weight[part].float().unflatten(-1, (-1, NVFP4.group))
         scales[part] = _scales(blocks, shared)
         nibbles[part] = _nibbles((blocks / (scales[part].float() * shared).unsqueeze(-1)).flatten(-2))
     return Packed(nibbles, scales)
@@ -145,7 +147,7 @@ class NativePacker:
         weight = (weight if weight.dtype in self._loops else weight.float()).contiguous()
         rows, columns = weight.shape
         nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
-        scales = torch.empty(rows, columns // GROUP_SIZE, dtype=torch.uint8)
+        scales = torch.empty(rows, columns // NVFP4.group, dtype=torch.uint8)
         self._loops[weight.dtype](
             weight.data_ptr(), scales.numel(), weight_scale_2, nibbles.data_ptr(), scales.data_ptr()
         )
@@ -174,9 +176,9 @@ def _trials() -> list[tuple[torch.Tensor, float]]:
     generator = torch.Generator().manual_seed(0)
     # The blocks' sizes range from below 2^-9 of the largest to beyond 448.
     sizes = torch.linspace(-12, 10, 320).exp2().unsqueeze(-1)
-    random = torch.randn(320, 5 * GROUP_SIZE, generator=generator) * sizes
+    random = torch.randn(320, 5 * NVFP4.group, generator=generator) * sizes
     random[::7, ::3] = 0.0
-    random[::11, :GROUP_SIZE] = -0.0
+    random[::11, : NVFP4.group] = -0.0
     ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).repeat(2) * torch.tensor([1.0, -1.0]).repeat(8)
     ties = torch.cat([ties.roll(i).index_put((torch.tensor([i]),), torch.tensor(6.0)) for i in range(16)]).view(1, -1)
     weights = [random, random.bfloat16(), ties, ties.bfloat16()]

@@ -12,12 +12,12 @@ from functools import cached_property
 from math import prod
 
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.formats import INPUT_SCALE, NVFP4, fused_group
 from ..checkpoint.header import TensorInfo, byte_size
 from ..errors import RecipeInvalid, TensorShape
 from ..targets.config import TargetConfig
-from ..targets.weights import Plain, StoredWeight, read_form, stored_weights
+from ..targets.weights import Plain, StoredWeight, read_format, stored_weights
 from .calibration import InputScales
-from .formats import GROUP_SIZE, fused_group, weight_tensors
 from .recipe import Recipe
 
 # Approximate bytes of an output shard. Ranks share whole files, so there should be many more files than ranks; and each
@@ -95,13 +95,13 @@ def plan_quantize(
         shard: approximate bytes of an output file.
 
     Raises:
-        SourceFormatUnknown: kconv does not read the form in which the target is stored.
+        SourceFormatUnknown, QuantizedWeightInvalid: kconv cannot read the form in which the target is stored.
         RecipeInvalid: a pattern of the recipe matches no module, or the target is already NVFP4.
         TensorShape: a module cannot be split into groups of sixteen.
         CalibrationInvalid: the calibration has no amax for a module.
     """
-    form, _ = read_form(source, config)
-    if form == "nvfp4":
+    format_ = read_format(source, config)
+    if format_ == NVFP4:
         raise RecipeInvalid(
             f"{source.folder.name} is already NVFP4", where=source.folder, fix="Pass the target that it was made from."
         )
@@ -112,6 +112,7 @@ def plan_quantize(
         _check_dims(weight)
     scales = {} if recipe.weight_only else inputs.scales(chosen)
     modules = {name: Module(name, weight, scales.get(name)) for name, weight in chosen.items()}
+    form = format_.form if format_ else Plain.form
     return QuantizePlan(source, config, form, recipe, inputs, cut_units(stored, modules, shard), tuple(linear))
 
 
@@ -146,9 +147,9 @@ def _some_names(linear: dict[str, StoredWeight], config: TargetConfig, pattern: 
 
 
 def _check_dims(weight: StoredWeight) -> None:
-    if weight.shape[1] % GROUP_SIZE or not prod(weight.shape):
+    if not NVFP4.fits(weight.shape[1]) or not prod(weight.shape):
         raise TensorShape(
-            f"{weight.name} is {list(weight.shape)}, but {weight.shape[1]} columns do not form groups of {GROUP_SIZE}",
+            f"{weight.name} is {list(weight.shape)}, but {weight.shape[1]} columns do not form groups of {NVFP4.group}",
             where=weight.infos[0].file,
             fix="Keep this module out of the recipe (keep: ...).",
         )
@@ -171,8 +172,10 @@ class Module:
     @cached_property
     def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each of its output tensors, by name."""
-        found = weight_tensors(self.name, self.weight.shape)
-        return found if self.input_scale is not None else {n: t for n, t in found.items() if "input_scale" not in n}
+        found = NVFP4.written(self.name, self.weight.shape)
+        if self.input_scale is None:
+            del found[f"{self.name}.{INPUT_SCALE}"]
+        return found
 
 
 @dataclass(frozen=True)

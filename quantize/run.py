@@ -54,7 +54,8 @@ def plan_target(
         headers_only: whether the plan is only shown, so that a hub id's weights are not needed.
 
     Raises:
-        RecipeInvalid, SourceFormatUnknown, TensorShape: see `plan_quantize`, and `plan_in_memory` for "modelopt".
+        RecipeInvalid, SourceFormatUnknown, QuantizedWeightInvalid, TensorShape: see `plan_quantize`, and
+            `plan_in_memory` for "modelopt".
         InputScalesInvalid: see `from_calibration`.
     """
     source = target.open_headers() if headers_only else target.open_weights()

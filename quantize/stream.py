@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 
 from ..checkpoint.bytes import Entry, digest, stream, write_safetensors
+from ..checkpoint.formats import INPUT_SCALE, NVFP4, Int4
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import Action, FileRecord, Record, StepRecord, TensorRecord
 from ..checkpoint.schema import load_json
@@ -25,7 +26,7 @@ from ..checkpoint.staging import files_of
 from ..checkpoint.tensors import entry
 from ..checkpoint.values import Values
 from ..errors import TensorValue, WorkerFailed
-from ..targets.weights import Int4, StoredWeight
+from ..targets.weights import StoredWeight
 from .int4_to_nvfp4 import Int4Packer, amax_int4, fits
 from .pack import Packed, amax, pack, scale_2
 from .plan import FusedGroup, Module, QuantizePlan, Unit
@@ -157,7 +158,7 @@ def largest(weight: StoredWeight) -> float:
     Raises:
         TensorValue: it is zero, NaN or infinite.
     """
-    if isinstance(weight, Int4) and fits(weight):
+    if fits(weight):
         found = amax_int4(weight)
     else:
         found = 0.0
@@ -186,9 +187,9 @@ def shared_scale(group: FusedGroup) -> float:
 
 def pack_stored(weight: StoredWeight, weight_scale_2: float) -> Iterator[Packed]:
     """Yield a stored weight as NVFP4, in consecutive blocks of rows."""
-    if isinstance(weight, Int4) and fits(weight):
+    if fits(weight):
         packer = Int4Packer(weight_scale_2)
-        yield from (packer.pack(packed, scale) for packed, scale in weight.packed_blocks())
+        yield from (packer.pack(stored[Int4.values], stored[Int4.scale]) for stored in weight.stored())
     else:
         yield from (pack(block, weight_scale_2) for block in weight.blocks())
 
@@ -205,10 +206,10 @@ class _Job:
     def entries(self) -> list[Entry]:
         """Return one entry for each tensor of the module."""
         makers = {
-            "weight": self._weight,
-            "weight_scale": self._weight_scale,
-            "weight_scale_2": lambda: _scalar(self.scale),
-            "input_scale": lambda: _scalar(self.module.input_scale),
+            NVFP4.values: self._weight,
+            NVFP4.scale: self._weight_scale,
+            NVFP4.scale_2: lambda: _scalar(self.scale),
+            INPUT_SCALE: lambda: _scalar(self.module.input_scale),
         }
         return [
             Entry(name, dtype, shape, makers[name.removeprefix(f"{self.module.name}.")])
@@ -294,9 +295,10 @@ def _origins(unit: Unit, inputs: str) -> dict[str, Origin]:
     for module in unit.modules:
         for name in module.outputs:
             suffix = name.removeprefix(f"{module.name}.")
-            sources = module.weight.infos if suffix == "weight" else ()
-            reason = {"weight": f"NVFP4 of {module.weight.form}", "input_scale": inputs}.get(suffix, "with its weight")
-            found[name] = ("added" if suffix == "input_scale" else "quantized", sources, reason)
+            sources = module.weight.infos if suffix == NVFP4.values else ()
+            reasons = {NVFP4.values: f"NVFP4 of {module.weight.form}", INPUT_SCALE: inputs}
+            action: Action = "added" if suffix == INPUT_SCALE else "quantized"
+            found[name] = (action, sources, reasons.get(suffix, "with its weight"))
     for weight in unit.dequantized:
         found[weight.name] = ("dequantized", weight.infos, f"{weight.form} cannot be combined with NVFP4")
     for info in unit.carried:

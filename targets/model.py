@@ -158,7 +158,7 @@ def load_target(folder: Path, dtype: torch.dtype, *, instead: str = STATES) -> C
     Raises:
         TargetInvalid: transformers has no class for the target, or a tensor is missing, unknown or of a wrong shape.
         TargetTooLarge: it is larger than the free memory.
-        SourceFormatUnknown, TensorShape: it is quantized in another way, or its scales do not fit its values.
+        SourceFormatUnknown, QuantizedWeightInvalid: it is quantized in another way, or scales do not fit their values.
         NotACheckpoint, ConfigInvalid, CorruptIndex, CorruptHeader: the folder cannot be read.
     """
     checkpoint = open_checkpoint(folder)

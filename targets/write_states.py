@@ -344,7 +344,7 @@ def capture_states(
 
     Raises:
         OutputExists, OutputFailed, PromptsInvalid, StatesInvalid, TargetInvalid: see `write_states`.
-        TargetTooLarge, SourceFormatUnknown, TensorShape: see `load_target`.
+        TargetTooLarge, SourceFormatUnknown, QuantizedWeightInvalid: see `load_target`.
     """
     refuse_existing(out)
     config = read_target_config(target.fetch_config())

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.folder import Checkpoint, open_checkpoint
+from ..checkpoint.formats import INPUT_SCALE, fused_group
 from ..checkpoint.source import Source
 from ..checkpoint.tensors import read_rows, read_tensor
 from ..errors import PromptsInvalid
 from ..head.attention import rms_norm
 from ..quantize.calibrate import LayerLinears, Layers
 from ..quantize.experts import must_part
-from ..quantize.formats import fused_group
 from ..quantize.head.formats import NVFP4
 from ..targets.config import read_target_config
 from ..targets.weights import stored_weights
@@ -83,7 +83,7 @@ def prepare_text(text: HeldOutText) -> ReadyText:
         PromptsInvalid: there are none, they cannot be read, or none has two tokens.
         TargetTooLarge: a layer of the source is larger than memory. Its output, dequantized, takes the same.
         TargetInvalid, SuiteInvalid, HubRefused, HubUnreachable: see `encode_held_out`.
-        SourceFormatUnknown, TensorShape: kconv does not read the form in which the source is stored.
+        SourceFormatUnknown, QuantizedWeightInvalid: kconv does not read the form in which the source is stored.
     """
     held_out = encode_held_out(text.prompts, text.source, text.tokens, trust_remote_code=text.trust_remote_code)
     texts = [row for row in held_out.tokens if len(row) > 1]
@@ -115,7 +115,7 @@ def measure_perplexity(output: Source, text: ReadyText, say: Say = lambda _: Non
     Raises:
         TargetInvalid: one of the two cannot be built, or its tensors do not match its config.
         TargetTooLarge: a layer of one of the two is larger than the memory that is free by then.
-        SourceFormatUnknown, TensorShape: kconv does not read the form in which one is stored.
+        SourceFormatUnknown, QuantizedWeightInvalid: kconv does not read the form in which one is stored.
     """
     say("running the source over held-out text")
     source = _run(text.folder, text.texts)
@@ -155,7 +155,7 @@ class RoundedInputs(LayerLinears):
         self._scales: dict[str, float] = {}
         for name in target.tensors:
             module, _, suffix = name.removeprefix(prefix).rpartition(".")
-            if suffix == "input_scale" and module.startswith(f"{layer}."):
+            if suffix == INPUT_SCALE and module.startswith(f"{layer}."):
                 group = _shared(module)
                 scale = float(read_tensor(target.tensors[name]))
                 self._scales[group] = max(scale, self._scales.get(group, 0.0))

@@ -19,6 +19,7 @@ import torch
 
 from ..checkpoint.bytes import digest
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.formats import NVFP4
 from ..convert.rope import read_rope
 from ..errors import KconvError
 from ..targets.config import TargetConfig, parse_target_config
@@ -117,7 +118,7 @@ def check_quantized(
         Findings, and the noise over all tensors that became NVFP4.
 
     Raises:
-        SourceFormatUnknown, TensorShape: one of the two cannot be read.
+        SourceFormatUnknown, QuantizedWeightInvalid: one of the two cannot be read.
     """
     configs = [parse_target_config(one.config) for one in (output, source)]
     ours, theirs = map(stored_weights, (output, source), configs)
@@ -131,7 +132,7 @@ def check_quantized(
         mine, its = ours[name], theirs[name]
         if mine.shape != its.shape:
             findings.append(_absent(name, f"is {list(mine.shape)}, but the source's is {list(its.shape)}"))
-        elif mine.form == "nvfp4" and its.form != "nvfp4":
+        elif mine.form == NVFP4.form != its.form:
             noise[name] = signal_to_noise(its, mine)
             if not noise[name] >= FLOOR:
                 findings.append(_noisy(name, noise[name]))
@@ -203,7 +204,7 @@ def _noisy(name: str, decibels: float) -> Finding:
         rule="K390",
         severity="error",
         where=name,
-        message=f"its signal over noise is {decibels:.1f} dB, but rounding to NVFP4 leaves at least {FLOOR} dB",
+        message=f"its signal over noise is {decibels:.1f} dB, but rounding to {NVFP4.name} leaves at least {FLOOR} dB",
         fix="Quantize the target again; a scale, the order of the nibbles or the tensor itself is wrong.",
     )
 

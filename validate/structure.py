@@ -6,17 +6,14 @@ close to its source; one with the wrong scale, nibble order or values is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING
 
 from ..checkpoint.bytes import Look, Wanted
-from ..checkpoint.formats import BLOCK
+from ..checkpoint.formats import FP8, FP8_BLOCKS, HEAD_SCALES, NVFP4, OF_HEADS, StoredFormat
 from ..checkpoint.header import TensorInfo, byte_size
 from ..checkpoint.manifest import MANIFEST, hold, read_manifest, wanted_digests
 from ..convert.provenance import Origin
-from ..convert.quantized import SUFFIXES
 from ..convert.read import Head, read_slot
 from ..engines.moves import Same, Stack
 from ..errors import KconvError
@@ -27,84 +24,45 @@ from .rules.head import HeadSubject
 from .rules.rule import run_rules
 from .rules.values import WEIGHTS
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 # An FP8 value, with three mantissa bits, is within a sixteenth of itself: 24 dB. Four dB are left for values that the
 # scale of a fused group makes too small for that.
 FP8_FLOOR = 20.0
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form in which linear layers are stored.
-
-    Attributes:
-        name: its name.
-        floor: minimum signal over noise after rounding, dB.
-        unpack: converts the stored weight, and its scales by suffix, to the dequantized weight `[out, in]`.
-    """
-
-    name: str
-    floor: float
-    unpack: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+# Minimum signal over noise after rounding, dB, by format.
+FLOORS = {NVFP4: FLOOR, FP8_BLOCKS: FP8_FLOOR, FP8: FP8_FLOOR}
 
 
-def _unpack_nvfp4(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
-    from ..targets.weights import dequantize_nvfp4
-
-    return dequantize_nvfp4(weight, scales["weight_scale"], scales["weight_scale_2"])
-
-
-def _unpack_blocks(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
-    from ..targets.weights import dequantize_fp8
-
-    return dequantize_fp8(weight, scales["weight_scale_inv"], (BLOCK, BLOCK))
-
-
-def _unpack_fp8(weight: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
-    # One for all, or one per row.
-    return weight.float() * scales["weight_scale"].reshape(-1, 1)
-
-
-# Identified by a scale that the formats below lack.
-FORMS = {
-    "weight_scale_2": Form("NVFP4", FLOOR, _unpack_nvfp4),
-    "weight_scale_inv": Form("FP8 in blocks", FP8_FLOOR, _unpack_blocks),
-    "weight_scale": Form("FP8", FP8_FLOOR, _unpack_fp8),
-}
-
-
-def rounded(output: Head, source: Head) -> dict[str, Form]:
+def rounded(output: Head, source: Head) -> dict[str, StoredFormat]:
     """Return the linear layers, by slot, that an output stores with scales and its source without."""
     ours, theirs = needs(output.spec), needs(source.spec)
     # A different shape too means a different layer.
     alike = sorted(slot for slot in ours.keys() & theirs.keys() if ours[slot].shape == theirs[slot].shape)
-    found: dict[str, Form] = {}
-    for suffix, form in FORMS.items():
+    found: dict[str, StoredFormat] = {}
+    for format_ in OF_HEADS:
         for slot in alike:
-            if slot in source.places and f"{slot}.{suffix}" in output.places.keys() - source.places.keys():
-                found.setdefault(slot, form)
+            if slot in source.places and f"{slot}.{format_.mark}" in output.places.keys() - source.places.keys():
+                found.setdefault(slot, format_)
     return found
 
 
-def check_rounded(output: Head, source: Head, forms: Mapping[str, Form]) -> list[Finding]:
+def check_rounded(output: Head, source: Head, formats: Mapping[str, StoredFormat]) -> list[Finding]:
     """Compare each rounded linear layer with its source: yield those too far from it, or a note on all."""
-    noise = {slot: _noise(output, source, slot, form) for slot, form in forms.items()}
+    noise = {slot: _noise(output, source, slot, format_) for slot, format_ in formats.items()}
     # NaN is not a distance.
-    far = [slot for slot, found in noise.items() if not found >= forms[slot].floor]
+    far = [slot for slot, found in noise.items() if not found >= FLOORS[formats[slot]]]
     if noise and not far:
-        return [_summary(noise, forms)]
-    return [_too_far(slot, noise[slot], forms[slot]) for slot in far]
+        return [_summary(noise, formats)]
+    return [_too_far(slot, noise[slot], formats[slot]) for slot in far]
 
 
-def _noise(output: Head, source: Head, slot: str, form: Form) -> float:
+def _noise(output: Head, source: Head, slot: str, format_: StoredFormat) -> float:
     """Return the ratio of a weight's power to that of its change, in dB."""
     from ..targets.weights import spans
     from .quantized import decibels
 
-    scales = {suffix: read_slot(output, f"{slot}.{suffix}") for suffix in FORMS if f"{slot}.{suffix}" in output.places}
-    its, mine = read_slot(source, slot), form.unpack(read_slot(output, slot), scales)
+    scales = {s: read_slot(output, f"{slot}.{s}") for s in format_.scales if f"{slot}.{s}" in output.places}
+    its, mine = read_slot(source, slot), format_.unpack({format_.values: read_slot(output, slot), **scales})
     signal = change = 0.0
     # In blocks of rows: in float64 the whole would take four times the weight.
     for begin, end in spans(tuple(its.shape)):
@@ -114,19 +72,20 @@ def _noise(output: Head, source: Head, slot: str, form: Form) -> float:
     return decibels(signal, change)
 
 
-def _too_far(slot: str, found: float, form: Form) -> Finding:
+def _too_far(slot: str, found: float, format_: StoredFormat) -> Finding:
     return Finding(
         rule="K305",
         severity="error",
         where=slot,
-        message=f"its signal over noise is {found:.1f} dB, but rounding to {form.name} leaves at least {form.floor} dB",
+        message=f"its signal over noise is {found:.1f} dB, but rounding to {format_.name} leaves at least "
+        f"{FLOORS[format_]} dB",
         fix="Quantize the head again, and compare it with the head that it was made from.",
     )
 
 
-def _summary(noise: Mapping[str, float], forms: Mapping[str, Form]) -> Finding:
+def _summary(noise: Mapping[str, float], formats: Mapping[str, StoredFormat]) -> Finding:
     worst = min(noise, key=lambda slot: noise[slot])
-    names = ", ".join(dict.fromkeys(form.name for form in forms.values()))
+    names = ", ".join(dict.fromkeys(format_.name for format_ in formats.values()))
     return Finding(
         rule="K306",
         severity="note",
@@ -212,8 +171,8 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
             )
         )
     computed = {slot for slot, (row, _) in output.places.items() if actions.get(row.name, "copied") not in SAME_BITS}
-    forms = rounded(output, source)
-    computed |= {name for slot in forms for name in (slot, *(f"{slot}.{suffix}" for suffix in SUFFIXES))}
+    formats = rounded(output, source)
+    computed |= {name for slot in formats for name in (slot, *(f"{slot}.{suffix}" for suffix in HEAD_SCALES))}
     absent = {slot for slot, (_, info) in source.places.items() if info.name in left_out}
     if "converted" in actions.values():
         absent |= source.places.keys() - needs(output.spec).keys()
@@ -229,7 +188,7 @@ def check_source(output: Head, source: Head, look: Look | None = None) -> list[F
                     "this output.",
                 )
             )
-    return findings + check_rounded(output, source, forms)
+    return findings + check_rounded(output, source, formats)
 
 
 def check_origin(source: Origin) -> list[Finding]:

@@ -18,19 +18,17 @@ https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...checkpoint import formats
-from ...checkpoint.formats import StoredFormat
+from ...checkpoint.formats import StoredFormat, fused_group
 from ...errors import TensorShape
 from ...head.slots import needs
 from ...head.spec import Gqa, HeadSpec
-from ...targets.weights import dequantize_nvfp4
-from ..formats import fused_group
 from ..pack import pack
 
 
@@ -41,14 +39,12 @@ class LinearFormat:
     Attributes:
         stored: the tensors on disk.
         pack: converts a weight `[out, in]` and its scale to the stored tensors, by the suffix of their names.
-        unpack: converts these tensors back to the weight, fp32 `[out, in]`.
         round: rounds an input `[..., in]` by its scale as an engine does, in the input's dtype.
         finer: the format to try if this one loses too much.
     """
 
     stored: StoredFormat
     pack: Callable[[Tensor, Tensor], dict[str, Tensor]]
-    unpack: Callable[[Mapping[str, Tensor]], Tensor]
     round: Callable[[Tensor, Tensor], Tensor]
     finer: LinearFormat | None = None
 
@@ -79,11 +75,7 @@ class LinearFormat:
 
 def _pack_fp8(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
     # The quotient is first rounded to the weight's dtype, as in ModelOpt.
-    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
-
-
-def _unpack_fp8(stored: Mapping[str, Tensor]) -> Tensor:
-    return stored["weight"].float() * stored["weight_scale"]
+    return {formats.FP8.values: (weight / scale).to(torch.float8_e4m3fn), formats.FP8.scale: scale}
 
 
 def _round_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -93,21 +85,16 @@ def _round_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _pack_nvfp4(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    packed = pack(weight, float(scale))
-    return {"weight": packed.weight, "weight_scale": packed.weight_scale, "weight_scale_2": scale}
-
-
-def _unpack_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
-    return dequantize_nvfp4(stored["weight"], stored["weight_scale"], stored["weight_scale_2"])
+    return pack(weight, float(scale)).stored(scale)
 
 
 def _round_nvfp4(x: Tensor, scale: Tensor) -> Tensor:
     # The input's groups have their own scales, computed at run time: it is packed like a weight.
-    return _unpack_nvfp4(_pack_nvfp4(x.flatten(0, -2), scale)).view(x.shape).to(x.dtype)
+    return formats.NVFP4.unpack(_pack_nvfp4(x.flatten(0, -2), scale)).view(x.shape).to(x.dtype)
 
 
-FP8 = LinearFormat(formats.FP8, _pack_fp8, _unpack_fp8, _round_fp8)
-NVFP4 = LinearFormat(formats.NVFP4, _pack_nvfp4, _unpack_nvfp4, _round_nvfp4, finer=FP8)
+FP8 = LinearFormat(formats.FP8, _pack_fp8, _round_fp8)
+NVFP4 = LinearFormat(formats.NVFP4, _pack_nvfp4, _round_nvfp4, finer=FP8)
 FORMATS = {format_.option: format_ for format_ in (FP8, NVFP4)}
 
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -16,7 +16,7 @@ from ...calibrate.batches import Calibration
 from ...calibrate.retention import MIN_RETENTION, Retention, conversion_record
 from ...calibrate.texts import stored_texts
 from ...checkpoint.bytes import file_digest
-from ...checkpoint.formats import CONFIG_KEY, SIDE_FILE, hf_quant_config, quantization_config
+from ...checkpoint.formats import CONFIG_KEY, INPUT_SCALE, SIDE_FILE
 from ...checkpoint.manifest import FileRecord, Manifest, write_manifest
 from ...checkpoint.source import Source
 from ...checkpoint.staging import refuse_existing, staged
@@ -115,11 +115,11 @@ def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibra
     for slot, linear in quantized.linears.items():
         row, info = head.places[slot]
         for suffix, tensor in linear.items():
-            if suffix == "weight":
+            if suffix == format_.stored.values:
                 computed = from_values(tensor, f"{format_.name} of {info.dtype}")
                 replaced[slot] = Replaced(computed, "quantized", (SourceTensor(row, info),))
             else:
-                reason = "largest input of the calibration" if suffix == "input_scale" else "with its weight"
+                reason = "largest input of the calibration" if suffix == INPUT_SCALE else "with its weight"
                 replaced[f"{slot}.{suffix}"] = Replaced(from_values(tensor, reason), "quantized")
     conversion = conversion_record(
         calibration,
@@ -128,7 +128,7 @@ def change_linears(head: Head, quantized: QuantizedLinears, calibration: Calibra
         rows=quantized.rows,
         details={"format": format_.name, "input_amax": dict(quantized.input_amax)},
     )
-    config = {CONFIG_KEY: quantization_config(format_.stored, choice_of(head.spec).exclude)}
+    config = {CONFIG_KEY: format_.stored.quantization_config(choice_of(head.spec).exclude)}
     return Change(head.spec, replaced, config, conversion=conversion)
 
 
@@ -141,7 +141,7 @@ def write(planned: Plan, format_: LinearFormat, out: Path) -> Manifest:
     with staged(out) as folder:
         manifest = fill(planned, folder)
         side = folder / SIDE_FILE
-        content = hf_quant_config(format_.stored, choice_of(planned.spec).exclude)
+        content = format_.stored.hf_quant_config(choice_of(planned.spec).exclude)
         side.write_text(json.dumps(content, indent=2) + "\n")
         record = FileRecord(name=side.name, size=side.stat().st_size, sha256=file_digest(side))
         manifest = manifest.model_copy(update={"files": (*manifest.files, record)})

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...calibrate.batches import STEPS, Calibration, Part, check_batches
 from ...calibrate.measure import WatchedInputs, compare, trace
 from ...calibrate.retention import MIN_RETENTION, Retention, check_retention
+from ...checkpoint.formats import INPUT_SCALE
 from ...errors import CalibrationInvalid, TensorValue
 from ...head.chain import count_chains
 from ...head.forward import DraftHead
@@ -152,10 +153,12 @@ def measure(
         linears: stored tensors by slot and suffix.
         calibration: states of the head's target.
     """
-    served = DraftHead(head.spec, dict(head.weights) | {slot: format_.unpack(one) for slot, one in linears.items()})
+    served = DraftHead(
+        head.spec, dict(head.weights) | {slot: format_.stored.unpack(one) for slot, one in linears.items()}
+    )
 
     def rounded(slot: str, x: Tensor) -> Tensor:
-        return format_.round(x, linears[slot]["input_scale"])
+        return format_.round(x, linears[slot][INPUT_SCALE])
 
     # By the multiplied weights: the original's inputs stay unchanged.
     with WatchedInputs({slot: served.weights[slot] for slot in linears}, rounded):
@@ -180,6 +183,6 @@ def _pack(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the stored tensors, by slot and suffix."""
     return {
-        slot: format_.pack(weights[slot], format_.scale(found)) | {"input_scale": format_.scale(amaxes[slot])}
+        slot: format_.pack(weights[slot], format_.scale(found)) | {INPUT_SCALE: format_.scale(amaxes[slot])}
         for slot, found in largest.items()
     }

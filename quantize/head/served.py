@@ -22,14 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...calibrate.measure import WatchedInputs
-from ...checkpoint.formats import BLOCK, E4M3_MAX
-from ...convert.quantized import SUFFIXES
+from ...checkpoint.formats import E4M3_MAX, FP8_BLOCKS, HEAD_SCALES, INPUT_SCALE, fused_group, marked_format
 from ...convert.read import Head, read_slot
 from ...head.attention import Context
 from ...head.forward import DraftHead
 from ...head.spec import HeadSpec
-from ...targets.weights import dequantize_fp8, dequantize_nvfp4
-from ..formats import fused_group
 from .formats import FP8, NVFP4
 
 Round = Callable[[Tensor], Tensor]
@@ -94,7 +91,7 @@ def read_served(head: Head) -> tuple[dict[str, Tensor], dict[str, Round]]:
         Each weight by slot, the quantized ones in fp32; and by slot, how their inputs are rounded.
     """
     scales = _scales_of(head)
-    weights = {slot: read_slot(head, slot) for slot in head.places if slot.rpartition(".")[2] not in SUFFIXES}
+    weights = {slot: read_slot(head, slot) for slot in head.places if slot.rpartition(".")[2] not in HEAD_SCALES}
     inputs: dict[str, Round] = {}
     for slot, own in scales.items():
         shared = [other for name, other in scales.items() if fused_group(name) == fused_group(slot)]
@@ -109,30 +106,31 @@ def _scales_of(head: Head) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {}
     for name in head.places:
         slot, _, suffix = name.rpartition(".")
-        if suffix in SUFFIXES:
+        if suffix in HEAD_SCALES:
             found.setdefault(slot, {})[suffix] = read_slot(head, name)
     return found
 
 
 def _unpack(weight: Tensor, own: Scales, shared: Sequence[Scales]) -> Tensor:
-    if "weight_scale_2" in own:
-        return dequantize_nvfp4(weight, own["weight_scale"], _largest(shared, "weight_scale_2"))
-    if "weight_scale_inv" in own:
-        return dequantize_fp8(weight, own["weight_scale_inv"], (BLOCK, BLOCK))
-    scale = own["weight_scale"].float()
-    if scale.numel() > 1:
-        return weight.float() * scale.reshape(-1, 1)
-    plain, largest = weight.float() * scale, _largest(shared, "weight_scale")
-    if torch.equal(scale.reshape(()), largest):
+    format_ = marked_format(own)
+    stored = {format_.values: weight, **own}
+    if format_ == NVFP4.stored:
+        return format_.unpack({**stored, format_.mark: _largest(shared, format_.mark)})
+    plain = format_.unpack(stored)
+    if format_ != FP8.stored or own[format_.scale].numel() > 1:
+        return plain
+    largest = _largest(shared, format_.scale)
+    if torch.equal(own[format_.scale].float().reshape(()), largest):
         return plain
     return (plain / largest).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * largest
 
 
 def _rounding_of(own: Scales, shared: Sequence[Scales]) -> Round | None:
-    static = _largest(shared, "input_scale") if "input_scale" in own else None
-    if "weight_scale_2" in own:
+    format_ = marked_format(own)
+    static = _largest(shared, INPUT_SCALE) if INPUT_SCALE in own else None
+    if format_ == NVFP4.stored:
         return None if static is None else lambda x: NVFP4.round(x, static)
-    if "weight_scale_inv" in own:
+    if format_ == FP8_BLOCKS:
         return _by_blocks
     return _by_token if static is None else lambda x: FP8.round(x, static)
 
@@ -148,5 +146,5 @@ def _by_token(x: Tensor) -> Tensor:
 
 def _by_blocks(x: Tensor) -> Tensor:
     columns = x.shape[-1]
-    padded = F.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    padded = F.pad(x, (0, -columns % FP8_BLOCKS.width)).unflatten(-1, (-1, FP8_BLOCKS.width))
     return _by_token(padded).flatten(-2)[..., :columns]

@@ -70,15 +70,15 @@ def packing_rates() -> dict[str, float]:
     import torch
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+    from kconv.checkpoint.formats import Int4
     from kconv.quantize.int4_to_nvfp4 import Int4Packer, fastest
-    from kconv.targets.weights import dequantize_int4
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(-(2**31), 2**31, (INNER, HIDDEN // 8), generator=generator).int()
     scale = torch.empty(INNER, HIDDEN // GROUP).uniform_(0.002, 0.006, generator=generator).bfloat16()
     bits = scale.view(torch.uint16).numpy().reshape(-1)
-    plain = dequantize_int4(packed, scale)
+    plain = Int4((GROUP,)).unpack({Int4.values: packed, Int4.scale: scale})
     scale_2 = plain.abs().amax().float() / (6 * 448)
 
     def modelopt() -> None:

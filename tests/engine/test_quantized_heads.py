@@ -73,7 +73,9 @@ def simulated(source: Path, quantized: Path, name: str, target: Path, texts: lis
     for tensor in [n.removesuffix(".input_scale") for n in tensors if n.endswith(".input_scale")]:
         slot = f"0.{tensor.rpartition('.')[2]}"
         linears[slot] = {s: tensors[f"{tensor}.{s}"] for s in ("weight", *format_.scales)}
-    drafter = DraftHead(head.spec, dict(original.weights) | {s: format_.unpack(one) for s, one in linears.items()})
+    drafter = DraftHead(
+        head.spec, dict(original.weights) | {s: format_.stored.unpack(one) for s, one in linears.items()}
+    )
     model, accepted = load_target(target, torch.float32), list[Acceptance]()
 
     def rounded(slot: str, x: torch.Tensor) -> torch.Tensor:

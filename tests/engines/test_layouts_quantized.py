@@ -10,10 +10,10 @@ from support.heads import GQA, MLA, random_slots, read_bytes, write_head
 from support.kimi import ATTENTION
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.formats import HEAD_SCALES
 from kconv.checkpoint.manifest import MANIFEST, verify
 from kconv.convert.execute import execute
 from kconv.convert.plan import WriteOptions, plan
-from kconv.convert.quantized import SUFFIXES
 from kconv.convert.read import read_head, read_weights
 from kconv.engines import BY_NAME
 from kconv.errors import ConfigInvalid, ConfigUnsupported, LayoutCannot, TensorMissing, TensorShape, TensorUnknown
@@ -68,7 +68,19 @@ def quantize(folder, spec, make, layout="modelopt", linears=MLP, config=CONFIG, 
     return open_checkpoint(folder)
 
 
-FORMATS = {"NVFP4": nvfp4, "FP8": fp8, "FP8, a scale per row": fp8_rows, "FP8 in blocks": fp8_blocks}
+def fp8_bf16_blocks(rows, columns):
+    """Engines copy the scales into a float32 parameter."""
+    made = fp8_blocks(rows, columns)
+    return made | {"weight_scale_inv": made["weight_scale_inv"].bfloat16()}
+
+
+FORMATS = {
+    "NVFP4": nvfp4,
+    "FP8": fp8,
+    "FP8, a scale per row": fp8_rows,
+    "FP8 in blocks": fp8_blocks,
+    "FP8 in blocks, scales in bf16": fp8_bf16_blocks,
+}
 
 
 def test_scales_that_outweigh_the_norms_are_not_the_heads_dtype(tmp_path):
@@ -110,7 +122,7 @@ def count(spec):
 
 
 def test_every_suffix_is_met_above():
-    assert {suffix for make in FORMATS.values() for suffix in make(16, 16)} == {"weight", *SUFFIXES}
+    assert {suffix for make in FORMATS.values() for suffix in make(16, 16)} == {"weight", *HEAD_SCALES}
 
 
 def test_modelopts_side_file_goes_along(tmp_path):

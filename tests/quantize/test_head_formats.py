@@ -7,7 +7,6 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.export.unified_export_hf import _export_quantized_weight
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
-from kconv.checkpoint.formats import hf_quant_config, quantization_config
 from kconv.quantize.head.formats import FORMATS, FP8, NVFP4
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -56,7 +55,7 @@ def test_a_fused_group_is_stored_as_modelopt_exports_it(name, config, dtype):
 
 def test_fp8_is_unpacked_to_what_was_packed():
     weight = torch.tensor([[448.0, -1.0, 0.25, 0.0]]) * 0.5
-    assert torch.equal(FP8.unpack(FP8.pack(weight, FP8.scale(224.0))), weight)
+    assert torch.equal(FP8.stored.unpack(FP8.pack(weight, FP8.scale(224.0))), weight)
 
 
 def test_an_input_beyond_the_calibrated_one_is_cut_off():
@@ -75,8 +74,8 @@ def test_an_nvfp4_input_is_rounded_as_modelopts_packer_rounds_it():
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 def test_both_config_files_say_the_same(format_):
     block, side = (
-        quantization_config(format_.stored, ["lm_head", "*.fc"]),
-        hf_quant_config(format_.stored, ["lm_head", "*.fc"]),
+        format_.stored.quantization_config(["lm_head", "*.fc"]),
+        format_.stored.hf_quant_config(["lm_head", "*.fc"]),
     )
     assert block["quant_algo"] == side["quantization"]["quant_algo"] == format_.name
     assert block["ignore"] == side["quantization"]["exclude_modules"] == ["lm_head", "*.fc"]
@@ -89,6 +88,6 @@ def test_both_config_files_say_the_same(format_):
 def test_the_config_block_is_what_modelopt_makes_of_the_side_file(format_):
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
 
-    assert quantization_config(format_.stored, ["lm_head"]) == convert_hf_quant_config_format(
-        hf_quant_config(format_.stored, ["lm_head"])
+    assert format_.stored.quantization_config(["lm_head"]) == convert_hf_quant_config_format(
+        format_.stored.hf_quant_config(["lm_head"])
     )

@@ -72,7 +72,7 @@ def test_a_folder_drafts_what_was_measured_when_it_was_made(quantized):
     """The way of `quantize-head`, which ModelOpt's exporter and vLLM are held against, and the way from the disk."""
     head, linears, slots = quantized
     format_ = linears.format
-    unpacked = {slot: format_.unpack(one) for slot, one in linears.linears.items()}
+    unpacked = {slot: format_.stored.unpack(one) for slot, one in linears.linears.items()}
     made = DraftHead(head.spec, slots | unpacked)
 
     def rounded(slot: str, x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_the_parts_of_a_fused_module_share_the_largest_weight_scale(quantized, t
     own = linears.linears["0.up_proj"]
     largest = own[suffix] * 3
     weights, _ = read_served(edited(head, tmp_path / "edited", {f"gate_proj.{suffix}": largest}))
-    plain, found = linears.format.unpack(own), weights["0.up_proj"]
+    plain, found = linears.format.stored.unpack(own), weights["0.up_proj"]
     if linears.format is FP8:
         assert torch.equal(found, (plain / largest).to(torch.float8_e4m3fn).float() * largest)
         assert 0 < ((found - plain).norm() / plain.norm()) < 0.05

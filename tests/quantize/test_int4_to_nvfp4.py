@@ -5,11 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.quantized_targets import quantize_int4
 
+from kconv.checkpoint.formats import Int4
+from kconv.checkpoint.header import read_header
 from kconv.quantize.int4_to_nvfp4 import Int4Packer, NativeLoops, NumpyLoops, amax_int4, fastest
 from kconv.quantize.pack import load_native, pack, scale_2
-from kconv.targets.weights import Int4, dequantize_int4
+from kconv.targets.weights import Quantized
 
 
 def native_loops():
@@ -39,7 +42,7 @@ def test_the_bits_are_those_of_dequantizing_and_packing(rows, groups, group, spr
     packed = torch.from_numpy(np.ascontiguousarray(halves)).view(torch.int32)
     scale = torch.from_numpy(np.exp(random.normal(-4, spread, (rows, groups)))).bfloat16().clamp(max=1e30)
     scale = -scale if negative else scale
-    plain = dequantize_int4(packed, scale)
+    plain = Int4().unpack({"weight_packed": packed, "weight_scale": scale})
     if not plain.any():
         return
     weight_scale_2 = float(scale_2(float(plain.abs().max())))
@@ -56,7 +59,7 @@ def test_the_bits_are_those_of_dequantizing_and_packing(rows, groups, group, spr
 @pytest.mark.parametrize("loops", LOOPS.values(), ids=LOOPS)
 def test_amax_is_that_of_the_dequantized_values(loops, tmp_path, monkeypatch):
     weight = int4_weight(tmp_path, torch.randn(40, 96, generator=torch.Generator().manual_seed(1)))
-    monkeypatch.setattr("kconv.targets.weights.BLOCK", 1000)
+    monkeypatch.setattr("kconv.targets.weights.SPAN", 1000)
     assert amax_int4(weight, loops()) == float(weight.read().abs().max())
 
 
@@ -101,13 +104,8 @@ def test_compiled_loops_that_err_are_not_trusted(monkeypatch):
         fastest.cache_clear()
 
 
-def int4_weight(folder, plain, spoil=lambda parts: None) -> Int4:
-    from safetensors.torch import save_file
-
-    from kconv.checkpoint.header import read_header
-    from kconv.targets.weights import int4_of
-
+def int4_weight(folder, plain, spoil=lambda parts: None) -> Quantized:
     parts = quantize_int4(plain)
     spoil(parts)
     save_file({f"x.{suffix}": tensor for suffix, tensor in parts.items()}, folder / "x.safetensors")
-    return int4_of("x", read_header(folder / "x.safetensors"))
+    return Quantized(Int4(), Int4().parts("x", read_header(folder / "x.safetensors")))

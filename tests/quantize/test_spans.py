@@ -13,7 +13,7 @@ def test_the_spans_make_up_what_modelopt_packs_of_the_whole(form, tmp_path, monk
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     weight, whole = store_weight(form, tmp_path)
-    monkeypatch.setattr("kconv.targets.weights.BLOCK", 7 * COLUMNS)
+    monkeypatch.setattr("kconv.targets.weights.SPAN", 7 * COLUMNS)
     assert largest(weight) == float(whole.abs().max())
     shared = scale_2(largest(weight))
     parts = list(pack_stored(weight, float(shared)))

@@ -8,24 +8,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kconv.checkpoint.header import TensorInfo, read_header
-from kconv.targets.weights import (
-    Plain,
-    StoredWeight,
-    dequantize_fp8,
-    dequantize_int4,
-    dequantize_nvfp4,
-    fp8_of,
-    int4_of,
-    nvfp4_of,
-)
+from kconv.checkpoint.formats import FP8_BLOCKS, NVFP4, Int4, StoredFormat
+from kconv.checkpoint.header import read_header
+from kconv.targets.weights import Plain, Quantized, StoredWeight
 
 from .quantized_targets import quantize_fp8, quantize_int4
 
 Tensors = dict[str, torch.Tensor]
 # Two blocks of FP8 and a part of a third.
 ROWS, COLUMNS = 300, 192
-BLOCK = (128, 128)
+FORMATS: dict[str, StoredFormat | None] = {"plain": None, "int4": Int4((32,)), "fp8": FP8_BLOCKS, "nvfp4": NVFP4}
 
 
 def store_weight(form: str, folder: Path) -> tuple[StoredWeight, torch.Tensor]:
@@ -39,11 +31,14 @@ def store_weight(form: str, folder: Path) -> tuple[StoredWeight, torch.Tensor]:
     """
     plain = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
     plain = (plain * torch.logspace(-1, 1, ROWS)[:, None]).bfloat16()
-    store, find, dequantize = STORES[form]
-    tensors = store(plain)
+    format_, tensors = FORMATS[form], STORES[form](plain)
     file = folder / "x.safetensors"
     save_file({f"x.{suffix}": tensor for suffix, tensor in tensors.items()}, file)
-    return find(read_header(file)), dequantize(tensors)
+    found = read_header(file)
+    if format_ is None:
+        return Plain(found["x.weight"]), tensors["weight"]
+    whole = format_.unpack(tensors)
+    return Quantized(format_, format_.parts("x", found)), whole.bfloat16() if form == "nvfp4" else whole
 
 
 def _store_fp8(plain: torch.Tensor) -> Tensors:
@@ -59,32 +54,9 @@ def _store_nvfp4(plain: torch.Tensor) -> Tensors:
     return {"weight": packed._quantized_data, "weight_scale": scale, "weight_scale_2": scale_2}
 
 
-STORES: dict[
-    str,
-    tuple[
-        Callable[[torch.Tensor], Tensors],
-        Callable[[dict[str, TensorInfo]], StoredWeight],
-        Callable[[Tensors], torch.Tensor],
-    ],
-] = {
-    "plain": (
-        lambda plain: {"weight": plain},
-        lambda found: Plain(found["x.weight"]),
-        lambda held: held["weight"],
-    ),
-    "int4": (
-        quantize_int4,
-        lambda found: int4_of("x", found),
-        lambda held: dequantize_int4(held["weight_packed"], held["weight_scale"]),
-    ),
-    "fp8": (
-        _store_fp8,
-        lambda found: fp8_of("x", found, BLOCK),
-        lambda held: dequantize_fp8(held["weight"], held["weight_scale_inv"], BLOCK),
-    ),
-    "nvfp4": (
-        _store_nvfp4,
-        lambda found: nvfp4_of("x", found),
-        lambda held: dequantize_nvfp4(held["weight"], held["weight_scale"], held["weight_scale_2"]).bfloat16(),
-    ),
+STORES: dict[str, Callable[[torch.Tensor], Tensors]] = {
+    "plain": lambda plain: {"weight": plain},
+    "int4": quantize_int4,
+    "fp8": _store_fp8,
+    "nvfp4": _store_nvfp4,
 }

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from support.quantized_targets import INT4_CONFIG, make_form, quantize_fp8, quantize_int4
 
 from kconv.checkpoint.folder import open_checkpoint
-from kconv.errors import SourceFormatUnknown, TensorShape
+from kconv.checkpoint.formats import FP8_BLOCKS, NVFP4, Int4
+from kconv.errors import QuantizedWeightInvalid, SourceFormatUnknown
 from kconv.targets.config import parse_target_config
 from kconv.targets.model import load_target
-from kconv.targets.weights import dequantize_fp8, dequantize_int4, dequantize_nvfp4, stored_weights
+from kconv.targets.weights import stored_weights
 
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
 DENSE = "model.layers.0.mlp.down_proj"
@@ -74,14 +75,14 @@ def test_int4_is_what_compressed_tensors_makes_of_it(rows, groups, group, expone
     args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
     state = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([rows, groups * group])}
     theirs = PackedQuantizationCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=args))
-    same_bits(dequantize_int4(words, scale), theirs["weight"])
+    same_bits(Int4((group,)).unpack(state), theirs["weight"])
 
 
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), seed=st.integers(0, 99))
 def test_fp8_is_the_product_in_float32_rounded_to_bf16(rows, columns, seed):
     weight, scale = quantize_fp8(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)))
-    ours = dequantize_fp8(weight, scale, (128, 128))
+    ours = FP8_BLOCKS.unpack({"weight": weight, "weight_scale_inv": scale})
     # Element by element, as DeepSeek's kernel has it: y = x.to(float32) * s.
     for row, column in {(0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3), (rows - 1, 0)}:
         product = weight[row, column].float() * scale[row // 128, column // 128]
@@ -93,7 +94,7 @@ def test_fp8_is_what_transformers_makes_of_it():
 
     weight, scale = quantize_fp8(torch.randn(384, 256, generator=torch.Generator().manual_seed(0)))
     theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
-    same_bits(dequantize_fp8(weight, scale, (128, 128)), theirs)
+    same_bits(FP8_BLOCKS.unpack({"weight": weight, "weight_scale_inv": scale}), theirs)
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,7 +109,7 @@ def test_nvfp4_is_what_modelopt_makes_of_it(rows, groups, seed):
     theirs = NVFP4QTensor(torch.Size([rows, groups * 16]), torch.float32, packed).dequantize(
         torch.float32, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
     )
-    same_bits(dequantize_nvfp4(packed, scale, scale_2), theirs)
+    same_bits(NVFP4.unpack({"weight": packed, "weight_scale": scale, "weight_scale_2": scale_2}), theirs)
 
 
 def test_every_tensor_of_a_target_is_there_once_under_its_plain_name(target, tiny_target):
@@ -123,7 +124,7 @@ def test_blocks_and_the_whole_agree_and_have_the_stated_shape(target, monkeypatc
         weight = stored(target)[name]
         [whole] = weight.blocks()
         with monkeypatch.context() as patch:
-            patch.setattr("kconv.targets.weights.BLOCK", 1000)
+            patch.setattr("kconv.targets.weights.SPAN", 1000)
             blocks = list(weight.blocks())
         assert len(blocks) > 1 or weight.shape[0] <= 128  # FP8 is cut between its own blocks
         same_bits(torch.cat(blocks), whole)
@@ -168,6 +169,7 @@ CONFIGS = {
     "asymmetric": (weights(symmetric=False), "symmetric False"),
     "by channel": (weights(strategy="channel"), "strategy 'channel'"),
     "reordered": (weights(actorder="group"), "actorder 'group'"),
+    "groups without a size": (weights(group_size=None), "group_size None"),
     "floats": (weights(type="float"), "type 'float'"),
     "do not form groups": (say(config_groups={}), "config_groups are missing"),
     "silent": (lambda config: config.pop("quantization_config"), "a part of a quantized weight"),
@@ -184,28 +186,41 @@ def test_a_form_that_is_not_read_is_named(int4, edit, phrase):
 
 
 PARTS = {
-    "no scales": (lambda t: t.pop(f"{EXPERT}.weight_scale"), SourceFormatUnknown, EXPERT),
-    "no shape": (lambda t: t.pop(f"{EXPERT}.weight_shape"), SourceFormatUnknown, EXPERT),
+    "no scales": (
+        lambda t: t.pop(f"{EXPERT}.weight_scale"),
+        QuantizedWeightInvalid,
+        f"{EXPERT}.weight_scale is missing",
+    ),
+    "no shape": (
+        lambda t: t.pop(f"{EXPERT}.weight_shape"),
+        QuantizedWeightInvalid,
+        f"{EXPERT}.weight_shape is missing",
+    ),
     "no values": (lambda t: t.pop(f"{EXPERT}.weight_packed"), SourceFormatUnknown, "a part of a quantized weight"),
     "zero points": (
         lambda t: t.update({f"{EXPERT}.weight_zero_point": torch.zeros(1)}),
         SourceFormatUnknown,
-        EXPERT,
+        f"{EXPERT}.weight_zero_point is F32, a part of a quantized weight",
+    ),
+    "NVFP4's scale beside": (
+        lambda t: t.update({f"{EXPERT}.weight_scale_2": torch.tensor(1.0)}),
+        SourceFormatUnknown,
+        f"{EXPERT}.weight_scale_2 is F32, a part of a quantized weight",
     ),
     "integer scales": (
         lambda t: t.update({f"{EXPERT}.weight_scale": torch.zeros(32, 2, dtype=torch.int8)}),
-        SourceFormatUnknown,
-        "scales in I8",
+        QuantizedWeightInvalid,
+        "weight_scale is I8, not BF16 or F16 or F32",
     ),
     "fewer rows of scales": (
         lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(31, 2).bfloat16()}),
-        TensorShape,
-        "do not form whole groups",
+        QuantizedWeightInvalid,
+        r"is \[31, 2\], but \[32, 64\] in groups of 32 needs \[32, 2\]",
     ),
     "groups that do not fit": (
         lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(32, 3).bfloat16()}),
-        TensorShape,
-        "do not form whole groups",
+        QuantizedWeightInvalid,
+        r"is \[32, 3\], but \[32, 64\] in groups of 32 needs \[32, 2\]",
     ),
 }
 
@@ -217,15 +232,24 @@ def test_an_int4_weight_in_part_is_named(int4, edit, fault, phrase):
         stored(int4)
 
 
+def test_int4_in_other_groups_than_the_config_states_is_named(int4):
+    """vLLM sizes its parameter for the scales by the config."""
+    change(int4, config=weights(group_size=16))
+    with pytest.raises(QuantizedWeightInvalid, match=r"is \[64, 1\], but \[64, 32\] in groups of 16 needs \[64, 2\]"):
+        stored(int4)
+
+
 def test_a_weight_shape_that_lies_is_named(int4):
     change(int4, lambda tensors: tensors.update({f"{EXPERT}.weight_shape": torch.tensor([64, 32])}))
-    with pytest.raises(TensorShape, match=r"says \[64, 32\], but the packed values are \[32, 64\]"):
+    with pytest.raises(QuantizedWeightInvalid, match=r"says \[64, 32\], but the packed values are \[32, 64\]"):
         stored(int4)[f"{EXPERT}.weight"].read()
 
 
 def test_fp8_scales_that_do_not_fit_are_named(fp8):
     change(fp8, lambda tensors: tensors.update({f"{DENSE}.weight_scale_inv": torch.ones(2, 2)}))
-    with pytest.raises(TensorShape, match=r"is \[2, 2\], but \[64, 128\] in blocks of \[128, 128\] needs \[1, 1\]"):
+    with pytest.raises(
+        QuantizedWeightInvalid, match=r"is \[2, 2\], but \[64, 128\] in blocks of \[128, 128\] needs \[1, 1\]"
+    ):
         stored(fp8)
 
 

@@ -12,7 +12,7 @@ CUTS = [(7, [7] * 42 + [6], [128, 128, 44]), (256, [256, 44], [256, 44])]
 @pytest.mark.parametrize("rows, cut, cut_of_fp8", CUTS, ids=["of few rows", "of two blocks of FP8"])
 def test_the_spans_make_up_the_weight(form, rows, cut, cut_of_fp8, tmp_path, monkeypatch):
     weight, whole = store_weight(form, tmp_path)
-    monkeypatch.setattr("kconv.targets.weights.BLOCK", rows * COLUMNS)
+    monkeypatch.setattr("kconv.targets.weights.SPAN", rows * COLUMNS)
     blocks = list(weight.blocks())
     assert [len(block) for block in blocks] == (cut_of_fp8 if form == "fp8" else cut)
     assert weight.shape == (ROWS, COLUMNS) and weight.dtype == "BF16" and whole.dtype == torch.bfloat16

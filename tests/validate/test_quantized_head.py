@@ -15,11 +15,12 @@ from support.heads import write_head
 from torch import Tensor
 
 from kconv.checkpoint.folder import open_checkpoint
+from kconv.checkpoint.formats import OF_HEADS
 from kconv.convert.read import Head, read_head
 from kconv.engines import by_name
 from kconv.head.spec import HeadSpec
 from kconv.quantize.head.formats import FORMATS
-from kconv.validate.structure import FORMS, check_source, is_identical
+from kconv.validate.structure import check_source, is_identical
 
 # So wide that a block of 128 is not the whole of a linear.
 SPEC = replace(QUANTIZABLE, intermediate=192, mlp_bias=True)
@@ -149,7 +150,7 @@ def test_two_quantized_heads_are_compared_bit_by_bit(source, tmp_path, form):
     same = write_quantized(tmp_path / "same", source, form)
     findings = check_source(same, one)
     assert [finding.rule for finding in findings] == ["K302"] and is_identical(same, findings)
-    (scale,) = [suffix for suffix in FORMS if f"{UP}.{suffix}" in one.places][:1]
+    (scale,) = [format_.mark for format_ in OF_HEADS if f"{UP}.{format_.mark}" in one.places][:1]
     other = write_quantized(tmp_path / "other", source, form, multiply(f"up_proj.{scale}", 2.0))
     assert [(f.rule, f.where) for f in check_source(other, one)][1:] == [("K304", f"{STORED}.up_proj.{scale}")]
 

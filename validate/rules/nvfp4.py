@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...checkpoint.bytes import stream
+from ...checkpoint.formats import INPUT_SCALE, NVFP4, ONLY_QUANTIZED, fused_group, is_scale
 from ...checkpoint.header import TensorInfo
-from ...quantize.formats import E2M1_MAX, E4M3_MAX, GROUP_SIZE, TENSORS, fused_group, is_scale
 from .rule import SGLANG, TRTLLM, VLLM, Found, Rule
-from .target import FLOATS, MARK, TargetSubject
+from .target import FLOATS, VALUES, TargetSubject
 
 AGAIN = "Quantize the target again."
-SCALARS = (MARK, "input_scale")
+SCALARS = (NVFP4.scale_2, INPUT_SCALE)
 # Modules that no engine reads packed, by the end of their names.
 NEVER = (".mlp.gate", "embed_tokens", ".eh_proj")
 # The width of a module's input, by the last part of its name, in the config's own keys; `*` multiplies.
@@ -25,54 +25,32 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-LEFT = (".weight_packed", ".weight_shape", ".weight_scale_inv", ".weight_zero_point")
+# The ends of names that only another quantized format has.
+LEFT = tuple(f".{suffix}" for suffix in ONLY_QUANTIZED if suffix not in NVFP4.tensors)
 
 
 def input_scale_missing(subject: TargetSubject) -> Iterator[Found]:
     if not subject.weight_only:
-        lacking = [base for base, parts in subject.packed.items() if "input_scale" not in parts]
+        lacking = [base for base, parts in subject.packed.items() if INPUT_SCALE not in parts]
         yield from _first(lacking, "has no input_scale")
 
 
-def weight_part_missing(subject: TargetSubject) -> Iterator[Found]:
-    for base, parts in subject.modules.items():
-        lacking = [suffix for suffix in ("weight", "weight_scale", MARK) if suffix not in parts]
-        if lacking and (MARK in parts or base in subject.packed):
-            yield Found(base, f"lacks {' and '.join(lacking)}")
-
-
-def nvfp4_dtype(subject: TargetSubject) -> Iterator[Found]:
-    for parts in subject.packed.values():
-        for suffix, info in parts.items():
-            if info.dtype != TENSORS[suffix][0]:
-                yield Found(info.name, f"has dtype {info.dtype}; the format has {TENSORS[suffix][0]}")
-
-
-def nvfp4_scale_shape(subject: TargetSubject) -> Iterator[Found]:
-    for parts in subject.packed.values():
-        weight, scale = parts.get("weight"), parts.get("weight_scale")
-        if weight and scale and weight.dtype == "U8" and len(weight.shape) == 2:
-            wanted = TENSORS["weight_scale"][1](weight.shape[0], weight.shape[1] * 2)
-            if scale.shape != wanted or weight.shape[1] * 2 % GROUP_SIZE:
-                yield Found(
-                    scale.name, f"has shape {list(scale.shape)}; its weight {list(weight.shape)} needs {list(wanted)}"
-                )
-        for info in (parts[suffix] for suffix in SCALARS if suffix in parts):
-            if info.shape not in ((), (1,)):
-                yield Found(info.name, f"has shape {list(info.shape)}; it must be one number")
+def _parts(subject: TargetSubject, kind: str) -> Iterator[Found]:
+    """Yield the faults of one kind in the tensors of NVFP4 weights."""
+    yield from (Found(fault.name, fault.what) for fault in subject.faults if fault.kind == kind)
 
 
 def packed_width(subject: TargetSubject) -> Iterator[Found]:
     text = subject.config.get("text_config", subject.config)
     for base, parts in subject.packed.items():
-        weight, keys = parts.get("weight"), COLUMNS.get(base.rpartition(".")[2])
-        if weight is None or keys is None or weight.dtype != "U8":
+        weight, keys = parts.get(NVFP4.values), COLUMNS.get(base.rpartition(".")[2])
+        if weight is None or keys is None or weight.dtype != VALUES:
             continue
         columns = 1
         for key in keys:
             value = text.get(key) if isinstance(text, Mapping) else None
             columns *= value if isinstance(value, int) else 0
-        if columns and (len(weight.shape) != 2 or weight.shape[1] * 2 != columns):
+        if columns and (len(weight.shape) != 2 or weight.shape[1] * NVFP4.columns != columns):
             yield Found(weight.name, f"has shape {list(weight.shape)}, but {' x '.join(keys)} is {columns}")
 
 
@@ -154,7 +132,7 @@ def scale_value(subject: TargetSubject) -> Iterator[Found]:
 
 
 def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
-    for info in parts_of(subject, "weight_scale"):
+    for info in parts_of(subject, NVFP4.scale):
         if info.dtype != "F8_E4M3":
             continue
         nan = negative = other = 0
@@ -171,15 +149,15 @@ def block_scale_value(subject: TargetSubject) -> Iterator[Found]:
 def input_scale_beyond_norm(subject: TargetSubject) -> Iterator[Found]:
     from ...quantize.calibration import beyond_norms
 
-    scales = {info.name: _scalar(info) for info in parts_of(subject, "input_scale")}
+    scales = {info.name: _scalar(info) for info in parts_of(subject, INPUT_SCALE)}
     amaxes = {
-        name.removesuffix(".input_scale"): scale * E2M1_MAX * E4M3_MAX
+        name.removesuffix(f".{INPUT_SCALE}"): scale * NVFP4.largest
         for name, scale in scales.items()
         if scale is not None and scale != DATA_FREE
     }
     for beyond in beyond_norms(amaxes, subject.tensors):
         yield Found(
-            f"{beyond.module}.input_scale",
+            f"{beyond.module}.{INPUT_SCALE}",
             f"implies an amax of {beyond.amax:g}, but {beyond.norm} reaches at most {beyond.bound:g}",
         )
 
@@ -217,7 +195,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "An NVFP4 module lacks its weight, block scales or weight_scale_2.",
         fix="Fetch the target again, or quantize it again.",
-        check=weight_part_missing,
+        check=lambda s: _parts(s, "missing"),
     ),
     Rule(
         "K403",
@@ -225,7 +203,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "A part of an NVFP4 weight has the wrong dtype. Its bytes would be read as other numbers.",
         fix=AGAIN,
-        check=nvfp4_dtype,
+        check=lambda s: _parts(s, "dtype"),
     ),
     Rule(
         "K404",
@@ -233,7 +211,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "error",
         "Block scales are not one per sixteen values, or a module's scale is not one number.",
         fix=AGAIN,
-        check=nvfp4_scale_shape,
+        check=lambda s: _parts(s, "shape"),
     ),
     Rule(
         "K405",
@@ -304,7 +282,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix="Quantize the target again. kconv quantize gives q/k/v, q_a/kv_a and gate/up one scale.",
         seen_in=FUSED,
         values=True,
-        check=lambda s: _unequal(s, MARK),
+        check=lambda s: _unequal(s, NVFP4.scale_2),
     ),
     Rule(
         "K441",
@@ -314,7 +292,7 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         fix="Calibrate again, with one amax for modules that read the same input.",
         engines=(TRTLLM,),
         values=True,
-        check=lambda s: _unequal(s, "input_scale"),
+        check=lambda s: _unequal(s, INPUT_SCALE),
     ),
     Rule(
         "K442",

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...quantize.formats import GROUP_SIZE
+from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE
 from .rule import TRTLLM, Found, Rule
-from .target import BLOCK, LAYER, OWN_LAYER, SIDE_FILE, WEIGHT_ONLY, TargetSubject, bare, entries_of
+from .target import LAYER, OWN_LAYER, TargetSubject, bare, entries_of
 
-ALGORITHMS = ("NVFP4", WEIGHT_ONLY)
 MODELOPT = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/quantization/modelopt.py"
 
 
@@ -19,7 +18,7 @@ def stale_text_block(subject: TargetSubject) -> Iterator[Found]:
     block = subject.text_block
     if subject.packed and block and dict(block) != dict(subject.root_block):
         named = block.get("quant_method") or block.get("quant_algo")
-        yield Found(f"config.json: text_config.{BLOCK}", f"says {named!r}, but the weights are NVFP4")
+        yield Found(f"config.json: text_config.{CONFIG_KEY}", f"says {named!r}, but the weights are NVFP4")
 
 
 def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
@@ -29,13 +28,13 @@ def algorithm_unknown(subject: TargetSubject) -> Iterator[Found]:
         if not block:
             continue
         algorithm, method = block.get("quant_algo"), block.get("quant_method", "modelopt")
-        if algorithm not in ALGORITHMS:
+        if algorithm not in NVFP4.algorithms:
             yield Found(f"{where}: quant_algo", f"is {algorithm!r}")
         if where == "config.json" and not str(method).startswith(("modelopt", "nvfp4")):
             yield Found(f"{where}: quant_method", f"is {method!r}")
         for size in _sizes(block):
-            if size != GROUP_SIZE:
-                yield Found(f"{where}: group_size", f"is {size!r}, but NVFP4 has groups of {GROUP_SIZE}")
+            if size != NVFP4.group:
+                yield Found(f"{where}: group_size", f"is {size!r}, but NVFP4 has groups of {NVFP4.group}")
 
 
 def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
@@ -58,7 +57,7 @@ def side_file_differs(subject: TargetSubject) -> Iterator[Found]:
 
 
 def kv_scheme_unknown(subject: TargetSubject) -> Iterator[Found]:
-    for where, block in ((f"config.json: {BLOCK}", subject.root_block), (SIDE_FILE, subject.side)):
+    for where, block in ((f"config.json: {CONFIG_KEY}", subject.root_block), (SIDE_FILE, subject.side)):
         if subject.packed and _kv(block) not in ("FP8", "none"):
             yield Found(where, f"the KV cache's scheme is {_kv(block)}")
 
@@ -126,11 +125,11 @@ def exclude_collision(subject: TargetSubject) -> Iterator[Found]:
     for module, entry in _packed_and_covered(subject):
         if _collides(entry, module) and entry not in told:
             told.add(entry)
-            yield Found(f"config.json: {BLOCK}.ignore", f"{entry!r} covers {module}, which is NVFP4")
+            yield Found(f"config.json: {CONFIG_KEY}.ignore", f"{entry!r} covers {module}, which is NVFP4")
 
 
 def exclude_kv_b_proj(subject: TargetSubject) -> Iterator[Found]:
-    for where, block in ((f"config.json: {BLOCK}.ignore", subject.root_block), (SIDE_FILE, subject.side)):
+    for where, block in ((f"config.json: {CONFIG_KEY}.ignore", subject.root_block), (SIDE_FILE, subject.side)):
         for entry in entries_of(block):
             plain_kv_b = any(module.endswith(".kv_b_proj") for module in subject.plain)
             if subject.packed and plain_kv_b and fnmatchcase("kv_b_proj", entry):
@@ -180,7 +179,9 @@ RULES: tuple[Rule[TargetSubject], ...] = (
         "The config says NVFP4, but no tensor is packed. Engines look for scales that do not exist.",
         fix="Remove quantization_config and hf_quant_config.json. They belong to another export.",
         check=lambda s: (
-            [Found(f"config.json: {BLOCK}", f"says {s.block.get('quant_algo')}")] if s.is_nvfp4 and not s.packed else ()
+            [Found(f"config.json: {CONFIG_KEY}", f"says {s.block.get('quant_algo')}")]
+            if s.is_nvfp4 and not s.packed
+            else ()
         ),
     ),
     Rule(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from ...checkpoint.folder import read_json
-from ...checkpoint.formats import CONFIG_KEY, SIDE_FILE
-from ...convert.quantized import SUFFIXES, has_scales
+from ...checkpoint.formats import CONFIG_KEY, HEAD_SCALES, SIDE_FILE
+from ...convert.quantized import has_scales
 from ...errors import KconvError
 from ...head.contract import FLOATS
 from ...head.spec import Gqa
@@ -39,7 +39,9 @@ def kv_cache_inherited(subject: HeadSubject) -> Iterator[Found]:
 
 
 def quantized_but_excluded(subject: HeadSubject) -> Iterator[Found]:
-    scaled = dict.fromkeys(name.rpartition(".")[0] for name in subject.tensors if name.rpartition(".")[2] in SUFFIXES)
+    scaled = dict.fromkeys(
+        name.rpartition(".")[0] for name in subject.tensors if name.rpartition(".")[2] in HEAD_SCALES
+    )
     for where, entries in _excludes(subject).items():
         for entry in entries:
             covered = [module for module in scaled if _covers(entry, module)]

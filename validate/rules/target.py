@@ -10,16 +10,14 @@ from functools import cached_property
 from typing import Any
 
 from ...checkpoint.folder import read_json
+from ...checkpoint.formats import CONFIG_KEY, NVFP4, SIDE_FILE, PartFault
 from ...checkpoint.header import TensorInfo
 from ...errors import KconvError
-from ...quantize.formats import TENSORS
 from .rule import Subject
 
-BLOCK, SIDE_FILE = "quantization_config", "hf_quant_config.json"
-SCALES = tuple(suffix for suffix in TENSORS if suffix != "weight")
-MARK = "weight_scale_2"
+# The dtype of packed values.
+VALUES = NVFP4.tensors[NVFP4.values].dtype
 FLOATS = ("BF16", "F16", "F32")
-WEIGHT_ONLY = "W4A16_NVFP4"
 # Wrapper prefixes that engines strip from the names of entries and modules.
 PREFIXES = ("language_model.", "model.")
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -83,7 +81,7 @@ class TargetSubject(Subject):
     @cached_property
     def root_block(self) -> Mapping[str, Any]:
         """config.json's quantization_config, empty if there is none."""
-        return _object(self.config.get(BLOCK))
+        return _object(self.config.get(CONFIG_KEY))
 
     @property
     def text(self) -> Mapping[str, Any]:
@@ -93,7 +91,7 @@ class TargetSubject(Subject):
     @cached_property
     def text_block(self) -> Mapping[str, Any]:
         """The quantization_config inside text_config, empty if there is none."""
-        return _object(_object(self.config.get("text_config")).get(BLOCK))
+        return _object(_object(self.config.get("text_config")).get(CONFIG_KEY))
 
     @cached_property
     def side(self) -> Mapping[str, Any]:
@@ -116,21 +114,26 @@ class TargetSubject(Subject):
         found: dict[str, dict[str, TensorInfo]] = {}
         for name, info in self.tensors.items():
             base, _, suffix = name.rpartition(".")
-            if suffix in SCALES or (suffix == "weight" and info.dtype == "U8"):
+            if suffix in NVFP4.scales or (suffix == NVFP4.values and info.dtype == VALUES):
                 parts = found.get(base)
                 if parts is None:
                     parts = found[base] = {}
                 parts[suffix] = info
         for base, parts in found.items():
-            weight = self.tensors.get(f"{base}.weight")
+            weight = self.tensors.get(f"{base}.{NVFP4.values}")
             if weight is not None:
-                parts["weight"] = weight
+                parts[NVFP4.values] = weight
         return found
 
     @cached_property
     def packed(self) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Those whose weight is NVFP4."""
-        return {base: parts for base, parts in self.modules.items() if MARK in parts or _dtype(parts) == "U8"}
+        return {base: parts for base, parts in self.modules.items() if NVFP4.mark in parts or _dtype(parts) == VALUES}
+
+    @cached_property
+    def faults(self) -> tuple[PartFault, ...]:
+        """What is wrong with the tensors of NVFP4 weights."""
+        return tuple(fault for base, parts in self.packed.items() for fault in NVFP4.faults(base, parts))
 
     @cached_property
     def plain(self) -> tuple[str, ...]:
@@ -152,14 +155,14 @@ class TargetSubject(Subject):
     @property
     def is_nvfp4(self) -> bool:
         """Whether its tensors or its config say that it is quantized."""
-        return bool(self.packed) or "NVFP4" in str(self.block.get("quant_algo"))
+        return bool(self.packed) or NVFP4.name in str(self.block.get("quant_algo"))
 
     @property
     def weight_only(self) -> bool:
         """Whether its config says that activations stay unquantized."""
         groups = [_object(group) for group in _object(self.block.get("config_groups")).values()]
         unread = bool(groups) and all(group.get("input_activations") is None for group in groups)
-        return self.block.get("quant_algo") == WEIGHT_ONLY or unread
+        return self.block.get("quant_algo") == NVFP4.weight_only_name or unread
 
     @cached_property
     def excludes(self) -> Excludes:
@@ -195,4 +198,4 @@ def _object(value: object) -> Mapping[str, Any]:
 
 
 def _dtype(parts: Mapping[str, TensorInfo]) -> str:
-    return parts["weight"].dtype if "weight" in parts else ""
+    return parts[NVFP4.values].dtype if NVFP4.values in parts else ""
