@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -201,3 +202,35 @@ def test_each_pin_has_digests_and_is_the_one_that_was_tested(name):
         key: normal[key] for key in hashed if key in normal
     }
     assert {"click", "setuptools", "detect-secrets"} <= hashed.keys()
+
+
+def shell(step: dict[str, Any], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a step's text as a runner does, in a folder and with the values of its contexts."""
+    own = os.environ | {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary", "RUNNER_TEMP": str(folder)}
+    words = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    return subprocess.run(words, cwd=folder, env=own | env, capture_output=True, text=True)
+
+
+def test_what_publishes_is_unpacked_only_if_it_is_what_the_job_publisher_made(tmp_path):
+    jobs = WORKFLOWS["release-head"]["jobs"]
+    (pack,) = [step for step in jobs["publisher"]["steps"] if "tar --create" in step.get("run", "")]
+    (unpack,) = [step for step in jobs["publish"]["steps"] if "tar --extract" in step.get("run", "")]
+    assert jobs["publisher"]["outputs"] == {"sha256": f"${{{{ steps.{pack['id']}.outputs.sha256 }}}}"}
+    assert unpack["env"] == {"SHA256": "${{ needs.publisher.outputs.sha256 }}"}
+    made, taken = tmp_path / "made", tmp_path / "taken"
+    (made / ".kconv" / ".venv").mkdir(parents=True)
+    (made / ".kconv" / ".venv" / "kconv").write_text("the one")
+    taken.mkdir()
+    assert shell(pack, made).returncode == 0
+    digest = (made / "output").read_text().strip().removeprefix("sha256=")
+    shutil.copy(made / "publisher.tar.gz", taken)
+    for wrong in ("", "0" * 64, digest[:-1]):
+        assert shell(unpack, taken, SHA256=wrong).returncode != 0 and not (taken / ".kconv").exists()
+    assert shell(unpack, taken, SHA256=digest).returncode == 0
+    assert (taken / ".kconv" / ".venv" / "kconv").read_text() == "the one"
+    # Another job's artifact of the same name.
+    shutil.rmtree(taken / ".kconv")
+    (made / ".kconv" / ".venv" / "kconv").write_text("another")
+    assert shell(pack, made).returncode == 0
+    shutil.copy(made / "publisher.tar.gz", taken)
+    assert shell(unpack, taken, SHA256=digest).returncode != 0 and not (taken / ".kconv").exists()
