@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["error", "warning", "note"]
+# Worst first.
+Severity = Literal["error", "undecided", "warning", "note"]
 # The user and password of a URL: shown to nobody.
 PASSWORD = re.compile(r"://[^/\s@'\"]+@")
 
@@ -19,13 +20,16 @@ class KconvError(Exception):
         where: the file, tensor or key concerned; empty where `what` already says it.
         fix: what the user should do next, as an imperative sentence.
         see: a link to the line of code or the thread that decides it; empty if there is none.
+        needs: the option that decides it, if the files only leave a fact open, e.g. "--captured-are".
         code: the rule's id if the error is a finding about a head, e.g. "K101"; otherwise the error's kind, e.g.
         "output-exists" for `OutputExists`.
     """
 
-    def __init__(self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "") -> None:
+    def __init__(
+        self, what: str, *, where: object = "", fix: str = "", see: str = "", code: str = "", needs: str = ""
+    ) -> None:
         self.what, self.where, self.fix = (PASSWORD.sub("://***@", str(text)) for text in (what, where, fix))
-        self.see = see
+        self.see, self.needs = see, needs
         self.code = code or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", "-", type(self).__name__).lower()
         super().__init__(self.what)
 
@@ -41,7 +45,7 @@ class KconvError(Exception):
 
     def problem(self, code: str = "") -> Problem:
         """Return the error as a problem, under its own code or the one given."""
-        return Problem(code or self.code, "error", self.where, self.what, self.fix, type(self))
+        return Problem(code or self.code, "error", self.where, self.what, self.fix, type(self), self.needs)
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,12 @@ class Problem:
 
     Attributes:
         code: the rule's id, e.g. "K101".
-        severity: "error", "warning" or "note".
+        severity: "error" if nothing can be made of the head, else "warning" or "note"; its rule says what engines do.
         where: the file, tensor or key concerned.
         what: one sentence that says what was found, with its figures.
         fix: what the user should do next, as an imperative sentence.
         kind: the error class that the problem is raised as.
+        needs: see `KconvError`.
     """
 
     code: str
@@ -63,10 +68,11 @@ class Problem:
     what: str
     fix: str
     kind: type[KconvError] = KconvError
+    needs: str = ""
 
     def error(self) -> KconvError:
         """Return the problem as an error that can be raised."""
-        return self.kind(self.what, where=self.where, fix=self.fix, code=self.code)
+        return self.kind(self.what, where=self.where, fix=self.fix, code=self.code, needs=self.needs)
 
 
 class NotACheckpoint(KconvError):

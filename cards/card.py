@@ -274,7 +274,9 @@ def _refuse_unfit(report: Report) -> None:
         )
     if not report.clean:
         raise ReportInvalid(
-            "the report has errors", where=report.subject, fix="Fix what kconv validate found, then write the card."
+            "the report has errors or undecided facts",
+            where=report.subject,
+            fix="Fix what kconv validate found, then write the card.",
         )
 
 

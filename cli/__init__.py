@@ -32,7 +32,7 @@ def main(ctx: click.Context) -> None:
     """Convert, check, measure and release Eagle3 draft heads for vLLM, SGLang and TensorRT-LLM.
 
     HEAD and TARGET are a folder or a Hub id, org/name[@revision]. kconv COMMAND --help has examples.
-    Exit code 0: done and checked; 1: an error or a failed check; 2: usage.
+    Exit code 0: done and checked; 1: an error or a failed check; 2: usage; 3: undecided (kconv validate).
 
     \b
     Example:

@@ -110,8 +110,8 @@ def _carry_out(request: Operation, *, as_json: bool, dry_run: bool) -> None:
         return
     result = request.run(context)
     show(request, result, as_json=as_json)
-    if not request.passed(result):
-        raise SystemExit(1)
+    if code := request.exit_code(result):
+        raise SystemExit(code)
 
 
 def _help(name: str, cls: type[Operation]) -> str:

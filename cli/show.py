@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # Line width for files and pipes; longer than any of kconv's lines.
 UNFOLDED = 400
 # Colors of severities, worst first.
-SEVERITIES = {"error": "red", "warning": "yellow", "note": "blue"}
+SEVERITIES = {"error": "red", "undecided": "yellow", "warning": "yellow", "note": "blue"}
 # Number of readings of a head to show; report.json has all.
 READINGS = 8
 # Kinds of means, as table headings.
@@ -308,7 +308,7 @@ def _dims(value: Any) -> str:
 
 
 def _show_report(_: Operation, report: Report) -> None:
-    from ..validate.report import verdicts
+    from ..validate.report import counted
 
     console, figures = wide_console(), report.figures
     context = click.get_current_context(silent=True)
@@ -322,7 +322,7 @@ def _show_report(_: Operation, report: Report) -> None:
         console.print(f"  fix: {escape(finding.fix)}", highlight=False)
     counts = {severity: sum(f.severity == severity for f in report.findings) for severity in SEVERITIES}
     if counts["note"] and not verbose:
-        console.print(f"[dim]{_counted(counts, 'note')}; -v shows them[/]", highlight=False)
+        console.print(f"[dim]{counted(counts['note'], 'note')}; -v shows them[/]", highlight=False)
     if figures.acceptance:
         console.print(acceptance_table(report), "")
     for line in _measured(figures):
@@ -335,22 +335,26 @@ def _show_report(_: Operation, report: Report) -> None:
         console.print(
             f"checked for {', '.join(engines)} ({report.provenance.get('for_by', 'every engine')})", highlight=False
         )
-    verdict = "no errors" if report.clean else _counted(counts, "error")
-    verdict += f", {_counted(counts, 'warning')}" if counts["warning"] else ""
-    console.print(escape(f"{report.subject}: {verdict}"), highlight=False)
-    if judged := verdicts(report):
+    told = [counted(counts["error"], "error") if counts["error"] else "no errors"]
+    told += [counted(counts[what], what) for what in ("undecided", "warning") if counts[what]]
+    console.print(escape(f"{report.subject}: {', '.join(told)}"), highlight=False)
+    if judged := report.verdicts:
         dot = " · " if console.encoding.startswith("utf") else " | "
         console.print(dot.join(_verdict(one) for one in judged), highlight=False)
 
 
 def _verdict(one: Verdict) -> str:
     """Return an engine's verdict, e.g. "FAIL SGLang (1)" with the number of its errors."""
-    title = escape(one.title)
-    return f"[bold green]PASS[/] {title}" if one.passed else f"[bold red]FAIL[/] {title} ({one.errors})"
+    from ..validate.report import counted
 
-
-def _counted(counts: Mapping[str, int], severity: str) -> str:
-    return f"{counts[severity]} {severity}{'s' * (counts[severity] != 1)}"
+    title = escape(one.engine)
+    if one.outcome == "pass":
+        return f"[bold green]PASS[/] {title}"
+    if one.outcome == "undecided":
+        return f"[bold yellow]UNDECIDED[/] {title}: needs {escape(' and '.join(one.needs))}"
+    counts = {"undecided": one.undecided, "warning": one.warnings}
+    why = ", ".join(counted(count, what) for what, count in counts.items() if count)
+    return f"[bold red]FAIL[/] {title} ({one.errors or f'strict: {why}'})"
 
 
 def _readings_table(rows: Any) -> Table:

@@ -17,6 +17,8 @@ from ..head.contract import Problems
 EAGLE = "eagle_config"
 # The rules about unknown captured layers, and about user options that contradict the head's own files.
 UNDECIDED, AGAINST_MARKS = "K006", "K155"
+# The option that gives the target, and so its depth.
+TARGET = "--target"
 # Above any target's depth, and the largest id that a list may hold.
 MAX_DEPTH = 10_000
 # Keys of eagle_config that ModelOpt's exporter writes and engines do not:
@@ -222,6 +224,7 @@ def _decide(
                 f"there are two lists, {list(listed)} in eagle_config and {list(top)} at the top level",
                 where="config.json",
                 fix="Pass --captured, or remove --captured-are. The top-level list always holds inputs.",
+                needs="--captured",
             )
         return _by_word(_agreeing(_told(listed, hints.captured_are), config, nested_config), hints)
     saved = saved_by(config, nested_config, names)
@@ -236,6 +239,7 @@ def _decide(
                 f"the config lists no captured layers, and {hints.target_layers} layers are too few for the default",
                 where=f"config.json: {TOP}",
                 fix="Pass --captured: the 0-based layer outputs that the head was trained on.",
+                needs="--captured",
             )
         word = f"each engine's default for {hints.target_layers} layers"
         return Captured(ids, f"not in the config; {word}", word)
@@ -244,6 +248,7 @@ def _decide(
         where=f"config.json: {TOP}",
         fix="Pass --target (only its config is read) or --target-layers N. The depth N decides the default, the outputs"
         " of 1, N//2-1, N-4. If the head was trained on others, pass --captured with their 0-based ids.",
+        needs=TARGET,
     )
 
 
@@ -254,6 +259,7 @@ def _told(ids: tuple[int, ...], convention: str, where: str = "config.json") -> 
             f"{list(ids)} cannot be layer inputs: the input of layer 0 is the embedding, not a layer's output",
             where=where,
             fix="Give --captured-are outputs.",
+            needs="--captured-are outputs",
         )
     return Captured(outputs, f"set by the user: {list(ids)} are layer {convention}")
 
@@ -335,6 +341,7 @@ def _refuse_outputs(top: tuple[int, ...], layers: int | None, saved: str) -> Non
         f"{TOP} lists {list(top)}: {why}, but vLLM reads them as inputs",
         where=f"config.json: {TOP}",
         fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+        needs="--captured-are",
     )
 
 
@@ -346,6 +353,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
             f"eagle_config lists {list(nested)}: vLLM's default as layer inputs, but the list may also mean outputs",
             where=f"config.json: {NESTED}",
             fix="Pass --captured-are inputs (published Kimi heads that list [2, 30, 58]) or --captured-are outputs.",
+            needs="--captured-are",
         )
     if nested == _default(default_outputs, nested[-1] + 4, layers):
         return Captured(
@@ -361,6 +369,7 @@ def _from_nested(nested: tuple[int, ...], eagle_config: Mapping[str, Any], layer
         f"eagle_config lists {list(nested)} but does not say whether these are layer outputs or inputs",
         where=f"config.json: {NESTED}",
         fix="Pass --captured-are outputs (trainers) or --captured-are inputs (vLLM).",
+        needs="--captured-are",
     )
 
 

@@ -158,7 +158,7 @@ def find_config(
     rope = find_rope(config, problems)
     if not states_theta(config):
         what = "the config has no rope_theta; engines use their own default"
-        problems.append(Problem("K162", "warning", "config.json: rope_theta", what, THETA))
+        problems.append(Problem("K162", "warning", "config.json: rope_theta", what, THETA, needs="--rope-theta"))
     max_positions = None
     with problems.catching():
         max_positions = _max_positions(config, rope, hints)
@@ -262,6 +262,7 @@ def _unify(
                 f"config.json: {name}",
                 "Pass --norm-before-residual yes or no, as the head was trained.",
                 "K015",
+                "--norm-before-residual",
             )
     return flat, left
 
@@ -529,8 +530,10 @@ def _check_dims(spec: HeadSpec, problems: Problems) -> None:
         )
 
 
-def _add(problems: Problems, kind: type[KconvError], what: str, where: str, fix: str, code: str = "") -> None:
-    problems.append(problem_of(kind(what, where=where, fix=fix, code=code)))
+def _add(
+    problems: Problems, kind: type[KconvError], what: str, where: str, fix: str, code: str = "", needs: str = ""
+) -> None:
+    problems.append(problem_of(kind(what, where=where, fix=fix, code=code, needs=needs)))
 
 
 def checked(name: str, value: Any, kind: str, key: str = "") -> Any:

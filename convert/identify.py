@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.schema import parse_yaml, read_text
-from ..errors import NotACheckpoint, Problem, UnknownLayout
-from .captured import UNDECIDED, Hints, default_formula, readings
+from ..checkpoint.source import Source
+from ..errors import KconvError, NotACheckpoint, Problem, UnknownLayout
+from .captured import TARGET, UNDECIDED, Hints, default_formula, readings
 from .config import TARGETS_DEPTH, stored_layers
 from .rope import DEFAULT_THETA
 
@@ -211,20 +213,37 @@ CANDIDATES: Mapping[str, Callable[[Config, Hints, Names], list[str]]] = {
 }
 
 
-def named_targets(folder: Path, config: Config) -> tuple[str, ...]:
+def named_targets(source: Source, config: Config) -> tuple[str, ...]:
     """Return the targets that a head's files name, as hub ids: its config's verifier, and its README's base models.
 
-    DeepSpec's configs name their target too.
+    DeepSpec's configs name their target too. Without a connection a README on the Hub names none.
 
     Args:
-        folder: a folder with the head's README.md, if it has one.
+        source: the head.
         config: its config.json.
     """
+    models = []
+    with suppress(KconvError):
+        models = _base_models(source.fetch_readme())
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     names = [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
-    found = (*names, config.get("target_model_name_or_path"), *_base_models(folder))
+    found = (*names, config.get("target_model_name_or_path"), *models)
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str) and REPO.fullmatch(name)))
+
+
+def name_target(needs: str, fix: str, source: Source, config: Config) -> tuple[str, str]:
+    """Return what decides a fact left open, and its fix, with the target that the head's own files name.
+
+    Args:
+        needs: the option that decides it.
+        fix: what to do, as an imperative sentence.
+        source: the head.
+        config: its config.json.
+    """
+    if needs != TARGET or not (named := named_targets(source, config)):
+        return needs, fix
+    return f"{TARGET} {named[0]}", f"{fix} The head's own files name its target: {TARGET} {named[0]}."
 
 
 def _base_models(folder: Path) -> list[Any]:

@@ -231,6 +231,10 @@ class Operation(BaseModel):
         """Return whether a result means exit code 0; a result with findings may not."""
         return True
 
+    def exit_code(self, result: Any) -> int:
+        """Return the exit code that a result means."""
+        return 0 if self.passed(result) else 1
+
     def failure(self, result: Any) -> KconvError:
         """Return the error of a result that does not pass, if another step depends on it."""
         return StepFailed(f"{command_name(type(self))} found errors", fix="Fix the errors above.")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..errors import KconvError
 from .base import Context, Name, argument
 from .reading import Reading
 
@@ -105,8 +103,4 @@ class Inspect(Reading):
         reading = read(checkpoint, layout=self.layout(), hints=self.hints(target), values=False)
         if target and reading.read and (problem := find_misfit(reading.read.spec, target, str(self.target))):
             reading = replace(reading, problems=(*reading.problems, problem))
-        readme = checkpoint.folder
-        # The targets that it names are a suggestion: without a connection there is none.
-        with suppress(KconvError):
-            readme = source.fetch_readme()
-        return Inspected(reading, named_targets(readme, checkpoint.config))
+        return Inspected(reading, named_targets(source, checkpoint.config))

@@ -11,9 +11,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..errors import KconvError
 from .base import Context, LayerIds, Name, Operation, option
 
 if TYPE_CHECKING:
+    from ..checkpoint.folder import Checkpoint
+    from ..checkpoint.source import Source
     from ..convert.captured import Hints
     from ..convert.read import Head
     from ..engines.layout import Layout
@@ -119,15 +122,22 @@ class Reading(Operation):
             TargetInvalid: the head reads other hidden states, or another vocabulary, than the target's.
             KconvError: it cannot be read; see `convert.read`.
         """
-        from ..convert.opening import open_head
-
-        return open_head(context.source(head).open_weights(), self.layout(), self.hints(), context.maybe(self.target))
+        return self._open(context.source(head), context.source(head).open_weights(), context.maybe(self.target))
 
     def open_headers(self, context: Context, head: str) -> Head:
         """Open a head from its config and headers alone; see `open`."""
+        return self._open(context.source(head), context.source(head).open_headers(), context.maybe(self.target))
+
+    def _open(self, head: Source, checkpoint: Checkpoint, target: Source | None) -> Head:
+        """Open a head; where its target would decide an open fact, the error names the target that its files name."""
+        from ..convert.identify import name_target
         from ..convert.opening import open_head
 
-        return open_head(context.source(head).open_headers(), self.layout(), self.hints(), context.maybe(self.target))
+        try:
+            return open_head(checkpoint, self.layout(), self.hints(), target)
+        except KconvError as error:
+            error.needs, error.fix = name_target(error.needs, error.fix, head, checkpoint.config)
+            raise
 
 
 def check_trusted(context: Context, trust_remote_code: bool, target: str | None) -> None:

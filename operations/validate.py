@@ -49,7 +49,7 @@ TOO_LARGE = "Get its states from a running vLLM (kconv states --url), and pass t
 
 
 class Validate(Reading):
-    """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers.
+    """Check HEAD; exit 1 if an engine would fail on it or serve wrong numbers, 3 if an option must decide that.
 
     Checks names, shapes, config, known engine faults, and every value. --source compares the bits. --target with
     --prompts measures logits, top-1 agreement and acceptance length on the prompts' own text and on the target's
@@ -73,7 +73,7 @@ class Validate(Reading):
     )
     source: Name | None = option(None, "The checkpoint that HEAD was made from, to compare.", kind="checkpoint")
     headers_only: bool = option(False, "Read and download no weights.")
-    strict: bool = option(False, "Exit 1 on warnings too.")
+    strict: bool = option(False, "Fail on warnings and undecided facts too.")
     prompts: Name | None = option(
         None,
         "Held-out prompts: a JSONL, or mt-bench@<commit>. Needs --target, or for a target --source.",
@@ -195,23 +195,34 @@ class Validate(Reading):
                 held_out=held_out,
                 say=say,
             )
+        if self.strict:
+            report = report.model_copy(update={"provenance": report.provenance | {"strict": True}})
         if self.out is not None:
             _write(report, Path(self.out))
         return report
 
     def passed(self, result: Report) -> bool:
-        """Return whether the report has no error, and with --strict no warning."""
-        return result.clean and not (self.strict and result.warned)
+        """Return whether no engine fails, and none depends on a fact left open."""
+        return result.outcome == "pass"
+
+    def exit_code(self, result: Report) -> int:
+        """Return 3 where only facts that the head's files leave open stand against it: an option decides those."""
+        return {"pass": 0, "fail": 1, "undecided": 3}[result.outcome]
 
     def failure(self, result: Report) -> ReportInvalid:
         """Return the error of a report that does not pass, if something depends on it."""
-        wrong = [f for f in result.findings if f.severity == "error"]
-        lines = "".join(f"\n  {f.rule} {f.where}: {f.message}" for f in wrong[:SHOWN])
+        from ..validate.report import SEVERITIES, STOPS, counted
+
+        stops = SEVERITIES[:-1] if self.strict else STOPS
+        wrong = [f for f in result.findings if f.severity in stops]
+        counts = {what: sum(f.severity == what for f in wrong) for what in stops}
+        said = ", ".join(counted(count, what) for what, count in counts.items() if count)
+        lines = "".join(f"\n  {f.rule} {f.where}: {f.message}\n    fix: {f.fix}" for f in wrong[:SHOWN])
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         return ReportInvalid(
-            f"validation found {len(wrong)} errors in {result.subject}:{lines}{more}",
+            f"validation found {said} in {result.subject}:{lines}{more}",
             where=self.out or "",
-            fix="Fix these errors; the report says how.",
+            fix="Do what the report says of each.",
         )
 
     def _refuse_early(self, context: Context) -> None:

@@ -11,10 +11,9 @@ from markupsafe import Markup
 from ..escape import terminal
 from .figures import AcceptanceFigures
 from .numbers import EXACT, details, is_exact, plain, summary, verdict_line, verdict_words
-from .report import UNREAD, Finding, Report, Verdict, verdicts
+from .report import SEVERITIES, STOPS, UNREAD, Finding, Report, Verdict, counted
 
 TEMPLATE = "report.html.jinja"
-SEVERITIES = ("error", "warning", "note")
 # Of a chart, in its own units; the page scales it.
 WIDTH, NAME, ROW, RIGHT, TOP, BOTTOM = 640, 170, 26, 70, 8, 34
 # Length limit of a name, in a phone's larger letters; a longer one is cut, as it would be at the picture's edge.
@@ -25,7 +24,7 @@ SPREAD = 1.96
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of a subject of checks for an engine: its words, and "error", "warning", "good" or "none"."""
+    """The result of a subject of checks for an engine: its words, and a severity, "good" or "none"."""
 
     text: str
     kind: str
@@ -48,14 +47,15 @@ def to_html(report: Report) -> str:
         loader=PackageLoader("kconv.validate", "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, finalize=_shown,
     )  # fmt: skip
-    judged = verdicts(report)
+    judged = report.verdicts
     return environment.get_template(TEMPLATE).render(
         report=report,
         verdict=verdict_line(report).replace("**", ""),
         verdicts=[(one, verdict_words(one)) for one in judged],
         matrix=list(_matrix(report, judged)),
         findings=[(severity, [f for f in report.findings if f.severity == severity]) for severity in SEVERITIES],
-        titles=lambda finding: [one.title for one in judged if finding.engines and one.concerns(finding)],
+        stops=STOPS,
+        titles=lambda finding: [one.engine for one in judged if finding.engines and finding.concerns(one.runners)],
         numbers=list(summary(figures)),
         details=list(details(figures)),
         charts=list(_charts(report, "Acceptance length", figures.acceptance)),
@@ -85,7 +85,7 @@ def _matrix(report: Report, judged: Sequence[Verdict]) -> Iterator[tuple[str, li
             continue
         # Unread parts may be wrong, so nothing found there is not a pass.
         blind = UNREAD in report.provenance or (own <= measured and not report.weights)
-        yield title, [_cell([f for f in found if one.concerns(f)], blind) for one in judged]
+        yield title, [_cell([f for f in found if f.concerns(one.runners)], blind) for one in judged]
 
 
 def _applies(report: Report, title: str, of_target: bool) -> bool:
@@ -97,9 +97,9 @@ def _applies(report: Report, title: str, of_target: bool) -> bool:
 
 
 def _cell(findings: Sequence[Finding], blind: bool) -> Cell:
-    for severity in SEVERITIES[:2]:
+    for severity in SEVERITIES[:-1]:
         if count := sum(finding.severity == severity for finding in findings):
-            return Cell(f"{count} {severity}{'s' * (count != 1)}", severity)
+            return Cell(counted(count, severity), severity)
     return Cell("not checked", "none") if blind else Cell("passed", "good")
 
 

@@ -10,7 +10,7 @@ from ..escape import code, markdown
 from .html import to_html
 from .numbers import Numbers, details, plain, summary, verdict_line, verdict_words
 from .plots import draw_plots
-from .report import REPORT, Finding, Report, verdicts
+from .report import REPORT, Finding, Report
 
 MARKDOWN, HTML = "report.md", "report.html"
 
@@ -41,8 +41,8 @@ def to_markdown(report: Report, *, more: Sequence[str] = ()) -> str:
     """Return report.md's text."""
     figures = report.figures
     lines = [f"# Validation of {markdown(report.subject)}", "", verdict_line(report), ""]
-    if judged := verdicts(report):
-        lines += [*table(("engine", "verdict"), [(one.title, verdict_words(one)) for one in judged]), ""]
+    if judged := report.verdicts:
+        lines += [*table(("engine", "verdict"), [(one.engine, verdict_words(one)) for one in judged]), ""]
     engines = report.provenance.get("for")
     if isinstance(engines, list):
         lines += [

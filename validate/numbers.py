@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .figures import AcceptanceFigures, EngineFigures, Figures, NoiseFigures, ParityFigures, PerplexityFigures
-from .report import Report, Verdict, verdicts
+from .report import SEVERITIES, STOPS, Report, Verdict, counted
 
 EXACT = "Bit-identical to the source, in every weight and every logit."
 NO_PART_DIFFERS = "Each part of the head gives exactly the source's numbers."
@@ -152,20 +152,28 @@ def _quantization(noise: NoiseFigures | None, text: PerplexityFigures | None) ->
 
 def verdict_words(verdict: Verdict) -> str:
     """Return a verdict in words, e.g. "FAIL: 1 error, 2 warnings"."""
-    counts = [(verdict.errors, "error"), (verdict.warnings, "warning")]
-    found = ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts if count)
-    return ("PASS" if verdict.passed else "FAIL") + (f": {found}" if found else "")
+    is_open = verdict.outcome == "undecided"
+    found = [
+        counted(verdict.errors, "error") if verdict.errors else "",
+        f"needs {' and '.join(verdict.needs)}" if is_open else "",
+        counted(verdict.undecided, "undecided") if verdict.undecided and not is_open else "",
+        counted(verdict.warnings, "warning") if verdict.warnings else "",
+    ]
+    strict = " (strict)" if verdict.outcome == "fail" and not verdict.errors else ""
+    said = ", ".join(filter(None, found))
+    return verdict.outcome.upper() + strict + (f": {said}" if said else "")
 
 
 def verdict_line(report: Report) -> str:
     """Return a report's result in one line."""
-    counts = {s: sum(f.severity == s for f in report.findings) for s in ("error", "warning", "note")}
-    shown = {severity: count for severity, count in counts.items() if count or severity != "error"}
-    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in shown.items())
-    every = verdicts(report)
-    failing = [one.title for one in every if not one.passed]
-    some = f" with {' or '.join(failing)}" if len(failing) < len(every) else ""
-    return f"**{'No errors' if report.clean else f'Do not serve it{some}'}**: {said}."
+    counts = {severity: sum(f.severity == severity for f in report.findings) for severity in SEVERITIES}
+    said = ", ".join(counted(count, what) for what, count in counts.items() if count or what not in STOPS)
+    words, where = {"pass": ("No errors", ""), "fail": ("Do not serve it", "with"), "undecided": ("Undecided", "for")}[
+        report.outcome
+    ]
+    own = [one.engine for one in report.verdicts if one.outcome == report.outcome]
+    some = f" {where} {' or '.join(own)}" if where and len(own) < len(report.verdicts) else ""
+    return f"**{words}{some}**: {said}."
 
 
 def _acceptance(row: AcceptanceFigures) -> Sequence[object]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, computed_field, field_validator, model_validator
 
 from ..checkpoint.bytes import Look, Wanted, file_digest
 from ..checkpoint.folder import Checkpoint
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 # In a report's provenance: why a rule without findings may not have been applied.
 UNREAD = "unread"
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+# With these no engine passes.
+STOPS = ("error", "undecided")
+Outcome = Literal["pass", "fail", "undecided"]
 
 
 class Finding(BaseModel):
@@ -33,13 +36,15 @@ class Finding(BaseModel):
 
     Attributes:
         rule: its id, e.g. "K101".
-        severity: "error" if an engine would fail or serve wrong numbers; "warning" if only the target or a user could
-            decide; "note" for what a launch flag must supply.
+        severity: "error" if an engine would fail or serve wrong numbers; "undecided" if that depends on a fact that the
+            head's files leave open; "warning" if only the target or a user could decide; "note" for what a launch flag
+            must supply.
         where: the tensor, key or file.
         message: what was found, one sentence with its figures.
         fix: what to do.
-        engines: the engines concerned; empty for all.
+        engines: the engines concerned, by the names of `provenance.for`; empty for all of them.
         seen_in: the public thread that taught the rule.
+        needs: the option that decides a fact left open, e.g. "--target org/name"; empty for any other finding.
     """
 
     model_config = STRICT
@@ -51,6 +56,34 @@ class Finding(BaseModel):
     fix: str
     engines: tuple[str, ...] = ()
     seen_in: str = ""
+    needs: str = ""
+
+    def concerns(self, runners: Iterable[str]) -> bool:
+        """Return whether it concerns one of these runners; a finding without engines concerns all."""
+        return not self.engines or not set(runners).isdisjoint(self.engines)
+
+
+class Verdict(BaseModel):
+    """What the findings come to for one engine.
+
+    Attributes:
+        engine: its title, e.g. "vLLM".
+        runners: its checked runners, e.g. vllm-v1.
+        outcome: "fail" with an error, and with --strict also with a warning or a fact left open; "undecided" if only
+            facts that the head's files leave open stand against a "pass".
+        errors, undecided, warnings: how many findings of each severity concern it.
+        needs: the options that decide the facts left open, e.g. "--target org/name".
+    """
+
+    model_config = STRICT
+
+    engine: str
+    runners: tuple[str, ...]
+    outcome: Outcome
+    errors: int
+    undecided: int
+    warnings: int
+    needs: tuple[str, ...]
 
 
 class Report(BaseModel):
@@ -62,7 +95,8 @@ class Report(BaseModel):
         config: sha256 of config.json, if it was on this machine.
         findings: worst first.
         figures: the measurements.
-        provenance: how they were made: versions, target, prompts and their hash, seed, date.
+        provenance: how they were made: versions, target, prompts and their hash, seed, date, whether --strict.
+        verdicts: one for each engine in `provenance.for`; kconv computes them again when it reads the file.
     """
 
     model_config = STRICT
@@ -84,56 +118,58 @@ class Report(BaseModel):
             raise ValueError(f"for is {asked!r}, not a list of engines")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _computes_verdicts(cls, value: Any) -> Any:
+        return {key: one for key, one in value.items() if key != "verdicts"} if isinstance(value, dict) else value
+
+    @computed_field
     @property
-    def clean(self) -> bool:
-        """Whether there is no finding of severity "error"."""
-        return not any(finding.severity == "error" for finding in self.findings)
+    def verdicts(self) -> tuple[Verdict, ...]:
+        asked = [str(name) for name in self.provenance.get("for", ())]
+        titles = {name: engine.title for engine in engines() for name in engine.runner_names}
+        found = []
+        for title in dict.fromkeys(titles.get(name, name) for name in asked):
+            runners = tuple(name for name in asked if titles.get(name, name) == title)
+            own = [finding for finding in self.findings if finding.concerns(runners)]
+            errors, undecided, warnings = (sum(f.severity == s for f in own) for s in SEVERITIES[:3])
+            found.append(
+                Verdict(
+                    engine=title,
+                    runners=runners,
+                    outcome=self._outcome(own),
+                    errors=errors,
+                    undecided=undecided,
+                    warnings=warnings,
+                    needs=tuple(dict.fromkeys(f.needs for f in own if f.needs)),
+                )
+            )
+        return tuple(found)
 
     @property
-    def warned(self) -> bool:
-        """Whether there is a finding of severity "warning"."""
-        return any(finding.severity == "warning" for finding in self.findings)
+    def outcome(self) -> Outcome:
+        """What the findings come to for all engines together."""
+        return self._outcome(self.findings)
+
+    def _outcome(self, findings: Iterable[Finding]) -> Outcome:
+        found = {finding.severity for finding in findings}
+        if "error" in found or (self.provenance.get("strict") is True and found & {"undecided", "warning"}):
+            return "fail"
+        return "undecided" if "undecided" in found else "pass"
+
+    @property
+    def clean(self) -> bool:
+        """Whether no finding stops a head, --strict or not."""
+        return not any(finding.severity in STOPS for finding in self.findings)
 
     def to_json(self) -> str:
         """Return report.json's text."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A report's verdict about one engine.
-
-    Attributes:
-        title: the engine's, e.g. "vLLM".
-        runners: its checked runners, e.g. vllm-v1.
-        errors, warnings: how many findings concern it.
-    """
-
-    title: str
-    runners: tuple[str, ...]
-    errors: int
-    warnings: int
-
-    @property
-    def passed(self) -> bool:
-        """Whether no error concerns it."""
-        return not self.errors
-
-    def concerns(self, finding: Finding) -> bool:
-        """Return whether a finding concerns it; a finding without engines concerns all."""
-        return not finding.engines or not set(self.runners).isdisjoint(finding.engines)
-
-
-def verdicts(report: Report) -> tuple[Verdict, ...]:
-    """Return a verdict for each engine in a report; none if it names no engine."""
-    asked = [str(name) for name in report.provenance.get("for", ())]
-    titles = {name: engine.title for engine in engines() for name in engine.runner_names}
-    found = []
-    for title in dict.fromkeys(titles.get(name, name) for name in asked):
-        about = Verdict(title, tuple(name for name in asked if titles.get(name, name) == title), 0, 0)
-        severities = [finding.severity for finding in report.findings if about.concerns(finding)]
-        found.append(replace(about, errors=severities.count("error"), warnings=severities.count("warning")))
-    return tuple(found)
+def counted(count: int, what: str) -> str:
+    """Return a number of findings of a severity in words, e.g. "2 errors"."""
+    return f"{count} {what}{'s' * (count != 1 and what != 'undecided')}"
 
 
 def report_file(path: Path) -> Path:
@@ -194,7 +230,7 @@ def assemble(
         provenance: how they were made, besides the versions and the date.
         config: sha256 of config.json.
     """
-    worst_first = sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+    worst_first = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
     stamp = {"kconv": version("kconv"), "date": datetime.now(UTC).date().isoformat(), "torch": version("torch")}
     return Report(
         subject=subject,

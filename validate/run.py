@@ -15,6 +15,7 @@ from ..checkpoint.manifest import DRAFTS, MANIFEST, READ_BY_ENGINES, UnverifiedR
 from ..checkpoint.source import Folder, Source
 from ..convert.captured import UNDECIDED, Hints, readings
 from ..convert.config import Unverified
+from ..convert.identify import name_target
 from ..convert.provenance import Origin
 from ..convert.read import Head, read
 from ..convert.shared import SharedTensors
@@ -228,7 +229,7 @@ def _check_head(
     )
     if checks.engines is None:
         rules = _written_for(rules, engined.engine if engined else None)
-    findings = list(check_head(rules))
+    findings = [_naming_target(finding, subject, checkpoint) for finding in check_head(rules)]
     about = _digests(checkpoint, checks, look)
     if about and (source is None or rules.head is None):  # the comparison with a source checks the manifest too
         findings += check_manifest(checkpoint, about, whole=isinstance(subject, Folder))
@@ -277,6 +278,11 @@ def _check_head(
         by = {} if checks.engines else {"for_by": f"{provenance['for_by']}, and the one that served it"}
         provenance |= by | witness.provenance
     return assemble(checkpoint.source, about, findings, all_figures, provenance, config_digest(checkpoint))
+
+
+def _naming_target(finding: Finding, subject: Source, checkpoint: Checkpoint) -> Finding:
+    needs, fix = name_target(finding.needs, finding.fix, subject, checkpoint.config)
+    return finding.model_copy(update={"needs": needs, "fix": fix})
 
 
 def _unverified(rules: HeadSubject) -> list[Unverified | UnverifiedRecord]:

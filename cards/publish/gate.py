@@ -10,7 +10,7 @@ from ...checkpoint.bytes import file_digest
 from ...checkpoint.source import HUB_ID, resolve
 from ...engines.registry import runners_of
 from ...errors import KconvError, PublishRefused
-from ...validate.report import REPORT, Finding
+from ...validate.report import REPORT, STOPS, Finding
 from ..evidence import Evidence, cell, foreign
 from ..front_matter import CARD, INDEX, read_front_matter, results
 from ..license_checks import CHECKS as LICENSE_CHECKS
@@ -132,7 +132,7 @@ def _report_clean(candidate: Candidate) -> Iterator[tuple[str, str]]:
     if (report := candidate.report) is None:
         return
     for finding in report.findings:
-        if finding.severity == "error" or finding.rule in AS_ERRORS:
+        if finding.severity in STOPS or finding.rule in AS_ERRORS:
             yield finding.where, f"validation found {finding.rule}: {finding.message}"
     if is_target(candidate.manifest):
         if report.provenance.get("checked") != "target":
@@ -246,7 +246,7 @@ CHECKS = (
         allowable=False,
     ),
     Check(
-        "P106", "The report has no errors and covers every engine that the layout is written for.",
+        "P106", "The report has no errors or undecided facts, and covers every engine that the layout is written for.",
         "Fix what kconv validate found, and run it without --for.", _report_clean,
     ),
     Check(

@@ -59,7 +59,7 @@ READ = {name for name in OPERATIONS if issubclass(load(name), Reading)}
 
 def cli() -> Iterator[str]:
     yield "In short; `kconv COMMAND --help` says more, with examples. In brackets: the default. Exit code 0: done and"
-    yield "checked; 1: an error or a failed check; 2: usage."
+    yield "checked; 1: an error or a failed check; 2: usage; 3: undecided (`kconv validate`)."
     yield ""
     yield "Each command but `demo` and `completion` is also a Python function and a recipe's step: `--draft-tokens"
     yield "3`, `draft_tokens=3`, `draft_tokens: 3`. In Python the arguments come first, and `from` and `for` are"

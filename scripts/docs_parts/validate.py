@@ -43,10 +43,21 @@ def put(page: str, name: str, lines: list[str]) -> str:
 
 
 def schema() -> str:
-    """Return the JSON schema of report.json."""
+    """Return the JSON schema of report.json; each key has the meaning that its class gives it."""
+    from pydantic.json_schema import GenerateJsonSchema
+    from reference.models import attributes
+
     from kconv.validate.report import Report
 
-    return json.dumps(Report.model_json_schema(by_alias=True, mode="serialization"), indent=2) + "\n"
+    class Described(GenerateJsonSchema):
+        def model_schema(self, schema):
+            made, meanings = super().model_schema(schema), attributes(schema["cls"])
+            for name, key in made.get("properties", {}).items():
+                key |= {"description": meanings[name]} if name in meanings else {}
+            return made | {"description": made["description"].partition("\n")[0]} if meanings else made
+
+    made = Report.model_json_schema(by_alias=True, mode="serialization", schema_generator=Described)
+    return json.dumps(made, indent=2) + "\n"
 
 
 def rules() -> list[str]:
@@ -60,9 +71,9 @@ def rules() -> list[str]:
     every = all_rules()
     counts = Counter(rule.severity for rule in every.values())
     return [
-        f"{len(every)} rules: {counts['error']} errors, {counts['warning']} warnings, {counts['note']} notes. The "
-        f"tests try them on {len(FAULTS)} corruptions of good heads, {len(TARGET_FAULTS)} corruptions of good NVFP4 "
-        f"targets, and {len(GOOD)} good heads."
+        f"{len(every)} rules: {counts['error']} errors, {counts['undecided']} undecided, {counts['warning']} warnings, "
+        f"{counts['note']} notes. The tests try them on {len(FAULTS)} corruptions of good heads, {len(TARGET_FAULTS)} "
+        f"corruptions of good NVFP4 targets, and {len(GOOD)} good heads."
     ]
 
 

@@ -93,9 +93,10 @@ def test_a_report_of_other_bytes_is_refused(output, tmp_path):
 
 
 def test_a_report_with_errors_is_refused(output):
-    finding = Finding(rule="K201", severity="error", where="fc.weight", message="m", fix="f")
-    with pytest.raises(ReportInvalid, match="errors"):
-        write_card(output, report(output, [finding]), Facts())
+    for severity in ("error", "undecided"):
+        finding = Finding(rule="K201", severity=severity, where="fc.weight", message="m", fix="f")
+        with pytest.raises(ReportInvalid, match="errors"):
+            write_card(output, report(output, [finding]), Facts())
 
 
 def test_an_existing_card_is_not_overwritten(output):

@@ -14,6 +14,7 @@ from support.changes import P, drop, edit, nest, one_nan, put
 from support.fault import GQA_VLLM, MLA_VLLM, MODELOPT_GQA, REDUCED, Fault
 from support.good_heads import GOOD, trained_slots
 from support.heads import GQA, TARGET
+from support.published import CAPTURED, EAGLE3, RESIDUAL, THETA
 
 from kconv.cli import main
 from kconv.validate.report import Report
@@ -81,6 +82,90 @@ def test_a_warning_is_exit_0_unless_strict(tmp_path):
     assert kconv("validate", warned, "--for", "vllm-v2").exit_code == 0
     shown = kconv("validate", warned, "--for", "vllm-v2", "--strict")
     assert shown.exit_code == 1 and "warning K143" in shown.stdout and "1 warning" in shown.stdout
+
+
+LLAMA = EAGLE3["SafeAILab, a pickle"]  # yuhuili's, whose README names the target
+NAMED = "--target meta-llama/Llama-3.1-8B-Instruct"
+SAID = f"UNDECIDED vLLM: needs {NAMED}\n"
+# How a head must be read decides what an engine makes of these; a wrong number of layers is wrong however it is read.
+OPEN = {CAPTURED: "K006", THETA: "K162", RESIDUAL: "K015"}
+
+
+def test_a_fact_left_open_is_undecided_and_has_an_exit_code_of_its_own(tmp_path):
+    head, target = LLAMA.write(tmp_path / "head"), LLAMA.write_target(tmp_path / "target")
+    shown = kconv("validate", head, "--for", "vllm", "--headers-only")
+    assert shown.exit_code == 3 and shown.stdout.endswith(SAID)
+    assert "FAIL" not in shown.stdout and "error" not in shown.stdout.replace("no errors", "")
+    for decided in (("--target-layers", 32), ("--target", target)):
+        shown = kconv("validate", head, "--for", "vllm", "--headers-only", *decided)
+        assert shown.exit_code == 0 and shown.stdout.endswith("PASS vLLM\n") and "K143" not in shown.stdout
+    # This number is not of the target that the three layers are the default of.
+    shown = kconv("validate", head, "--for", "vllm", "--headers-only", "--captured", "1,15,28")
+    assert shown.exit_code == 0 and shown.stdout.count("warning K143") == 1 and ": vLLM finds no list" in shown.stdout
+    shown = kconv("validate", head, "--for", "vllm", "--headers-only", "--captured", "1,15,28", "--target-layers", 36)
+    assert shown.exit_code == 1 and shown.stdout.count("error K142") == 1
+
+
+def test_strict_fails_in_words_too(tmp_path):
+    head = LLAMA.write(tmp_path / "head")
+    shown = kconv("validate", head, "--for", "vllm", "--headers-only", "--strict")
+    assert shown.exit_code == 1 and shown.stdout.endswith("FAIL vLLM (strict: 1 undecided, 1 warning)\n")
+    warned = broken(tmp_path / "warned", MODELOPT_GQA, nest())
+    shown = kconv("validate", warned, "--for", "vllm-v2", "--for", "sglang", "--strict", "--out", tmp_path / "out")
+    # Of SGLang there is nothing to warn.
+    assert shown.exit_code == 1 and "FAIL vLLM (strict: 1 warning)" in shown.stdout and "PASS SGLang" in shown.stdout
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["verdicts"]
+    assert [(one["outcome"], one["errors"]) for one in found] == [("fail", 0), ("pass", 0)]
+    assert "FAIL (strict): 1 warning" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_error_beside_what_is_open_fails(tmp_path):
+    head = LLAMA.write(tmp_path / "head")
+    shown = kconv("validate", head, "--for", "vllm", "--for", "sglang", "--headers-only", "--json")
+    assert shown.exit_code == 1
+    found = {one["engine"]: one for one in json.loads(shown.stdout)["verdicts"]}
+    assert {name: one["outcome"] for name, one in found.items()} == {"vLLM": "undecided", "SGLang": "fail"}
+    assert found["vLLM"]["runners"] == ["vllm-v1", "vllm-v2"] and found["vLLM"]["undecided"] == 1
+    assert found["vLLM"]["needs"] == found["SGLang"]["needs"] == [NAMED]
+    assert (found["SGLang"]["errors"], found["vLLM"]["errors"]) == (1, 0)
+
+
+def test_what_is_undecided_stands_in_each_form_of_the_report(tmp_path):
+    out = tmp_path / "out"
+    head = LLAMA.write(tmp_path / "head")
+    assert kconv("validate", head, "--for", "vllm", "--headers-only", "--out", out).exit_code == 3
+    for name in ("report.md", "report.html"):
+        text = (out / name).read_text()
+        assert f"UNDECIDED: needs {NAMED}, 1 warning" in text.replace("\\", "") and "Do not serve it" not in text, name
+    assert '<li class="undecided"><b>vLLM</b>' in text
+    report = Report.model_validate_json((out / "report.json").read_text())
+    assert report.outcome == "undecided" and not report.clean
+    # A verdict follows from the findings, whatever a file says.
+    held = json.loads((out / "report.json").read_text())
+    held["verdicts"][0]["outcome"] = "pass"
+    assert Report.model_validate(held) == report and report.verdicts[0].outcome == "undecided"
+
+
+@pytest.mark.parametrize("form", EAGLE3.values(), ids=EAGLE3)
+def test_what_inspect_leaves_open_validate_leaves_open_and_names_an_option_that_decides_it(form, tmp_path):
+    head = form.write(tmp_path / "head")
+    found = json.loads(kconv("validate", head, "--for", "all", "--headers-only", "--json").stdout)["findings"]
+    left = {one["rule"]: one["needs"].split()[0] for one in found if one["severity"] == "undecided"}
+    assert left.keys() == {OPEN[fact] for fact in form.leaves_open if fact in OPEN}
+    assert all(needs for needs in left.values())
+    assert not any(one["needs"] for one in found if one["severity"] != "undecided")
+    known = {option for param in main.get_command(None, "validate").params for option in param.opts}  # pyright: ignore
+    assert known >= set(left.values())
+
+
+def test_what_stops_a_conversion_names_the_target_too(hub, tmp_path):
+    head = LLAMA.write(tmp_path / "head")
+    hub.commit("org/head", head)
+    for name in (head, "org/head"):
+        shown = kconv("to-vllm", name, tmp_path / "out")
+        assert shown.exit_code == 1 and NAMED in shown.stderr and not (tmp_path / "out").exists()
+    shown = kconv("validate", "org/head", "--for", "vllm", "--headers-only")
+    assert shown.exit_code == 3 and shown.stdout.endswith(SAID)
 
 
 def test_headers_only_reads_no_value(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support import releaser
+from support.published import EAGLE3
 from support.releases import write_acceptance
 from support.releasing import REPO, carry_out, changed, planned, ran, write_inputs
 
@@ -82,6 +83,19 @@ def test_a_report_with_an_error_stops_the_run_and_is_kept(made, root, tmp_path):
         carry_out(source, root)
     assert json.loads((root / "report" / "report.json").read_text())["findings"]
     assert carry_out(made, root)["report"].status == "made"
+
+
+def test_a_report_that_leaves_a_fact_open_stops_the_run_and_names_what_decides_it(root, tmp_path):
+    head = EAGLE3["SafeAILab, a pickle"].write(tmp_path / "head")
+    step = {"do": "validate", "head": str(head), "for": "vllm", "headers_only": True}
+    recipe = {"name": "a-check", "steps": {"report": step}}
+    with pytest.raises(ReportInvalid, match="1 undecided") as refused:
+        carry_out(recipe, root)
+    assert "--target meta-llama/Llama-3.1-8B-Instruct" in str(refused.value)
+    assert json.loads((root / "report" / "report.json").read_text())["verdicts"][0]["outcome"] == "undecided"
+    with pytest.raises(ReportInvalid, match="found 1 warning"):
+        carry_out(changed(recipe, "report", target_layers=32, strict=True), root)
+    assert carry_out(changed(recipe, "report", target_layers=32), root)["report"].status == "made"
 
 
 def test_what_a_user_put_beside_a_failed_steps_report_is_never_deleted(made, root, tmp_path):

@@ -21,6 +21,7 @@ from kconv.validate.report import Finding
 OVERRULED = Finding(
     rule="K307", severity="warning", where="config.json", message="Read otherwise.", fix="Convert again."
 )
+OPEN = Finding(rule="K006", severity="undecided", where="config.json", message="It is open.", fix="Say it.")
 ERROR = Finding(rule="K101", severity="error", where="lm_head", message="It is not there.", fix="Add it.")
 
 
@@ -126,6 +127,7 @@ BROKEN = {
     "a report of no weights": ("P105", lambda f: write_report(f, weights={})),
     "a report of one file more": ("P105", lambda f: write_report(f, weights={"model.safetensors": "0" * 64})),
     "a report with an error": ("P106", lambda f: write_report(f, findings=[ERROR])),
+    "a report that leaves a fact open": ("P106", lambda f: write_report(f, findings=[OPEN])),
     "a report of a source that was read as its own files do not say": (
         "P106", lambda f: write_report(f, findings=[OVERRULED]),
     ),

@@ -34,10 +34,11 @@ def test_the_page_and_the_schema_are_current():
 
 
 def test_a_report_has_the_documented_keys(report):
-    assert list(report) == ["schema", "subject", "weights", "config", "findings", "figures", "provenance"]
+    keys = ["schema", "subject", "weights", "config", "findings", "figures", "provenance", "verdicts"]
+    assert list(report) == keys
     assert report["schema"] == 1
     (finding,) = [one for one in report["findings"] if one["rule"] == "K104"]
-    assert list(finding) == ["rule", "severity", "where", "message", "fix", "engines", "seen_in"]
+    assert list(finding) == ["rule", "severity", "where", "message", "fix", "engines", "seen_in", "needs"]
     assert finding["severity"] == "error" and finding["engines"] == ["vllm-v1", "vllm-v2"]
 
 
@@ -47,8 +48,16 @@ def test_the_schema_names_the_same_keys(report):
     assert schema["additionalProperties"] is False and schema["properties"]["schema"]["const"] == 1
     finding = schema["$defs"]["Finding"]
     assert finding["properties"].keys() == report["findings"][0].keys()
-    assert finding["properties"]["severity"]["enum"] == ["error", "warning", "note"]
+    assert finding["properties"]["severity"]["enum"] == ["error", "undecided", "warning", "note"]
     assert schema["$defs"]["Figures"]["properties"].keys() == report["figures"].keys()
+    assert schema["$defs"]["Verdict"]["properties"].keys() == report["verdicts"][0].keys()
+
+
+def test_the_schema_says_what_each_key_of_a_finding_and_a_verdict_means():
+    kinds = json.loads(SCHEMA.read_text())["$defs"]
+    for kind in ("Finding", "Verdict"):
+        assert all(len(key.get("description", "")) > 10 for key in kinds[kind]["properties"].values()), kind
+    assert "empty for all" in kinds["Finding"]["properties"]["engines"]["description"]
 
 
 @pytest.mark.parametrize("change", [{"schema": 2}, {"more": 1}, {"findings": [{"rule": "K101"}]}])

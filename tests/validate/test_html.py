@@ -13,7 +13,7 @@ from kconv.validate.figures import Figures
 from kconv.validate.html import to_html
 from kconv.validate.markdown import to_markdown
 from kconv.validate.numbers import EXACT, plain
-from kconv.validate.report import UNREAD, Finding, Report, verdicts
+from kconv.validate.report import UNREAD, Finding, Report
 from kconv.validate.rules.table import OF_COMPARISON
 
 EVIL = "</td><script>alert(1)</script><img src=x onerror=alert(1)>&quot;"
@@ -62,9 +62,9 @@ class Page(HTMLParser):
 
 
 def test_each_engine_has_its_verdict_and_a_finding_of_none_is_of_all():
-    found = {one.title: (one.passed, one.errors, one.warnings) for one in verdicts(judged())}
-    assert found == {"vLLM": (False, 1, 1), "SGLang": (True, 0, 1), "TensorRT-LLM": (True, 0, 1)}
-    assert verdicts(judged(provenance={})) == ()
+    found = {one.engine: (one.outcome, one.errors, one.warnings) for one in judged().verdicts}
+    assert found == {"vLLM": ("fail", 1, 1), "SGLang": ("pass", 0, 1), "TensorRT-LLM": ("pass", 0, 1)}
+    assert judged(provenance={}).verdicts == ()
 
 
 def test_the_verdicts_stand_before_everything_else():

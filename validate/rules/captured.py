@@ -57,20 +57,26 @@ def _otherwise(subject: HeadSubject, engines: tuple[str, ...]) -> Iterator[Found
 
 def _is_default(subject: HeadSubject) -> bool | None:
     """Return whether the captured layers are the engines' default; None if that depends on the target's depth."""
-    captured = subject.captured or ()
+    captured, depth = subject.captured or (), subject.hints.target_layers
     if subject.target is not None:
-        return captured == default_outputs(subject.target.layers)
+        depth = subject.target.layers
+    if depth is not None:
+        return captured == default_outputs(depth)
     return None if captured and captured == default_outputs(captured[-1] + 4) else False
 
 
 def _unlisted(subject: HeadSubject, is_default: bool | None) -> Iterator[Found]:
-    for engine, seen in _readers(subject, READ_BY_CONFIG):
-        if seen is None and _is_default(subject) is is_default:
+    if _is_default(subject) is not is_default:
+        return
+    without = {runner for runner, seen in _readers(subject, READ_BY_CONFIG) if seen is None}
+    for engine in engines():
+        if own := tuple(runner for runner in engine.runner_names if runner in without):
+            name = engine.title if own == engine.runner_names else ", ".join(own)
             yield Found(
                 "config.json: eagle_aux_hidden_state_layer_ids",
-                f"{engine} finds no list where it looks and uses its default; the head was trained on the outputs of"
+                f"{name} finds no list where it looks and uses its default; the head was trained on the outputs of"
                 f" layers {list(subject.captured or ())}",
-                engines=(engine,),
+                engines=own,
             )
 
 

@@ -197,7 +197,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
     Rule(
         "K006",
         "captured-undecided",
-        "error",
+        "undecided",
         "The config does not say clearly which target layers the head reads. A wrong guess costs acceptance.",
         fix="Give --target, whose depth decides the default, or give --captured or --captured-are.",
         seen_in="https://github.com/vllm-project/vllm/pull/50170",
@@ -267,7 +267,7 @@ RULES: tuple[Rule[HeadSubject], ...] = (
     Rule(
         "K015",
         "residual-unstated",
-        "error",
+        "undecided",
         "A speculators config does not state norm_before_residual. vLLM assumes true, the speculators library false.",
         fix="State the value that the head was trained with, or give --norm-before-residual.",
         seen_in="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/transformers_utils/configs/speculators/algos.py#L33",

@@ -149,10 +149,10 @@ RULES: tuple[Rule[HeadSubject], ...] = (
     Rule(
         "K162",
         "rope-theta-lost",
-        "warning",
+        "undecided",
         "The config has no rope_theta. Engines use 10000; a Kimi-K2 target has 50000.",
-        fix="State the rope_theta that the head was trained with, at the top level and in rope_parameters."
-        " Conversions take --rope-theta.",
+        fix="Pass --rope-theta, or state the rope_theta that the head was trained with, at the top level and in"
+        " rope_parameters.",
         seen_in="https://github.com/sgl-project/SpecForge/issues/265",
     ),
     Rule(

@@ -38,12 +38,14 @@ class Found:
     message: what was found, one sentence with its figures.
     fix: what to do, if it differs from the rule's own.
     engines: the engines concerned, if these are not all of the rule's.
+    needs: the option that decides a fact left open.
     """
 
     where: str
     message: str
     fix: str = ""
     engines: tuple[str, ...] = ()
+    needs: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class Rule(Generic[S]):
     Attributes:
         id: e.g. "K101"; never reused.
         name: e.g. "lm-head-missing".
-        severity: "error" if a requested engine would fail or serve wrong numbers; "warning" if only the target or a
-            user could decide; "note" for what a launch flag must supply.
+        severity: "error" if a requested engine would fail or serve wrong numbers; "undecided" if that depends on a
+            fact that the head's files leave open and an option decides; "warning" if only the target or a user could
+            decide; "note" for what a launch flag must supply.
         sentence: what goes wrong.
         fix: what to do.
         check: yields each place where it applies; None if a comparison, or reading the head, makes the finding: such
@@ -123,11 +126,13 @@ class Rule(Generic[S]):
             fix=found.fix or self.fix,
             engines=tuple(engine for engine in found.engines or self.engines if engine in asked),
             seen_in=self.seen_in,
+            needs=found.needs,
         )
 
     def of_problem(self, problem: Problem, asked: Iterable[str] = ENGINES) -> Finding:
         """Return a problem from reading a head in a report's form."""
-        return self.finding(Found(problem.where, problem.what, problem.fix if self.says_fix else ""), asked)
+        fix = problem.fix if self.says_fix else ""
+        return self.finding(Found(problem.where, problem.what, fix, needs=problem.needs), asked)
 
 
 def run_rules(rules: Iterable[Rule[S]], subject: S) -> Iterator[Finding]:
