@@ -211,6 +211,45 @@ def shell(step: dict[str, Any], folder: Path, **env: str) -> subprocess.Complete
     return subprocess.run(words, cwd=folder, env=own | env, capture_output=True, text=True)
 
 
+def validating(folder: Path, code: int = 0, **inputs: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the action's step `validate` with a kconv that notes its words and ends with a code; return these words."""
+    program = folder / ".venv" / "bin" / "kconv"
+    program.parent.mkdir(parents=True)
+    program.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > words\necho first\necho "UNDECIDED vLLM: needs it"\nexit {code}\n'
+    )
+    program.chmod(0o755)
+    (step,) = [step for step in yaml.safe_load(ACTION.read_text())["runs"]["steps"] if step.get("id") == "validate"]
+    given = {"head": "my head", "for": "", "source": "", "options": "", "report": "report", **inputs}
+    env = {name: given[re.findall(r"inputs\.(\w+)", value)[0]] for name, value in step["env"].items()}
+    ran = shell(step, folder, GITHUB_ACTION_PATH=str(folder), **env)
+    return ran, (folder / "words").read_text().splitlines()
+
+
+@pytest.mark.parametrize("named", ["vllm sglang trtllm", "vllm\nsglang\ntrtllm\n", " vllm\tsglang\n\n  trtllm "])
+def test_the_action_checks_for_every_engine_that_is_named(tmp_path, named):
+    ran, words = validating(tmp_path, **{"for": named})
+    assert ran.returncode == 0, ran.stderr
+    assert words == [
+        "validate", "my head", "--out", "report", "--for", "vllm", "--for", "sglang", "--for", "trtllm",
+    ]  # fmt: skip
+
+
+def test_the_action_passes_on_what_decides_an_open_fact(tmp_path):
+    ran, words = validating(tmp_path, options="--target org/name\n--rope-theta 10000", source="a b")
+    assert ran.returncode == 0 and "::error" not in ran.stdout
+    assert words == [
+        "validate", "my head", "--target", "org/name", "--rope-theta", "10000", "--out", "report", "--source", "a b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code, said", [(1, False), (2, False), (3, True)])
+def test_the_actions_step_fails_with_kconv_and_says_what_decides_an_open_fact(tmp_path, code, said):
+    ran, _ = validating(tmp_path, code)
+    assert ran.returncode == code and "first" in ran.stdout
+    assert ("::error title=Pass this as options::UNDECIDED vLLM: needs it\n" in ran.stdout) is said
+
+
 def test_what_publishes_is_unpacked_only_if_it_is_what_the_job_publisher_made(tmp_path):
     jobs = WORKFLOWS["release-head"]["jobs"]
     (pack,) = [step for step in jobs["publisher"]["steps"] if "tar --create" in step.get("run", "")]

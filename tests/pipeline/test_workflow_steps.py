@@ -53,6 +53,7 @@ class Runner:
     def _shell(self, step: dict[str, Any], env: dict[str, str], output: Path) -> None:
         own = {name: filled(value, self.known) for name, value in step.get("env", {}).items()}
         told = {"GITHUB_OUTPUT": str(output), "GITHUB_STEP_SUMMARY": str(self.workspace / "summary.md")}
+        told["RUNNER_TEMP"] = str(self._made(self.workspace.with_name(f"{self.workspace.name}-temp")))
         ran = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", filled(step["run"], self.known)],
             cwd=self.workspace, env=os.environ | env | own | told, capture_output=True, text=True,
