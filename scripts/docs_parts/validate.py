@@ -45,7 +45,7 @@ def put(page: str, name: str, lines: list[str]) -> str:
 def schema() -> str:
     """Return the JSON schema of report.json; each key has the meaning that its class gives it."""
     from pydantic.json_schema import GenerateJsonSchema
-    from reference.models import attributes
+    from docs_parts.models import attributes
 
     from kconv.validate.report import Report
 
